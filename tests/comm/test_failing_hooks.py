@@ -24,6 +24,7 @@ from tritonddp.comm import reduction
 from tritonddp.comm.comm_hook import HookError
 from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.comm.reduction import Reduction, ReductionEvents
+from tritonddp.coordination import collectives
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.counters import Counters
 
@@ -227,6 +228,19 @@ def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(
             backwards(model, reference, step, number, error, "what the user said")
             if step != number:
                 torch.testing.assert_close(gradients(model), gradients(reference))
+
+
+@ranks(2)
+def test_a_lost_all_reduce_of_the_flags_behind_hooks_is_explained_once() -> None:
+    group = dist.new_group()
+    model = OURS(net(), process_group=group)
+    model.register_comm_hook(group, default_hooks.allreduce_hook)
+    train(model, 1)
+    lost = mock.patch.object(collectives, "all_reduce", side_effect=RuntimeError("it is lost"))
+    said = r"buckets up to .*, behind the communication hooks failed: RuntimeError: it is lost"
+    with lost, pytest.raises(RuntimeError, match=said) as raised:
+        train(model, 1)
+    assert str(raised.value).count("failed: RuntimeError") == 1, raised.value
 
 
 @pytest.mark.long

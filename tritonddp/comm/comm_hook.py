@@ -30,7 +30,7 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.grad_bucket import GradBucket, buffer_of, result_of, those_of_hooks, write_back
-from tritonddp.comm.reduction import LocalError
+from tritonddp.comm.reduction import ExchangeError, LocalError
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -198,12 +198,10 @@ class CommHook:
             message, work = self._trailers
             work.wait()
         except RuntimeError as error:
-            cause = self._failure or error
-            raise self._group.explain(
-                f"{where}, buckets up to {calls[-1].bucket.title}",
+            raise ExchangeError(
+                f"buckets up to {calls[-1].bucket.title}",
                 "all-reduce of their flags, behind the communication hooks",
-                cause,
-            ) from cause
+            ) from self._failure or error
         sizes = [call.trailer.numel() for call in calls]
         *trailers, broken = message.split([*sizes, len(calls)])
         for call, trailer in zip(calls, trailers, strict=True):

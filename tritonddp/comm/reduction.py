@@ -37,6 +37,19 @@ class LocalError(RuntimeError):
     """
 
 
+class ExchangeError(RuntimeError):
+    """A collective failed that is not of one bucket alone: raised by an exchange, from the cause.
+
+    Args:
+        buckets: those that it is of, for the message.
+        what: the collective.
+    """
+
+    def __init__(self, buckets: str, what: str) -> None:
+        super().__init__(f"{buckets}, {what}")
+        self.buckets, self.what = buckets, what
+
+
 class ReductionEvents:
     """Callbacks for the progress of a reduction, see ``Extension``. An empty loop costs no call."""
 
@@ -84,7 +97,6 @@ class Reduction:
         earlier: for each parameter, whether an earlier backward that was not reduced has used it.
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
-        scale: factor of the gradients before they are sent.
         header: what this rank writes into the first bucket.
         arrived: the parameters in the order of their gradients, as far as these have come.
         has_unannounced: the engine has not announced the gradients of all parameters, and some may
@@ -125,7 +137,6 @@ class Reduction:
     works: list[Any] = field(default_factory=list)
     # Without arguments: they stay on the class until they are set.
     skipped: Collection[int] = field(default=(), init=False)
-    scale: float = field(default=1.0, init=False)
     header: bytes = field(default=b"", init=False)
     done: int = field(default=0, init=False)
     factor: Tensor | None = field(default=None, init=False)
@@ -176,7 +187,7 @@ class Reduction:
             self.weight, self.header = None, b""
 
     def _announce(self) -> None:
-        """Prepare the header of this rank, and the scale of its gradients."""
+        """Prepare the header of this rank."""
         agreement, weight, averages = self.agreement, self.weight, self.bucket_set.averages
         over_present = False
         if self.join is not None:
@@ -185,7 +196,6 @@ class Reduction:
         key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
         if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)
-        self.scale = agreement.scale
         self.header = agreement.encoded
         if self.events.reporters:
             self.header = agreement.with_report(self.events.report(self))
@@ -234,7 +244,7 @@ class Reduction:
             bucket.pack(
                 segment,
                 self.used[first:last],
-                self.scale,
+                self.agreement.scale,
                 b"" if bucket.index else self.header,
                 counts_earlier,
                 self.arrived if self.counts_dropped else (),
@@ -426,6 +436,10 @@ class Reduction:
         If user code has failed on this rank, first make the collectives that the other ranks make;
         with ``discards`` the error is dropped then.
         """
+        cause = error.__cause__
+        if isinstance(error, ExchangeError) and cause is not None:
+            where = f"{self.where}, {error.buckets}"
+            raise self.group.explain(where, error.what, cause) from cause
         if not isinstance(error, LocalError):
             raise self.explain(bucket, error) from error
         self._read_headers()
@@ -433,7 +447,6 @@ class Reduction:
             if isinstance(each, SparseBucket) and each.index not in self.skipped:
                 self._exchange_rows(each)
         if not discards:
-            cause = error.__cause__
             raise error if cause is None or isinstance(cause, Exception) else cause
 
     def _read_headers(self) -> None:

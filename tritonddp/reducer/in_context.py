@@ -164,9 +164,9 @@ class ContextReducer:
         hash(self._reference)  # cached now: it cannot be computed after this object is freed
 
     @property
-    def order(self) -> tuple[str, int]:
-        """See :class:`~tritonddp.coordination.group.Owner`."""
-        return self._group.name, self._reductions.parameters.number
+    def order(self) -> tuple[str, int, int]:
+        """See :class:`~tritonddp.coordination.group.Owner`: before the reducer of the wrapper."""
+        return self._group.name, self._reductions.parameters.number, 0
 
     def watch(self, reducer: weakref.ref[Any], output: Any, context: int, syncs: bool) -> None:
         """A forward in the context of this id has returned ``output``.
