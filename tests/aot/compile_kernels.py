@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tritonddp.kernels import flatten, unflatten
+from tritonddp.kernels import device_tables, flatten, unflatten
 from tritonddp.kernels.device_tables import BLOCK, WARPS
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import OPTIONS, Launcher
@@ -47,9 +47,10 @@ KERNELS = {"flatten": (flatten._launch, "SOURCE"), "unflatten": (unflatten._laun
 def compile_as_launched(
     launcher: Launcher,
     target: GPUTarget,
-    pointers: dict[str, str],
+    pointers: dict[str, str | tuple[str, ...]],
     constexprs: dict,
     anywhere: Sequence[str] = (),
+    num_warps: int = WARPS,
 ):
     """Compile as ``Launcher`` would: integers unspecialised, base pointers divisible by 16.
 
@@ -65,9 +66,13 @@ def compile_as_launched(
         kernel,
         signature={argument: signature[argument] for argument in names},
         constexprs={(names.index(k),): v for k, v in constexprs.items()},
-        attrs={(names.index(each),): divisible for each in pointers if each not in anywhere},
+        attrs={
+            (names.index(each),): divisible
+            for each, kind in pointers.items()
+            if kind[0] == "*" and each not in anywhere
+        },
     )
-    return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS})
+    return triton.compile(source, target=target, options={"num_warps": num_warps, **OPTIONS})
 
 
 def compile_variant(
@@ -78,6 +83,8 @@ def compile_variant(
     aligned: bool,
     marks: bool = False,
     squares: bool = False,
+    in_place: bool = False,
+    joint: bool = False,
 ):
     launcher, grad_name = KERNELS[name]
     pointers = {"chunks": "*i64", "dynamic": "*i64", "bucket": f"*{SPELLING[wire]}"}
@@ -93,11 +100,15 @@ def compile_variant(
         constexprs["MARK"] = marks
     else:
         pointers["factor"] = "*fp64"
-        constexprs["IN_PLACE"] = grad is wire  # only such gradients may live in the bucket
+        constexprs["WIRE"] = wire
+        constexprs["IN_PLACE"] = in_place
+        if joint:
+            constexprs |= {"dynamic": None, "bucket": None}
     if squares:
         pointers["squares"] = "*fp64" if constexprs["COMPUTE"] == tl.float64 else "*fp32"
     else:
         constexprs["squares"] = None
+    pointers = {name: kind for name, kind in pointers.items() if name not in constexprs}
     return compile_as_launched(launcher, target, pointers, constexprs)
 
 
@@ -166,25 +177,42 @@ def main() -> None:
         for name in KERNELS:
             for grad, wire in pairs:
                 # With marks and squares where the gradients are aligned, as nearly all are.
-                kinds = [(True, False, False), (False, False, False)]
+                kinds = [{"aligned": True}, {"aligned": False}]
                 if (grad, wire) in SOME_PAIRS:
-                    kinds += [(True, True, False)] * (name == "flatten") + [(True, False, True)]
-                for aligned, marks, squares in kinds:
-                    compiled = compile_variant(name, target, grad, wire, aligned, marks, squares)
+                    kinds += [{"aligned": True, "squares": True}]
+                    if name == "flatten":
+                        kinds += [{"aligned": True, "marks": True}]
+                    else:
+                        kinds += [{**each, "joint": True} for each in kinds]
+                if name == "unflatten" and grad is wire:  # gradients may live in the bucket
+                    kinds += [{**each, "in_place": True} for each in kinds if each["aligned"]]
+                for kind in kinds:
+                    compiled = compile_variant(name, target, grad, wire, **kind)
                     variants.append(
                         {
                             "architecture": architecture,
                             "kernel": name,
                             "grad": SPELLING[grad],
                             "wire": SPELLING[wire],
-                            "aligned": aligned,
-                            "marks": marks,
-                            "squares": squares,
+                            **dict.fromkeys(("marks", "squares", "in_place", "joint"), False),
+                            **kind,
                             "reduces": compiled.asm["ttgir"].count('"tt.reduce"'),
                             "rearranges": compiled.asm["ttgir"].count("convert_layout"),
                             **facts_of(compiled, target),
                         }
                     )
+        for size in device_tables._SIZES:
+            compiled = compile_as_launched(
+                device_tables._launch,
+                target,
+                {"dynamic": "*i64", "addresses": ("i64",) * size},
+                {},
+                num_warps=1,
+            )
+            variants.append(
+                {"architecture": architecture, "kernel": "addresses", "size": size}
+                | facts_of(compiled, target)
+            )
     json.dump(variants, sys.stdout)
 
 

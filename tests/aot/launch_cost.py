@@ -3,14 +3,15 @@
     python tests/aot/launch_cost.py
 
 A bucket of 15 gradients of the same addresses, as in a steady step: ``flatten`` and ``unflatten``,
-as the package calls them, and of the first the launch alone, as it is prepared and as Triton offers
-it (``compiled[grid](...)``). Functions called, in Python and in
-C, and the least microseconds a call of 15 interleaved rounds. See ``faked_driver.py`` for what is
-not in it: what follows in the driver.
+as the package calls them, ``flatten`` of gradients that have moved each time, and ``unflatten`` of
+four buffers together. And of the first the launch alone, as it is prepared and as Triton offers it
+(``compiled[grid](...)``). Functions called, in Python and in C, and the least microseconds a call
+of 15 interleaved rounds. See ``faked_driver.py`` for what is not in it: what follows in the driver.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -60,31 +61,44 @@ def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
         "flatten": partial(flatten.flatten, flat, grads, used, 0.5, bytes(3)),
         "unflatten": partial(unflatten.unflatten, flat, grads),
     }
+    moved = itertools.cycle([[torch.ones(64, 64) for _ in shapes] for _ in range(2)])
+    other, *several = (FlatBuffer(layout, torch.float32, flat.data.device) for _ in range(5))
+    functions["flatten, moved"] = lambda: flatten.flatten(other, next(moved), used, 0.5, bytes(3))
+    for each in several:
+        flatten.flatten(each, grads, used, 0.5, bytes(3))
+    functions["unflatten, four"] = partial(unflatten.JointUnflatten(several), [grads] * 4)
     for function in functions.values():
         function()
-    flat.tables.device_index = 0  # as of tensors on the GPU that is current
+        function()
+    for each in (flat, other, *several):
+        each.tables.device_index = 0  # as of tensors on the GPU that is current
     return flat, functions
+
+
+def prepared_of(flat: FlatBuffer) -> Any:
+    """The launch that is prepared to flatten ``flat``."""
+    launches = flat.tables.launches
+    return next(found[0] for key, found in launches.items() if flatten._launch in (key, key[0]))
 
 
 def compiled(flat: FlatBuffer) -> Any:
     """The kernel that flattens ``flat``."""
-    (prepared, *_) = flat.tables.launches.values()
-    options = {"num_warps": flat.tables.num_warps, **OPTIONS}
-    return flatten._launch.kernel.warmup(*prepared.args, grid=(1, 1, 1), **options)
+    tables, arguments = flat.tables, prepared_of(flat).args
+    tensors = tables.chunks, tables.dynamic, flat.data
+    options = {"grid": (1, 1, 1), "num_warps": tables.num_warps, **OPTIONS}
+    return flatten._launch.kernel.warmup(*tensors, *arguments[3:], **options)
 
 
 def by_triton(flat: FlatBuffer) -> Callable[[], None]:
     """What is prepared to flatten ``flat``, as Triton would launch it."""
-    (prepared, *_) = flat.tables.launches.values()
     grid = flat.tables.num_chunks + 1, 1, 1
-    return partial(compiled(flat)[grid], *prepared.args)
+    return partial(compiled(flat)[grid], *prepared_of(flat).args)
 
 
 def main() -> None:
     with faked_driver():
         flat, functions = steady()
-        prepared = next(iter(flat.tables.launches.values()))
-        functions |= {"launch, prepared": prepared, "launch, Triton's": by_triton(flat)}
+        functions |= {"launch, prepared": prepared_of(flat), "launch, Triton's": by_triton(flat)}
         best = dict.fromkeys(functions, float("inf"))
         for _ in range(_ROUNDS):
             for name, function in functions.items():

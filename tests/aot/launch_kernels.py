@@ -16,7 +16,7 @@ from triton import knobs
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from faked_driver import faked_driver
-from launch_cost import by_triton, compiled, counted, steady
+from launch_cost import by_triton, compiled, counted, prepared_of, steady
 
 ENTER, EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
@@ -38,7 +38,7 @@ def main() -> None:
     facts: dict[str, Any] = {}
     with faked_driver(launch=launch):
         flat, functions = steady()
-        (prepared, *_) = flat.tables.launches.values()
+        prepared = prepared_of(flat)
 
         def compare() -> list[list[str]]:
             """What is handed to C in our way and in Triton's, where that is not the same object."""

@@ -103,6 +103,8 @@ def test_misaligned_kernels_keep_to_the_itemsize_at_gradients_only(compiled, arc
 @ARCHITECTURE
 def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architecture):
     def is_right(variant: dict) -> bool:
+        if variant["kernel"] == "addresses":
+            return not variant["spilled"] and variant["registers"] <= 24
         is_plain = variant["aligned"] and not (variant["marks"] or variant["squares"])
         most = REGISTERS[is_plain, "fp64" in sides(variant)]
         return not variant["spilled"] and variant["registers"] <= most
@@ -111,7 +113,7 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
 
 
 def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
-    found = [each for each in compiled if each["architecture"] == "sm_90"]
+    found = [each for each in compiled if each["architecture"] == "sm_90" and "grad" in each]
     assert len({(v["kernel"], v["grad"], v["wire"], v["aligned"]) for v in found}) == 2 * 16 * 2
 
 
@@ -140,4 +142,17 @@ def test_kernels_that_work_in_place_have_each_thread_write_what_it_has_read(comp
         lambda v: v["grad"] != v["wire"] or not v["rearranges"],
         architecture=architecture,
         aligned=True,
+    )
+    for joint in (False, True):
+        kind = {"architecture": architecture, "in_place": True, "joint": joint}
+        assert_all(compiled, lambda v: v["aligned"], **kind)
+
+
+@ARCHITECTURE
+def test_addresses_are_written_by_one_store_each_and_read_from_no_memory(compiled, architecture):
+    assert_all(
+        compiled,
+        lambda v: v["stores"] == [8] * v["size"] and (architecture == "gfx942" or not v["loads"]),
+        architecture=architecture,
+        kernel="addresses",
     )

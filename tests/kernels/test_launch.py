@@ -37,7 +37,15 @@ def test_what_is_compiled_is_launched_with_all_arguments_in_order(tensors):
     assert [(grid, warps) for grid, warps, _ in kernel.warmups] == [((5, 1, 1), 4), ((6, 1, 1), 8)]
     assert kernel.plainly == []
     Launcher(kernel).bind(1, tensors, (7,), ("fp16",), num_warps=4)()
-    assert kernel.launched[-1] == (3, (1, 1, 1), (*tensors, 7, "fp16"))
+    # Compiled, it takes addresses, for which Triton asks neither tensors nor the driver.
+    addresses = [each.data_ptr() for each in tensors]
+    assert kernel.launched[-1] == (3, (1, 1, 1), (*addresses, 7, "fp16"))
+
+
+def test_an_interpreted_kernel_is_bound_to_tensors_and_to_none(tensors):
+    kernel = StubKernel(interpreted=True)
+    Launcher(kernel).bind(1, [*tensors, None], ((1, 2),), ())()
+    assert kernel.plainly == [((1, 1, 1), 4, (*tensors, None, (1, 2)))]
 
 
 def test_a_kernel_that_compiles_in_the_background_is_waited_for(tensors):

@@ -72,6 +72,7 @@ def calls(function: Callable[..., Any], *arguments: Any) -> int:
 
 
 MODULES = {
+    "addresses": device_tables,
     "flatten": flatten_module,
     "unflatten": unflatten_module,
     "quantize": quantize_module,
@@ -302,14 +303,47 @@ def test_what_torch_has_refused_it_is_not_asked_again_for_as_long_as_it_comes(mo
 
 
 @pytest.mark.parametrize("marks", [None, Marks(0, 2)], ids=["plain", "marks"])
-def test_launches_of_a_steady_step_are_two_functions_each(kernels, marks):
+def test_launches_of_a_steady_step_are_one_function_each(kernels, marks):
     flat, grads = flat_of(alignment=16, marks=marks), gradients()
     before = launch.launches
-    assert calls(flatten_module.flatten, flat, grads, USED, 0.5, HEADERS) == 2
-    assert calls(unflatten_module.unflatten, flat, grads) == 2
-    assert calls(unflatten_module.unflatten, flat, grads, ONE) == 2
-    assert launch.launches - before == 9
+    assert calls(flatten_module.flatten, flat, grads, USED, 0.5, HEADERS) == 1
+    assert calls(unflatten_module.unflatten, flat, grads) == 1
+    assert calls(unflatten_module.unflatten, flat, grads, ONE) == 1
+    assert calls(unflatten_module.unflatten, flat, flat.views, ONE) == 1
+    assert launch.launches - before == 12
     assert flat.tables.uploads == 1
+
+
+def test_several_buffers_are_unflattened_by_as_few_functions_as_one(kernels):
+    flats, grads = [flat_of(alignment=16) for _ in range(4)], [gradients() for _ in range(4)]
+    for flat, each in zip(flats, grads, strict=True):
+        flatten_module.flatten(flat, each, USED, 0.5, HEADERS)
+    joint = unflatten_module.JointUnflatten(flats)
+    before = launch.launches
+    assert calls(joint, grads) == 2
+    assert calls(joint, grads, ONE) == 3
+    assert calls(joint, [flat.views for flat in flats]) == 2
+    assert launch.launches - before == 9
+    assert sum(flat.tables.uploads for flat in flats) == 4
+
+
+def test_a_step_whose_gradients_have_moved_calls_two_functions_more_and_uploads_nothing(kernels):
+    flat, turns = flat_of(alignment=16), [gradients(), gradients()]
+    flatten_module.flatten(flat, turns[0], USED, 0.5, HEADERS)
+    run = partial(flatten_module.flatten, flat)
+    numbers = iter(range(3))
+
+    def step() -> None:
+        run(turns[next(numbers) % 2], USED, 0.5, HEADERS)
+
+    moves, uploads, before = flat.tables.moves, flat.tables.uploads, launch.launches
+    assert calls(step) == 1 + 2  # DeviceTables.change, and its launch
+    assert flat.tables.moves - moves == 2
+    assert launch.launches - before == 3 + 2
+    assert flat.tables.uploads == uploads
+    unflatten_module.unflatten(flat, turns[0])
+    assert launch.launches - before == 3 + 2 + 1
+    assert kernels["addresses"].launched[-1][2][1][:COUNT] == tuple(flat.tables.addresses)
 
 
 def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
@@ -381,16 +415,14 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
             flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     # Zeros are compiled as gradients of the wire dtype are.
     assert [number for number, *_ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
-    tables = flat.tables._tables
+    tables = flat.tables
     for *_, arguments in kernels["flatten"].launched:
-        assert arguments[0] is flat.tables.chunks
-        assert any(arguments[1] is each.dynamic for each in tables)
-        assert arguments[2] is flat.data
+        bound = (tables.chunks, tables.dynamic, flat.data)
+        assert arguments[:3] == tuple(each.data_ptr() for each in bound)
         assert arguments[3] is None  # nobody asks for squares
         assert len(arguments) == 11 + 7
-    assert len({key for each in tables for key in each.launches}) == 4
-    flatten_module.flatten(flat, none, USED, 0.5, HEADERS)
-    assert kernels["flatten"].launched[-1][2][1] is flat.tables.dynamic
+    variants = [key for key in tables.launches if key is not device_tables._launch]
+    assert len(variants) == 4
 
 
 def test_gradients_of_two_dtypes_where_those_of_one_were_are_an_error(kernels):
@@ -417,23 +449,25 @@ def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kerne
     assert [number for number, *_ in launched] == numbers
     for place, (*_, arguments) in enumerate(launched):
         factor = factors[place % 4]
-        assert arguments[3] is (flat.tables.one if factor is None else factor)
+        given = arguments[3]
+        assert given == flat.tables.one.data_ptr() if factor is None else given is factor
         assert arguments[4] is None  # nobody asks for squares
-        assert len(arguments) == 6 + 6
-        assert arguments[10] is (place >= 12)  # whether gradients live in the buffer
+        assert len(arguments) == 6 + 7
+        assert arguments[11] is (place >= 12)  # whether gradients live in the buffer
     with pytest.raises(TypeError, match=r"one torch\.float64 element"):
         unflatten_module.unflatten(flat, fp32, torch.ones(1))
 
 
 def test_other_residuals_are_given_to_the_next_launch(kernels):
-    grads = gradients()
+    grads, names = gradients(), ("quantize", "reduce_parts")
     (flat,) = quantized_buffers(grads, USED, torch.int8, 1)
     for _ in range(2):
         for _ in range(2):
             quantize_module.quantize(flat, grads, USED, 0.5, HEADERS)
             reduce_parts_module.reduce_parts(flat)
-            assert kernels["quantize"].launched[-1][2][3] is flat.residuals.sent
-            assert kernels["reduce_parts"].launched[-1][2][1] is flat.residuals.reduced
+            residuals, last = flat.residuals, [kernels[name].launched[-1][2] for name in names]
+            assert last[0][3] == residuals.sent.data_ptr()
+            assert last[1][1] == residuals.reduced.data_ptr()
         flat.residuals.sent = flat.residuals.sent.clone()
         flat.residuals.reduced = flat.residuals.reduced.clone()
 
@@ -443,7 +477,7 @@ def test_a_new_buffer_prepares_launches_of_its_own(kernels):
     for _ in range(2):
         flat = flat_of(alignment=16)
         flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
-        assert kernels["flatten"].launched[-1][2][2] is flat.data
+        assert kernels["flatten"].launched[-1][2][2] == flat.data.data_ptr()
     assert kernels["flatten"].variants == 1
     part = flat.part(0, 3)
     flatten_module.flatten(part, grads[:3], USED[:3], 0.5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from poisoned import dense
 
+from tritonddp.kernels import device_tables, launch
 from tritonddp.kernels.device_tables import BLOCK, DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
@@ -89,34 +90,54 @@ def test_headers_lie_between_the_flags_and_the_scale():
     assert scale_in(tables) == 1 / 3
 
 
-def test_a_table_that_comes_again_is_on_the_device_still():
-    flat = flat_of([4])
-    tables = DeviceTables(flat)
-    grads = [[torch.ones(4)] for _ in range(5)]
-    for turn in range(3):
-        before = tables.uploads
-        for each in grads[:4]:
-            tables.update(each, [True], 1.0)
-            tables.launches["kernel"] = tables.dynamic  # which is bound
-            assert tables.dynamic[:2].tolist() == [each[0].data_ptr(), 1]
-        assert tables.uploads - before == (0 if turn else 4)
-    tables.update(grads[4], [True], 1.0)  # in the place of the first
-    assert tables.dynamic[0] == grads[4][0].data_ptr()
-    assert tables.launches["kernel"] is tables.dynamic
-    before = tables.uploads
-    for each in grads[1:]:
-        tables.update(each)
+@pytest.mark.parametrize("slots", [1, 16, 17, 64, 65, 256])
+def test_addresses_that_have_moved_are_arguments_of_a_launch_and_no_upload(slots):
+    tables = DeviceTables(flat_of([4] * slots, headers=2))
+    memory = torch.ones(2, slots, 4)
+    tables.update([None] * slots, [True] * slots, 1 / 3, b"\1\2")
+    rest = tables.dynamic[slots:].clone()
+    before, launches = tables.uploads, launch.launches
+    for number, grads in enumerate([memory[0], memory[1], memory[0]]):
+        missing = [*grads[1:], None] if number == 2 else list(grads)
+        tables.update(missing)
+        expected = [0 if grad is None else grad.data_ptr() for grad in missing]
+        assert tables.dynamic[:slots].tolist() == tables.addresses == expected
+        assert torch.equal(tables.dynamic[slots:], rest)
     assert tables.uploads == before
-    tables.update(grads[0])
-    assert tables.uploads - before == 1
-    assert len({each.data_ptr() for each in tables.memory}) == 2 + 4
-    tables.forget_launches()
-    for each in grads[:3]:
-        tables.update(each)
-        assert not tables.launches
+    assert tables.moves == launch.launches - launches == 3
+    tables.update(list(memory[1]), [False] * slots)  # something else has changed too
+    assert tables.uploads == before + 1
 
 
-def test_in_a_graph_all_tables_go_the_same_way(monkeypatch):
+def test_more_addresses_than_a_launch_may_have_arguments_are_uploaded():
+    tables = DeviceTables(flat_of([1] * 257))
+    memory = torch.ones(2, 257, 1)
+    for grads in memory:
+        tables.update(list(grads), [True] * 257, 1.0)
+        assert tables.dynamic[:257].tolist() == [grad.data_ptr() for grad in grads]
+    assert (tables.uploads, tables.moves) == (2, 0)
+
+
+@pytest.mark.parametrize("what", ["run", "upload"])
+def test_what_has_not_reached_the_device_is_given_to_it_again(monkeypatch, what):
+    tables = DeviceTables(flat_of([4]))
+    grads = [[torch.ones(4)] for _ in range(3)]
+    tables.update(grads[0], [True], 1.0)
+
+    def fail(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch if what == "run" else device_tables, what, fail)
+        with pytest.raises(MemoryError):
+            tables.update(grads[1], [True], 1.0 if what == "run" else 2.0)
+    tables.dynamic.zero_()  # who knows
+    tables.update(grads[0], [True], 1.0)
+    assert tables.dynamic[:2].tolist() == [grads[0][0].data_ptr(), 1]
+    assert scale_in(tables) == 1.0
+
+
+def test_in_a_graph_tables_are_uploaded_each_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     tables = DeviceTables(flat_of([4]))
     one, other = [torch.ones(4)], [torch.ones(4)]
@@ -138,7 +159,7 @@ def test_without_new_headers_the_last_ones_stay():
     tables.update([None], [True], 1.0)
     assert tables.uploads == before
     tables.update([torch.ones(4)])
-    assert tables.uploads - before == 1
+    assert tables.uploads == before
     assert tables.dynamic[2:4].tolist() == [3, 4]
 
 
@@ -147,7 +168,7 @@ def test_the_same_headers_again_are_known_by_their_identity():
     tables = DeviceTables(flat_of([4], headers=len(headers)))
     for _ in range(2):
         tables.update([None], [True], 1.0, headers)
-        assert tables._headers is headers  # neither a copy, nor what was there before
+        assert tables.headers is headers  # neither a copy, nor what was there before
 
 
 def test_the_factor_of_an_unflatten_without_one_is_made_once():

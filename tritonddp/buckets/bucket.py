@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from tritonddp._torch import hooks_after_accumulation
 from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
-from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.dispatch import Kernels
 from tritonddp.kernels.flat_buffer import Layout, Squares
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
+
+if TYPE_CHECKING:
+    from tritonddp.kernels.device_tables import DeviceTables
 
 _dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")

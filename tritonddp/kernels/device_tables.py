@@ -2,24 +2,33 @@
 
 A *chunk* is the work of one program: at most ``block`` consecutive elements of one gradient. The
 chunks of a buffer never change. The addresses of the gradients may change every step. Together with
-the used flags, the headers and the scale they are one small table, which is uploaded when it
-changed. The last few tables stay on the device: allocators often return the same addresses in turn.
+the used flags, the headers and the scale they are one small table, which stays where it is.
+
+Addresses alone change often, so they get there as arguments of a launch that writes them: that
+needs no pinned memory and no copy. Anything else that changes is uploaded. (If ``flatten`` itself
+took the addresses as arguments, each of its programs would choose one of them. The compiler loads
+all of them first: Triton 3.7 needs 61 registers for 64 gradients on sm_90 where 32 do, and spills
+for 256.)
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from functools import reduce
-from operator import or_
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import attrgetter, or_
 from struct import pack, unpack
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tritonddp._device import is_capturing, upload, uploaded
+from tritonddp.kernels import launch
 from tritonddp.kernels.flat_buffer import FlatBuffer
+from tritonddp.kernels.launch import Launcher
 
 # In elements of the wire dtype: so every 16-byte access to the buffer is aligned for any wire
 # dtype, which the compiler can rely on without a check per launch.
@@ -31,22 +40,24 @@ ALIGNMENT = 16
 # 8 warps (benchmarks/results/gpu-h100/host.txt).
 BLOCK, WARPS = 2048, 4
 
-_ADDRESS_OF = Tensor.data_ptr
+ADDRESS_OF = Tensor.data_ptr
+_DTYPE_OF, _DEVICE_OF = attrgetter("dtype"), attrgetter("device")
 
-# If the loop still holds the gradient of the last step, two addresses alternate. Gradients that are
-# flattened from one place, and unflattened to another, need two tables per step.
-_KEPT = 4
+# Numbers of addresses that a launch may take as arguments: with each comes a kernel of its own. The
+# largest one takes 2 KiB of the 4 KiB of arguments that every GPU has; beyond it they are uploaded.
+_SIZES = (16, 64, 256)
+# A number that no int32 holds: whatever the addresses are, they are compiled as int64.
+_ANY_ADDRESS = 1 << 40
 
 
-class _Table:
-    """One version of :attr:`DeviceTables.dynamic`: its words, and the launches that read it."""
+@triton.jit(do_not_specialize=["addresses", "slots"])
+def write_addresses_kernel(dynamic, addresses, slots):  # type: ignore[no-untyped-def]
+    """One program writes the first ``slots`` of the ``addresses`` to the table."""
+    for slot in tl.static_range(len(addresses)):
+        tl.store(dynamic + slot, addresses[slot].to(tl.int64), mask=slot < slots)
 
-    __slots__ = ("dynamic", "launches", "words")
 
-    def __init__(self, dynamic: Tensor, words: list[int]) -> None:
-        self.dynamic = dynamic
-        self.words = words
-        self.launches: dict[tuple[Any, ...], Any] = {}
+_launch = Launcher(write_addresses_kernel)
 
 
 class DeviceTables:
@@ -58,14 +69,15 @@ class DeviceTables:
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
             (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
-            launch depends on the scale's value. It is one of several tensors, each of which has
-            its own launches.
+            launch depends on the scale's value.
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten without a factor.
         num_chunks: number of rows of ``chunks``.
         block: largest number of elements of a chunk, a power of two and a multiple of 16.
         num_warps: number of warps of a program.
         aligned: every address is a multiple of 16 bytes.
+        addresses, dtype, used, headers, scale: those of the last update.
         uploads: number of copies of ``dynamic`` to the device so far.
+        moves: number of launches so far that wrote addresses to it.
         device_index: index of the GPU; ``None`` for tensors on the CPU.
         launches: prepared launches for this buffer. The key is the kernel's launcher, and all that
             is compiled in and may change between steps.
@@ -94,23 +106,25 @@ class DeviceTables:
         self.block = block
         self.chunks = uploaded(self._rows(flat, block), device)
         self.num_chunks = self.chunks.shape[0]
-        words = [0] * (2 * len(layout.numels) + layout.headers + 1)
-        self._table = _Table(torch.zeros(len(words), dtype=torch.int64, device=device), words)
-        self._tables = [self._table]  # the least recently used one is first
-        self.dynamic, self.launches = self._table.dynamic, self._table.launches
+        words = 2 * len(layout.numels) + layout.headers + 1
+        self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
+        self._slots = len(layout.numels)
+        self._is_known = True  # dynamic holds what the attributes below say
+        self.launches: dict[Any, Any] = {}
         self.one = torch.ones(1, dtype=torch.float64, device=device)
         self.aligned = True
-        self.uploads = 0
+        self.uploads = self.moves = 0
         self.device_index = device.index if device.type == "cuda" else None
         self._layout = layout
         self._device = device
-        self._dtype: torch.dtype | None = None
-        self._addresses: list[int] = [0] * len(layout.numels)
-        self._used: list[bool] = [False] * len(layout.numels)
-        self._headers: Sequence[int] = bytes(layout.headers)
-        self._scale = 0.0
-        self._is_captured = False
+        self.dtype: torch.dtype | None = None
+        self.addresses: list[int] = [0] * len(layout.numels)
+        self.used: list[bool] = [False] * len(layout.numels)
+        self.headers: Sequence[int] = bytes(layout.headers)
+        self.scale = 0.0
+        self.is_captured = False
         self._captured: list[Tensor] = []  # sources of the copies in CUDA graphs
+        self.in_place: tuple[int, list[int]] = 0, []
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
         """The rows of :attr:`chunks`, on the CPU."""
@@ -154,83 +168,122 @@ class DeviceTables:
             TypeError: a gradient has another dtype or device than expected. Checked when an
                 address or the first dtype changed, not at every launch.
         """
-        # The fast path, if nothing has changed: in C, without a call of another function.
+        # The fast path, if nothing has changed: in C, without a call of another function. (That of
+        # flatten and unflatten is in them, to spare the call.)
         try:
-            addresses = list(map(_ADDRESS_OF, grads))  # type: ignore[arg-type]
+            addresses = list(map(ADDRESS_OF, grads))  # type: ignore[arg-type]
             dtype = grads[0].dtype if grads else None  # type: ignore[union-attr]
         except TypeError:  # one is missing
-            addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-            dtype = next((grad.dtype for grad in grads if grad is not None), None)
+            return self.change(grads, used, scale, headers)
         if (
-            addresses != self._addresses
-            or dtype is not self._dtype
-            or (used is not None and used != self._used)
-            or (headers is not None and (headers or b"") != self._headers)
+            addresses != self.addresses
+            or dtype is not self.dtype
+            or (used is not None and used != self.used)
+            or (headers is not None and (headers or b"") != self.headers)
             # 0.0 equals -0.0.
-            or (scale is not None and (scale != self._scale or not scale or self._is_captured))
+            or (scale is not None and (scale != self.scale or not scale or self.is_captured))
         ):
-            self._change(grads, addresses, dtype, used, scale, headers)
+            self.change(grads, used, scale, headers)
         return dtype
 
-    def _change(
+    def change(
         self,
         grads: Sequence[Tensor | None],
-        addresses: list[int],
-        dtype: torch.dtype | None,
-        used: Sequence[bool] | None,
-        scale: float | None,
-        headers: Sequence[int] | None,
-    ) -> None:
-        """See :meth:`update`: check everything, and upload the table if it has changed."""
-        if len(addresses) != len(self._addresses):
-            raise ValueError(
-                f"the buffer has {len(self._addresses)} slots, but {len(addresses)} gradients came"
-            )
-        used = self._used if used is None else list(used)
-        if len(used) != len(addresses):
-            raise ValueError(f"the buffer has {len(addresses)} slots, but {len(used)} flags came")
-        headers = self._headers if headers is None else self._layout.encode_headers(headers)
-        if addresses != self._addresses or dtype is not self._dtype:
-            self._check(grads, dtype)
-            self.aligned = not reduce(or_, addresses, 0) & 15
-        self._addresses, self._dtype, self._used, self._headers = addresses, dtype, used, headers
-        self._scale = self._scale if scale is None else scale
-        # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
-        (bits,) = unpack("<q", pack("<d", self._scale))
-        words = [*addresses, *map(int, map(bool, used)), *headers, bits]
-        if words != self._table.words and not self._is_captured:
-            self._choose(words)
-        table = self._table
-        if words != table.words or (self._is_captured and scale is not None):
-            table.words = []  # not valid until the upload has succeeded
-            pinned = upload(table.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
-            table.words = words
-            self.uploads += 1
-            if self._is_captured and is_capturing():
-                self._captured.append(pinned)
-
-    def _choose(self, words: list[int]) -> None:
-        """Use the table that holds ``words``; else a new one, or the least recently used one."""
-        tables = self._tables
-        found = next((each for each in tables if each.words == words), None)
-        if found is None and len(tables) < _KEPT:
-            found = _Table(torch.empty_like(self.dynamic), [])
-        elif found is None:
-            found = tables.pop(0)
+        used: Sequence[bool] | None = None,
+        scale: float | None = None,
+        headers: Sequence[int] | None = None,
+    ) -> torch.dtype | None:
+        """As :meth:`update`, where something seems to have changed: check everything."""
+        present: Any = grads
+        try:
+            addresses = list(map(ADDRESS_OF, present))
+        except TypeError:  # one is missing
+            addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+            present = [grad for grad in grads if grad is not None]
+        dtype = present[0].dtype if present else None
+        slots = self._slots
+        if len(addresses) != slots:
+            raise ValueError(f"the buffer has {slots} slots, but {len(addresses)} gradients came")
+        used = self.used if used is None else list(used)
+        if len(used) != slots:
+            raise ValueError(f"the buffer has {slots} slots, but {len(used)} flags came")
+        if headers is None:
+            headers = self.headers
+        elif (headers or b"") == self.headers:
+            headers = bytes(headers)  # itself if it is bytes
         else:
-            tables.remove(found)
-        tables.append(found)
-        self._table, self.dynamic, self.launches = found, found.dynamic, found.launches
+            headers = self._layout.encode_headers(headers)
+        has_moved = addresses != self.addresses
+        if has_moved or dtype is not self.dtype:
+            # A kernel cannot check an address: with a wrong dtype it would read garbage, and a host
+            # address faults on the device.
+            if not (
+                {dtype}.issuperset(map(_DTYPE_OF, present))
+                and {self._device}.issuperset(map(_DEVICE_OF, present))
+            ):
+                self._refuse(grads, dtype)
+            self.aligned = not reduce(or_, addresses, 0) & 15
+        # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
+        bits = pack("<d", self.scale if scale is None else scale)
+        is_uploaded = (
+            used != self.used
+            or headers != self.headers
+            or bits != pack("<d", self.scale)
+            or (has_moved and (slots > _SIZES[-1] or self.is_captured))
+            or (self.is_captured and scale is not None)
+            or not self._is_known
+        )
+        if is_uploaded or has_moved:
+            self._is_known, self.addresses = False, []  # until the device has been given all of it
+        if is_uploaded:
+            words = [*addresses, *map(int, map(bool, used)), *headers, *unpack("<q", bits)]
+            pinned = upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
+            self.uploads += 1
+            if self.is_captured and is_capturing():
+                self._captured.append(pinned)
+        elif has_moved:
+            run, padding = self.launches.get(_launch) or self._prepare()
+            launch.run(self.device_index, run, (*addresses, *padding), slots)
+            self.moves += 1
+        self.addresses, self.dtype, self.used, self.headers = addresses, dtype, used, headers
+        self.scale = self.scale if scale is None else scale
+        self._is_known = True
+        return dtype
+
+    def _prepare(self) -> tuple[Callable[..., None], tuple[int, ...]]:
+        """The launch that writes addresses to :attr:`dynamic`, and what to add to them."""
+        slots = self._slots
+        size = next(each for each in _SIZES if slots <= each)
+        given = (_ANY_ADDRESS,) * size, slots
+        run = _launch.bind(1, (self.dynamic,), given, (), num_warps=1)
+        run = partial(run.func, run.args[0], **run.keywords)
+        self.launches[_launch] = run, (0,) * (size - slots)
+        return self.launches[_launch]
+
+    def are_in_place(self, flat: FlatBuffer, addresses: list[int]) -> bool:
+        """Whether these addresses of ``flat.views`` are still those of their places in ``flat``.
+
+        (A view is ``.grad``, whose ``.data`` anybody may set.)
+        """
+        first = flat.data.data_ptr()
+        if self.in_place != (first, addresses):
+            layout, size = flat.layout, flat.data.element_size()
+            for address, offset, numel in zip(
+                addresses, layout.offsets, layout.numels, strict=True
+            ):
+                if numel and address != first + offset * size:
+                    return False
+            self.in_place = first, addresses
+        return True
 
     def forget_launches(self) -> None:
         """Drop all prepared launches, since they are bound to tensors that will be replaced."""
-        for each in self._tables:
-            each.launches.clear()
+        self.launches.clear()
 
     @property
     def memory(self) -> list[Tensor]:
         """All tensors of these tables that kernels read."""
-        return [self.chunks, self.one, *(each.dynamic for each in self._tables)]
+        return [self.chunks, self.one, self.dynamic]
 
     def capture(self) -> None:
         """The capture of a CUDA graph begins, whose launches read :attr:`dynamic`.
@@ -238,11 +291,10 @@ class DeviceTables:
         From now on each ``flatten`` uploads its table again, into the same memory: a replay may
         have overwritten it.
         """
-        self._is_captured = True
+        self.is_captured = True
 
-    def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
-        # A kernel cannot check an address: with a wrong dtype it would read garbage, and a host
-        # address faults on the device.
+    def _refuse(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
+        """Raise the error for the first gradient of another dtype or device."""
         for slot, grad in enumerate(grads):
             if grad is None:
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tritonddp import _torch
 from tritonddp.kernels import launch
-from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.device_tables import ADDRESS_OF, DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.reference import compute_dtype
@@ -191,14 +192,33 @@ def flatten(
     :meth:`DeviceTables.update`.
     """
     tables = flat.tables or DeviceTables.of(flat)
-    dtype = tables.update(grads, used, scale, headers)
-    run = tables.launches.get((_launch, dtype, tables.aligned))
-    if run is None:
+    # As in DeviceTables.update, without its call.
+    dtype: Any
+    try:
+        addresses, dtype = list(map(ADDRESS_OF, grads)), grads[0].dtype  # type: ignore[arg-type, union-attr]
+    except (TypeError, IndexError):  # one is missing, or there are none
+        dtype = tables.update(grads, used, scale, headers)
+    else:
+        if (
+            addresses != tables.addresses
+            or dtype is not tables.dtype
+            or used != tables.used
+            or (headers or b"") != tables.headers
+            or scale != tables.scale
+            or not scale
+            or tables.is_captured
+        ):
+            tables.change(grads, used, scale, headers)
+    # (Where the buffer is: its storage may be anybody's who has a view of it.)
+    key = _launch, flat.data.data_ptr(), dtype, tables.aligned
+    found = tables.launches.get(key)
+    if found is None:
         if not flat.layout.numels and not flat.layout.headers:
             return
-        run = tables.launches[_launch, dtype, tables.aligned] = _prepare(flat, tables, dtype)
+        found = tables.launches[key] = _prepare(flat, tables, dtype)
+    run, sums = found
     if flat.squares is not None:
-        flat.squares.flattened[flat.first_slot] = run.args[3]
+        flat.squares.flattened[flat.first_slot] = sums
     if flat.layout.marks is not None:
         # Programs cannot clear them: others may have set marks before they run.
         flat.marks.zero_()
@@ -211,8 +231,13 @@ def flatten(
     launch.launches += 1
 
 
-def _prepare(flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None) -> partial[None]:
-    """The launch of ``flatten`` for gradients of this dtype, and their current alignment."""
+def _prepare(
+    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None
+) -> tuple[partial[None], Tensor | None]:
+    """The launch of ``flatten`` for gradients of this dtype, and their current alignment.
+
+    And the tensor for sums of squares, or ``None``.
+    """
     layout, marks = flat.layout, flat.layout.marks
     source = dtype or flat.data.dtype
     compute = compute_dtype(source, flat.data.dtype)
@@ -225,10 +250,11 @@ def _prepare(flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None) 
     mark = (0, 0, 0)
     if marks is not None:
         mark = (layout.marks_offset + marks.word, marks.words, marks.bit)
-    return _launch.bind(
+    run = _launch.bind(
         num_chunks + -(-trailer // FLAG_BLOCK),
         (tables.chunks, tables.dynamic, flat.data, sums),
         (slots, trailer, num_chunks, layout.flags_offset, *mark),
         (*kind, marks is not None, INTERPRETED),
         num_warps=tables.num_warps,
     )
+    return run, sums

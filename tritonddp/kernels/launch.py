@@ -41,7 +41,7 @@ class Launcher:
         self,
         grid: int,
         tensors: Sequence[Tensor | None],
-        integers: Sequence[int],
+        integers: Sequence[Any],
         constexprs: Sequence[Any],
         num_warps: int = 4,
     ) -> Callable[..., None]:
@@ -51,29 +51,43 @@ class Launcher:
         code: tensors of the same dtypes, at multiples of 16 if these are (on AMD GPUs also in a
         storage below 2 GiB if these are), and integers that fit 32 bits if these do. Tensors are on
         one device, which has to be the current one in the call. A tensor that is ``None`` is
-        compiled in, and costs nothing. Integers are not negative, dtypes are given as ``tl.dtype``.
+        compiled in, and costs nothing. Integers are not negative, or tuples of integers; dtypes are
+        given as ``tl.dtype``.
         """
+        return self._prepare(grid, (*tensors, *integers, *constexprs), num_warps)[0]
+
+    def _prepare(
+        self, grid: int, arguments: tuple[Any, ...], num_warps: int
+    ) -> tuple[Callable[..., None], bool]:
+        """See :meth:`prepare`; and whether it is compiled."""
         shape, options = (grid, 1, 1), {"num_warps": num_warps, **OPTIONS}
-        with torch.cuda.device_of(tensors[0]):  # where Triton compiles
-            arguments = (*tensors, *integers, *constexprs)
+        with torch.cuda.device_of(arguments[0]):  # where Triton compiles
             compiled = self.kernel.warmup(*arguments, grid=shape, **options)
             if compiled is None:  # the interpreter compiles nothing
-                return partial(self.kernel[shape], **options)
+                return partial(self.kernel[shape], **options), False
             if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
                 compiled = compiled.result()
-            return triton_launch(compiled, shape)
+            return triton_launch(compiled, shape), True
 
     def bind(
         self,
         grid: int,
         tensors: Sequence[Tensor | None],
-        integers: Sequence[int],
+        integers: Sequence[Any],
         constexprs: Sequence[Any],
         num_warps: int = 4,
     ) -> partial[None]:
-        """The function that :meth:`prepare` returns, bound to these arguments."""
-        prepared = self.prepare(grid, tensors, integers, constexprs, num_warps)
-        return partial(prepared, *tensors, *integers, *constexprs)
+        """The function that :meth:`prepare` returns, bound to these arguments.
+
+        Compiled, it has the addresses instead of the tensors: Triton would ask each tensor for its
+        address, and the driver whether that is one of the device. So it is of use only while the
+        tensors are where they are, and does not keep them alive.
+        """
+        prepared, is_compiled = self._prepare(grid, (*tensors, *integers, *constexprs), num_warps)
+        given: list[Any] = list(tensors)
+        if is_compiled:
+            given = [None if each is None else each.data_ptr() for each in tensors]
+        return partial(prepared, *given, *integers, *constexprs)
 
 
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:

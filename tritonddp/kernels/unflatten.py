@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tritonddp import _torch
+from tritonddp._device import let_go
 from tritonddp.kernels import launch
-from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.device_tables import ADDRESS_OF, ALIGNMENT, DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.flatten import (
     INTERPRETED,
@@ -29,6 +31,8 @@ from tritonddp.kernels.flatten import (
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.reference import compute_dtype
 
+_DATA_OF = attrgetter("data")
+
 
 @triton.jit(do_not_specialize=["flags_offset"])
 def unflatten_kernel(  # type: ignore[no-untyped-def]
@@ -39,6 +43,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     squares,
     flags_offset,
     TARGET: tl.constexpr,
+    WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -52,6 +57,9 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     and its cost is hidden by the memory accesses. With ``IN_PLACE`` gradients are views of the
     bucket, and a factor of 1.0 leaves nothing to do.
 
+    If ``bucket`` and ``dynamic`` are ``None``, the chunks are those of several buffers, see
+    :class:`JointUnflatten`: they say by address where all else is.
+
     Unless ``squares`` is ``None``, each program writes the sum of the squares of its chunk of the
     gradient there, whether it wrote to the gradient or not.
     """
@@ -59,28 +67,36 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     if IN_PLACE and COMPUTE == tl.float32 and squares is None:  # noqa: SIM102, SIM300  constexprs
         if tl.load(factor) == 1.0:
             return
-    row = chunks + tl.program_id(0).to(tl.int64) * 4
-    slot = tl.load(row)
-    address = tl.load(dynamic + slot)
-    if address == 0:
-        if squares is not None:
-            tl.store(squares + tl.program_id(0), 0.0)
-        return
-    flag = widen(tl.load(bucket + flags_offset + slot), COMPUTE, EMULATE)
-    if flag == 0.0:
-        if squares is not None:
-            kept = address.to(tl.pointer_type(TARGET)) + tl.load(row + 1)
-            line = tl.arange(0, BLOCK)
-            z = tl.load(kept + line, mask=line < tl.load(row + 3), other=0.0)
-            total = sum_of_squares(z, line < BLOCK, COMPUTE, EMULATE)
-            tl.store(squares + tl.program_id(0), total)
-        return
-    target = address.to(tl.pointer_type(TARGET))
-    if ALIGNED:
-        target = tl.multiple_of(target, 16)
-    target += tl.multiple_of(tl.load(row + 1), 16)
-    source = bucket + tl.multiple_of(tl.load(row + 2), 16)
+    row = chunks + tl.program_id(0).to(tl.int64) * (5 if bucket is None else 4)
+    first = tl.multiple_of(tl.load(row + 1), 16)
     count = tl.load(row + 3)
+    if bucket is None:
+        entry = tl.load(row).to(tl.pointer_type(tl.int64))
+        source = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(WIRE)), 16)
+        used = tl.load(row + 4).to(tl.pointer_type(WIRE))
+    else:
+        slot = tl.load(row)
+        entry = dynamic + slot
+        source = bucket + tl.multiple_of(tl.load(row + 2), 16)
+        used = bucket + flags_offset + slot
+    if IN_PLACE:
+        target = source
+    else:
+        address = tl.load(entry)
+        if address == 0:
+            if squares is not None:
+                tl.store(squares + tl.program_id(0), 0.0)
+            return
+        target = address.to(tl.pointer_type(TARGET))
+        if ALIGNED:
+            target = tl.multiple_of(target, 16)
+        target += first
+    if widen(tl.load(used), COMPUTE, EMULATE) == 0.0:
+        if squares is not None:
+            line = tl.arange(0, BLOCK)
+            z = tl.load(target + line, mask=line < count, other=0.0)
+            tl.store(squares + tl.program_id(0), sum_of_squares(z, line < BLOCK, COMPUTE, EMULATE))
+        return
     scale = widen(tl.load(factor), COMPUTE, EMULATE)
 
     body = (count // 16) * 16
@@ -133,51 +149,201 @@ def unflatten(
             is not one fp64 element on that device.
     """
     tables = flat.tables or DeviceTables.of(flat)
-    if factor is None:
-        factor = tables.one
-    elif (
+    if factor is not None and (
         factor.dtype is not torch.float64
         or factor.numel() != 1
         or factor.device != flat.data.device
     ):
         flat.check_factor(factor)  # raises
-    dtype = tables.update(grads)
+    # As in DeviceTables.update, without its call.
+    dtype: Any
+    try:
+        addresses, dtype = list(map(ADDRESS_OF, grads)), grads[0].dtype  # type: ignore[arg-type, union-attr]
+    except (TypeError, IndexError):  # one is missing, or there are none
+        addresses, dtype = [], tables.update(grads)
+    in_place = grads is flat.views and (
+        tables.in_place == (flat.data.data_ptr(), addresses) or tables.are_in_place(flat, addresses)
+    )
+    if not in_place and addresses and (addresses != tables.addresses or dtype is not tables.dtype):
+        tables.change(grads)
     if dtype is None or tables.num_chunks == 0:
         return
-    key = _launch, dtype, tables.aligned, factor.data_ptr() % 16 == 0, grads is flat.views
-    prepared = tables.launches.get(key)
-    if prepared is None:
-        prepared = tables.launches[key] = _prepare(flat, tables, dtype, factor, grads is flat.views)
-    run, rest, sums = prepared
+    alignment = 0 if factor is None else factor.data_ptr() % 16
+    key = _launch, flat.data.data_ptr(), dtype, tables.aligned, in_place, factor is None, alignment
+    found = tables.launches.get(key)
+    if found is None:
+        found = tables.launches[key] = _prepare(flat, tables, dtype, in_place, factor)
+    run, rest, sums = found
     if sums is not None:
         flat.squares.unflattened = sums  # type: ignore[union-attr]
+    given = () if factor is None else (factor, *rest)
     # The same as launch.run(), without one more call.
     if tables.device_index is None or tables.device_index == _torch.current_device():
-        run(factor, *rest)
+        run(*given)
     else:
         with torch.cuda.device(tables.device_index):
-            run(factor, *rest)
+            run(*given)
     launch.launches += 1
 
 
 def _prepare(
-    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor, in_place: bool
+    flat: FlatBuffer,
+    tables: DeviceTables,
+    dtype: torch.dtype,
+    in_place: bool,
+    factor: Tensor | None,
 ) -> tuple[Callable[..., None], tuple[Any, ...], Tensor | None]:
-    """The launch for gradients of this dtype and alignment, its last arguments, and ``squares``.
+    """The launch for gradients of this dtype and alignment, its last arguments, and ``squares``."""
+    wants_sums = flat.squares is not None and flat.squares.of_unflattened
+    kind = dtype, flat.data.dtype, in_place or tables.aligned, in_place, wants_sums
+    tensors = tables.chunks, tables.dynamic, flat.data
+    return _bind(tables, tables.num_chunks, tensors, flat.layout.flags_offset, kind, factor)
 
-    The launch has to be called with the factor, which may be another tensor each time, and then the
-    last arguments. One compiled kernel fits the storage of all factors: only the first element is
-    read. The third result is the tensor for sums of squares, or ``None``.
+
+def _bind(
+    tables: DeviceTables,
+    programs: int,
+    tensors: tuple[Tensor | None, ...],
+    flags_offset: int,
+    kind: tuple[torch.dtype, torch.dtype, bool, bool, bool],
+    factor: Tensor | None,
+) -> tuple[Callable[..., None], tuple[Any, ...], Tensor | None]:
+    """A launch of the kernel, its last arguments, and the tensor for sums of squares, or ``None``.
+
+    Without a factor, it has to be called without arguments; else with the factor, which may be
+    another tensor each time, and the last arguments. One compiled kernel fits the storage of all
+    factors: only the first element is read.
+
+    Args:
+        tables: of a buffer, which says where a factor of 1 is, and how large programs are.
+        programs: one per chunk.
+        tensors: ``chunks``, ``dynamic`` and ``bucket``.
+        flags_offset: see :class:`Layout`.
+        kind: dtypes of gradients and wire, ``ALIGNED``, ``IN_PLACE``, whether sums are wanted.
+        factor: fp64 ``(1,)``, or ``None`` for 1.
     """
-    compute = compute_dtype(dtype, flat.data.dtype)
-    sums = None
-    if flat.squares is not None and flat.squares.of_unflattened:
-        sums = torch.empty(tables.num_chunks, dtype=compute, device=flat.data.device)
-    tensors = (tables.chunks, tables.dynamic, flat.data)
-    integers = (flat.layout.flags_offset,)
-    dtypes = TRITON_DTYPES[dtype], TRITON_DTYPES[compute]
-    constexprs = (*dtypes, tables.block, tables.aligned, in_place, INTERPRETED)
-    run = _launch.prepare(
-        tables.num_chunks, (*tensors, factor, sums), integers, constexprs, tables.num_warps
+    dtype, wire, aligned, in_place, wants_sums = kind
+    compute, device = compute_dtype(dtype, wire), tables.one.device
+    sums = torch.empty(programs, dtype=compute, device=device) if wants_sums else None
+    dtypes = TRITON_DTYPES[dtype], TRITON_DTYPES[wire], TRITON_DTYPES[compute]
+    run = _launch.bind(
+        programs,
+        (*tensors, tables.one if factor is None else factor, sums),
+        (flags_offset,),
+        (*dtypes, tables.block, aligned, in_place, INTERPRETED),
+        num_warps=tables.num_warps,
     )
-    return partial(run, *tensors), (sums, *integers, *constexprs), sums
+    if factor is None:
+        return run, (), sums
+    place = len(tensors)
+    head, rest = run.args[:place], run.args[place + 1 :]
+    return partial(run.func, *head, **run.keywords), rest, sums
+
+
+class JointUnflatten:
+    """Unflattens several buffers in one launch, with the bits of one :func:`unflatten` for each.
+
+    For buffers of one wire dtype on one device, whose memory stays where it is. It is made once,
+    not while a CUDA graph is captured, and kept as long as the same buffers come.
+    """
+
+    def __init__(self, flats: Sequence[FlatBuffer]) -> None:
+        self._flats = list(flats)
+        self._tables: list[DeviceTables] = [
+            flat.tables or DeviceTables.of(flat) for flat in self._flats
+        ]
+        self._former: list[Tensor] = []  # chunks that CUDA graphs may read
+        self._chunks = self._build()
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All tensors of this object that kernels read."""
+        return [self._chunks, *self._former]
+
+    def _build(self) -> Tensor:
+        """The chunks of all buffers: int64 ``(num_chunks, 5)``, one row per program.
+
+        Where the address of the gradient is, first element within the gradient, address of that
+        element in the buffer, number of elements, address of the used flag.
+        """
+        self._places = [flat.data.data_ptr() for flat in self._flats]
+        self._launches: dict[tuple[Any, ...], Any] = {}
+        kinds = {(flat.data.dtype, flat.data.device) for flat in self._flats}
+        programs = {(tables.block, tables.num_warps) for tables in self._tables}
+        self._fits = len(kinds) == len(programs) == 1 and not any(
+            place % ALIGNMENT for place in self._places
+        )
+        rows = []
+        for flat, tables, first in zip(self._flats, self._tables, self._places, strict=True):
+            slot, start, offset, count = tables.chunks.unbind(1)
+            size = flat.data.element_size()
+            entry = tables.dynamic.data_ptr() + slot * tables.dynamic.element_size()
+            used = first + (flat.layout.flags_offset + slot) * size
+            rows.append(torch.stack([entry, start, first + offset * size, count, used], dim=1))
+        return torch.cat(rows)
+
+    def __call__(
+        self, grads: Sequence[Sequence[Tensor | None]], factor: Tensor | None = None
+    ) -> None:
+        """Write ``cast(factor * payload)`` of each reduced buffer into its gradients.
+
+        One launch on the current stream, if all gradients have one dtype and all or none are
+        views of the buffers; else one for each buffer. Arguments are those of
+        ``reference.unflatten_together``; for errors see :func:`unflatten`.
+        """
+        flats, kinds, aligned, wants_sums = self._flats, set(), True, False
+        for flat, tables, each in zip(flats, self._tables, grads, strict=True):
+            # As in unflatten.
+            dtype: Any
+            try:
+                addresses, dtype = list(map(ADDRESS_OF, each)), each[0].dtype  # type: ignore[arg-type, union-attr]
+            except (TypeError, IndexError):
+                addresses, dtype = [], tables.update(each)
+            in_place = each is flat.views and (
+                tables.in_place == (flat.data.data_ptr(), addresses)
+                or tables.are_in_place(flat, addresses)
+            )
+            if (
+                not in_place
+                and addresses
+                and (addresses != tables.addresses or dtype is not tables.dtype)
+            ):
+                tables.change(each)
+            kinds.add((dtype, in_place))
+            aligned = aligned and (in_place or tables.aligned)
+            wants_sums = wants_sums or (flat.squares is not None and flat.squares.of_unflattened)
+        if self._places != list(map(ADDRESS_OF, map(_DATA_OF, flats))):
+            self._move()
+        if len(kinds) > 1 and {in_place for _, in_place in kinds} == {False}:
+            kinds.discard((None, False))  # a buffer without gradients goes with any dtype
+        dtype, in_place = next(iter(kinds)) if len(kinds) == 1 else (None, False)
+        if dtype is None or not self._fits:
+            for flat, each in zip(flats, grads, strict=True):
+                unflatten(flat, each, factor)
+            return
+        if factor is not None:
+            flats[0].check_factor(factor)
+        if not len(self._chunks):
+            return
+        kind = dtype, flats[0].data.dtype, aligned, in_place, wants_sums
+        key = kind, factor is None, 0 if factor is None else factor.data_ptr() % 16
+        found = self._launches.get(key)
+        if found is None:
+            rows, tables = self._chunks, self._tables[0]
+            found = self._launches[key] = _bind(
+                tables, len(rows), (rows, None, None), 0, kind, factor
+            )
+        run, rest, sums = found
+        if sums is not None:
+            parts = sums.split([tables.num_chunks for tables in self._tables])
+            for flat, part in zip(flats, parts, strict=True):
+                if flat.squares is not None:
+                    flat.squares.unflattened = part
+        launch.run(self._tables[0].device_index, run, *(() if factor is None else (factor, *rest)))
+
+    def _move(self) -> None:
+        """The memory of a buffer has moved."""
+        if any(tables.is_captured for tables in self._tables):
+            self._former.append(self._chunks)
+        let_go(self._chunks)
+        self._chunks = self._build()
