@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")
+_packed_of, _views_of = attrgetter("_grads"), attrgetter("flat.views")
 
 
 class GradientError(RuntimeError):
@@ -548,3 +549,44 @@ class Bucket:
         copy = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
         param.grad = copy.copy_(grad)
         return param.grad
+
+
+class JointUnpack:
+    """Buckets of a set, unpacked together once the last one is reduced.
+
+    On a GPU, where a launch for each bucket would cost the host more time than the device saves.
+    There is one for the buckets of each dtype.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        groups: dict[Any, list[Bucket]] = {}
+        for bucket in buckets:
+            groups.setdefault((bucket.params[0].dtype, bucket.wire_dtype), []).append(bucket)
+        self._groups = [
+            (group, group[0]._kernels.joint_unflatten([bucket.flat for bucket in group]))
+            for group in groups.values()
+        ]
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
+        """For these buckets; ``None`` if some have to be unpacked one by one."""
+        if any(each.is_lazy or each.is_sparse or each.quantization for each in buckets):
+            return None
+        return cls(buckets)
+
+    def __call__(self, factor: Tensor | None) -> None:
+        """Write the reduced gradients, times ``factor``, into ``.grad``: see :meth:`Bucket.unpack`.
+
+        No bucket may want flags.
+        """
+        for buckets, unflatten in self._groups:
+            has_views = buckets[0].has_views
+            if factor is not None or not has_views:
+                buckets[0]._counters.unflattens += 1
+                unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
+            for bucket in buckets:
+                bucket._grads, bucket.before = [None] * len(bucket.params), {}
+
+    def let_go(self) -> None:
+        """It will be dropped, perhaps while a GPU still unflattens."""
+        let_go(*(each for _, unflatten in self._groups for each in unflatten.memory))

@@ -8,37 +8,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.buckets.assignment import UNLIMITED, BucketCaps, assign_buckets
-from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.bucket import Bucket, JointUnpack, Segment
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
-
-
-class JointUnpack:
-    """All buckets of a set, unpacked together once the last one is reduced.
-
-    On a GPU, where a launch for each bucket would cost the host more time than the device saves.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = buckets
-
-    @classmethod
-    def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
-        """For these buckets; ``None`` if some have to be unpacked one by one."""
-        if any(each.is_lazy or each.is_sparse or each.quantization for each in buckets):
-            return None
-        return cls(buckets)
-
-    def __call__(self, factor: Tensor | None) -> None:
-        """Write the reduced gradients, times ``factor``, into ``.grad``: see :meth:`Bucket.unpack`.
-
-        No bucket may want flags, or sums of squares.
-        """
-        for bucket in self._buckets:
-            if factor is not None or not bucket.has_views:
-                bucket.unpack(factor)
-            elif bucket.before:
-                bucket.forget_before()
 
 
 class BucketSet:
@@ -116,9 +88,8 @@ class BucketSet:
         exchanges = transport.exchanges(self.buckets)
         for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
-        self.joint = None
-        if self.is_on_gpu and transport.ends_in_order and len(set(map(id, exchanges))) == 1:
-            self.joint = JointUnpack.of(self.buckets)
+        shares = self.is_on_gpu and transport.ends_in_order and len(set(map(id, exchanges))) == 1
+        self.joint = JointUnpack.of(self.buckets) if shares else None
 
     def make_views(self) -> None:
         """Make gradients views of their buckets, where those want it and nothing is exchanged."""
@@ -151,6 +122,9 @@ class BucketSet:
         }
         for bucket in self.buckets:
             bucket.let_go()
+        if self.joint is not None:
+            self.joint.let_go()
+            self.joint = None
         for each in (self.buckets, self.segments, self.to_prepare, self.to_release):
             each.clear()
         return in_buffer

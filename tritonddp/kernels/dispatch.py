@@ -38,7 +38,7 @@ class Kernels:
     are_large: Callable[[Layout], bool]
     # Makes what unflattens several buffers of one device: see unflatten.JointUnflatten. Its calls
     # are those of reference.unflatten_together, without the buffers: (grads, factor=None).
-    joint_unflatten: Callable[[Sequence[FlatBuffer]], Callable[..., None]]
+    joint_unflatten: Callable[[Sequence[FlatBuffer]], Any]
     buffer: Callable[..., FlatBuffer] = FlatBuffer  # (layout, dtype, device, memory=None)
     marks: Marks | None = None  # of gradients that are not finite; None: flatten does not check
     # Makes the tables of a buffer. That is not possible while a CUDA graph is captured.
