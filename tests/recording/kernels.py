@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recording.recorder import Recorder
-from tritonddp.kernels import dispatch, flatten, unflatten
+from tritonddp.kernels import device_tables, dispatch, flatten, unflatten
 from tritonddp.kernels import launch as launch_module
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
@@ -34,13 +35,43 @@ class _Launch:
         self._launch = launch
         self._recorder = recorder
 
-    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> Any:
-        return self
+    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> _Compiled:
+        return _Compiled(self, arguments)
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        self._launch(grid, *arguments)
+        self._recorder.replayable(partial(self._launch, grid, *arguments))
+
+    def gone(self) -> None:
+        """It is launched with an address where its tensor is no more."""
+        self._recorder.races.append(f"{self.__name__} of a tensor that is gone or has moved")
+
+
+class _Compiled:
+    """A kernel for the kinds of some arguments.
+
+    Launches may have the addresses of those tensors, which they do not keep alive.
+    """
+
+    def __init__(self, kernel: _Launch, arguments: tuple[Any, ...]) -> None:
+        self._kernel = kernel
+        self._tensors = {
+            place: weakref.ref(each)
+            for place, each in enumerate(arguments)
+            if isinstance(each, Tensor)
+        }
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
-            self._launch(grid, *arguments)
-            self._recorder.replayable(partial(self._launch, grid, *arguments))
+            given = list(arguments)
+            for place, tensor in self._tensors.items():
+                if not isinstance(given[place], Tensor):
+                    found = tensor()
+                    if found is None or found.data_ptr() != given[place]:
+                        self._kernel.gone()
+                        return
+                    given[place] = found
+            self._kernel(grid, *given)
 
         return launch
 
@@ -105,36 +136,63 @@ class Kernels:
                 if mark and not target.isfinite().all():
                     bucket[marks_offset + slot * mark_words] = bit
 
+    def addresses(self, grid: Any, dynamic: Tensor, addresses: Any, slots: int) -> None:
+        """See ``write_addresses_kernel``."""
+        with self._without_modes():
+            self.begin("addresses", [], [dynamic])
+            dynamic[:slots] = torch.tensor(addresses[:slots], dtype=torch.int64)
+
     def unflatten(self, grid: Any, *arguments: Any) -> None:
         """See ``unflatten_kernel``."""
         chunks, dynamic, bucket, factor, squares, flags_offset = arguments[:6]
-        target_dtype, compute, block, aligned, in_place, _ = arguments[6:]
+        target_dtype, wire_dtype, compute, block, aligned, in_place, _ = arguments[6:]
         assert grid[0] == len(chunks)
         with self._without_modes():
-            self.begin("unflatten", [chunks, dynamic, bucket, factor], _there(squares))
-            dtype, wide = _DTYPES[target_dtype], _DTYPES[compute]
-            size, words, scale = dtype.itemsize, dynamic.tolist(), factor.to(wide)
-            if in_place and factor == 1 and squares is None:
+            read = [chunks, factor, *([] if bucket is None else [dynamic, bucket])]
+            self.begin("unflatten", read, _there(squares))
+            dtype, wire, wide = _DTYPES[target_dtype], _DTYPES[wire_dtype], _DTYPES[compute]
+            size, scale = dtype.itemsize, factor.to(wide)
+            if in_place and factor == 1 and squares is None and wide is torch.float32:
                 return
-            for program, (slot, start, offset, count) in enumerate(chunks.tolist()):
+            rows = chunks.tolist()
+            if bucket is not None:
+                rows = [
+                    (
+                        dynamic[slot].data_ptr(),
+                        start,
+                        bucket[offset:].data_ptr(),
+                        count,
+                        bucket[flags_offset + slot].data_ptr(),
+                    )
+                    for slot, start, offset, count in rows
+                ]
+            for program, (entry, start, source, count, used) in enumerate(rows):
                 assert count <= block
-                address = words[slot]
-                is_used = bool(bucket[flags_offset + slot] != 0)
+                address = source
+                if not in_place:
+                    (address,) = self._numbers(entry, 1, torch.int64).tolist()
+                is_used = bool(self._numbers(used, 1, wire) != 0)
                 if not address or (not is_used and squares is None):
                     _note(squares, program, chunks[:0])
                     continue
                 assert address % 16 == 0 or not aligned
-                address += start * size
+                address += 0 if in_place else start * size
                 writes = is_used and not (in_place and factor == 1)
                 if not self.at_address(address, count * size, writes, "unflatten"):
                     continue
                 if not is_used:
-                    content = bytearray(ctypes.string_at(address, count * size))
-                    _note(squares, program, torch.frombuffer(content, dtype=dtype).to(wide))
+                    _note(squares, program, self._numbers(address, count, dtype).to(wide))
                     continue
-                numbers = _narrow(bucket[offset : offset + count].to(wide) * scale, dtype)
+                numbers = _narrow(self._numbers(source, count, wire).to(wide) * scale, dtype)
                 _note(squares, program, numbers.to(wide))
                 ctypes.memmove(address, numbers.contiguous().data_ptr(), count * size)
+
+    def _numbers(self, address: int, count: int, dtype: torch.dtype) -> Tensor:
+        """What unflatten reads at an address of its chunks."""
+        nbytes = count * dtype.itemsize
+        if not self.at_address(address, nbytes, False, "unflatten"):
+            return torch.zeros(count, dtype=dtype)
+        return torch.frombuffer(bytearray(ctypes.string_at(address, nbytes)), dtype=dtype)
 
     def interpreted(
         self,
@@ -194,6 +252,7 @@ def patched(device: Any) -> Iterator[None]:
     """Context: the kernels of a GPU are those of the recorded device."""
     work = Kernels(device)
     fakes = [
+        (device_tables._launch, _Launch("addresses", work.addresses, device.recorder)),
         (flatten._launch, _Launch("flatten", work.flatten, device.recorder)),
         (unflatten._launch, _Launch("unflatten", work.unflatten, device.recorder)),
     ]

@@ -19,10 +19,12 @@ class Step:
     """Of a program with ``buckets`` buckets.
 
     Attributes:
-        kernels: launches of the package's kernels.
+        kernels: launches of the package's kernels, without those of ``moves``.
         collectives: of all kinds.
         operations: of torch, on the device, that the package calls, at most.
-        uploads: copies to the device, at most: none where gradients lie where they lay.
+        moves: launches that say where gradients lie now, at most: none where they lie where they
+            lay.
+        uploads: copies to the device, at most.
         readbacks: copies to the host.
         waits: of the host for what the device was given in this step: where.
         before: likewise in the step before. (Before its forward it waits for the headers of the
@@ -33,6 +35,7 @@ class Step:
     kernels: int
     collectives: int
     operations: int = 0
+    moves: int = 0
     uploads: int = 0
     readbacks: int = 1
     waits: tuple[str, ...] = ()
@@ -42,30 +45,30 @@ class Step:
 _SQUARES = ("reducer/reductions.py check_pending", "features/grad_norm.py report")
 _FLAGS = ("comm/reduction.py _read_flags",)
 STEADY = {
-    "copies": Step(2, 4, 2, uploads=2),
+    "copies": Step(2, 4, 2, moves=2),
     "copies, zeroed in place": Step(2, 4, 2),
-    "views": Step(2, 2, 2, uploads=2),
+    "views": Step(2, 2, 2, moves=2),
     "views, zeroed in place": Step(2, 2, 2),
-    "weights": Step(2, 4, 2, operations=6, uploads=2),
-    "weights, views": Step(2, 4, 2, operations=6, uploads=4),
-    "unused parameters": Step(2, 3, 2, operations=2, uploads=1, readbacks=2, waits=_FLAGS),
-    "unused parameters, views": Step(2, 2, 2, operations=2, uploads=1, readbacks=2, waits=_FLAGS),
-    "no_sync": Step(2, 4, 2, uploads=2),
-    "bf16 wire": Step(2, 4, 2, uploads=2),
-    "bf16 wire, views": Step(2, 4, 2, uploads=2),
-    "int8": Step(4, 10, 6, uploads=4),
-    "lazy buckets": Step(2, 4, 2, operations=4, uploads=2),
-    "communication hook": Step(2, 4, 3, operations=21, uploads=2),
-    "communication hook, views": Step(2, 4, 3, operations=21, uploads=4),
-    "buffers": Step(2, 4, 3, operations=2, uploads=2),
-    "left-out buckets": Step(2, 2, 1, uploads=1),
+    "weights": Step(2, 4, 2, operations=6, moves=2),
+    "weights, views": Step(2, 4, 2, operations=6, moves=4),
+    "unused parameters": Step(2, 3, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS),
+    "unused parameters, views": Step(2, 2, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS),
+    "no_sync": Step(2, 4, 2, moves=2),
+    "bf16 wire": Step(2, 4, 2, moves=2),
+    "bf16 wire, views": Step(2, 4, 2, moves=2),
+    "int8": Step(4, 10, 6, moves=4),
+    "lazy buckets": Step(2, 4, 2, operations=4, moves=2),
+    "communication hook": Step(2, 4, 3, operations=21, moves=2),
+    "communication hook, views": Step(2, 4, 3, operations=21, moves=4),
+    "buffers": Step(2, 4, 3, operations=2, moves=2),
+    "left-out buckets": Step(2, 2, 1, moves=1),
     # Of each, 8 are of the backward; with views clipping multiplies once a bucket.
-    "grad_norm": Step(2, 4, 2, operations=15, uploads=2, readbacks=2, before=_SQUARES),
-    "grad_norm, views": Step(2, 4, 2, operations=16, uploads=4, readbacks=2, before=_SQUARES),
+    "grad_norm": Step(2, 4, 2, operations=15, moves=2, readbacks=2, before=_SQUARES),
+    "grad_norm, views": Step(2, 4, 2, operations=16, moves=4, readbacks=2, before=_SQUARES),
     "check_finite": Step(
         *(2, 4, 2),
         operations=5,
-        uploads=2,
+        moves=2,
         readbacks=2,
         waits=("features/check_finite.py on_reduced_all",) * 2,  # the second time all is there
         before=(),
@@ -87,6 +90,7 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
     assert sum(kernels.values()) == expected.kernels, kernels
     assert recorder.collectives.total() == expected.collectives, recorder.collectives
     assert sum(operations.values()) <= expected.operations, operations
+    assert launches["addresses"] <= expected.moves
     assert launches["copy to the device"] <= expected.uploads
     assert launches["copy to the host"] == expected.readbacks
     # By cudaHostAlloc, which may wait for the device.
