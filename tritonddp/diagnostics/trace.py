@@ -75,10 +75,9 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
     capture.refuse(buckets, reducer.where(), message)
     device = buckets.params[0].device
     recorder = _Recorder(device, events)
-    timeline = Timeline(group.rank, str(device), group=group)
+    timeline = Timeline(group.rank, str(device), [], recorder.entered.host / 1e9, group)
     try:
         recorder.attach(buckets)
-        timeline.enter(recorder.entered.host / 1e9)
         yield timeline
     finally:
         recorder.detach()
@@ -123,6 +122,7 @@ class _Recorder(Extension):
 
     def __init__(self, device: torch.device, events: Events) -> None:
         self._device = device
+        self.entered = self._now()
         self._events = events
         self._handles: list[Any] = []
         self._records: list[_Record] = []
@@ -139,7 +139,6 @@ class _Recorder(Extension):
                 hook = register_post_accumulate_grad_hook(param, ready)
                 self._handles.append(hook)
         self._events.install(self)
-        self.entered = self._now()
 
     def detach(self) -> None:
         self._events.remove(self)
