@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from os import _exit as exit_now  # public, for all its underscore
@@ -126,28 +125,24 @@ def _meet(rank: int, world_size: int, timeout: float) -> dist.Store:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = dist.PrefixStore(f"tritonddp-doctor/{attempt}", store)
     own.set(f"here/{rank}", "1")
-    end = time.monotonic() + timeout
-    while missing := [each for each in range(world_size) if not own.check([f"here/{each}"])]:
-        if time.monotonic() > end:
-            names = ", ".join(map(str, missing))
-            raise MissingRanksError(
-                f"rank {names} of {world_size} has not come within {timeout:g} s"
-                if len(missing) == 1
-                else f"ranks {names} of {world_size} have not come within {timeout:g} s"
-            )
-        time.sleep(0.05)
+    everybody = range(world_size)
+    try:
+        own.wait([f"here/{each}" for each in everybody], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        missing = [each for each in everybody if not own.check([f"here/{each}"])]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world_size}"
+        have = "has" if len(missing) == 1 else "have"
+        raise MissingRanksError(f"{who} {have} not come within {timeout:g} s") from error
     return own
 
 
 def _leave(store: dist.Store, rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     store.set(f"left/{rank}", "1")
-    end = time.monotonic() + _LEAVING
-    with suppress(RuntimeError):  # rank 0, which has the store, may be gone
-        while rank == 0 and time.monotonic() < end:
-            if store.check([f"left/{each}" for each in range(world_size)]):
-                return
-            time.sleep(0.05)
+    if rank == 0:  # which has the store
+        with suppress(RuntimeError):  # some other rank is not through
+            others = [f"left/{each}" for each in range(world_size)]
+            store.wait(others, timedelta(seconds=_LEAVING))
 
 
 def _introduction(device: torch.device) -> dict[str, Any]:
