@@ -12,7 +12,8 @@ import launched
 import pytest
 from launched import ROOT
 
-from tritonddp.integrations.metrics import check_every, numbers_of
+from tritonddp._arguments import check_every
+from tritonddp.integrations.metrics import numbers_of
 
 NEEDED = {"lightning": ("lightning", "pytorch_lightning"), "transformers": ("transformers",)}
 trainers = pytest.mark.parametrize("trainer", NEEDED)
