@@ -56,9 +56,6 @@ ALL_TO_ALL_SINGLE = (
 signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal
 
-# The wrapper whose forward runs, torch's or ours.
-active_wrapper = DistributedDataParallel._get_active_ddp_module
-
 # Leaves of nested containers, including those that libraries register with pytree.
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -100,9 +97,8 @@ def count_unscaling() -> None:
     scaler._unscale_grads_ = counted
 
 
-def future_types() -> tuple[type, ...]:
-    """Types that a communication hook may return: ``Work.get_future()`` returns the C++ class."""
-    return (torch._C.Future,)
+# What a communication hook may return: ``Work.get_future()`` returns the C++ class.
+FUTURE: type = torch._C.Future
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -518,8 +514,8 @@ def patches_of_stock() -> dict[str, Any]:
     return patches
 
 
-# The wrapper whose forward runs. dynamo reads it from torch's class, and splits the graph by the
-# size of its buckets.
+# The wrapper whose forward runs, torch's or ours. dynamo reads it from torch's class, and splits
+# the graph by the size of its buckets.
 active_wrapper = partial(getattr, STOCK, "_active_ddp_module")
 set_active_wrapper = partial(setattr, STOCK, "_active_ddp_module")
 

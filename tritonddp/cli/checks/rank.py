@@ -153,6 +153,10 @@ def _introduction(device: torch.device) -> dict[str, Any]:
     except OSError:
         namespace = ""
     identity = f"{process.scope.partition('/')[0]} {namespace} {process.host}".encode()
+    interfaces: list[Any] = []
+    with suppress(OSError, ValueError):
+        found = listening(besides=int(os.environ["MASTER_PORT"]))
+        interfaces = [[each.name, each.mtu, str(each)] for each in found]
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         "host": hashlib.blake2b(identity, digest_size=8).hexdigest(),
@@ -166,16 +170,9 @@ def _introduction(device: torch.device) -> dict[str, Any]:
         "all_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "interfaces": [[each.name, each.mtu, str(each)] for each in _interfaces()],
+        "interfaces": interfaces,
         "is_loopback_named": resolves_to_loopback(),
     }
-
-
-def _interfaces() -> Any:
-    try:
-        return listening(besides=int(os.environ["MASTER_PORT"]))
-    except (OSError, ValueError):
-        return []
 
 
 def _transport(group: Group, device: torch.device) -> dict[str, Any]:
