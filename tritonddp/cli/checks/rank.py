@@ -92,12 +92,10 @@ def _take_part(options: dict[str, Any]) -> None:
     _report("line", Line(group, device).measure())
     if transport["taken"] != "peer_memory" or transport["hosts"] > 1:
         _report("stage", 'measuring what compression="auto" would')
-        figures = _figures(group, device)
+        figures, found = _figures(group, device), None
         if group.rank == 0:  # the others would find the same, on cores that this one wants
             found = consequences.of(figures, options["model_bytes"], device.type)
-            _report("consequences", gather_json(found, group, device, _WHERE)[0])
-        else:
-            _report("consequences", gather_json(None, group, device, _WHERE)[0])
+        _report("consequences", gather_json(found, group, device, _WHERE)[0])
     _report("stage", "leaving")
     _leave(store, rank, world_size)
 
@@ -118,9 +116,10 @@ def _meet(rank: int, world_size: int, timeout: float) -> dist.Store:
             multi_tenant=True,
         )
     except (OSError, RuntimeError) as error:
+        why, *_ = str(error).strip().partition("\n")
         raise MissingRanksError(
             f"the store of the group, on port {port} of MASTER_ADDR, does not answer within "
-            f"{timeout:g} s: rank 0 does not run, or a firewall is between: {_first_line(error)}"
+            f"{timeout:g} s: rank 0 does not run, or a firewall is between: {why}"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = dist.PrefixStore(f"tritonddp-doctor/{attempt}", store)
@@ -200,10 +199,6 @@ def _figures(group: Group, device: torch.device) -> Any:
     module = nn.Linear(64, 64)
     wire = WireFormat.of(None, None, "auto", True, ExactParams(module, None))
     return measured(wire, group, device, [torch.float32])
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 if __name__ == "__main__":
