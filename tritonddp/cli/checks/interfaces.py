@@ -53,15 +53,6 @@ def listening(besides: int) -> list[Interface]:
     return [Interface.named(name) for name in sorted(names)]
 
 
-def resolves_to_loopback() -> bool:
-    """Whether this host's name, whose address gloo takes by default, is a loopback address."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return all(str(each[4][0]).startswith(("127.", "::1")) for each in found)
-
-
 def _listeners() -> Iterator[tuple[str, int]]:
     """Address and port of all sockets of this process that listen."""
     for path in Path("/proc/self/fd").iterdir():

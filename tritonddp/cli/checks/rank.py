@@ -24,7 +24,7 @@ from torch import nn
 import tritonddp
 from tritonddp.buckets.formats import ExactParams, WireFormat
 from tritonddp.cli.checks import consequences
-from tritonddp.cli.checks.interfaces import listening, resolves_to_loopback
+from tritonddp.cli.checks.interfaces import listening
 from tritonddp.cli.checks.line import Line
 from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.coordination.group import Group
@@ -170,7 +170,6 @@ def _introduction(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "interfaces": interfaces,
-        "is_loopback_named": resolves_to_loopback(),
     }
 
 

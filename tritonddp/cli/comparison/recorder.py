@@ -48,8 +48,8 @@ class Recorder:
     """Follows the script of this process, of which there is one.
 
     Args:
-        session: ``socket``, ``launch``, ``contender``, ``kind`` ("stock" or "tritonddp"), ``seed``
-            and ``values``, a folder or None. See :class:`turns.Contender`.
+        session: ``socket``, ``contender``, ``kind`` ("stock" or "tritonddp"), ``seed`` and
+            ``values``, a folder. See :class:`turns.Contender`.
     """
 
     def __init__(self, session: Mapping[str, Any]) -> None:
@@ -214,8 +214,9 @@ class Recorder:
             content = {"peak": self._peak(), "step": self._steps}
 
     def _capture(self, what: str, title: str) -> None:
-        folder = self._session["values"] if self._rank == 0 else None
-        path = None if folder is None else os.path.join(folder, title.replace(" ", "-"))
+        path = None  # rank 0 alone writes values
+        if self._rank == 0:
+            path = os.path.join(self._session["values"], title.replace(" ", "-"))
         self._send({"captured": title, **capture(self._alive(), what, path)})
 
     def _peak(self) -> int:
@@ -237,9 +238,8 @@ class Recorder:
         self._rank = dist.get_rank()
         self._connection = Client(self._session["socket"], "AF_UNIX")
         atexit.register(self._leave)
-        hello = {name: self._session[name] for name in ("launch", "contender")}
-        hello |= {"rank": self._rank, "world_size": dist.get_world_size(), "pid": os.getpid()}
-        self._report(hello)
+        hello = {"rank": self._rank, "world_size": dist.get_world_size()}
+        self._report(hello | {"contender": self._session["contender"]})
 
     def _send(self, content: Mapping[str, Any]) -> None:
         try:

@@ -151,7 +151,6 @@ class Contender:
         variables = environment(
             COMPARE,
             socket=str(address),
-            launch=launch,
             contender=self.name,
             kind=job.kinds[index],
             seed=0,

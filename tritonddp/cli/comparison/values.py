@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,12 +85,12 @@ class Capture:
     Attributes:
         digests: by rank.
         checksums: of rank 0, by the names of the parameters.
-        path: of rank 0's values, or None.
+        path: of rank 0's values.
     """
 
     digests: Mapping[int, str]
-    checksums: Mapping[str, int] = field(default_factory=dict)
-    path: str | None = None
+    checksums: Mapping[str, int]
+    path: str
 
     @property
     def is_shared(self) -> bool:
@@ -98,7 +98,6 @@ class Capture:
         return len(set(self.digests.values())) == 1
 
     def values(self) -> dict[str, Tensor]:
-        assert self.path is not None
         return torch.load(self.path, weights_only=True)
 
 
