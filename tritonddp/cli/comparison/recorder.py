@@ -194,24 +194,19 @@ class Recorder:
                 order = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 end_process(1)  # the launcher is gone
-            if order["do"] == "steps":
-                self._left, self._clock_at = order["count"], order["timed"]
-                return
-            if order["do"] == "parts":
-                self._parts.begin(self._alive())
-                self._each_step, self._finish = self._parts.note, self._parts.end
-                self._left = order["count"]
-                return
-            if order["do"] == "traffic":
-                self._traffic.begin(self._alive(), self._device)
-                self._finish = functools.partial(self._traffic.end, order["count"])
-                self._left = order["count"]
-                return
             if order["do"] == "end":
                 self._end()
-            assert order["do"] == "parameters"
+            if order["do"] != "parameters":
+                break
             self._capture("parameter", f"parameters after step {self._steps}")
             content = {"peak": self._peak(), "step": self._steps}
+        if order["do"] == "parts":
+            self._parts.begin(self._alive())
+            self._each_step, self._finish = self._parts.note, self._parts.end
+        elif order["do"] == "traffic":
+            self._traffic.begin(self._alive(), self._device)
+            self._finish = functools.partial(self._traffic.end, order["count"])
+        self._left, self._clock_at = order["count"], order.get("timed", -1)
 
     def _capture(self, what: str, title: str) -> None:
         path = None  # rank 0 alone writes values
