@@ -113,10 +113,8 @@ class DDPState:
         ``params`` are the parameters to be synchronised. Raises as
         :class:`tritonddp.DistributedDataParallel`.
         """
-        device, init_sync = (
-            params[0][1].device if params else torch.device("cpu"),
-            arguments["init_sync"],
-        )
+        device = params[0][1].device if params else torch.device("cpu")
+        init_sync = arguments["init_sync"]
         try:
             config = DDPConfig.of(arguments, module, params, group.process_group)
         except Exception as error:

@@ -192,13 +192,11 @@ class BufferSync:
                 average_coalesced(tensors, group.process_group)
         if others:
             self._send(others)
-        self._after = (
-            names,
-            [
-                bytes_of(each).clone() if change or kept is None else kept
-                for (_, each), change, kept in zip(named, changes.tolist(), former, strict=True)
-            ],
-        )
+        after = [
+            bytes_of(each).clone() if change or kept is None else kept
+            for (_, each), change, kept in zip(named, changes.tolist(), former, strict=True)
+        ]
+        self._after = names, after
 
 
 def _change(now: Tensor, former: Tensor | None) -> Tensor:

@@ -60,13 +60,9 @@ class _Reduced:
         there = [grad for grad in grads if grad is not None]
         in_place = bucket.has_views and all(map(is_, grads, bucket.flat.views))
         self.squares = _squares_of(bucket, there, in_place, len(there) == len(grads))
-        counted = bucket.squares
         self.local: list[Tensor] | None = None
-        if (
-            counted is not None
-            and counted.of_flattened
-            and len(counted.flattened) == len(bucket.segments)
-        ):
+        counted, count = bucket.squares, len(bucket.segments)
+        if counted is not None and counted.of_flattened and len(counted.flattened) == count:
             self.local = list(counted.flattened.values())
         self.bucket: Callable[[], Any] = weakref.ref(bucket) if in_place else NoneType
         self._grads: list[Callable[[], Any]] = [
@@ -165,9 +161,7 @@ class GradNorm(Extension):
         """Note the gradients of a reduced bucket."""
         if not reduction.of_backwards:
             return
-        if (
-            self._reduction() is not reduction
-        ):  # on a rank without inputs, on_begin() is not called for it
+        if self._reduction() is not reduction:  # on_begin() is not called on a rank without inputs
             self._reduced.clear()
             self._reduction = weakref.ref(reduction)
         self._is_replayed = self._is_replayed or reduction.is_captured
