@@ -480,14 +480,12 @@ def throws_on_early_termination(joinable: Any) -> bool:
 
 
 class CountingJoin(Join):
-    """torch's ``Join``, which counts the ranks that have inputs inside :meth:`counting`.
+    """torch's ``Join``, which counts the ranks that have inputs inside :attr:`counting`.
 
     So an error in that collective names the missing ranks, not only the backend's message.
     """
 
-    def counting(self) -> AbstractContextManager[None]:
-        """Context in which the collective runs."""
-        raise NotImplementedError
+    counting: Callable[[], AbstractContextManager[None]]  # a method of the class that inherits it
 
     def _get_num_nonjoined_procs(self) -> float:
         with self.counting():

@@ -40,7 +40,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "gradients_in_context": (ALL, ENGINE),
         "put_into_context": (ALL, ENGINE),
         "_put": (ALL, ENGINE),
-        "CountingJoin.counting": (1, "the one class that inherits it overrides it"),
     },
     "buckets/bucket.py": {
         "Bucket.pack": (1, "what else torch raises in a kernel, as for want of memory: it goes on"),
