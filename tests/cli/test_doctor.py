@@ -275,9 +275,9 @@ def test_limits_of_a_control_group_are_read(files, cores, memory, tmp_path, monk
 def test_the_interface_is_that_of_the_socket():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "lo" in {each.name for each in interfaces.listening(besides=0)}
-        others = {each.name for each in interfaces.listening(besides=port)}
-    assert others == {each.name for each in interfaces.listening(besides=0)}
+        assert "lo" in {name for name, *_ in interfaces.listening(besides=0)}
+        others = {name for name, *_ in interfaces.listening(besides=port)}
+    assert others == {name for name, *_ in interfaces.listening(besides=0)}
 
 
 def ranks_of(*, hosts=("a", "a"), versions=("1", "1"), interface="lo"):

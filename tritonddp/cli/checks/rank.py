@@ -154,8 +154,7 @@ def _introduction(device: torch.device) -> dict[str, Any]:
     identity = f"{process.scope.partition('/')[0]} {namespace} {process.host}".encode()
     interfaces: list[Any] = []
     with suppress(OSError, ValueError):
-        found = listening(besides=int(os.environ["MASTER_PORT"]))
-        interfaces = [[each.name, each.mtu, str(each)] for each in found]
+        interfaces = listening(besides=int(os.environ["MASTER_PORT"]))
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         "host": hashlib.blake2b(identity, digest_size=8).hexdigest(),
