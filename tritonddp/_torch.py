@@ -224,12 +224,8 @@ raw_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 raw_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 
 
-def _current_device() -> int:
-    return torch.cuda.current_device()
-
-
 # One call instead of the three in Python of torch.cuda.
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def cuda_sleep(cycles: int) -> None:
@@ -366,11 +362,6 @@ def comptime() -> Callable[[Callable[[Any], None]], None]:
     """
     function: Any = importlib.import_module("torch._dynamo.comptime").comptime
     return function
-
-
-def keep_operator(operator: Any) -> None:
-    """Make graphs keep ``operator``, although its result is not used."""
-    torch.fx.node.has_side_effect(operator)
 
 
 def is_traced(tensor: Tensor) -> bool:
