@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,18 +43,6 @@ class NetworkSpec:
     def has_buffers(self) -> bool:
         return self.has_norm or bool(self.buffers)
 
-    def __str__(self) -> str:
-        parts = [f"{self.layers} layers of {self.width}"]
-        parts += ["BatchNorm"] * self.has_norm
-        parts += [f"buffer {kind}" for kind in self.buffers]
-        if self.written_in_forward:
-            parts.append(f"one written in the forward, {self.written_in_forward}")
-        if self.written_in_backward:
-            parts.append(f"one written in the backward, {self.written_in_backward}")
-        if self.quiet:
-            parts.append(f"none in the first {self.quiet} forwards")
-        return ", ".join(parts)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -94,24 +81,7 @@ class Program:
             f"--seed {self.seed} --world {self.world_size} -v"
         )
 
-    def _lines(self) -> Iterator[str]:
-        yield f"seed {self.seed} on {self.world_size} ranks: {self.kind}"
-        yield f"  roots: {', '.join(self.roots)}"
-        yield f"  network: {self.network}"
-        options = ", ".join(f"{name}={value}" for name, value in self.options)
-        yield f"  options: {options or 'none'}"
-        if self.forwards_names:
-            yield "  the wrapper's class hands names that it lacks on to the module"
-        for hook, is_before in self.hooks:
-            yield f"  hook: {hook}, put there {'before' if is_before else 'after'} wrapping"
-        yield f"  SGD, momentum {self.momentum}"
-        for number, action in enumerate(self.actions):
-            yield f"  {number:3} {action}"
-
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-
-def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """Those that take part."""
-    return f"rank {', '.join(map(str, ranks))}" if ranks else "no rank"
+        lines = [repr(replace(self, actions=()))]
+        lines += [f"  {number:3} {action}" for number, action in enumerate(self.actions)]
+        return "\n".join(lines)
