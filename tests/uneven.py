@@ -1,7 +1,5 @@
 """Training with uneven inputs, inside ``join()``, and the same in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +124,14 @@ def train(
             optimizer.step()
             optimizer.zero_grad()  # so that a rank joins without gradients
     return grads
+
+
+def assert_joins(ddp: Any, counts: Sequence[int], what: str = "") -> None:
+    """Ranks that leave at different times train as one process that plays them all."""
+    rank, alone = dist.get_rank(), Alone(counts)
+    grads = train(ddp, counts[rank], ddp.join())
+    assert_close(grads, alone.means[: counts[rank]], what)
+    assert_close(ddp.module.state_dict(), alone.final, what)
 
 
 def assert_close(actual: Any, expected: Any, what: str) -> None:

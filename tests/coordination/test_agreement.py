@@ -1,7 +1,5 @@
 """Ranks that disagree find out; ranks that merely differ do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from distributed import assert_same_on_all_ranks, gather, ranks

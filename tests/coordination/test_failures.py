@@ -1,7 +1,5 @@
 """A collective that fails says where this rank and the others are, and who is missing."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Metrics in the text format of Prometheus: read back by a parser of its grammar."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

@@ -1,7 +1,5 @@
 """A trace tells what happened and when, changes nothing of it, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import gzip

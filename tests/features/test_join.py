@@ -1,7 +1,5 @@
 """Ranks run out of inputs at different times: join()."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

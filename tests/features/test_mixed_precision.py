@@ -1,7 +1,5 @@
 """``mixed_precision``: low precision inside the module and on the wire, full precision outside."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Which backwards are the wrapper's: those that go through its forwards, or that one has armed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -3,8 +3,6 @@
 The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random
