@@ -1,7 +1,5 @@
 """Run a script as its user would, under torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """As ``compile_kernels.py``, for the three kernels of the quantised all-reduce."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Compiled in a process of its own: in this one the kernels may be interpreted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``tritonddp doctor``: what it finds is so, what fails is told, and nothing waits for ever."""
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import json

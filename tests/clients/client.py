@@ -7,8 +7,6 @@ Each script trains a small model with one library, as its users do:
 Rank 0 prints a line of JSON at the end. ``--ddp stock`` must print the same ``bits``.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Sparse gradients, of embeddings with ``sparse=True``: the mean over ranks, and sparse."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

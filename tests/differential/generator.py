@@ -1,7 +1,5 @@
 """A scenario for each seed: what is drawn, and what rules it out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

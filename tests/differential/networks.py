@@ -1,7 +1,5 @@
 """What is wrapped: networks of blocks, each with something that gradients may trip over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ python tests/differential/run.py --mutation no_average       with a planted faul
 python tests/differential/run.py --kind hostile --count 3000 hard on a clever wrapper
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -3,8 +3,6 @@
 After each call the next correct step gives the gradients of an unwrapped module.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Which kernels a device gets, and what is said where there are none."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sums of squares that kernels leave beside what they move: in Triton's interpreter, and twins."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 
@@ -52,7 +50,6 @@ def tolerance(*dtypes: torch.dtype) -> float:
 
 
 def total(squares: torch.Tensor | None) -> float:
-    assert squares is not None
     return squares.double().sum().item()
 
 

@@ -1,7 +1,5 @@
 """Names of code that a page has in backticks, ``name()`` and ``owner.attribute``, exist."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

@@ -1,7 +1,5 @@
 """The elastic example: killed anywhere, it goes on, and ends with the bits of an unharmed run."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """A wrapper has stock's attributes and the documented methods; all else is the user's."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

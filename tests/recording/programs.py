@@ -1,7 +1,5 @@
 """Small programs for the recorded device, one for each way that gradients go."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Programs of the differential test on the recorded device: a GPU could not do otherwise."""
 
-from __future__ import annotations
-
 import pytest
 from differential.in_ranks import play_recorded
 from distributed import run_ranks

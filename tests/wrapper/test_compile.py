@@ -1,7 +1,5 @@
 """torch.compile of a wrapped module, and of what is wrapped: its gradients, its graphs, overlap."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A mesh that is one dimension of a larger one: tensor parallelism inside data parallelism."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
