@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from differential.described import Described, WithActions
 
 if TYPE_CHECKING:
     from differential.hostile.player import Player
 
 
-class Action:
+class Action(Described):
     """One thing that every rank does, or the ranks that it names."""
 
     def perform(self, player: Player) -> None:
@@ -18,7 +20,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class NetworkSpec:
+class NetworkSpec(Described):
     """What is wrapped.
 
     Attributes:
@@ -45,7 +47,7 @@ class NetworkSpec:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(WithActions):
     """What ranks do.
 
     Attributes:
@@ -80,8 +82,3 @@ class Program:
             "python tests/differential/run.py --kind hostile "
             f"--seed {self.seed} --world {self.world_size} -v"
         )
-
-    def __str__(self) -> str:
-        lines = [repr(replace(self, actions=()))]
-        lines += [f"  {number:3} {action}" for number, action in enumerate(self.actions)]
-        return "\n".join(lines)
