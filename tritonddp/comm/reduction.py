@@ -429,6 +429,7 @@ class Reduction:
                     bucket.exchange.wait(bucket, work)
                 except RuntimeError as error:
                     raise self.explain(bucket, error) from error
+        self._read_headers()  # on their way to the host before that waits
         flags = read_together([bucket.flat.flags for bucket in asking])
         for bucket, each in zip(asking, flags, strict=True):
             bucket.set_flags(each.tolist())
