@@ -109,10 +109,7 @@ class Alone:
 
 
 def train(
-    ddp: Any,
-    count: int,
-    context: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    ddp: Any, count: int, context: Any, optimizer: torch.optim.Optimizer | None = None
 ) -> list[list[Tensor | None]]:
     """Returns the gradients of each step."""
     optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=LR)

@@ -122,9 +122,7 @@ def test_only_a_kernel_that_is_asked_for_looks_at_all_numbers(compiled, architec
         for asked in (False, True):
             assert_all(compiled, lambda v: "reduces" in v, squares=asked, **kinds)
         assert_all(
-            compiled,
-            lambda v, of=of: v["reduces"] == of * (v["marks"] or v["squares"]),
-            **kinds,
+            compiled, lambda v, of=of: v["reduces"] == of * (v["marks"] or v["squares"]), **kinds
         )
     assert_all(compiled, lambda v: v["kernel"] == "flatten", architecture=architecture, marks=True)
 

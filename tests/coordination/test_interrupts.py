@@ -18,13 +18,7 @@ from distributed import ranks
 from modules import linears
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from training import (
-    assert_close,
-    assert_mean_of,
-    drawn,
-    raises_if,
-    train_step,
-)
+from training import assert_close, assert_mean_of, drawn, raises_if, train_step
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import SparseBucket

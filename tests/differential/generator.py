@@ -427,12 +427,7 @@ class _Generator:
         if weighted:
             weights = tuple(self._random.choices(WEIGHTS, k=self._world_size))
         return Backward(
-            slots,
-            heads,
-            local,
-            weights=weights,
-            reduction=weighted or "mean",
-            scaled=self._scaler,
+            slots, heads, local, weights=weights, reduction=weighted or "mean", scaled=self._scaler
         )
 
     def _rows(self) -> tuple[int, ...]:

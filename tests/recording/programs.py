@@ -201,10 +201,7 @@ class Played:
 
 
 def play(
-    program: Program,
-    steps: int = WARM_UP + 2,
-    elsewhere: bool = False,
-    plays: bool = True,
+    program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False, plays: bool = True
 ) -> Played:
     """Some steps of ``program`` on the recorded device, or, without, on the CPU.
 

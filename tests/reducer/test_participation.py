@@ -11,12 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from cases.models import Branches, batch, branch
-from distributed import (
-    assert_same_bits,
-    in_rings,
-    ranks,
-    recorded_collectives,
-)
+from distributed import assert_same_bits, in_rings, ranks, recorded_collectives
 from oracle import Net, in_step, one_per_rank
 from torch import Tensor, nn
 from training import assert_gradients_alike, train_step, wrap

@@ -555,10 +555,7 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
 def test_wrappers_that_share_a_parameter_own_its_gradient_in_turns(rank: int, view: bool) -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    nets = [
-        DistributedDataParallel(first, gradient_as_bucket_view=True),
-        wrap(second, view),
-    ]
+    nets = [DistributedDataParallel(first, gradient_as_bucket_view=True), wrap(second, view)]
     for _ in range(3):
         for times, each in enumerate(nets, start=1):
             for accumulated in (1, 2):
