@@ -136,11 +136,7 @@ PROGRAMS = {
     ),
     "trace": Program(around=tritonddp.trace),
     "mixed precision": Program(
-        {
-            "mixed_precision": _MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
-            )
-        }
+        {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16)}
     ),
 }
 
