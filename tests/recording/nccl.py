@@ -5,6 +5,8 @@ waits for its work makes the current stream wait, not the host. Its tensors are 
 torch's own group for NCCL does.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
