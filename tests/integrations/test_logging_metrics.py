@@ -1,7 +1,5 @@
 """Trainers log what ``metrics()`` tells, by callbacks of ours."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -8,8 +8,6 @@ takes half an hour. ``test_unreached.py`` looks in each run whether what is name
 named is a function, so that its lines may change.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from math import inf
