@@ -4,8 +4,6 @@ A script, not a module of the tests: Triton must be imported without TRITON_INTE
 interpreter tests of the same pytest process need. Prints one JSON list of variants.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ four buffers together. And of the first the launch alone, as it is prepared and 
 of 15 interleaved rounds. See ``faked_driver.py`` for what is not in it: what follows in the driver.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

@@ -1,7 +1,5 @@
 """Processes that a rank forks, threads that it starts, and several wrapped modules in one."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
