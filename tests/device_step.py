@@ -113,6 +113,7 @@ def step_calls(
             ddp.zero_grad()
             recorder.step_begins()
             ddp(inputs).backward()
+            torch.cuda.synchronize()  # as loss.item() does
 
         for _ in range(WARM_UP + 1):
             step()
@@ -125,7 +126,6 @@ def step_calls(
             ddp(inputs).backward()
         finally:
             sys.setprofile(None)
-        torch.cuda.synchronize()
     return found
 
 

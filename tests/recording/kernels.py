@@ -25,33 +25,13 @@ from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
 
 
-class _Launch:
-    """In the place of a kernel: what :class:`~tritonddp.kernels.launch.Launcher` compiles."""
-
-    def __init__(self, name: str, launch: Callable[..., None], recorder: Recorder) -> None:
-        self.__name__ = name
-        self._launch = launch
-        self._recorder = recorder
-
-    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> _Compiled:
-        return _Compiled(self, arguments)
-
-    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        self._launch(grid, *arguments)
-        self._recorder.replayable(partial(self._launch, grid, *arguments))
-
-    def gone(self) -> None:
-        """It is launched with an address where its tensor is no more."""
-        self._recorder.races.append(f"{self.__name__} of a tensor that is gone or has moved")
-
-
 class _Compiled:
     """A kernel for the kinds of some arguments.
 
     Launches may have the addresses of those tensors, which they do not keep alive.
     """
 
-    def __init__(self, kernel: _Launch, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
         self._kernel = kernel
         self._tensors = {
             place: weakref.ref(each)
@@ -72,6 +52,26 @@ class _Compiled:
             self._kernel(grid, *given)
 
         return launch
+
+
+class _Launch:
+    """In the place of a kernel: what :class:`~tritonddp.kernels.launch.Launcher` compiles."""
+
+    def __init__(self, name: str, launch: Callable[..., None], recorder: Recorder) -> None:
+        self.__name__ = name
+        self._launch = launch
+        self._recorder = recorder
+
+    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> _Compiled:
+        return _Compiled(self, arguments)
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        self._launch(grid, *arguments)
+        self._recorder.replayable(partial(self._launch, grid, *arguments))
+
+    def gone(self) -> None:
+        """It is launched with an address where its tensor is no more."""
+        self._recorder.races.append(f"{self.__name__} of a tensor that is gone or has moved")
 
 
 class Kernels:

@@ -46,6 +46,7 @@ class Segment:
 
     Attributes:
         first, last: its slots are ``[first, last)``.
+        is_whole: they are all slots of the bucket.
         params: the parameters in these slots.
         may_be_flagged: slots whose gradient may have the conjugate or negative bit.
         flat: the part of the bucket's buffer, ``None`` while that has no memory.
@@ -53,11 +54,12 @@ class Segment:
             the layout in dimensions of size 1.
     """
 
-    __slots__ = ("first", "flat", "last", "may_be_flagged", "params", "strides")
+    __slots__ = ("first", "flat", "is_whole", "last", "may_be_flagged", "params", "strides")
 
     def __init__(self, first: int, last: int, params: Sequence[Parameter]) -> None:
         self.first = first
         self.last = last
+        self.is_whole = last - first == len(params)
         self.params = list(params[first:last])
         # A complex gradient may have the conjugate bit. A real one that is a part of a conjugate
         # may have the negative bit. (If it has more than one element, autograd copies it.)
@@ -186,8 +188,8 @@ class Bucket:
         self.packed = flat
         flat.squares = self.squares  # before parts are made
         for segment in self.segments:
-            is_whole = segment.last - segment.first == len(self.params)
-            segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
+            whole = segment.is_whole
+            segment.flat = flat if whole else flat.part(segment.first, segment.last)
 
     def connect(self, exchange: BucketExchange) -> None:
         """Go to the other ranks by ``exchange``, from the flat buffer."""
@@ -367,11 +369,14 @@ class Bucket:
             raise
         if not self.has_views:
             self._grads[first:last] = grads
-        elif not all(used) or not all(map(is_, grads, self.flat.views[first:last])):
+        elif not all(used):
             self._become_views(segment, grads)
+        elif not all(map(is_, grads, views := self.flat.views[first:last])):
+            for param, view in zip(segment.params, views, strict=True):
+                param.grad = view  # which frees the gradient
 
     def _become_views(self, segment: Segment, grads: Sequence[Any]) -> None:
-        """Replace gradients, which are packed, by views of the buffer."""
+        """Replace used gradients, which are packed, by views of the buffer; some are not used."""
 
     def let_go_of(self, segment: Segment) -> None:
         """Drop the references to the gradients of a packed segment, until :meth:`take_up`."""
@@ -562,31 +567,35 @@ class JointUnpack:
         groups: dict[Any, list[Bucket]] = {}
         for bucket in buckets:
             groups.setdefault((bucket.params[0].dtype, bucket.wire_dtype), []).append(bucket)
-        self._groups = [
-            (group, group[0]._kernels.joint_unflatten([bucket.flat for bucket in group]))
-            for group in groups.values()
-        ]
+        self._groups: list[tuple[list[Bucket], list[int], Any]] = []
+        for group in groups.values():
+            make: Any = group[0]._kernels.joint_unflatten
+            sizes = [len(each.params) for each in group]
+            self._groups.append((group, sizes, make([bucket.flat for bucket in group])))
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
         """For these buckets; ``None`` if some have to be unpacked one by one."""
-        if any(each.is_lazy or each.is_sparse or each.quantization for each in buckets):
-            return None
-        return cls(buckets)
+        is_possible = not any(
+            each.is_lazy or each.is_sparse or each._kernels.joint_unflatten is None
+            for each in buckets
+        )
+        return cls(buckets) if is_possible else None
 
     def __call__(self, factor: Tensor | None) -> None:
         """Write the reduced gradients, times ``factor``, into ``.grad``: see :meth:`Bucket.unpack`.
 
         No bucket may want flags.
         """
-        for buckets, unflatten in self._groups:
-            has_views = buckets[0].has_views
-            if factor is not None or not has_views:
+        for buckets, sizes, unflatten in self._groups:
+            has_views, squares = buckets[0].has_views, buckets[0].squares
+            wants_sums = squares is not None and squares.of_unflattened
+            if factor is not None or wants_sums or not has_views:
                 buckets[0]._counters.unflattens += 1
                 unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
-            for bucket in buckets:
-                bucket._grads, bucket.before = [None] * len(bucket.params), {}
+            for bucket, size in zip(buckets, sizes, strict=True):
+                bucket._grads, bucket.before = [None] * size, {}
 
     def let_go(self) -> None:
         """It will be dropped, perhaps while a GPU still unflattens."""
-        let_go(*(each for _, unflatten in self._groups for each in unflatten.memory))
+        let_go(*(each for _, _, unflatten in self._groups for each in unflatten.memory))

@@ -27,14 +27,9 @@ class ViewBucket(Bucket):
         self._stashed: dict[int, Tensor] = {}
 
     def _become_views(self, segment: Segment, grads: Sequence[Any]) -> None:
-        """Used gradients become views, which frees their memory."""
         first, last = segment.first, segment.last
         views = self.flat.views[first:last]
         flags = self.used[first:last]
-        if all(flags):
-            for param, view in zip(segment.params, views, strict=True):
-                param.grad = view
-            return
         self.wants_flags = True
         self._grads[first:last] = grads
         for slot, flag in enumerate(flags):

@@ -146,8 +146,6 @@ class Reduction:
     _exchanged: Collection[int] = field(default=(), init=False)
     _has_headers: bool = field(default=False, init=False)  # those of all ranks have been read
     _is_logged: bool = field(default=False, init=False)  # each bucket, at level DEBUG
-    # Nobody looks at single buckets: they may be launched and unpacked with fewer calls.
-    _is_plain: bool = field(default=False, init=False)
 
     # Before the first bucket
 
@@ -200,7 +198,6 @@ class Reduction:
         if self.events.reporters:
             self.header = agreement.with_report(self.events.report(self))
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
-        self._is_plain = not (self._is_logged or self.events.needs_buckets or self.skipped)
         if begin_logger.isEnabledFor(logging.DEBUG):
             begin_logger.debug(
                 "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
@@ -259,14 +256,19 @@ class Reduction:
         for observe in self.events.on_packed:
             observe(self, bucket)
         if launches and not self.unfilled[bucket.index]:
-            works = self.works
-            if self._is_plain and len(works) == bucket.index and len(bucket.segments) == 1:
+            index, works = bucket.index, self.works
+            if (
+                segment.is_whole
+                and len(works) == index
+                and not (self._is_logged or self.events.needs_buckets or self.skipped)
+                and self._spoiled is None
+            ):
                 # As launch_ready() does, which has more to look at.
                 try:
                     bucket.exchange.launch(bucket, works)
                 except RuntimeError as error:
                     raise self.explain(bucket, error) from error
-                if len(works) == len(self.buckets) or self.unfilled[len(works)]:
+                if bucket is self.buckets[-1] or self.unfilled[index + 1]:
                     return
             self.launch_ready()
 
@@ -328,7 +330,7 @@ class Reduction:
 
     def spoil(self, bucket: Bucket) -> None:
         """Send NaN in this bucket, which is not the first: an earlier one was sent too early."""
-        self._spoiled, self._is_plain = bucket, False
+        self._spoiled = bucket
 
     def launch_nan(self) -> None:
         """Launch all remaining buckets, with NaN instead of gradients.
@@ -371,7 +373,7 @@ class Reduction:
             self._read_flags()
         elif (
             (unpack := self.bucket_set.joint) is not None
-            and self._is_plain
+            and not (self._is_logged or events.needs_buckets or self.skipped)
             and not (discards or self.done)
         ):
             # The works end in the order of their launch: wait for the last one, and unpack all.

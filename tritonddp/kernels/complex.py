@@ -69,22 +69,6 @@ def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
     return complex_kernel
 
 
-def on_all_real_parts(
-    joint: Callable[[Sequence[Any]], Callable[..., None]],
-) -> Callable[[Sequence[Any]], Callable[..., None]]:
-    """What unflattens several buffers, for complex ones."""
-
-    def complex_joint(flats: Sequence[ComplexBuffer]) -> Callable[..., None]:
-        run = joint([flat.real for flat in flats])
-
-        def unflatten_all(grads: Sequence[Sequence[Tensor | None]], *args: Any) -> None:
-            run([flat.real_parts(each) for flat, each in zip(flats, grads, strict=True)], *args)
-
-        return unflatten_all
-
-    return complex_joint
-
-
 def _real_layout(layout: Layout) -> Layout:
     flags_offset = 2 * layout.flags_offset
     return replace(

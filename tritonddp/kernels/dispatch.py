@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tritonddp.kernels.complex import REAL, ComplexBuffer, on_all_real_parts, on_real_parts
+from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 
@@ -36,10 +36,9 @@ class Kernels:
     segments: Callable[[Layout], list[tuple[int, int]]]
     # Whether gradients are so large that each is worth a call of its own.
     are_large: Callable[[Layout], bool]
-    # Makes what unflattens several buffers of one device: see unflatten.JointUnflatten. Its calls
-    # are those of reference.unflatten_together, without the buffers: (grads, factor=None).
-    joint_unflatten: Callable[[Sequence[FlatBuffer]], Any]
     buffer: Callable[..., FlatBuffer] = FlatBuffer  # (layout, dtype, device, memory=None)
+    # Makes what unflattens several buffers in one launch, see unflatten.JointUnflatten.
+    joint_unflatten: Callable[[Sequence[FlatBuffer]], Any] | None = None
     marks: Marks | None = None  # of gradients that are not finite; None: flatten does not check
     # Makes the tables of a buffer. That is not possible while a CUDA graph is captured.
     tables: Callable[[FlatBuffer], Any] = _none
@@ -84,7 +83,7 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
         kernels,
         flatten=quantized.quantize,
         unflatten=quantized.unflatten,
-        joint_unflatten=partial(_each_alone, quantized.unflatten),
+        joint_unflatten=None,
         tables=quantized.tables,
         by_address=True,  # blocks follow the memory order
         buffer=partial(QuantizedBuffer, quantization),
@@ -142,16 +141,6 @@ def quantized_in_triton() -> QuantizedKernels:
     )
 
 
-def _each_alone(unflatten: Callable[..., None], flats: Sequence[FlatBuffer]) -> Callable[..., None]:
-    """For kernels that cannot unflatten several buffers together."""
-
-    def unflatten_all(grads: Sequence[Any], factor: Any = None) -> None:
-        for flat, each in zip(flats, grads, strict=True):
-            unflatten(flat, each, factor)
-
-    return unflatten_all
-
-
 def _of_real_parts(function: Callable[..., Any], flat: Any, *arguments: Any) -> Any:
     return function(flat.real, *arguments)
 
@@ -162,7 +151,7 @@ def _for_complex(kernels: Kernels) -> Kernels:
         kernels,
         flatten=on_real_parts(kernels.flatten),
         unflatten=on_real_parts(kernels.unflatten),
-        joint_unflatten=on_all_real_parts(kernels.joint_unflatten),
+        joint_unflatten=None,
         by_address=True,  # a tensor with the conjugate bit has no real view to write to
         are_large=_never,
         tables=partial(_of_real_parts, kernels.tables),
@@ -182,7 +171,6 @@ def _for_device_type(device_type: str) -> Kernels:
             by_address=False,
             segments=reference.segments,
             are_large=reference.are_large,
-            joint_unflatten=lambda flats: partial(reference.unflatten_together, flats),
         )
     if device_type != "cuda":
         raise RuntimeError(

@@ -268,16 +268,6 @@ def unflatten(
         flat.squares.unflattened = _squares(grads)
 
 
-def unflatten_together(
-    flats: Sequence[FlatBuffer],
-    grads: Sequence[Sequence[Tensor | None]],
-    factor: Tensor | None = None,
-) -> None:
-    """:func:`unflatten` for each of several buffers, with the same factor."""
-    for flat, each in zip(flats, grads, strict=True):
-        unflatten(flat, each, factor)
-
-
 def segments(layout: Layout) -> list[tuple[int, int]]:
     """Cut a bucket into ranges of slots ``[first, last)`` that are flattened at once.
 

@@ -288,10 +288,14 @@ class JointUnflatten:
         """Write ``cast(factor * payload)`` of each reduced buffer into its gradients.
 
         One launch on the current stream, if all gradients have one dtype and all or none are
-        views of the buffers; else one for each buffer. Arguments are those of
-        ``reference.unflatten_together``; for errors see :func:`unflatten`.
+        views of the buffers; else one for each buffer.
+
+        Args:
+            grads: for each buffer, one gradient per slot: see :func:`unflatten`, also for errors.
+            factor: one fp64 element on the device; ``None`` for 1.
         """
-        flats, kinds, aligned, wants_sums = self._flats, set(), True, False
+        flats, aligned, wants_sums = self._flats, True, False
+        first_kind, is_mixed = (None, False), False
         for flat, tables, each in zip(flats, self._tables, grads, strict=True):
             # As in unflatten.
             dtype: Any
@@ -309,15 +313,17 @@ class JointUnflatten:
                 and (addresses != tables.addresses or dtype is not tables.dtype)
             ):
                 tables.change(each)
-            kinds.add((dtype, in_place))
+            if dtype is not None or in_place:  # a buffer without gradients goes with any dtype
+                if first_kind == (None, False):
+                    first_kind = dtype, in_place
+                elif first_kind != (dtype, in_place):
+                    is_mixed = True
             aligned = aligned and (in_place or tables.aligned)
             wants_sums = wants_sums or (flat.squares is not None and flat.squares.of_unflattened)
         if self._places != list(map(ADDRESS_OF, map(_DATA_OF, flats))):
             self._move()
-        if len(kinds) > 1 and {in_place for _, in_place in kinds} == {False}:
-            kinds.discard((None, False))  # a buffer without gradients goes with any dtype
-        dtype, in_place = next(iter(kinds)) if len(kinds) == 1 else (None, False)
-        if dtype is None or not self._fits:
+        dtype, in_place = first_kind
+        if dtype is None or is_mixed or not self._fits:
             for flat, each in zip(flats, grads, strict=True):
                 unflatten(flat, each, factor)
             return
@@ -339,7 +345,15 @@ class JointUnflatten:
             for flat, part in zip(flats, parts, strict=True):
                 if flat.squares is not None:
                     flat.squares.unflattened = part
-        launch.run(self._tables[0].device_index, run, *(() if factor is None else (factor, *rest)))
+        arguments = () if factor is None else (factor, *rest)
+        # The same as launch.run(), without one more call.
+        index = self._tables[0].device_index
+        if index is None or index == _torch.current_device():
+            run(*arguments)
+        else:
+            with torch.cuda.device(index):
+                run(*arguments)
+        launch.launches += 1
 
     def _move(self) -> None:
         """The memory of a buffer has moved."""

@@ -250,7 +250,10 @@ class Backward:
 
     def wait(self, reducer: Ending, broke_off: Callable[[object], None]) -> None:
         """It has ended, and all buckets are launched: see :attr:`Phase.WAITING`."""
-        ends = EndsOfBackward.of(self.graph_task)
+        ends = _ends.get(self.graph_task)
+        if ends is None:  # as in EndsOfBackward.of(), without one more call
+            ends = _ends[self.graph_task] = EndsOfBackward()
+            queue_end_of_backward(partial(EndsOfBackward.finish, ends))
         ends.reducers.append(reducer)
         self.phase, self._end = WAITING, weakref.ref(ends, broke_off)
 
