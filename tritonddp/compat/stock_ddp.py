@@ -208,8 +208,13 @@ class StockDDPNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """dynamo splits the graph of a compiled module by this number of bytes."""
-        return max(self._ddp_state.config.caps.limits)
+        """dynamo splits the graph of a compiled module by this number of bytes.
+
+        The gradients of a piece are there all at once. So if there is a small first bucket on CUDA
+        devices, pieces are of its size: those of the others would be too large for any overlap.
+        """
+        caps = self._ddp_state.config.caps
+        return max(caps.limits) if caps.last is None else caps.limits[0]
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
