@@ -114,7 +114,7 @@ class DDPConfig:
             device_type=device_type,
             few_bytes=bool(given.compression or (given.reduce_dtype and device_type == "cpu")),
         )
-        sizes = caps.limits if caps.last is None else (*caps.limits, "last", caps.last)
+        sizes = (*caps.limits, "tapering") if caps.tapers else caps.limits
         options: dict[str, Any] = {"bucket sizes": sizes, "transport": given.transport}
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)

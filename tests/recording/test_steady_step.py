@@ -144,9 +144,7 @@ class Scaled(nn.Module):
 @ranks(2, interprets=True)
 def test_by_default_a_step_sends_few_buckets(name: str, most: int) -> None:
     caps = BucketCaps.for_nccl()
-    scaled = replace(
-        caps, limits=tuple(limit // 4096 for limit in caps.limits), last=(caps.last or 0) // 4096
-    )
+    scaled = replace(caps, limits=tuple(limit // 4096 for limit in caps.limits))
     with recording() as recorder, mock.patch.object(BucketCaps, "for_nccl", return_value=scaled):
         net = DistributedDataParallel(Scaled(name).to("cuda"))
         x = torch.ones((), device="cuda")

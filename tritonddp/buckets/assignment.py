@@ -33,30 +33,31 @@ class BucketCaps:
     limits: tuple[int, ...]  # in bytes, one per bucket in order; the last one for all others
     delayed: frozenset[str] = frozenset()  # names of parameters whose buckets are launched last
     is_list: bool = False  # the limits were given one by one
-    last: int | None = None  # most bytes of the last bucket, see for_nccl(); None: what is left
+    tapers: bool = False  # see for_nccl()
 
     @classmethod
     def for_nccl(cls) -> BucketCaps:
-        """Few large buckets with a small one at each end: the default on CUDA devices.
+        """Few large buckets that end in a small one: the default on CUDA devices.
 
-        - A bucket costs the host the same whatever its size, and NCCL is slow with small messages,
-          so buckets hold 100 MiB.
-        - Until the *first* one is full nothing is sent: it closes at 25 MiB, stock's size.
-        - No backward hides the *last* one, so it is cut from the end: the last gradients that fit
-          into 12.5 MiB, half of stock's size, or a single one. (Stock's holds what is left over, on
-          average as much.)
-        - Neither holds more than a quarter of the gradients: three buckets, a quarter, a half and a
-          quarter, are as good for lines that are faster than the backward as for slower ones. But
-          below 3 MiB NCCL's time is mostly latency, so they may always have that.
-        - A gradient of 100 MiB or more has a bucket to itself, so that the others do not wait for
-          it. It may be an embedding that is the head too, whose gradient is the very last.
+        A bucket costs the host the same whatever its size, and NCCL is slow with small messages. So
+        a bucket closes at 75 MiB, three of stock's, but
 
-        Each dtype and device is cut by itself. Buckets together hold what they held before,
-        whatever their sizes. But with views the gradients of one bucket exist twice for a moment,
-        and that may be 100 MiB now. Before the first backward the order of gradients is guessed
-        from the order of registration: where the guess is wrong, large buckets leave late, once.
+        - at two fifths of the gradients if that is less (not below a ninth of 75 MiB), so that the
+          first leaves while the backward runs. The others are no larger: where the exchange takes
+          about as long as the backward, a large one behind a small one waits long, and then too
+          little is left of the backward to hide it.
+        - at two thirds of the bytes that are left: nothing hides the last bucket, so they get
+          smaller towards it. It takes what is left once that is three fifths of a bucket.
+
+        A gradient of 75 MiB or more has a bucket to itself and counts for nothing else. It may be
+        an embedding that is the head too, whose gradient is the very last, however early the others
+        are there. Each dtype and device is cut by itself.
+
+        Buckets together have the memory that they had with other sizes. With views the gradients of
+        one bucket exist twice for a moment. In the first backward the order of gradients is a
+        guess. Where it is wrong large buckets leave late, that once.
         """
-        return cls((25 * MIB, 100 * MIB), last=25 * MIB // 2)
+        return cls((75 * MIB,), tapers=True)
 
     @classmethod
     def of(
@@ -103,31 +104,25 @@ class BucketCaps:
 
     def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
-        if self.last is None:
-            return _fill(order, sizes, self.limits)
-        first, large = self.limits
-        alone = [[index] for index in order if sizes[index] >= large]
-        rest = [index for index in order if sizes[index] < large]
-        share = max(sum(sizes[index] for index in rest), self.last) // 4
-        end, left = len(rest), min(self.last, share)
-        while end and (end == len(rest) or sizes[rest[end - 1]] <= left):
-            end -= 1
-            left -= sizes[rest[end]]
-        buckets = _fill(rest[:end], sizes, (min(first, share), large))
-        return [*alone, *buckets, *([rest[end:]] if rest else [])]
-
-
-def _fill(order: Sequence[int], sizes: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-    """Close each bucket when it reaches its limit."""
-    buckets: list[list[int]] = []
-    left = 0
-    for index in order:
-        if left <= 0:
-            left = limits[min(len(buckets), len(limits) - 1)]
-            buckets.append([])
-        buckets[-1].append(index)
-        left -= sizes[index]
-    return buckets
+        large, least = self.limits[-1], self.limits[-1] // 9
+        alone = {index for index in order if self.tapers and sizes[index] >= large}
+        rest = sum(sizes[index] for index in order if index not in alone)  # of bytes
+        usual = min(large, max(least, 2 * rest // 5))
+        buckets = [[index] for index in alone]
+        room, closed = 0, 0  # bytes until the open bucket closes
+        for index in order:
+            if index in alone:
+                continue
+            if room <= 0:
+                room = self.limits[min(closed, len(self.limits) - 1)]
+                if self.tapers:
+                    room = max(1, rest if 5 * rest <= 3 * usual else min(usual, 2 * rest // 3))
+                buckets.append([])
+                closed += 1
+            buckets[-1].append(index)
+            room -= sizes[index]
+            rest -= sizes[index]
+        return buckets
 
 
 UNLIMITED = BucketCaps((sys.maxsize,))

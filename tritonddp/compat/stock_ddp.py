@@ -210,11 +210,11 @@ class StockDDPNames:
     def bucket_bytes_cap(self) -> int:
         """dynamo splits the graph of a compiled module by this number of bytes.
 
-        The gradients of a piece are there all at once. So if there is a small first bucket on CUDA
-        devices, pieces are of its size: those of the others would be too large for any overlap.
+        The gradients of a piece are there all at once, so by default it is stock's size on CUDA
+        devices too: pieces as large as the buckets there would leave little to overlap.
         """
         caps = self._ddp_state.config.caps
-        return max(caps.limits) if caps.last is None else caps.limits[0]
+        return 25 * MIB if caps.tapers else max(caps.limits)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
@@ -225,7 +225,7 @@ class StockDDPNames:
     def bucket_bytes_cap_default(self) -> bool:
         """Whether the first bucket is smaller because no size was given."""
         caps = self._ddp_state.config.caps
-        return len(caps.limits) > 1 and not caps.is_list
+        return (len(caps.limits) > 1 and not caps.is_list) or caps.tapers
 
     @property
     def _has_rebuilt_buckets(self) -> bool:

@@ -42,8 +42,8 @@ def of(figures: Figures, model_bytes: int, device_type: str) -> dict[str, Any]:
         ``all_reduce`` and ``predicted`` (seconds of exchanging all gradients with nothing to hide
         it, in fp32, and by the name of each wire), ``wires`` (a list of the shortest backward in
         seconds and the name of the wire that is chosen from there on), ``default_sizes`` (of
-        buckets in fp32, in MiB; behind the largest that of the last one), ``size`` (better than
-        those by a tenth at least, or ``None``) and ``gain`` (the share of the time that it saves).
+        buckets in fp32, in MiB), ``size`` (better than those by a tenth at least, or ``None``) and
+        ``gain`` (the share of the time that it saves).
     """
     costs = wires(figures, _DTYPE)
     few = _buckets(BucketCaps.of(None, None, device_type=device_type, few_bytes=True), model_bytes)
@@ -65,7 +65,7 @@ def of(figures: Figures, model_bytes: int, device_type: str) -> dict[str, Any]:
             if name != BEST or seconds < min(alone[each] for each in alone if each != BEST)
         },
         "wires": chosen,
-        "default_sizes": [each / MIB for each in (*default.limits, default.last) if each],
+        "default_sizes": [limit / MIB for limit in default.limits],
         "size": size,
         "gain": gain,
     }
