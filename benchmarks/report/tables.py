@@ -150,10 +150,10 @@ def exchange(result: Result) -> Blocks:
 
 def sizes(result: Result) -> Blocks:
     """What backwards take from their last gradient on, by bucket sizes and line."""
-    ways = ("stock", "stock's sizes", "NCCL's sizes")
+    ways = ("stock's sizes", "NCCL's sizes")
     rows = []
     for model in result.content["models"]:
-        counts = [len(model["bucket_bytes"][way]) for way in ways[1:]]
+        counts = [len(model["bucket_bytes"][way]) for way in ways]
         for line in model["lines"]:
             shares = [f"{100 * line['ways'][way]['exposed_share']:.0f} %" for way in ways]
             ratios = [read(Ratio, line[name]) for name in ("exposed", "backward")]
