@@ -17,7 +17,7 @@ from benchmarks.models.architectures import ARCHITECTURES
 from recording.device import recording
 from recording.programs import PROGRAMS, play
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.assignment import BucketCaps
+from tritonddp.buckets.assignment import MIB, BucketCaps
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,12 @@ def test_by_default_a_step_sends_few_buckets(name: str, most: int) -> None:
             recorder.step_begins()
             net(x).backward()
         assert len(net.reducer.buckets) <= most
+        data = net._get_ddp_logging_data()
+        assert data["bucket_cap_bytes"] == scaled.limits[0]
+        sizes = sorted(int(size) for size in data["bucket_sizes"].split(", "))
+        assert sum(sizes) == 4 * sum(param.numel() for param in net.parameters())
+        # By these dynamo splits the graph.
+        assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (25 * MIB, True)
         assert recorder.collectives.total() == len(net.reducer.buckets), recorder.collectives
         assert recorder.launches["flatten"] == len(net.reducer.buckets)
         assert not recorder.races, recorder.report()
