@@ -147,10 +147,10 @@ def test_a_forked_process_frees_no_work_that_is_on_its_way() -> None:
     ddp = DistributedDataParallel(layers(), compression="int8")
     ddp.require_manual_backward_finalization = True
     step(ddp, 0)
-    kept = weakref.ref(ddp.reducer.backward)
+    kept = weakref.ref(ddp._ddp_state.core.backward)
 
     def free() -> None:
-        assert ddp.reducer.backward is None
+        assert ddp._ddp_state.core.backward is None
         gc.collect()
         assert kept() is not None
 
