@@ -111,9 +111,11 @@ class DDPConfig:
             given.bucket_cap_mb,
             given.bucket_cap_mb_list,
             delay.names if delay else frozenset(),
-            few_bytes_on=device_type if given.reduce_dtype or given.compression else None,
+            device_type=device_type,
+            few_bytes=bool(given.compression or (given.reduce_dtype and device_type == "cpu")),
         )
-        options: dict[str, Any] = {"bucket sizes": caps.limits, "transport": given.transport}
+        sizes = (*caps.limits, "tapering") if caps.tapers else caps.limits
+        options: dict[str, Any] = {"bucket sizes": sizes, "transport": given.transport}
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
         plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift", "buffer_sync")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 
-from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, show_rate
+from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, read, show_rate
 from benchmarks.report import verdicts
 from benchmarks.report.table import Blocks, Table, markdown, mib, ms, number, or_dash, quartiles
 from benchmarks.report.verdicts import words
@@ -146,6 +146,30 @@ def exchange(result: Result) -> Blocks:
         )
     header = ("ranks", "KiB", "gloo, ms", "memory, ms", "gloo / memory", "MPICH, ms")
     yield Table((*header, "memory / MPICH", "share of what memory allows"), rows)
+
+
+def sizes(result: Result) -> Blocks:
+    """What backwards take from their last gradient on, by bucket sizes and line."""
+    ways = ("stock's sizes", "NCCL's sizes")
+    rows = []
+    for model in result.content["models"]:
+        counts = [len(model["bucket_bytes"][way]) for way in ways]
+        for line in model["lines"]:
+            shares = [f"{100 * line['ways'][way]['exposed_share']:.0f} %" for way in ways]
+            ratios = [read(Ratio, line[name]) for name in ("exposed", "backward")]
+            rows.append(
+                (
+                    model["model"],
+                    "{} to {}".format(*counts),
+                    f"{line['exchange']:g}",
+                    *shares,
+                    *(cell for each in ratios for cell in (f"{each.median:.2f}", each.interval)),
+                )
+            )
+    header = ("model", "buckets", "exchange / backward", *(f"exposed, {way}" for way in ways))
+    yield Table(
+        (*header, "exposed, ratio", "95% interval", "backward, ratio", "95% interval"), rows
+    )
 
 
 def host(result: Result, chosen: Sequence[str] | None = None) -> Blocks:
@@ -490,6 +514,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
     "detection": ("Detection of unused parameters", (), (detection, detection_parts)),
     "network": ("Slow lines", ("network",), (network,)),
+    "sizes": ("Bucket sizes", (), (sizes,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
     "convergence": (
         "Convergence",
@@ -549,6 +574,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "memory": of("memory", steady_memory),
         "network": of("network", network),
         "network_hosts": of("network_hosts", network),
+        "sizes": of("sizes", sizes),
         "network_wire": of("network_wire", network_wire),
         "convergence": of("convergence", convergence),
         "compiled": of("compiled", compiled),

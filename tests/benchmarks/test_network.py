@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from hosts import hosts_or_skip
 from launched import ignoring
 
-from benchmarks.network import line, namespaces
+from benchmarks.models.architectures import ARCHITECTURES
+from benchmarks.network import line, namespaces, sizes
 from benchmarks.network import network as benchmark
 from benchmarks.network.line import Limit, frame_bytes, step_limit
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
@@ -40,6 +42,35 @@ def hosts() -> Iterator[list[namespaces.Host]]:
     """Two hosts without limit; skips where there cannot be any."""
     with hosts_or_skip(2) as made:
         yield made
+
+
+# Sizes of buckets
+
+
+def test_a_paced_backward_has_the_gradients_of_the_model_in_their_order() -> None:
+    paced, order = sizes.Paced("resnet50", 0.1), []
+    for number, param in enumerate(paced.params):
+        param.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
+    paced.began = time.perf_counter()
+    paced(torch.tensor(1.0, requires_grad=True)).backward()
+    assert time.perf_counter() - paced.began > 0.1
+    assert order == [*range(161)][::-1]
+    due = paced._due[::-1]
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(0.1)
+    # Two thirds of the parameters are those of the last stage, whose images are small.
+    assert due[30] < 0.1 / 3
+
+
+def test_the_embedding_of_gpt2_costs_at_the_head_and_comes_last() -> None:
+    with torch.device("meta"):
+        model = ARCHITECTURES["gpt2_small"]()
+        costs = sizes._costs(model, "gpt2_small")
+    params = list(model.parameters())
+    assert len(costs) == len(params) + 1
+    assert costs[:2] == [0, 0]
+    assert costs[-1] == model.tokens.numel()
+    assert costs[2:-1] == [param.numel() for param in params[2:]]
 
 
 # The limit

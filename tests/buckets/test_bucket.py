@@ -46,13 +46,13 @@ def test_buckets_follow_the_given_order_not_the_registration_order():
 
 def test_default_sizes_are_those_of_stock_ddp():
     default = BucketCaps.of(None, None)
-    assert [default.limit(i) for i in range(3)] == [MIB, 25 * MIB, 25 * MIB]
-    for device, sizes in (("cuda", [1, 1, 2, 4, 8, 16, 25, 25]), ("cpu", [1, 1, 2, 4, 8, 8, 8, 8])):
-        few = BucketCaps.of(None, None, few_bytes_on=device)
-        assert [few.limit(i) // MIB for i in range(8)] == sizes
-        assert BucketCaps.of(2, None, few_bytes_on=device).limits == (2 * MIB,)
-    assert [BucketCaps.of(2, None).limit(i) for i in range(2)] == [2 * MIB, 2 * MIB]
-    assert [BucketCaps.of(None, [1, 2]).limit(i) for i in range(3)] == [MIB, 2 * MIB, 2 * MIB]
+    assert default == BucketCaps((MIB, 25 * MIB))
+    for device, sizes in (("cuda", [1, 1, 2, 4, 8, 16, 25]), ("cpu", [1, 1, 2, 4, 8])):
+        few = BucketCaps.of(None, None, device_type=device, few_bytes=True)
+        assert [limit // MIB for limit in few.limits] == sizes
+        assert BucketCaps.of(2, None, device_type=device, few_bytes=True).limits == (2 * MIB,)
+    assert BucketCaps.of(2, None) == BucketCaps((2 * MIB,))
+    assert BucketCaps.of(None, [1, 2]) == BucketCaps((MIB, 2 * MIB), is_list=True)
 
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])

@@ -3,13 +3,19 @@
 Counted on the recorded device. The numbers may only be lowered.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
 from distributed import ranks
+from torch import nn
 
+from benchmarks.models.architectures import ARCHITECTURES
+from recording.device import recording
 from recording.programs import PROGRAMS, play
+from tritonddp import DistributedDataParallel
+from tritonddp.buckets.assignment import MIB, BucketCaps
 
 
 @dataclass(frozen=True)
@@ -116,3 +122,46 @@ def test_on_another_stream_than_the_wrapping_gradients_are_those_of_the_cpu(name
     for one, other in zip(on_device, on_cpu, strict=True):
         tolerance = {"rtol": 1e-6, "atol": 1e-6} if is_exact else {"rtol": 2e-2, "atol": 2e-2}
         torch.testing.assert_close(one, other, **tolerance)
+
+
+class Scaled(nn.Module):
+    """The parameters of a model with one of 4,096 elements each; the first one is used last."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            model = ARCHITECTURES[name]()
+        sizes = [-(-param.numel() // 4096) for param in model.parameters()]
+        self.vectors = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for vector in self.vectors:
+            x = x * vector.mean()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("gpt2_small", 6), ("resnet50", 3), ("llama3_8b_layer", 6)]
+)
+@ranks(2, interprets=True)
+def test_by_default_a_step_sends_few_buckets(name: str, most: int) -> None:
+    caps = BucketCaps.for_nccl()
+    scaled = replace(caps, limits=tuple(limit // 4096 for limit in caps.limits))
+    with recording() as recorder, mock.patch.object(BucketCaps, "for_nccl", return_value=scaled):
+        net = DistributedDataParallel(Scaled(name).to("cuda"))
+        x = torch.ones((), device="cuda")
+        for _ in range(3):
+            net.zero_grad()
+            recorder.step_begins()
+            net(x).backward()
+        assert len(net.reducer.buckets) <= most
+        data = net._get_ddp_logging_data()
+        assert data["bucket_cap_bytes"] == scaled.limits[0]
+        sizes = sorted(int(size) for size in data["bucket_sizes"].split(", "))
+        assert sum(sizes) == 4 * sum(param.numel() for param in net.parameters())
+        # By these dynamo splits the graph.
+        assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (25 * MIB, True)
+        assert recorder.collectives.total() == len(net.reducer.buckets), recorder.collectives
+        assert recorder.launches["flatten"] == len(net.reducer.buckets)
+        assert not recorder.races, recorder.report()
+        torch.cuda.synchronize()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 
 MIB = 1024 * 1024
 
-# Default sizes in MiB. If gradients are sent in fewer bytes, the network finishes a small first
-# bucket before a large second one is full. So there each bucket is twice as large as the one before
-# it. Measured between two hosts at 1 Gbit/s, 42 MB of gradients in bf16: 206 ms a step instead of
-# 231. On the CPU the limit is lower: work on the last bucket, above all quantising, takes long, and
-# no backward hides it.
+# Default sizes in MiB. With compression, and on the CPU with any dtype of fewer bytes, the network
+# finishes a small first bucket before a large second one is full. So there each bucket is twice as
+# large as the one before it. Measured between two hosts at 1 Gbit/s, 42 MB of gradients in bf16:
+# 206 ms a step instead of 231. On the CPU the limit is lower: work on the last bucket, above all
+# quantising, takes long, and no backward hides it.
 _SIZES = (1, 25)
 _SIZES_OF_FEW_BYTES = {"cpu": (1, 1, 2, 4, 8), "cuda": (1, 1, 2, 4, 8, 16, 25)}
 
@@ -33,6 +33,31 @@ class BucketCaps:
     limits: tuple[int, ...]  # in bytes, one per bucket in order; the last one for all others
     delayed: frozenset[str] = frozenset()  # names of parameters whose buckets are launched last
     is_list: bool = False  # the limits were given one by one
+    tapers: bool = False  # see for_nccl()
+
+    @classmethod
+    def for_nccl(cls) -> BucketCaps:
+        """Few large buckets that end in a small one: the default on CUDA devices.
+
+        A bucket costs the host the same whatever its size, and NCCL is slow with small messages. So
+        a bucket closes at 75 MiB, three of stock's, but
+
+        - at two fifths of the gradients if that is less (not below a ninth of 75 MiB), so that the
+          first leaves while the backward runs. The others are no larger: where the exchange takes
+          about as long as the backward, a large one behind a small one waits long, and then too
+          little is left of the backward to hide it.
+        - at two thirds of the bytes that are left: nothing hides the last bucket, so they get
+          smaller towards it. It takes what is left once that is three fifths of a bucket.
+
+        A gradient of 75 MiB or more has a bucket to itself and counts for nothing else. It may be
+        an embedding that is the head too, whose gradient is the very last, however early the others
+        are there. Each dtype and device is cut by itself.
+
+        Buckets together have the memory that they had with other sizes. With views the gradients of
+        one bucket exist twice for a moment. In the first backward the order of gradients is a
+        guess. Where it is wrong large buckets leave late, that once.
+        """
+        return cls((75 * MIB,), tapers=True)
 
     @classmethod
     def of(
@@ -40,14 +65,15 @@ class BucketCaps:
         bucket_cap_mb: float | None,
         bucket_cap_mb_list: Sequence[float] | None,
         delayed: frozenset[str] = frozenset(),
-        few_bytes_on: str | None = None,
+        device_type: str = "cpu",
+        few_bytes: bool = False,
     ) -> BucketCaps:
         """From the constructor's arguments, in MiB.
 
-        The default is 1 MiB for the first bucket, so that communication starts early, and 25 MiB
-        for the others. An explicit ``bucket_cap_mb`` holds for all buckets, the first one too.
-        ``few_bytes_on`` is the device type, if gradients are sent in fewer bytes than they have:
-        then buckets grow from 1 to 25 MiB by default, on the CPU to 8.
+        An explicit ``bucket_cap_mb`` holds for all buckets, the first one too. The default on CUDA
+        devices is :meth:`for_nccl`, elsewhere stock's: 1 MiB for the first bucket, so that
+        communication starts early, and 25 MiB for the others. With ``few_bytes`` gradients are sent
+        in fewer bytes than they have: buckets grow from 1 to 25 MiB, on the CPU to 8.
 
         Raises:
             TypeError: a size is not a number, or the list is not a list.
@@ -63,7 +89,9 @@ class BucketCaps:
                 raise ValueError("bucket_cap_mb_list is empty: give one size in MiB or None")
             what = "bucket_cap_mb_list"
         else:
-            default = _SIZES_OF_FEW_BYTES[few_bytes_on] if few_bytes_on else _SIZES
+            if bucket_cap_mb is None and not few_bytes and device_type == "cuda":
+                return replace(cls.for_nccl(), delayed=delayed)
+            default = _SIZES_OF_FEW_BYTES[device_type] if few_bytes else _SIZES
             sizes = [*default] if bucket_cap_mb is None else [bucket_cap_mb]
             what = "bucket_cap_mb"
         for size in sizes:
@@ -74,9 +102,27 @@ class BucketCaps:
         limits = tuple(max(1, int(size * MIB)) for size in sizes)
         return cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
 
-    def limit(self, index: int) -> int:
-        """Limit in bytes of bucket number ``index`` of its dtype and device."""
-        return self.limits[min(index, len(self.limits) - 1)]
+    def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+        """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
+        large, least = self.limits[-1], self.limits[-1] // 9
+        alone = {index for index in order if self.tapers and sizes[index] >= large}
+        rest = sum(sizes[index] for index in order if index not in alone)  # of bytes
+        usual = min(large, max(least, 2 * rest // 5))
+        buckets = [[index] for index in alone]
+        room, closed = 0, 0  # bytes until the open bucket closes
+        for index in order:
+            if index in alone:
+                continue
+            if room <= 0:
+                room = self.limits[min(closed, len(self.limits) - 1)]
+                if self.tapers:
+                    room = max(1, rest if 5 * rest <= 3 * usual else min(usual, 2 * rest // 3))
+                buckets.append([])
+                closed += 1
+            buckets[-1].append(index)
+            room -= sizes[index]
+            rest -= sizes[index]
+        return buckets
 
 
 UNLIMITED = BucketCaps((sys.maxsize,))
@@ -93,23 +139,13 @@ def assign_buckets(
     A bucket holds parameters of one (dtype, device), or one ``sparse`` parameter alone. Buckets are
     in the order in which they become full, so that no launch waits longer than necessary.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()  # in bytes, of the open ones
-    closed: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    buckets: list[list[int]] = []
+    sizes = [param.numel() * param.element_size() for param in params]
+    buckets = [[index] for index in order if sparse and params[index] in sparse]
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index in order:
-        param = params[index]
-        if sparse and param in sparse:
-            buckets.append([index])
-            continue
-        key = (param.dtype, param.device)
-        if key not in open_buckets:
-            open_buckets[key] = []
-            buckets.append(open_buckets[key])
-        open_buckets[key].append(index)
-        sizes[key] += param.numel() * param.element_size()
-        if sizes[key] >= caps.limit(closed[key]):
-            closed[key] += 1
-            del open_buckets[key], sizes[key]
+        if not (sparse and params[index] in sparse):
+            alike[params[index].dtype, params[index].device].append(index)
+    for indices in alike.values():
+        buckets += caps.cut(indices, sizes)
     position = {index: place for place, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])

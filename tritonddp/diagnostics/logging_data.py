@@ -99,7 +99,7 @@ class Logger:
             "total_parameter_size_bytes": _nbytes(params),
             "unused_parameter_size": _nbytes(current.params[n] for n in reducer.missing or ()),
             "num_buckets_reduced": reducer.statistics.reduced,
-            "bucket_cap_bytes": wrapper.bucket_bytes_cap,
+            "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
             "has_error": "error" in self._noted or None,
             "has_sync_bn": any(isinstance(m, nn.SyncBatchNorm) for m in wrapper.module.modules()),

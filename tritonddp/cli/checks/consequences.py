@@ -46,7 +46,7 @@ def of(figures: Figures, model_bytes: int, device_type: str) -> dict[str, Any]:
         ``gain`` (the share of the time that it saves).
     """
     costs = wires(figures, _DTYPE)
-    few = _buckets(BucketCaps.of(None, None, few_bytes_on=device_type), model_bytes)
+    few = _buckets(BucketCaps.of(None, None, device_type=device_type, few_bytes=True), model_bytes)
     candidates = [Candidates(load, costs) for load in few]
     chosen: list[tuple[float, str]] = []
     for backward in _BACKWARDS:
@@ -55,7 +55,8 @@ def of(figures: Figures, model_bytes: int, device_type: str) -> dict[str, Any]:
         if not chosen or chosen[-1][1] != name:
             chosen.append((0.0 if not chosen else backward, name))
     alone = choose(candidates, figures.world_size, 0.0, figures.cores).predicted
-    size, gain = _best_size(figures, model_bytes)
+    default = BucketCaps.of(None, None, device_type=device_type)
+    size, gain = _best_size(figures, model_bytes, default)
     return {
         "all_reduce": alone[OWN],
         "predicted": {
@@ -64,7 +65,7 @@ def of(figures: Figures, model_bytes: int, device_type: str) -> dict[str, Any]:
             if name != BEST or seconds < min(alone[each] for each in alone if each != BEST)
         },
         "wires": chosen,
-        "default_sizes": [limit / MIB for limit in BucketCaps.of(None, None).limits],
+        "default_sizes": [limit / MIB for limit in default.limits],
         "size": size,
         "gain": gain,
     }
@@ -87,7 +88,9 @@ def _name(names: Sequence[str], loads: Sequence[Load]) -> str:
     return _NAMES.get(most, most)
 
 
-def _best_size(figures: Figures, model_bytes: int) -> tuple[float | None, float]:
+def _best_size(
+    figures: Figures, model_bytes: int, default: BucketCaps
+) -> tuple[float | None, float]:
     """The bucket size in MiB for the shortest backward in fp32, and what it saves.
 
     The backward is as long as its gradients travel.
@@ -102,7 +105,7 @@ def _best_size(figures: Figures, model_bytes: int) -> tuple[float | None, float]
         compute = Compute.in_proportion(loads, backward, figures.cores)
         return step_seconds(compute, [passage(cost, load, world_size) for load in loads])
 
-    usual = seconds(BucketCaps.of(None, None))
+    usual = seconds(default)
     times = {size: seconds(BucketCaps.of(size, None)) for size in _SIZES}
     least = min(times.values())
     best = max(size for size, took in times.items() if took <= (1 + _ALIKE) * least)
