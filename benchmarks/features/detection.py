@@ -149,8 +149,8 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float) -> dict[str, Any]:
         add_sides(models, pairs, rounds.batch(0))
         queries = count_queries(models, [rounds.batch(0), rounds.batch(1)])
         if build == 0:
-            first, again = pairs[0].stock[0].name, pairs[0].again.name
-            agreement = check(models, case, ranks, first, again, plan.size)
+            alike = pairs[0].alike[0].name, pairs[0].alike[1].name
+            agreement = check(models, case, ranks, alike[0], alike, plan.size)
         rounds.run(models, partial(_find, models))
         if build == 0:
             parts = {
@@ -161,12 +161,13 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float) -> dict[str, Any]:
                 for pair in pairs
             }
     seconds, _, content = rounds.gathered()
+    bound = None if ranks.share_device else ASKING
     comparisons = [
         {
             "gradients": pair.name,
             "of": "backwards",
             # Where ranks take turns on one device, times are not worth a judgement.
-            **Comparison.of(pair, seconds, seconds).judged(None if ranks.share_device else ASKING),
+            **Comparison.of(pair, seconds, seconds).judged(bound, sum(content["rounds"])),
         }
         for pair in pairs
     ]
@@ -183,7 +184,7 @@ def _told(group: Family) -> Family:
     """Ours against itself when it is told, and that once more."""
     told = Configuration(f"{group.ours.name} told", None)
     again = Configuration(f"{told.name} again", None)
-    return Family(group.name, ours=group.ours, stock=(told,), again=again, beside=())
+    return Family(group.name, group.ours, (told,), (told, again))
 
 
 def add_sides(models: dict[str, nn.Module], pairs: list[Family], batch: Batch) -> None:
@@ -194,7 +195,7 @@ def add_sides(models: dict[str, nn.Module], pairs: list[Family], batch: Batch) -
         _backward(wrapped, batch)  # buckets follow the order of its gradients
         answers = Answers(models[UNWRAPPED.name], wrapped)
         models[pair.ours.name] = Side(wrapped)
-        for told in (*pair.stock, pair.again):
+        for told in pair.alike:
             models[told.name] = Side(wrapped, answers)
 
 

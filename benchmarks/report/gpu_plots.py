@@ -40,9 +40,8 @@ def figures(result: Result) -> Iterator[tuple[str, Figure]]:
     kernels = result.part("kernels")
     if kernels is not None:
         yield "bandwidth.png", bandwidth(kernels.rows, where)
-    steps = {size: result.part(f"step-{size}") for size in ("small", "large")}
-    if any(steps.values()):
-        yield "overhead.png", overhead({k: v for k, v in steps.items() if v}, where)
+    if any(step.compared for step in result.steps.values()):
+        yield "overhead.png", overhead(result.steps, where)
 
 
 def bandwidth(rows: Sequence[Row], where: str) -> Figure:
@@ -92,34 +91,28 @@ def _annotate(axes: Axes, text: str, at: tuple[float, float], **options: Any) ->
 
 
 def overhead(steps: Mapping[str, Result], where: str) -> Figure:
-    """Milliseconds above the unwrapped model: ours, and stock's best, for each model."""
-    figure, panels = pyplot.subplots(
-        1, len(steps), figsize=(8 * len(steps), 6), squeeze=False, layout="constrained"
-    )
-    for (size, step), axes in zip(steps.items(), panels[0], strict=True):
-        labels, ours, stock, notes = [], [], [], []
-        for name, model, one in step.compared:
-            extra = model.overhead_seconds
-            labels.append(f"{name}, {one.gradients}")
-            mode = one.gradients.removeprefix("copies")
-            ours.append(1e3 * extra[f"ours {mode}".strip()])
-            stock.append(1e3 * extra[one.best])
-            noisy = one.verdict == "too noisy"
-            notes.append("too noisy to say" if noisy else f"{one.overhead:.2f} of stock's")
-        places = list(range(len(labels)))
-        axes.barh([p - 0.2 for p in places], ours, 0.4, label="tritonddp", color=COLOURS[OURS])
-        axes.barh([p + 0.2 for p in places], stock, 0.4, label="stock's best", color=OTHERS[0])
-        for place, value, note in zip(places, ours, notes, strict=True):
-            _annotate(axes, note, (max(0.0, value), place - 0.2), xytext=(3, 0), va="center")
-        axes.set_yticks(places, labels, fontsize=8)
-        axes.invert_yaxis()
-        axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_xlabel("ms above the unwrapped model, per step")
-        axes.set_title(f"{size} batches")
-        axes.margins(x=0.2)
-    names = panels[0][0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle(f"Step overhead, one rank\n{where}")
+    """Milliseconds above the unwrapped model: ours, and stock's best; both send."""
+    rows = [(step, *each) for step in steps.values() for each in step.compared]
+    figure, axes = pyplot.subplots(figsize=(10, 2 + 0.4 * len(rows)), layout="constrained")
+    for place, (_, _, model, one) in enumerate(rows):
+        above = model.overhead_seconds
+        ours, stock = 1e3 * above[one.contender or ""], 1e3 * above[one.best]
+        axes.barh(place - 0.2, ours, 0.4, label="tritonddp", color=COLOURS[OURS])
+        axes.barh(place + 0.2, stock, 0.4, label="stock's best", color=OTHERS[0])
+        note = f"{one.overhead:.2f} of stock's" + (f": {one.verdict}" if one.verdict else "")
+        _annotate(axes, note, (max(0.0, ours), place - 0.2), xytext=(3, 0), va="center")
+    labels = [
+        f"{name}, {one.gradients}, {step.content['world_size']} ranks"
+        for step, name, _, one in rows
+    ]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("ms above the unwrapped model, per step")
+    axes.margins(x=0.2)
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles[:2], names[:2], loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(f"Step overhead\n{where}")
     return figure
 
 

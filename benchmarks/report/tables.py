@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 
 from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, show_rate
-from benchmarks.report import verdicts
+from benchmarks.report import bounds, verdicts
 from benchmarks.report.table import Blocks, Table, markdown, mib, ms, number, or_dash, quartiles
 from benchmarks.report.verdicts import words
 
@@ -74,16 +74,93 @@ def configurations(step: Result) -> Blocks:
     yield Table((*header, "on the wire, MB", "collectives", "launches"), rows)
 
 
-def launches_of_steps(step: Result) -> Blocks:
-    """Kernels, copies and fills of one backward, as the profiler counted them."""
-    names = ("unwrapped", "stock", "ours", "stock views", "ours views")
+def gpu_steps(result: Result) -> Blocks:
+    """Of `make gpu`: whole steps beside stock's best, both of which send, in ms."""
+    rows = []
+    for step in result.steps.values():
+        ranks = step.content.get("world_size", 1)
+        for name, model, one in step.compared:
+            ours = one.contender or ""
+            idle = model.step_seconds.get(ours.replace("ours", "ours idle"))
+            shown = (model.step_seconds.get(each) for each in ("unwrapped", one.best, ours))
+            late = (model.exposed_seconds.get(each) for each in (one.best, ours))
+            rows.append(
+                (
+                    f"{name}, {one.gradients}" + f", {ranks} ranks" * (ranks > 1),
+                    *(ms(each and each.median) for each in shown),
+                    or_dash(idle, lambda spread: ms(spread.median)),
+                    " / ".join(map(ms, late)),
+                    f"{one.overhead:.2f} ({_interval(one)})",
+                    words(one.verdict, model.rounds),
+                    one.best,
+                )
+            )
+    if not rows:
+        yield "Steps beside stock's, both of which send: not measured."
+        return
+    header = ("step, ms", "unwrapped", "stock's best", "ours", "ours idle", "exposed, its / ours")
+    yield Table((*header, "added / its (95% interval)", "verdict", "which of stock's"), rows)
+
+
+def _interval(one: Comparison) -> str:
+    return " to ".join(f"{end:.2f}" for end in one.overhead_interval or ())
+
+
+def gpu_configurations(result: Result) -> Blocks:
+    """Of `make gpu`: all that took a step, and what it sent."""
+    header = ("step", "configuration", "ms", "above unwrapped, ms", "on the wire, MB")
     rows = [
-        (name, *(str(model.launches.get(each) or "-") for each in names))
+        (
+            f"{name}, {part}",
+            label,
+            ms(spread.median),
+            ms(model.overhead_seconds.get(label)),
+            f"{sent / 1e6:.2f}" if (sent := model.wire_bytes.get(label, 0)) else "nothing: idle",
+            or_dash((model.launches or {}).get(label), str),
+            str(model.rounds),
+        )
+        for part, step in result.steps.items()
         for name, model in step.models.items()
-        if any(model.launches.values())
+        for label, spread in model.step_seconds.items()
     ]
-    if rows:
-        yield Table(("launches of a backward", *names), rows)
+    yield ""
+    yield Table((*header, "launches", "rounds"), rows)
+
+
+def bus(result: Result) -> Blocks:
+    """Bandwidth of an all-reduce by itself: of its bytes, 2 (n - 1) / n go through each card."""
+    rows = [
+        (str(one["ranks"]), f"{one['bytes'] / 2**20:g}", ms(one["seconds"]), number(one["bus"]))
+        for one in result.content["rows"]
+    ]
+    yield Table(("all-reduce, ranks", "MiB", "ms", "bus, GB/s"), rows)
+
+
+def graphs(result: Result) -> Blocks:
+    """Steps as they are and replayed, in ms, and what they take above the unwrapped model's."""
+    rows, notes = [], []
+    for name, model in result.content["models"].items():
+        bare = model["seconds"].get("unwrapped")
+        sent = model.get("wire_bytes", {})
+        for label, ways in model["seconds"].items():
+            medians = [ways[way]["median"] for way in ("eager", "replayed")]
+            above = ["-"] * 2
+            if bare is not None and label != "unwrapped":
+                base = [bare[way]["median"] for way in ("eager", "replayed")]
+                above = [ms(a - b) for a, b in zip(medians, base, strict=True)]
+            shown = or_dash(sent.get(label), lambda nbytes: f"{nbytes / 1e6:.2f}")
+            rows.append((name, label, *map(ms, medians), *above, shown, str(model["rounds"])))
+        notes += [f"  {label}: not captured: {why}" for label, why in model["errors"].items()]
+    header = (
+        "CUDA graphs",
+        "step, ms",
+        "eager",
+        "replayed",
+        "above unwrapped",
+        "above it, replayed",
+    )
+    yield Table((*header, "on the wire, MB", "rounds"), rows)
+    yield from notes
 
 
 def detection(result: Result) -> Blocks:
@@ -416,9 +493,9 @@ def _by_contender(all_rows: Sequence[Row], what: str, show: Callable[[Row], str]
 
 
 def gpu(result: Result, with_met: bool = True) -> Blocks:
-    """The bounds, and how they stand."""
+    """The bounds, and how they stand by what was measured."""
     rows = []
-    for bound in result.content["bounds"]:
+    for bound in bounds.bounds(result.content["parts"]):
         sign, worst = "≥" if bound["at_least"] else "≤", bound["worst"]
         shown = f"{worst['value']:.3g} ({worst['where']})" if worst else "; ".join(bound["not_run"])
         limit = f"{sign} {bound['limit']:g} {bound['unit']}".strip()
@@ -452,23 +529,10 @@ def compiled(result: Result) -> Blocks:
     yield Table((*header, "exposed, ms", "step / stock (95% interval)"), rows)
 
 
-def sweep(result: Result) -> Blocks:
-    """Blocks and warps of flatten and unflatten, as shares of the copy, and the best for each."""
-    names = list(result.content["rows"][0]["choices"])  # the file is written after the first
-    rows = []
-    for row in result.content["rows"]:
-        shares = [f"{row['choices'][name]['of_ceiling']['median']:.3f}" for name in names]
-        bucket = " ".join(row[key] for key in ("direction", "parameters", "dtype", "bucket"))
-        rows.append((bucket, number(row["bytes"] / 1e6), *shares, row["best"]))
-    yield ""
-    yield Table(("block x warps: share of the copy", "MB", *names, "best"), rows)
-
-
 def gpu_kernels(result: Result) -> Blocks:
-    for name, table in (("kernels", kernels), ("sweep", sweep)):
-        part = result.part(name)
-        if part is not None:
-            yield from table(part)
+    part = result.part("kernels")
+    if part is not None:
+        yield from kernels(part)
 
 
 # What is made of them
@@ -502,7 +566,8 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
     "compiled": ("torch.compile", (), (compiled,)),
     "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
-    "gpu": ("make gpu", (), (gpu, gpu_kernels)),  # it draws its own plots
+    # (It draws its own plots.)
+    "gpu": ("make gpu", (), (gpu_steps, gpu, gpu_configurations, gpu_kernels)),
 }
 
 
@@ -537,7 +602,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
     on_gpus: list[str] = []
     for name, result in gpus:
-        tables = markdown([*gpu(result), *gpu_kernels(result)])
+        tables = markdown([*gpu_steps(result), "", *gpu(result), *gpu_kernels(result)])
         on_gpus += ["", *tables, "", _credit(name, "gpu", result)]
     return {
         "headline": list(headline(on_cpu, gpus)) or [_NOT_MEASURED],
@@ -568,7 +633,7 @@ def headline(on_cpu: Results, gpus: Iterable[tuple[str, Result]]) -> Iterator[st
         measured = ("step", "network_wire")
         yield from (_credit(CPU, name, on_cpu[name]) for name in measured if name in on_cpu)
     for name, result in gpus:
-        verdicts_ = [bound["verdict"] for bound in result.content["bounds"]]
+        verdicts_ = [bound["verdict"] for bound in bounds.bounds(result.content["parts"])]
         met = f"{verdicts_.count('met')} of {len(verdicts_)}"
         yield from ("", f"On one GPU {met} bounds are met. The others:", "")
         yield from (*markdown(gpu(result, with_met=False)), "", _credit(name, "gpu", result))

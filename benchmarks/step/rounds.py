@@ -19,7 +19,7 @@ from benchmarks.base import deadline
 from benchmarks.base.ranks import Ranks
 from benchmarks.models.cases import Batch, Case, loss
 from benchmarks.models.configurations import Configuration
-from benchmarks.step.plan import DISCARDED, Plan
+from benchmarks.step.plan import DISCARDED, SETTLED, Plan
 from tritonddp.cli.kernel_timing.paired import Spread
 
 # Seconds by configuration, then by build, then by round.
@@ -75,6 +75,15 @@ class Rounds:
             half = (now - start) / (self._plan.builds - self._builds_left) / 2
             if self._end < math.inf and self._ranks.agreed(now + half > self._end):
                 return
+
+    def settle(self, models: dict[str, nn.Module], earlier: int = 0) -> None:
+        """Steps until all is as it stays, with those that were ``earlier``; collective."""
+        batch = self.batch(0)
+        for _ in range(SETTLED[self._ranks.device.type] - earlier):
+            for model in models.values():
+                model.zero_grad(set_to_none=not self._plan.zeros)
+                loss(model, batch).backward()
+        self._ranks.synchronize()
 
     def run(
         self, models: dict[str, nn.Module], prepare: Callable[[Batch], None] = lambda _: None
