@@ -82,10 +82,10 @@ def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:
     sign, unit = ">=" if bound["at_least"] else "<=", bound["unit"] and f" {bound['unit']}"
     what = f"{bound['bound']} {sign} {bound['limit']:g}{unit}"
     if bound["worst"] is None:
-        yield f"{what:56} not run: {'; '.join(bound['not_run'])}"
+        yield f"{what:62} not run: {'; '.join(bound['not_run'])}"
         return
     worst = f"{bound['worst']['value']:.3g}{unit} ({bound['worst']['where']})"
     count = f"{bound['met_by']} of {bound['of']}"
-    yield f"{what:56} {bound['verdict']:9} {count:9} worst {worst}"
+    yield f"{what:62} {bound['verdict']:9} {count:9} worst {worst}"
     for reason in bound["not_run"]:
-        yield f"{'':56} not all run: {reason}"
+        yield f"{'':62} not all run: {reason}"

@@ -230,7 +230,7 @@ def host(result: Result) -> Figure:
         )
         for (kind, column), title in columns.items()
     ]
-    note = "One rank, nothing sent; the row 'unwrapped', a second bare model, is the resolution."
+    note = "One rank; idle sends nothing. 'unwrapped', a second bare model, is the resolution."
     title = "What DDP costs the host, beyond a bare model"
     return bars([panel for panel in panels if panel.bars], title, result, note)
 

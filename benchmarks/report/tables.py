@@ -80,6 +80,8 @@ def gpu_steps(result: Result) -> Blocks:
     for step in result.steps.values():
         ranks = step.content.get("world_size", 1)
         for name, model, one in step.compared:
+            if one.bound is None:  # ranks took turns on one card
+                continue
             ours = one.contender or ""
             idle = model.step_seconds.get(ours.replace("ours", "ours idle"))
             shown = (model.step_seconds.get(each) for each in ("unwrapped", one.best, ours))
@@ -115,7 +117,7 @@ def gpu_configurations(result: Result) -> Blocks:
             label,
             ms(spread.median),
             ms(model.overhead_seconds.get(label)),
-            f"{sent / 1e6:.2f}" if (sent := model.wire_bytes.get(label, 0)) else "nothing: idle",
+            "-" if label.startswith("unwrapped") else _sent(model.wire_bytes.get(label, 0)),
             or_dash((model.launches or {}).get(label), str),
             str(model.rounds),
         )
@@ -125,6 +127,10 @@ def gpu_configurations(result: Result) -> Blocks:
     ]
     yield ""
     yield Table((*header, "launches", "rounds"), rows)
+
+
+def _sent(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f}" if nbytes else "nothing: idle"
 
 
 def bus(result: Result) -> Blocks:
@@ -239,6 +245,9 @@ def host(result: Result, chosen: Sequence[str] | None = None) -> Blocks:
         if chosen is None or name in chosen
     ]
     yield Table(("us, median (quartiles)", *columns), rows)
+    if chosen is not None and not set(chosen) <= set(cells):
+        missing = ", ".join(name for name in chosen if name not in cells)
+        yield f"\nNot measured: {missing}."
 
 
 def memory(result: Result) -> Blocks:
@@ -497,11 +506,13 @@ def gpu(result: Result, with_met: bool = True) -> Blocks:
     rows = []
     for bound in bounds.bounds(result.content["parts"]):
         sign, worst = "≥" if bound["at_least"] else "≤", bound["worst"]
-        shown = f"{worst['value']:.3g} ({worst['where']})" if worst else "; ".join(bound["not_run"])
+        verdict, met, shown = "not measured", "-", "; ".join(bound["not_run"])
+        if worst is not None:
+            verdict, met = bound["verdict"], f"{bound['met_by']} of {bound['of']}"
+            shown = f"{worst['value']:.3g} ({worst['where']})"
         limit = f"{sign} {bound['limit']:g} {bound['unit']}".strip()
-        met = f"{bound['met_by']} of {bound['of']}"
-        if with_met or bound["verdict"] != "met":
-            rows.append((bound["bound"], limit, bound["verdict"], met, shown))
+        if with_met or verdict != "met":
+            rows.append((bound["bound"], limit, verdict, met, shown))
     yield Table(("bound", "limit", "verdict", "met by", "worst, or why not"), rows)
 
 
@@ -589,6 +600,9 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
                 yield from ("", f"![{title}: {plot}]({plot}.png)")
 
 
+_HOST = ("stock", "stock batched", "ours", "ours strict")  # all of which send
+
+
 def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     """What stands between the pages' markers, by name of the figure, from all machines' results."""
     on_cpu = results.get(CPU, {})
@@ -610,7 +624,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "branchy": of("step", lambda result: comparisons(result, unused=True)),
         "detection": of("detection", detection),
         "exchange": of("exchange", exchange),
-        "host": of("host", lambda result: host(result, ("stock", "stock batched", "ours"))),
+        "host": of("host", lambda result: host(result, _HOST)),
         "memory": of("memory", steady_memory),
         "network": of("network", network),
         "network_hosts": of("network_hosts", network),
