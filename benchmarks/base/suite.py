@@ -9,7 +9,7 @@ A suite is a module with
 - ``TABLES``: those of ``report/tables.py`` that show its result;
 - ``session()``, if need be: a context in which rows are measured.
 
-``python benchmarks/plain.py SUITE`` runs one, and pytest does through the test module beside it.
+``python benchmarks/plain.py SUITE`` runs one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What DDP costs the host: per parameter, per bucket and per step, stock beside ours.
 
     python benchmarks/plain.py host [--rounds 40] [--out FILE]
-    pytest benchmarks/host --benchmark-only [--rounds 40] [--benchmark-json FILE]
 
 A world of one, so that no line is waited for; all the same ours sends what it would send to others,
 as stock does, but for *idle* ours: that is what a user has who trains alone. One thread on the CPU,

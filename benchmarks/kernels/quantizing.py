@@ -1,8 +1,6 @@
 """The three quantising kernels against torch's operations and a plain copy of the same bytes.
 
     python benchmarks/plain.py quantize [--only resnet50] [--rounds 15] [--out FILE]
-    pytest benchmarks/kernels/test_quantizing.py --benchmark-only [-k resnet50] [--rounds 15]
-        [--benchmark-json FILE]
 
 Time as in ``benchmarks/kernels``. GB/s count the bytes that have to be read and written at least:
 gradients, residuals, numbers and scales, for rank 0 of 8.
