@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.base.results import Model, Result, Results, Spread
-from benchmarks.report import convergence_plots, scale_plot
+from benchmarks.report import convergence_plots
 from benchmarks.report.drawing import (
     GREEN,
     LIMIT,
@@ -83,7 +83,6 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
         ("overhead", overhead),
         ("network", network),
         ("network_wire", network),
-        ("scale", scale_plot.scale),
         ("exchange", exchange),
         ("memory", memory),
         ("host", host),

@@ -430,7 +430,7 @@ def network_wire(result: Result) -> Blocks:
 
 
 def scale(result: Result) -> Blocks:
-    """What the cost model predicts of measured steps, and of hosts that nobody has."""
+    """What the cost model predicts of measured steps."""
     content = result.content
     rows = [
         (
@@ -446,18 +446,7 @@ def scale(result: Result) -> Blocks:
     yield Table(("hosts", "line", "what", "measured, ms", "predicted, ms", "off by"), rows)
     worst = max((abs(each["error"]) for each in content["checked"]), default=0.0)
     verdict = "met" if worst <= content["tolerance"] else "**missed**"
-    yield f"\nThe largest error is {worst:.1%}, {content['tolerance']:.0%} allowed: {verdict}.\n"
-    curves = content["curves"]
-    yield (
-        f"Predicted ms a step on lines of {show_rate(curves['rate_bits_per_s'])}, "
-        f"{content['latency_seconds'] * 1e6:g} us a message, algorithms of {content['library']}:\n"
-    )
-    seconds = zip(*curves["seconds"].values(), strict=True)
-    rows = [
-        (str(hosts), *map(ms, of_hosts))
-        for hosts, of_hosts in zip(curves["hosts"], seconds, strict=True)
-    ]
-    yield Table(("hosts", *curves["seconds"]), rows)
+    yield f"\nThe largest error is {worst:.1%}, {content['tolerance']:.0%} allowed: {verdict}."
 
 
 def kernels(result: Result) -> Blocks:
@@ -571,7 +560,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
         [f"convergence-{name}" for name in ("text", "digits", "opposed")],
         (convergence,),
     ),
-    "scale": ("Where fewer bytes pay", ("scale",), (scale,)),
+    "scale": ("The cost model of fewer bytes", (), (scale,)),
     "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
     "host": ("Host cost", ("host",), (host,)),
     "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
