@@ -79,8 +79,7 @@ _KERNELS = (
 )
 _ROUNDS = "--builds 3 --rounds 100"
 PARTS = (
-    _script("step", 250, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),
-    _script("detection", 75, f"features/detection.py {_ROUNDS}", ranks=2),
+    _script("step", 325, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),
     _script("network", 65, f"network/network.py {_LINES} --rounds 100 --seconds 600"),
     _script("memory", 45, "step/memory.py --models transformer branchy", ranks=2),
     _script("kernels", 30, f"plain.py kernels --rounds 25 --only {_KERNELS}"),

@@ -81,7 +81,6 @@ class Model:
     wire_bytes: dict[str, int]
     collectives: dict[str, int]
     launches: dict[str, int | None]
-    queries: dict[str, int]
     compared: list[Comparison]
     rounds: int
 
@@ -235,7 +234,8 @@ _IDLE = {"ours": "ours idle", "ours views": "ours idle views"}
 
 def is_step(part: str) -> bool:
     """Whether a part of `make gpu` measures steps beside stock's: not graphs, nor what compiles."""
-    return part.split("-")[0] == "step" and part not in ("step-graphs", "step-compiled")
+    others = ("step-graphs", "step-compiled", "step-bus")
+    return part.split("-")[0] == "step" and part not in others
 
 
 def read(kind: type[Kind], content: Any) -> Kind:
@@ -267,7 +267,7 @@ def _model(content: Mapping[str, Any]) -> Model:
     sent = content.get("wire_bytes") or {}
     compared = [
         one
-        for one in _compared(content.get("comparisons", []))
+        for one in _compared(content.get("comparisons", {}))
         if sent.get(one.get("contender"), True) and sent.get(one.get("best"), True)
     ]
     more = {"compared": compared, "rounds": rounds_of(content)}
@@ -277,13 +277,13 @@ def _model(content: Mapping[str, Any]) -> Model:
 
 
 def _compared(found: Any) -> list[dict[str, Any]]:
-    """By family, or a list as in detection.py."""
-    if isinstance(found, Mapping):
-        return [
-            {"gradients": family, "contender": "ours" + _SUFFIXES.get(family, ""), **one}
-            for family, one in found.items()
-        ]
-    return list(found)
+    """By family, or a list as in detection.json."""
+    if not isinstance(found, Mapping):
+        return list(found)
+    return [
+        {"gradients": family, "contender": "ours" + _SUFFIXES.get(family, ""), **one}
+        for family, one in found.items()
+    ]
 
 
 _SUFFIXES = {"views": " views"}  # where a file does not name the contender

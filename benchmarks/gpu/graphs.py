@@ -91,9 +91,9 @@ def measure(case: Case, ranks: Ranks, rounds: int, end: float) -> dict[str, Any]
     copies.close()
     check_exchange(compared, sent)
     numbers = deadline.rounds(rounds, end, discarded=DISCARDED, agreed=ranks.agreed)
-    ways = {key: partial(ranks.timed, step) for key, step in steps.items()}
-    seconds = deadline.interleaved(ways, numbers, case.name)
-    ways.clear()
+    timed = {key: partial(ranks.timed, step) for key, step in steps.items()}
+    seconds = deadline.interleaved(timed, numbers, case.name)
+    timed.clear()
     steps.clear()
     gc.collect()
     torch.cuda.empty_cache()

@@ -123,7 +123,7 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     files = (*KERNEL_TESTS, NCCL_TESTS[0])
     found = [
         _tests("sanity", "what all else needs", 56, 45, files, quick, few),
-        _steps("step", "beside stock's", 116, 100, f"--rounds 12 --models {MODELS}", mlp),
+        _steps("step-one", "beside stock's", 116, 100, f"--rounds 12 --models {MODELS}", mlp),
         _steps("step-wires", "in fewer bytes", 25, 22, _WIRES, mlp),
         _script("step-graphs", "CUDA graphs", 15, 12, "gpu/graphs.py", 1).with_arguments(
             "--rounds 20 --models mlp transformer", mlp

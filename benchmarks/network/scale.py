@@ -2,10 +2,10 @@
 
     python benchmarks/network/scale.py [--network FILE] [--out FILE]
 
-What hosts and model take comes from a result of network.py: its probe of two hosts on a line with no
-limit, and the unwrapped steps. The steps that were measured there are predicted, from the rate of
-each line alone, and both are shown: 15% is what the model is held to. Ends with status 1 if it is
-further off, 2 if there is no such result. (``tritonddp doctor`` asks the model about other lines.)
+What hosts and model take comes from a result of network.py: its probe of two hosts on a line
+without limit, and the unwrapped steps. The steps that were measured there are predicted, from the
+rate of each line alone, and both are shown: 15% is what the model is held to. Ends with status 1 if
+it is further off, 2 if there is no such result. (``tritonddp doctor`` asks the model about others.)
 """
 
 from __future__ import annotations

@@ -189,26 +189,6 @@ def detection(result: Result) -> Blocks:
     yield from _errors(result)
 
 
-def detection_parts(result: Result) -> Blocks:
-    """What detection is made of, on rank 0, in microseconds and bytes of a backward."""
-    header = ("model", "gradients", "query, us", "flags written, us", "flags read, us")
-    rows = [
-        (
-            name,
-            mode,
-            *(
-                or_dash(part[key], lambda seconds: number(seconds * 1e6))
-                for key in ("query", "write_flags", "read_flags")
-            ),
-            number(model["seconds"][part["of"]]["median"] * 1e6),
-            f"{part['flag_bytes']} of {part['wire_bytes']}",
-        )
-        for name, model in result.content["models"].items()
-        for mode, part in model.get("parts", {}).items()
-    ]
-    yield Table((*header, "backward that is told, us", "bytes of flags"), rows)
-
-
 def exchange(result: Result) -> Blocks:
     """One exchange of a bucket between ranks of one host, in ms, by ranks and size."""
     rows = []
@@ -552,7 +532,7 @@ Show = Callable[[Result], Blocks]
 # By file: title, plots, tables.
 _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
-    "detection": ("Detection of unused parameters", (), (detection, detection_parts)),
+    "detection": ("Detection of unused parameters", (), (detection,)),
     "network": ("Slow lines", ("network",), (network,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
     "convergence": (

@@ -52,7 +52,7 @@ def words(verdict: str | None, count: int) -> str:
 
 
 def _steps(result: Result) -> Iterator[tuple[str, ...]]:
-    """Of step.py, where each family has one comparison, or of detection.py, where it is a list."""
+    """Of step.py, where each family has one comparison, or of detection.json."""
     for name, model in result.models.items():
         if model.error:
             yield name, "-", "-", "-", "not timed: an error", "0"

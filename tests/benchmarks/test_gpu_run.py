@@ -55,7 +55,7 @@ def test_all_limits_together_are_under_ten_minutes(cards: int) -> None:
 
 
 REST = ("kernels", "quantize", "host", "test-kernels", "test-nccl-1", "test-nccl-2")
-STEPS = ("step", "step-wires", "step-graphs", "step-compiled")
+STEPS = ("step-one", "step-wires", "step-graphs", "step-compiled")
 
 
 def test_parts_come_in_the_order_of_what_a_user_came_for() -> None:
@@ -90,11 +90,11 @@ def test_steps_alone_can_be_asked_for() -> None:
 
 def test_all_models_have_rounds_enough_for_a_verdict() -> None:
     parts = {part.name: part.command for part in gpu_parts.parts(cards=2)}
-    for name in ("step", "step-wires", "step-cards-2"):
+    for name in ("step-one", "step-wires", "step-cards-2"):
         rounds = int(parts[name][parts[name].index("--rounds") + 1])
         assert rounds >= verdicts.LEAST_ON_A_GPU
         assert 3 * DISCARDED["cuda"] <= rounds + DISCARDED["cuda"]
-    models = set(parts["step"]) & set(CASES)
+    models = set(parts["step-one"]) & set(CASES)
     assert models == {
         *("resnet50", "gpt2_small", "llama3_8b_layer", "vit_b16"),
         *("mlp", "transformer", "many_small"),
@@ -204,7 +204,7 @@ def test_two_ranks_on_one_card_are_asked_for_first(
 
 
 # Not the tests of tests/gpu, which CI runs by themselves, nor twice what is measured alike.
-IN_CI = ["step", "step-graphs", "step-bus", "step-cards-2", "step-pair", "kernels", "memory"]
+IN_CI = ["step-one", "step-graphs", "step-bus", "step-cards-2", "kernels", "memory"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,9 @@ IN_CI = ["step", "step-graphs", "step-bus", "step-cards-2", "step-pair", "kernel
     [
         pytest.param(IN_CI, id="some parts", marks=pytest.mark.long),
         pytest.param(
-            [part.name for part in gpu_parts.parts(True)], marks=pytest.mark.thorough, id="all"
+            [part.name for part in gpu_parts.parts(True)],
+            id="all",
+            marks=[pytest.mark.thorough, pytest.mark.timeout(2400)],
         ),
     ],
 )
@@ -231,7 +233,7 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     assert len(screen) <= 70
     content = json.loads(result.read_text())
     assert content["rehearsal"] is True
-    names = ["describe", *(each.name for each in gpu_parts.parts(True) if is_played(each, only))]
+    names = ["describe", *(each.name for each in gpu_parts.parts(True) if each.name in only)]
     assert {name: part["status"] for name, part in content["parts"].items()} == dict.fromkeys(
         names, "ok"
     )
@@ -242,7 +244,7 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
     assert {"tritonddp, moved", gpu_bounds.SM_COPY} < contenders
-    steps = results["step"]["models"]["mlp"]
+    steps = results["step-one"]["models"]["mlp"]
     assert steps["launches"]["ours"]
     assert {"unwrapped again", "stock sized", "stock sized views"} < set(steps["seconds"])
     sent = steps["wire_bytes"]
@@ -250,25 +252,21 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     assert not sent["ours idle"]
     for one in (model for name in names for model in compared(results[name])):
         assert sent_by(one) == (True, True)
-    assert {one["contender"] for one in compared(results["step-wires"])} == {
-        "ours bf16",
-        "ours int8",
-    }
-    assert results["step-pair"]["world_size"] == results["step-cards-2"]["world_size"] == 2
+    for two in {"step-pair", "step-cards-2"} & set(results):
+        assert results[two]["world_size"] == 2
     assert results["step-bus"]["rows"][0]["bus"] > 0
     graphs = results["step-graphs"]["models"]["mlp"]
     assert set(graphs["seconds"]) >= {"unwrapped", "stock", "ours", "ours idle"}
     assert graphs["wire_bytes"]["ours"] > graphs["wire_bytes"]["ours idle"] == 0
-    compiled = results["step-compiled"]["models"]["mlp"]
-    assert {"bare", "stock", "ours"} < set(compiled["contenders"])
-    assert compiled["wire_bytes"]["ours"]
+    if "step-compiled" in results:
+        compiled = results["step-compiled"]["models"]["mlp"]
+        assert {"bare", "stock", "ours"} < set(compiled["contenders"])
+        assert compiled["wire_bytes"]["ours"]
+        ours = {one["contender"] for one in compared(results["step-wires"])}
+        assert ours == {"ours bf16", "ours int8"}
     # (Whether its bound holds says nothing here: tables of addresses are larger than so few
     # gradients.)
     assert results["memory"]["models"]["mlp"]["ours"]["drift"] == 0
-
-
-def is_played(part: Part, only: list[str]) -> bool:
-    return any(gpu.is_asked_for(part.name, name) for name in only)
 
 
 def compared(result: Any) -> list[dict[str, Any]]:
@@ -505,7 +503,7 @@ def test_a_second_bare_model_says_what_the_host_s_rows_resolve(
         info = {"kind": "parameter", "configuration": name, "us": {"all": spread}}
         return {"extra_info": info, "stats": {"rounds": rounds}}
 
-    host = part({"benchmarks": [row("unwrapped", noise), row("ours", 8.0)]})
+    host = part({"benchmarks": [row("unwrapped", noise), row("ours", 8.0), row("ours idle", 9.0)]})
     assert judged(host=host)[-1] == (expected, 8.0)
 
 

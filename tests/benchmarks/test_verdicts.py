@@ -214,7 +214,7 @@ def test_few_rounds_give_no_verdict() -> None:
 
 
 def test_a_model_that_was_not_timed_has_a_row() -> None:
-    (row,) = verdicts.rows({"detection": Result({"models": {"mlp": {"error": "wrong"}}})})
+    (row,) = verdicts.rows({"step": Result({"models": {"mlp": {"error": "wrong"}}})})
     assert row[1] == "mlp"
     assert "not timed" in row[-2]
 
