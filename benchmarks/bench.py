@@ -74,9 +74,7 @@ def _script(name: str, seconds: float, command: str, ranks: int | None = None) -
 # are between these. A line slower than 1 Gbit/s shows the same as that, but in seconds a step.
 _MODELS = "--models branchy many_small transformer many_large"
 _LINES = "--hosts 2 --rates 1gbit none"
-_KERNELS = (
-    "many_small resnet50-fp32-25 resnet50-bf16-25 efficientnet_b7-fp32-25 efficientnet_b7-bf16-25"
-)
+_KERNELS = "many_small resnet50-fp32-25 resnet50-bf16-25"
 _ROUNDS = "--builds 3 --rounds 100"
 PARTS = (
     _script("step", 325, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),

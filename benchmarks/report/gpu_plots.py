@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,6 @@ def figures(result: Result) -> Iterator[tuple[str, Figure]]:
     kernels = result.part("kernels")
     if kernels is not None:
         yield "bandwidth.png", bandwidth(kernels.rows, where)
-    if any(step.compared for step in result.steps.values()):
-        yield "overhead.png", overhead(result.steps, where)
 
 
 def bandwidth(rows: Sequence[Row], where: str) -> Figure:
@@ -88,32 +86,6 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _annotate(axes: Axes, text: str, at: tuple[float, float], **options: Any) -> None:
     axes.annotate(text, at, textcoords="offset points", fontsize=7, **options)
-
-
-def overhead(steps: Mapping[str, Result], where: str) -> Figure:
-    """Milliseconds above the unwrapped model: ours, and stock's best; both send."""
-    rows = [(step, *each) for step in steps.values() for each in step.compared]
-    figure, axes = pyplot.subplots(figsize=(10, 2 + 0.4 * len(rows)), layout="constrained")
-    for place, (_, _, model, one) in enumerate(rows):
-        above = model.overhead_seconds
-        ours, stock = 1e3 * above[one.contender or ""], 1e3 * above[one.best]
-        axes.barh(place - 0.2, ours, 0.4, label="tritonddp", color=COLOURS[OURS])
-        axes.barh(place + 0.2, stock, 0.4, label="stock's best", color=OTHERS[0])
-        note = f"{one.overhead:.2f} of stock's" + (f": {one.verdict}" if one.verdict else "")
-        _annotate(axes, note, (max(0.0, ours), place - 0.2), xytext=(3, 0), va="center")
-    labels = [
-        f"{name}, {one.gradients}, {step.content['world_size']} ranks"
-        for step, name, _, one in rows
-    ]
-    axes.set_yticks(range(len(rows)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("ms above the unwrapped model, per step")
-    axes.margins(x=0.2)
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles[:2], names[:2], loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle(f"Step overhead\n{where}")
-    return figure
 
 
 if __name__ == "__main__":

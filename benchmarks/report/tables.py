@@ -531,19 +531,15 @@ Show = Callable[[Result], Blocks]
 
 # By file: title, plots, tables.
 _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
-    "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
+    "step": ("Step", ("step",), (comparisons, configurations)),
     "detection": ("Detection of unused parameters", (), (detection,)),
-    "network": ("Slow lines", ("network",), (network,)),
+    "network": ("Slow lines", (), (network,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
-    "convergence": (
-        "Convergence",
-        [f"convergence-{name}" for name in ("text", "digits", "opposed")],
-        (convergence,),
-    ),
+    "convergence": ("Convergence", (), (convergence,)),
     "scale": ("The cost model of fewer bytes", (), (scale,)),
-    "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
-    "host": ("Host cost", ("host",), (host,)),
-    "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
+    "memory": ("Peak memory above the unwrapped model", (), (memory,)),
+    "host": ("Host cost", (), (host,)),
+    "kernels": ("Flatten and unflatten", (), (kernels,)),
     "compiled": ("torch.compile", (), (compiled,)),
     "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
     # (It draws its own plots.)
