@@ -508,3 +508,23 @@ def test_a_message_that_comes_twice_counts_once(a_pair: Any) -> None:
     other.send(peers.MESSAGE.pack(peers.READ, 1, 0, 2, 8))
     exchange.wait_for(peers.READ)
     assert not peer.announced
+
+
+@ranks(2)
+def test_after_a_disagreement_no_rank_overwrites_what_another_one_still_reads(rank: int) -> None:
+    ddp = net()
+    before = [step(ddp, number) for number in range(3)]
+    assert all(is_shared(ddp))
+    wait = MemoryExchange.wait
+
+    def waits_late(*args: Any) -> None:
+        time.sleep(1)
+        wait(*args)
+
+    with (
+        mock.patch.object(MemoryExchange, "wait", waits_late if rank == 1 else wait),
+        ddp.weighted(3) if rank == 0 else contextlib.nullcontext(),
+        pytest.raises(RuntimeError, match="weighted on some ranks only"),
+    ):
+        step(ddp, 3)
+    assert_same_bits(step(ddp, 2), before[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from training import (
     assert_close,
     assert_mean_of,
+    breaking_off,
     drawn,
     raises_if,
     train_step,
@@ -35,6 +37,7 @@ from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination import collectives, point_to_point
 from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.reducer import capture
 
 
 def interrupt() -> None:
@@ -107,6 +110,32 @@ def test_after_an_interrupt_in_a_backward_the_ranks_are_in_step(rank: int, point
         step(ddp, seed)
         step(alone, seed)
         assert_mean_of(ddp, alone, within=0.1 if "compression" in options else 0.0)
+
+
+IN_STEP = logging.getLogger("tritonddp.in_step")
+CUTS: dict[str, tuple[Any, str, type[BaseException]]] = {
+    "Ctrl-C in the warning": (IN_STEP, "warning", KeyboardInterrupt),
+    "a capture": (capture, "refuse", RuntimeError),
+}
+
+
+@pytest.mark.parametrize("cut", list(CUTS))
+@ranks(2)
+def test_collectives_that_were_not_made_up_for_are_still_owed(rank: int, cut: str) -> None:
+    owner, name, error = CUTS[cut]
+    net = linears(64, 64, 64, bias=False)
+    alone, ddp = copy.deepcopy(net), DistributedDataParallel(net, bucket_cap_mb=0.01)
+    for seed in range(2):
+        train_step(ddp, drawn(3, 64, step=seed))
+    with breaking_off(net[0].weight, rank == 1):
+        train_step(ddp, drawn(3, 64, step=2))
+    if rank == 1:
+        with mock.patch.object(owner, name, side_effect=error("cut short")), pytest.raises(error):
+            ddp(drawn(3, 64, step=3))
+    for seed in (3, 4):
+        for each in (ddp, alone):
+            train_step(each, drawn(3, 64, step=seed))
+        assert_mean_of(ddp, alone)
 
 
 def mean(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

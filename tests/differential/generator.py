@@ -103,6 +103,7 @@ class _Generator:
             or self._options.static_graph
             or self._options.skip_all_reduce_unused_params
             or not self._chance(0.15)
+            or steps > 30  # what ranks see inside join() is kept to the end
         )
         self._hooks = self._draw_hooks()
         self._options = replace(self._options, **self._draw_more_options())

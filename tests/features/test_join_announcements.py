@@ -33,6 +33,24 @@ def test_forwards_without_a_backward_are_made_up_for(rank: int, view: bool) -> N
 
 
 @ranks(2)
+def test_a_forward_inside_a_backward_does_not_make_up_for_that_backward(rank: int) -> None:
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+    inputs = draw(rank, 0)[0]
+
+    def predicts(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            ddp(inputs, [])
+
+    with ddp.join():
+        for _ in range(3):
+            outputs = ddp(inputs, [])
+            outputs.register_hook(predicts)
+            outputs.sum().backward()
+    assert_gradients_alike(ddp)
+    assert ddp.reducer.counters.reductions == 3
+
+
+@ranks(2)
 def test_a_window_goes_on_over_a_forward_without_a_backward(rank: int) -> None:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, forward_sync_buffers=False)
     alone = [net() for _ in range(2)]

@@ -184,7 +184,7 @@ class _Operations(TorchDispatchMode):
         They are loaded in the dtype of the result, that of the operands with dimensions, bf16 too;
         only numbers, and tensors on the CPU, keep their precision.
         """
-        if torch.Tag.pointwise in func.tags or "_foreach_" in func.name():
+        if torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"):
             others = {
                 each.dtype
                 for each in tree_leaves((args, kwargs))

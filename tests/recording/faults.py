@@ -122,10 +122,9 @@ def tables_are_copied_from_memory_that_is_not_pinned(_: Any, target: Tensor, hos
 
 
 @fault("copies", AllReduce, "wait", is_wait=True)
-def the_host_asks_for_a_flag(wait: Any, self: Any, run: Any, bucket: Any) -> Any:
-    factor = wait(self, run, bucket)
+def the_host_asks_for_a_flag(wait: Any, self: Any, bucket: Any, work: Any) -> None:
+    wait(self, bucket, work)
     assert bucket.flat.flags[0].item() >= 0
-    return factor
 
 
 @fault("copies", AllReduce, "launch", is_wait=True)
@@ -198,9 +197,7 @@ def buckets_that_are_dropped_give_their_memory_back(_: Any, *memory: Tensor) -> 
 
 
 @fault("lazy buckets", AllReduce, "launch")
-def a_buffer_goes_before_its_sum_is_there(
-    launch: Any, self: Any, run: Any, bucket: Any, *args: Any
-) -> None:
+def a_buffer_goes_before_its_sum_is_there(launch: Any, self: Any, bucket: Any, *args: Any) -> None:
     with _side():
         torch.empty_like(bucket.flat.data).copy_(bucket.flat.data)
-    launch(self, run, bucket, *args)
+    launch(self, bucket, *args)

@@ -90,7 +90,7 @@ class RecordedFuture(torch.futures.Future):
         self.then(lambda future: callback(future))
 
 
-class RecordedWork:
+class RecordedWork(dist.Work):
     """See ``torch.distributed.Work``."""
 
     def __init__(
@@ -100,6 +100,7 @@ class RecordedWork:
         tensors: list[Tensor],
         hold: Callable[[Timeline], None],
     ) -> None:
+        super().__init__()
         self._recorder = recorder
         self._timeline = timeline
         self._hold = hold

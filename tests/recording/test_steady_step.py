@@ -36,11 +36,11 @@ class Step:
     uploads: int = 0
     readbacks: int = 1
     waits: tuple[str, ...] = ()
-    before: tuple[str, ...] = ("reducer/reducer.py check_pending",)
+    before: tuple[str, ...] = ("reducer/reductions.py check_pending",)
 
 
-_SQUARES = ("reducer/reducer.py check_pending", "features/grad_norm.py report")
-_FLAGS = ("comm/run.py _read_flags",)
+_SQUARES = ("reducer/reductions.py check_pending", "features/grad_norm.py report")
+_FLAGS = ("comm/reduction.py _read_flags",)
 STEADY = {
     "copies": Step(2, 4, 2, uploads=2),
     "copies, zeroed in place": Step(2, 4, 2),

@@ -287,6 +287,30 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(group: Any) 
         ddp(batch(0), "0")
 
 
+class Struck(set[Any]):
+    """Ctrl-C comes right behind one ``add()``."""
+
+    is_due = True
+
+    def add(self, each: Any) -> None:
+        super().add(each)
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+
+
+@trainers
+def test_a_backward_that_is_interrupted_where_it_begins_does_not_run_for_ever(group: Any) -> None:
+    ddp = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=CAP)
+    means_of(ddp, lambda ddp: loss_of(ddp(batch(0))))
+    ranks_of = ddp._ddp_state.core.group
+    ranks_of.owners = Struck(ranks_of.owners)
+    with pytest.raises(RuntimeError, match="python_error"):
+        means_of(ddp, lambda ddp: loss_of(ddp(batch(1))))
+    found = means_of(ddp, lambda ddp: loss_of(ddp(batch(2))))
+    assert_close(found, expected(2, network()))
+
+
 @trainers
 def test_what_cannot_be_had_in_a_context_is_refused_by_name(group: Any) -> None:
     # Slow, and warns that TorchScript is deprecated.

@@ -39,6 +39,12 @@ class Broken(RuntimeError):
     pass
 
 
+@ranks(1)
+def test_what_a_wrapper_owes_in_a_context_comes_first_on_all_ranks() -> None:
+    core = wrap(layers())._ddp_state.core
+    assert core.contexts.order < core.order
+
+
 def break_off(model: nn.Module, layer: int, ranks_that_fail: list[int]) -> Any:
     """Let the backward fail behind ``layer``: later layers have their gradients by then."""
 

@@ -114,8 +114,7 @@ class _Life:
         self._done = 0
         bare = [n for n, each in enumerate(scenario.actions) if each == ZeroGrad(True, False)]
         later = [n for n in bare if scenario.actions[:n].count(Step()) >= self._steps // 2]
-        is_measured = is_long and later and not scenario.counts  # whose traces are kept
-        self._measured = {later[0], later[-1]} if is_measured else set()
+        self._measured = {later[0], later[-1]} if is_long and later else set()
 
     def after(self, player: Player, number: int) -> None:
         """Called after each action, and at the end."""

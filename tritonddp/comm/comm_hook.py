@@ -30,7 +30,7 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.grad_bucket import GradBucket, buffer_of, result_of, those_of_hooks, write_back
-from tritonddp.comm.reduction import LocalError
+from tritonddp.comm.reduction import ExchangeError, LocalError
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -92,7 +92,7 @@ class CommHook:
         self._trailers: tuple[Tensor, Work] | None = None  # of all buckets, in flight
         # By bucket index, after the last all-reduce.
         self._factors: dict[int, Tensor | None] | None = None
-        self._failure: BaseException | None = None  # of the hook on this rank, to be raised
+        self._failure: HookError | None = None  # on this rank, to be raised
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """See :meth:`Transport.exchanges`. All share this object."""
@@ -197,12 +197,10 @@ class CommHook:
             message, work = self._trailers
             work.wait()
         except RuntimeError as error:
-            cause = self._failure or error
-            raise self._group.explain(
-                f"{where}, buckets up to {calls[-1].bucket.title}",
+            raise ExchangeError(
+                f"buckets up to {calls[-1].bucket.title}",
                 "all-reduce of their flags, behind the communication hooks",
-                cause,
-            ) from cause
+            ) from self._failure or error
         sizes = [call.trailer.numel() for call in calls]
         *trailers, broken = message.split([*sizes, len(calls)])
         for call, trailer in zip(calls, trailers, strict=True):
@@ -223,9 +221,7 @@ class CommHook:
         return collectives.all_reduce(message, self._group.process_group)
 
 
-def _named(where: str, bucket: Bucket, error: BaseException) -> BaseException:
-    if not isinstance(error, Exception):
-        return error
+def _named(where: str, bucket: Bucket, error: BaseException) -> HookError:
     what = f"the communication hook failed: {type(error).__name__}: {error}"
     failure = HookError(f"{where}, {bucket.title}: {what}")
     failure.__cause__ = error

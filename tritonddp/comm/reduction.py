@@ -31,7 +31,23 @@ _wants_flags = attrgetter("wants_flags")
 
 
 class LocalError(RuntimeError):
-    """User code (a hook, for example) failed on this rank. The other ranks finish the backward."""
+    """User code (a hook, for example) failed on this rank. The other ranks finish the backward.
+
+    If that raised no Exception but a KeyboardInterrupt, for example, users get that instead.
+    """
+
+
+class ExchangeError(RuntimeError):
+    """A collective failed that is not of one bucket alone: raised by an exchange, from the cause.
+
+    Args:
+        buckets: those that it is of, for the message.
+        what: the collective.
+    """
+
+    def __init__(self, buckets: str, what: str) -> None:
+        super().__init__(f"{buckets}, {what}")
+        self.buckets, self.what = buckets, what
 
 
 class ReductionEvents:
@@ -175,7 +191,7 @@ class Reduction:
         over_present = False
         if self.join is not None:
             # Communication hooks divide by a number of ranks themselves.
-            over_present = self.join.reduction_begins() and averages
+            over_present = self.join.mean_over_present and averages
         key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
         if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)
@@ -344,12 +360,8 @@ class Reduction:
             exchange, factor = bucket.exchange, None
             try:
                 factor = exchange.wait(bucket, work)
-            except LocalError:
-                self._finish_for_others()
-                if not discards:
-                    raise
             except RuntimeError as error:
-                raise self.explain(bucket, error) from error
+                self._wait_failed(bucket, error, discards)
             if not self._has_headers:  # the first bucket comes first
                 headers = bucket.flat.headers
                 if (
@@ -382,12 +394,24 @@ class Reduction:
         if agreement.pending:
             agreement.keep_order()
 
-    def _finish_for_others(self) -> None:
-        """User code has failed on this rank: make the collectives that the other ranks make."""
+    def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:
+        """The exchange of ``bucket`` has raised this error: raise it, with an explanation.
+
+        If user code has failed on this rank, first make the collectives that the other ranks make;
+        with ``discards`` the error is dropped then.
+        """
+        cause = error.__cause__
+        if isinstance(error, ExchangeError) and cause is not None:
+            where = f"{self.where}, {error.buckets}"
+            raise self.group.explain(where, error.what, cause) from cause
+        if not isinstance(error, LocalError):
+            raise self.explain(bucket, error) from error
         self._read_headers()
-        for bucket in self.buckets:
-            if isinstance(bucket, SparseBucket):
-                self._exchange_rows(bucket)
+        for each in self.buckets:
+            if isinstance(each, SparseBucket) and each.index not in self.skipped:
+                self._exchange_rows(each)
+        if not discards:
+            raise error if cause is None or isinstance(cause, Exception) else cause
 
     def _read_headers(self) -> None:
         """Read the headers of all ranks in the first bucket, once; see :meth:`Agreement.read`."""
@@ -428,7 +452,8 @@ class Reduction:
                 try:
                     bucket.exchange.wait(bucket, work)
                 except RuntimeError as error:
-                    raise self.explain(bucket, error) from error
+                    self._wait_failed(bucket, error)
+        self._read_headers()  # on their way to the host before that waits
         flags = read_together([bucket.flat.flags for bucket in asking])
         for bucket, each in zip(asking, flags, strict=True):
             bucket.set_flags(each.tolist())

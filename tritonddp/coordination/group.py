@@ -24,7 +24,7 @@ class Owner(Protocol):
     """An object that may owe collectives to the other ranks: of a backward that has failed."""
 
     @property
-    def order(self) -> tuple[str, int]:
+    def order(self) -> tuple[str, int, int]:
         """Where it is in an order of all owners that is the same on all ranks."""
 
     def finish_waiting(self) -> None:

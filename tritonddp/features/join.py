@@ -62,10 +62,9 @@ class JoinProtocol:
         self.syncs_buffers = False  # some rank wants to synchronise module buffers
         self.differs = False  # ranks train different parameters
 
-    def reduction_begins(self) -> bool:
-        """The announced reduction begins; returns :attr:`mean_over_present`."""
+    def reduction_begins(self) -> None:
+        """The announced reduction begins: forwards from now on announce another one."""
         self.is_due = False
-        return self.mean_over_present
 
     def announce(self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool) -> None:
         """Tell that this rank has inputs, and which collectives its forward and backward make.

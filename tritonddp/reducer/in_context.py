@@ -164,9 +164,9 @@ class ContextReducer:
         hash(self._reference)  # cached now: it cannot be computed after this object is freed
 
     @property
-    def order(self) -> tuple[str, int]:
-        """See :class:`~tritonddp.coordination.group.Owner`."""
-        return self._group.name, self._reductions.parameters.number
+    def order(self) -> tuple[str, int, int]:
+        """See :class:`~tritonddp.coordination.group.Owner`: before the reducer of the wrapper."""
+        return self._group.name, self._reductions.parameters.number, 0
 
     def watch(self, reducer: weakref.ref[Any], output: Any, context: int, syncs: bool) -> None:
         """A forward in the context of this id has returned ``output``.
@@ -254,8 +254,8 @@ class ContextReducer:
                 reductions, context, zip(current.names, current.params, strict=True)
             )
             self._current = begins
-            group.owners.add(self._reference)
             try:
+                group.owners.add(self._reference)
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, self._reference, number))
@@ -348,7 +348,6 @@ class ContextReducer:
         current = self._current
         if current is None or current.backward.runs:
             return
-        self._leave(current)
         reduction = current.reduction
         logger.warning(
             "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
@@ -357,14 +356,15 @@ class ContextReducer:
             len(reduction.buckets) - len(reduction.works),
             len(reduction.buckets),
         )
-        try:
-            with Uninterrupted(), torch.no_grad():
+        with Uninterrupted(), torch.no_grad():  # not forgotten before its collectives are made
+            self._leave(current)
+            try:
                 if not reduction.header:  # it was not prepared yet
                     reduction.break_off()
                 reduction.take_part()
                 self._reduce_added(current, GradSource.BROKEN)
-        except Mismatch as error:
-            self._reductions.raise_mismatch(error, reduction)
+            except Mismatch as error:
+                self._reductions.raise_mismatch(error, reduction)
 
     def detach(self) -> None:
         """Notice no backward any more."""

@@ -126,9 +126,9 @@ class Reducer:
         self.unreduced.clear(self.manager.current.params)
 
     @property
-    def order(self) -> tuple[str, int]:
+    def order(self) -> tuple[str, int, int]:
         """Where it is in an order of all reducers that is the same on all ranks."""
-        return self.group.name, self.parameters.number
+        return self.group.name, self.parameters.number, 1
 
     @property
     def bucket_set(self) -> BucketSet:
@@ -344,10 +344,12 @@ class Reducer:
             creates_graph=torch.is_grad_enabled(),
         )
         # From here on the other ranks wait for the collectives of this reduction: see make_up.
-        group.owners.add(self.reference)
         self.backward = backward
         self.counters.reductions += 1
         try:
+            group.owners.add(self.reference)
+            if reduction.join is not None:
+                reduction.join.reduction_begins()
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.unfilled[:] = tracker.waiting
@@ -395,9 +397,9 @@ class Reducer:
             is_doubted=is_doubted,
             creates_graph=torch.is_grad_enabled(),
         )
-        self.group.owners.add(self.reference)
         self.backward = backward
         try:
+            self.group.owners.add(self.reference)
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
                 call(backward)
@@ -615,18 +617,19 @@ class Reducer:
         if reduction is None or backward.phase is COMPLETE:
             self._close(backward)
             return
+        self.tracker.stop()
         if reduction.is_captured:  # a capture executes no collective
-            self.tracker.stop()
             for bucket in reduction.buckets:
                 bucket.discard()
             self._abort(backward)
             return
-        self.tracker.stop()
+        self.reductions.before_make_up(reduction)
         arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
-        try:
-            self.reductions.make_up(reduction, arrived)
-        finally:
-            self._abort(backward)
+        with Uninterrupted():  # whoever owes collectives is not forgotten before they are made
+            try:
+                self.reductions.make_up(reduction, arrived)
+            finally:
+                self._abort(backward)
 
     def _abort(self, backward: Backward) -> None:
         for call in self.events.on_abort:

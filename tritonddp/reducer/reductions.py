@@ -128,6 +128,8 @@ class Reductions:
         of_backwards: bool = True,
     ) -> Reduction:
         """A reduction that no running backward makes; see :class:`Reduction`."""
+        if self.sync.join is not None:
+            self.sync.join.reduction_begins()
         return Reduction(
             bucket_set,
             bucket_set.buckets,
@@ -251,12 +253,11 @@ class Reductions:
             return error
         return None
 
-    def make_up(self, reduction: Reduction, arrived: Sequence[int]) -> None:
-        """The backward of this reduction has failed on this rank: make its remaining collectives.
+    def before_make_up(self, reduction: Reduction) -> None:
+        """Warn that :meth:`make_up` comes. It is still owed if this is cut short.
 
-        The other ranks will launch, or have launched, all collectives of that step. This rank
-        launches those that it has not launched yet, with NaN, so that later collectives match
-        again. See also :meth:`complete`.
+        Raises:
+            RuntimeError: a CUDA graph is captured, and its replays would make up again.
         """
         capture.refuse(
             self.manager.current,
@@ -276,16 +277,24 @@ class Reductions:
             if unsent
             else "",
         )
-        with Uninterrupted(), torch.no_grad():
-            try:
-                if not reduction.works:
-                    reduction.break_off()
-                    self.announce_buckets()
-                reduction.take_part()
+
+    @torch.no_grad()
+    def make_up(self, reduction: Reduction, arrived: Sequence[int]) -> None:
+        """The backward of this reduction has failed on this rank: make its remaining collectives.
+
+        The other ranks will launch, or have launched, all collectives of that step. This rank
+        launches those that it has not launched yet, with NaN, so that later collectives match
+        again. See also :meth:`complete`. The caller delays Ctrl-C.
+        """
+        try:
+            if not reduction.works:
                 reduction.break_off()
-                self.complete(reduction, arrived)
-            except Mismatch as error:
-                self.raise_mismatch(error, reduction)
+                self.announce_buckets()
+            reduction.take_part()
+            reduction.break_off()
+            self.complete(reduction, arrived)
+        except Mismatch as error:
+            self.raise_mismatch(error, reduction)
 
     # Without a backward
 
@@ -358,4 +367,6 @@ class Reductions:
             reduction.abort(str(error) or "the ranks reduce different parameters")
         if isinstance(error, Disagreement):
             raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
+        if self.memory is not None:  # all ranks come here, and wait for each other in verify()
+            self.memory.end()
         self.parameters.verify(self.where(), requested)

@@ -145,6 +145,10 @@ class Progress:
         self.last = self.read = self.free = 0
         self.exchanges: WeakSet[MemoryExchange] = WeakSet()
 
+    def end(self) -> None:
+        """All ranks are past the last sum, which counts as read without a READ."""
+        self.read = self.free = self.last
+
 
 class MemoryExchange(WaitPoint):
     """The sums of one bucket, one after the other; a :class:`BucketExchange`, and a work object.
@@ -284,8 +288,6 @@ class MemoryExchange(WaitPoint):
         """See :meth:`BucketExchange.abort`."""
         self.wait_for(PACKED)
         self._forget()
-        # All ranks come here, so none of them waits for READ.
-        self._progress.read = self._progress.free = self._progress.last
 
     def _give_up(self) -> None:
         """The last reduction has failed on this rank: confirm it with READ, without its sums."""

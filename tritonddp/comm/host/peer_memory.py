@@ -77,6 +77,13 @@ class PeerMemory:
             self._transport.announce(partial(Announced, peers=self._group.peers))
             current.use(self._transport)
 
+    def end(self) -> None:
+        """A mismatch has ended the last reduction on all ranks, and a collective comes next.
+
+        Nobody waits for READ then: the numbers of the last sums may differ between ranks.
+        """
+        self._progress.end()
+
     def leave(self) -> None:
         """Move no more buckets: no rank waits for announcements any more."""
         self._transport.announce(None)

@@ -285,7 +285,7 @@ class Ending(Protocol):
     """A reducer of which a backward has ended."""
 
     @property
-    def order(self) -> tuple[str, int]:
+    def order(self) -> tuple[str, int, int]:
         """Where it is in an order of all reducers that is the same on all ranks."""
 
     @property
