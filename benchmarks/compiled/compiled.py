@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 
 import torch
 import torch._dynamo as dynamo
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as StockDDP
@@ -263,8 +262,7 @@ def compare(
             found = each.gradient(batch)
             if name != BARE or ranks.world_size == 1:
                 errors[name] = max(errors[name], found.off(expected))
-    everybody: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everybody, errors)
+    everybody = ranks.gathered(errors)
     if not all(off <= TOLERANCE for each in everybody for off in each.values()):
         raise RuntimeError(f"{case.name}: wrong gradients, nothing was timed: {everybody}")
     return errors

@@ -34,7 +34,7 @@ from benchmarks.models.configurations import UNWRAPPED, Configuration, families,
 from benchmarks.report import tables
 from tritonddp.cli.kernel_timing.paired import Spread
 
-NAME, TABLES = "host", (tables.host,)
+TABLES = (tables.host,)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 40
 

@@ -29,7 +29,7 @@ from benchmarks.kernels.timing import DEVICE
 from benchmarks.report import tables
 from tritonddp.cli.kernel_timing.device_timing import Samples
 
-NAME, TABLES = "kernels", (tables.kernels, tables.launches)
+TABLES = (tables.kernels,)
 ROUNDS = 25 if DEVICE.type == "cuda" else 8
 
 # Of the gradients, and of the buffer.

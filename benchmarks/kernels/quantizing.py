@@ -23,7 +23,7 @@ from benchmarks.report import tables
 from tritonddp.cli.kernel_timing.device_timing import WARMUPS, Samples, input_sets, time_rounds
 from tritonddp.cli.kernel_timing.quantizers import CEILING, CONTENDERS, Inputs, check, nbytes
 
-NAME, TABLES = "quantize", (tables.kernels, tables.launches)
+TABLES = (tables.kernels,)
 ROUNDS = 15 if DEVICE.type == "cuda" else 3
 LISTS = (MANY_SMALL, "resnet50")
 NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

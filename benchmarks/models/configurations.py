@@ -80,9 +80,8 @@ def once(configurations: Iterable[Configuration]) -> tuple[Configuration, ...]:
 
 
 Families = tuple[Family, ...]
-UNWRAPPED, UNWRAPPED_AGAIN = (
-    Configuration(name, None) for name in ("unwrapped", "unwrapped again")
-)
+UNWRAPPED = Configuration("unwrapped", None)
+UNWRAPPED_AGAIN = Configuration("unwrapped again", None)
 BARE = (UNWRAPPED, UNWRAPPED_AGAIN)
 
 
@@ -100,8 +99,8 @@ def families(unused: bool = False) -> tuple[Family, Family]:
             as is, with copies, tritonddp's strict mode, which such a model does not permit.
     """
     found = []
-    for name, mode in _MODES.items():
-        suffix = _SUFFIXES[name]
+    for name, mode in MODES.items():
+        suffix = "" if name == "copies" else f" {name}"
         searching = _stock("stock find_unused" + suffix, {**mode, "find_unused_parameters": True})
         stock = _ways(searching if unused else _stock("stock" + suffix, mode))
         again = replace(stock[0], name="stock again" + suffix)
@@ -187,8 +186,7 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp16": ({"reduce_dtype": torch.float16}, 1e-2),
     "int8": ({"compression": "int8"}, 5e-2),
 }
-_MODES: dict[str, dict[str, Any]] = {"copies": {}, "views": {"gradient_as_bucket_view": True}}
-_SUFFIXES = {"copies": "", "views": " views"}
+MODES: dict[str, dict[str, Any]] = {"copies": {}, "views": {"gradient_as_bucket_view": True}}
 
 
 def _stock(name: str, options: Mapping[str, Any]) -> Configuration:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,8 +97,7 @@ def check(
                 )
             if not one.same_on_all_ranks:
                 problems.append(f"step {step}: gradients of {name!r} differ between ranks")
-    everywhere: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, problems)
+    everywhere = ranks.gathered(problems)
     if any(everywhere):
         raise WrongGradients(f"{case.name}: wrong gradients, nothing was timed: {everywhere}")
     return {

@@ -20,6 +20,14 @@ from benchmarks.report.tables import CEILING
 
 COLOURS = {OURS: "#0b6e4f", CEILING: "#9a9a9a"}
 OTHERS = ("#c8553d", "#e39774", "#5c7aa8", "#8d6ba6", "#c9a227")
+BESIDE: Any = {
+    "xytext": (0, 2),
+    "textcoords": "offset points",
+    "fontsize": 7,
+    "ha": "center",
+    "va": "bottom",
+    "rotation": 90,
+}
 DTYPES = ("fp32", "bf16")
 DIRECTIONS = ("flatten", "unflatten")
 
@@ -76,16 +84,11 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
         for place, height, row in zip(places, heights, found, strict=True):
             if name == OURS and row:
                 share = f"{100 * row.of_ceiling.median:.0f}%"
-                beside = {"xytext": (0, 2), "ha": "center", "va": "bottom", "rotation": 90}
-                _annotate(axes, share, (place, height), **beside)
+                axes.annotate(share, (place, height), **BESIDE)
     sizes = {row.parameters: row.bytes / 2e6 for row in rows}
     axes.set_xticks(range(len(lists)), [f"{each}\n{sizes[each]:.4g} MB" for each in lists])
     axes.tick_params(axis="x", labelsize=8)
     axes.margins(y=0.12)
-
-
-def _annotate(axes: Axes, text: str, at: tuple[float, float], **options: Any) -> None:
-    axes.annotate(text, at, textcoords="offset points", fontsize=7, **options)
 
 
 if __name__ == "__main__":

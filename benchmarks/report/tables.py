@@ -430,27 +430,10 @@ def scale(result: Result) -> Blocks:
 
 
 def kernels(result: Result) -> Blocks:
-    """Bandwidths, and the share of a plain copy's that each contender reaches."""
-    yield from _by_contender(
-        result.rows, "share of the copy", lambda row: f"{row.of_ceiling.median:.3f}"
-    )
-
-
-def launches(result: Result) -> Blocks:
-    """Of kernels on a GPU: how many, and microseconds of the host."""
-    if result.rows and result.rows[0].device == "cuda":
-        yield from _by_contender(result.rows, "launches", lambda row: str(row.launches or "?"))
-        yield from _by_contender(
-            result.rows,
-            "host, us",
-            lambda row: or_dash(row.host_us and row.host_us.median, number),
-        )
-
-
-def _by_contender(all_rows: Sequence[Row], what: str, show: Callable[[Row], str]) -> Blocks:
-    """For each direction a table: a line for each group, a column for each contender."""
+    """For each direction a table of the share of a plain copy's bandwidth that a contender reaches:
+    a line for each group, a column for each contender."""
     groups: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in all_rows:
+    for row in result.rows:
         key = filter(None, (row.direction, row.numbers, row.parameters, row.dtype, row.bucket))
         groups.setdefault(tuple(key), {})[row.contender] = row
     for direction in dict.fromkeys(key[0] for key in groups):
@@ -462,12 +445,16 @@ def _by_contender(all_rows: Sequence[Row], what: str, show: Callable[[Row], str]
                 " ".join(key[1:]),
                 number(next(iter(row.values())).bytes / 1e6),
                 or_dash(row.get(CEILING), lambda copy: number(copy.gb_per_s)),
-                *(or_dash(row.get(name), show) for name in names),
+                *(or_dash(row.get(name), _share) for name in names),
             )
             for key, row in found.items()
         ]
         yield ""
-        yield Table((f"{direction}: {what}", "MB", "copy, GB/s", *names), rows)
+        yield Table((f"{direction}: share of the copy", "MB", "copy, GB/s", *names), rows)
+
+
+def _share(row: Row) -> str:
+    return f"{row.of_ceiling.median:.3f}"
 
 
 def gpu(result: Result, with_met: bool = True) -> Blocks:

@@ -30,7 +30,7 @@ import tritonddp
 from benchmarks.base.ranks import Ranks
 from benchmarks.base.results import Result
 from benchmarks.models.cases import Case
-from benchmarks.models.configurations import UNWRAPPED, Configuration
+from benchmarks.models.configurations import MODES, UNWRAPPED, Configuration
 from benchmarks.models.gradients import check
 from benchmarks.report.table import Table, ms, quartiles, text
 from benchmarks.step import revision
@@ -39,7 +39,6 @@ from benchmarks.step.rounds import Rounds, Seconds, flat
 from tritonddp.cli.kernel_timing.paired import Ratio, paired_ratio
 
 ALIKE = ("tree copies", "tree again copies")
-MODES = {"copies": {}, "views": {"gradient_as_bucket_view": True}}
 
 
 @dataclass(frozen=True)

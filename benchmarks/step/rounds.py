@@ -12,7 +12,6 @@ from functools import partial
 from operator import add
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.base import deadline
@@ -135,7 +134,7 @@ class Rounds:
 
         The raw seconds in it are by rank, configuration, build and round.
         """
-        forward, backward = gather(self.forward, self._ranks), gather(self.backward, self._ranks)
+        forward, backward = map(self._ranks.gathered, (self.forward, self.backward))
         seconds = slowest(backward)
         steps = added(slowest(forward), seconds)
         content = {
@@ -151,13 +150,6 @@ class Rounds:
         """The batch of this rank for round ``number``."""
         seed = 1_000_000 + number * self._ranks.world_size + self._ranks.rank
         return self._case.batch(self._ranks.device, seed, self._plan.size)
-
-
-def gather(seconds: Seconds, ranks: Ranks) -> list[Seconds]:
-    """The seconds of all ranks; collective."""
-    per_rank: list[Seconds] = [{}] * ranks.world_size
-    dist.all_gather_object(per_rank, seconds)
-    return per_rank
 
 
 def slowest(per_rank: Sequence[Seconds]) -> Seconds:

@@ -30,6 +30,7 @@ from benchmarks.base.ranks import Ranks
 from benchmarks.base.results import Result
 from benchmarks.models.cases import Case, loss
 from benchmarks.models.configurations import (
+    MODES,
     UNWRAPPED,
     WIRES,
     Configuration,
@@ -53,14 +54,12 @@ from benchmarks.step.plan import Plan, parser, run
 from benchmarks.step.rounds import Rounds
 from benchmarks.step.traffic import Traffic, exposed
 
-MODES = ("copies", "views")
-
 
 def main() -> int:
     arguments = parser(__doc__, rounds=12)
     what = f"to compare (default: {' '.join(MODES)})"
     choices = (*MODES, *(wire for wire in WIRES if wire != "fp32"))
-    arguments.add_argument("--families", nargs="+", choices=choices, default=MODES, help=what)
+    arguments.add_argument("--families", nargs="+", choices=choices, default=list(MODES), help=what)
     arguments.add_argument(
         "--compared-only", action="store_true", help="leave out what is only shown beside"
     )
