@@ -133,7 +133,8 @@ def on_cards(
             ours, stock = modes[name].ours, modes[name].stock
         else:
             ours, stock = _ours(f"ours {name}", *WIRES[name]), (_stock("stock", {}), _BF16)
-        sized = (with_sizes(each, sizes(ours)) for each in stock)
+        own, label = sizes(ours), "sized" if name in modes else f"sized as {name}"
+        sized = (with_sizes(each, own, label) for each in stock)
         beside = (idle_of(ours),) if alone and name in modes else ()
         found.append(Family(name, ours, (*stock, *sized), BARE, beside))
     return tuple(found)
@@ -144,12 +145,12 @@ def idle_of(ours: Configuration) -> Configuration:
     return replace(ours, name=ours.name.replace("ours", "ours idle"), is_idle=True)
 
 
-def with_sizes(stock: Configuration, sizes: Sequence[float]) -> Configuration:
+def with_sizes(stock: Configuration, sizes: Sequence[float], label: str = "sized") -> Configuration:
     """Stock with buckets of these sizes, in MiB; with the largest for all, if it takes no list."""
-    given = {"bucket_cap_mb_list": list(sizes)}
+    given: dict[str, Any] = {"bucket_cap_mb_list": list(sizes)}
     if not takes("bucket_cap_mb_list"):
         given = {"bucket_cap_mb": max(sizes)}
-    name = stock.name.replace("stock", "stock sized")
+    name = stock.name.replace("stock", f"stock {label}")
     return replace(stock, name=name, options={**stock.options, **given})
 
 

@@ -242,29 +242,6 @@ def memory(result: Result) -> Blocks:
     yield Table(header, rows)
 
 
-def steady_memory(result: Result) -> Blocks:
-    """The same in short: stock's default and ours in steady steps, and whether the claim holds."""
-    rows, claims = [], []
-    for name, model in result.peaks.items():
-        cells = []
-        for is_view in (False, True):
-            for whose in ("stock", "ours"):  # the first of stock's is its default
-                found = (
-                    mib(row.above["steady"])
-                    for label, row in model.items()
-                    if label.startswith(whose) and label.endswith("views") == is_view
-                )
-                cells.append(next(found, "-"))
-        claims += [row.holds for label, row in model.items() if label.startswith("ours")]
-        rows.append((name, mib(model["ours"].buckets if "ours" in model else 0), *cells))
-    yield Table(("MiB", "buckets", "stock", "ours", "stock views", "ours views"), rows)
-    yield ""
-    yield (
-        "Of steady steps. That ours take no more than the buckets and one bucket of gradients in "
-        f"any step, the first ones too, holds in {sum(claims)} of {len(claims)} cases."
-    )
-
-
 _AGAINST_SPREAD = {
     "within": "within the spread",
     "below": "below the spread",
@@ -577,7 +554,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "detection": of("detection", detection),
         "exchange": of("exchange", exchange),
         "host": of("host", lambda result: host(result, _HOST)),
-        "memory": of("memory", steady_memory),
+        "memory": of("memory", memory),
         "network": of("network", network),
         "network_hosts": of("network_hosts", network),
         "network_wire": of("network_wire", network_wire),

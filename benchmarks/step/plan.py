@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.base import command
 from benchmarks.base.command import Output
 from benchmarks.base.deadline import shares
@@ -92,6 +94,11 @@ def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.Argume
     return made
 
 
+def _too_large(ranks: Ranks) -> tuple[type[Exception], ...]:
+    """What a model raises that a card cannot hold so often; of several ranks one would go on."""
+    return (torch.OutOfMemoryError,) if ranks.world_size == 1 else ()
+
+
 # What JSON says of one case, until a time; and what is printed of it, as one of the results.
 Measure = Callable[[Case, Ranks, Plan, float], dict[str, Any]]
 Show = Callable[[Result], Iterable[str]]
@@ -122,7 +129,7 @@ def run(
         for name, end in shares(plan.models or default_names(ranks.device)):
             try:
                 models[name] = measure(CASES[name], ranks, plan, end)
-            except refused as error:
+            except (*refused, *_too_large(ranks)) as error:
                 models[name] = {"error": str(error)}
             output.write({"models": models})
             if ranks.rank == 0:

@@ -24,11 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 from benchmarks.base.ranks import Ranks
 from benchmarks.base.results import Result
-from benchmarks.models.cases import Case, loss
+from benchmarks.models.cases import Batch, Case, loss
 from benchmarks.models.configurations import (
     MODES,
     UNWRAPPED,
@@ -129,7 +131,8 @@ def compared(
 ) -> Families:
     """The families of these names; collective."""
     if ranks.device.type == "cuda":
-        sizes = partial(sizes_of, case, ranks, plan)
+        copies = case.copies(ranks.device)
+        sizes = partial(sizes_of, copies, case.batch(ranks.device, ranks.rank, plan.size))
         return on_cards(names, sizes, case.unused, ranks.world_size == 1)
     modes = {each.name: each for each in (*families(case.unused), *wires())}
     if compared_only:
@@ -137,11 +140,11 @@ def compared(
     return tuple(modes[name] for name in names)
 
 
-def sizes_of(case: Case, ranks: Ranks, plan: Plan, ours: Configuration) -> list[float]:
+def sizes_of(copies: Iterator[nn.Module], batch: Batch, ours: Configuration) -> list[float]:
     """Of our buckets, in MiB of gradients, in the order of their launches; collective."""
-    model: Any = ours.wrap(case.model(ranks.device))
+    model: Any = ours.wrap(next(copies))
     for _ in range(2):  # buckets are rebuilt after the first
-        loss(model, case.batch(ranks.device, ranks.rank, plan.size)).backward()
+        loss(model, batch).backward()
     return [sum(each.nbytes for each in one.params) / 2**20 for one in model.reducer.buckets]
 
 

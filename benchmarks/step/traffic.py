@@ -86,7 +86,7 @@ def bucket_bytes(model: nn.Module) -> list[int]:
     return [0]
 
 
-def exposed(model: nn.Module, batch: Batch, ranks: Ranks, steps: int = 5) -> float:
+def exposed(model: nn.Module, batch: Batch, ranks: Ranks, steps: int = 3) -> float:
     """Median seconds from the last gradient to the end of the backward, of the slowest rank.
 
     No compute hides them. By a hook of a user's kind on the parameter that comes last. Collective.
