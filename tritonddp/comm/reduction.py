@@ -96,7 +96,6 @@ class Reduction:
         earlier: for each parameter, whether an earlier backward that was not reduced has used it.
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
-        scale: factor of the gradients before they are sent.
         header: what this rank writes into the first bucket.
         arrived: the parameters in the order of their gradients, as far as these have come.
         has_unannounced: the engine has not announced the gradients of all parameters, and some may
@@ -137,7 +136,6 @@ class Reduction:
     works: list[Any] = field(default_factory=list)
     # Without arguments: they stay on the class until they are set.
     skipped: Collection[int] = field(default=(), init=False)
-    scale: float = field(default=1.0, init=False)
     header: bytes = field(default=b"", init=False)
     done: int = field(default=0, init=False)
     factor: Tensor | None = field(default=None, init=False)
@@ -186,7 +184,7 @@ class Reduction:
             self.weight, self.header = None, b""
 
     def _announce(self) -> None:
-        """Prepare the header of this rank, and the scale of its gradients."""
+        """Prepare the header of this rank."""
         agreement, weight, averages = self.agreement, self.weight, self.bucket_set.averages
         over_present = False
         if self.join is not None:
@@ -195,7 +193,6 @@ class Reduction:
         key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
         if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)
-        self.scale = agreement.scale
         self.header = agreement.encoded
         if self.events.reporters:
             self.header = agreement.with_report(self.events.report(self))
@@ -238,7 +235,7 @@ class Reduction:
             bucket.pack(
                 segment,
                 self.used[first:last],
-                self.scale,
+                self.agreement.scale,
                 b"" if bucket.index else self.header,
                 counts_earlier,
                 self.arrived if self.counts_dropped else (),

@@ -534,13 +534,18 @@ class Reducer:
                 or self.counters.since_change + 1 == REBUILD_AFTER
                 or self.parameters.is_uncommitted
                 or self.reentrant.suspected
-                or self.events.on_reduced_all
             ):
                 with Uninterrupted():
                     for call in self.events.on_reduced_all:
                         call(reduction)
                     arrived = self.tracker.arrivals() if manager.is_provisional else ()
                     self.reductions.complete(reduction, arrived)
+                    backward.moves_to(COMPLETE)
+            elif self.events.on_reduced_all:
+                with Uninterrupted():
+                    for call in self.events.on_reduced_all:
+                        call(reduction)
+                    self.counters.since_change += 1
                     backward.moves_to(COMPLETE)
             else:
                 self.counters.since_change += 1
