@@ -1,7 +1,5 @@
 """A clock for tests of what is measured: time passes only where a rank sleeps."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What holds for all tests: interpreted kernels, and which cases of a test are quick."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections import defaultdict

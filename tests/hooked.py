@@ -1,7 +1,5 @@
 """Models in training with a communication hook."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

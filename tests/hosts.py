@@ -1,7 +1,5 @@
 """Ranks on hosts of their own, where this machine can make such (see benchmarks/network)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

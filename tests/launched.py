@@ -1,12 +1,11 @@
 """Run a script as its user would, under torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +36,8 @@ def run(
     """Run a script under torchrun (without it if ``nproc`` is None); nothing outlives the call."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone"]
     launcher += [] if nproc is None else ["--nproc-per-node", str(nproc)]
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    without = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
+    inherited = {k: v for k, v in os.environ.items() if k not in without}
     process = subprocess.Popen(
         [sys.executable, *launcher, *map(str, arguments)],
         env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
@@ -59,6 +59,14 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def printed(code: str, **env: str) -> str:
+    """What this code prints in a process of its own, which ends well."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    done = run("-c", textwrap.dedent(code), nproc=None, env={"PYTHONPATH": paths, **env})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def played(

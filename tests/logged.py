@@ -1,7 +1,5 @@
 """What a logger is told, kept for a test."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Small ones, named after what is odd about them; what one file alone needs is in that file.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

@@ -5,8 +5,6 @@ copies of the unwrapped model. So a case draws its data from torch's generator, 
 rank and step, and asks for nothing else that differs between ranks but the ``rank`` it is given.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@
 :func:`trained` returns, as JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,9 +1,4 @@
-"""What one steady step of a wrapped model calls in the package: functions and files, counted.
-
-Run it to see them: ``python tests/steady_step.py`` (two ranks over gloo, on this machine).
-"""
-
-from __future__ import annotations
+"""What one steady step of a wrapped model calls in the package: functions and files, counted."""
 
 import contextlib
 import sys
@@ -14,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import tritonddp
@@ -93,28 +87,3 @@ def steady_step(
         step()
     ddp.zero_grad()
     return calls(step)
-
-
-def main(rank: int, port: int) -> None:
-    """Print what is called, on rank 0."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    found = steady_step(16, 2, 64)
-    if rank == 0:
-        for (file, name), times in sorted(found.items()):
-            print(f"{times:4}  {file:28} {name}")
-        files = {file for file, _ in found}
-        print(
-            f"{found.total()} calls of {len(found)} functions in {len(files)} files: a step of 16 "
-            "gradients in 2 buckets"
-        )
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        chosen = free.getsockname()[1]
-    torch.multiprocessing.spawn(main, (chosen,), 2)

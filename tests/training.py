@@ -8,11 +8,10 @@
 What compares gradients takes those of all parameters at once; the error says which one is wrong.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +23,7 @@ from distributed import assert_same_on_all_ranks, gather
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.counters import Counters
@@ -147,6 +147,18 @@ def counted(ddp: DistributedDataParallel) -> Iterator[Counters]:
     yield found
     for name, value in vars(ddp.reducer.counters).items():
         setattr(found, name, value - getattr(before, name))
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run on this thread, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def in_threads(*calls: Callable[[], Any], limit: float = 60.0) -> None:

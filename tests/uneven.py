@@ -1,7 +1,5 @@
 """Training with uneven inputs, inside ``join()``, and the same in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,10 +109,7 @@ class Alone:
 
 
 def train(
-    ddp: Any,
-    count: int,
-    context: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    ddp: Any, count: int, context: Any, optimizer: torch.optim.Optimizer | None = None
 ) -> list[list[Tensor | None]]:
     """Returns the gradients of each step."""
     optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -126,6 +121,14 @@ def train(
             optimizer.step()
             optimizer.zero_grad()  # so that a rank joins without gradients
     return grads
+
+
+def assert_joins(ddp: Any, counts: Sequence[int], what: str = "") -> None:
+    """Ranks that leave at different times train as one process that plays them all."""
+    rank, alone = dist.get_rank(), Alone(counts)
+    grads = train(ddp, counts[rank], ddp.join())
+    assert_close(grads, alone.means[: counts[rank]], what)
+    assert_close(ddp.module.state_dict(), alone.final, what)
 
 
 def assert_close(actual: Any, expected: Any, what: str) -> None:

@@ -7,8 +7,6 @@ through memory of the host, and on a GPU (the recorded one, whose kernels are fa
 in another room.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

@@ -56,9 +56,6 @@ ALL_TO_ALL_SINGLE = (
 signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal
 
-# The wrapper whose forward runs, torch's or ours.
-active_wrapper = DistributedDataParallel._get_active_ddp_module
-
 # Leaves of nested containers, including those that libraries register with pytree.
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -100,9 +97,8 @@ def count_unscaling() -> None:
     scaler._unscale_grads_ = counted
 
 
-def future_types() -> tuple[type, ...]:
-    """Types that a communication hook may return: ``Work.get_future()`` returns the C++ class."""
-    return (torch._C.Future,)
+# What a communication hook may return: ``Work.get_future()`` returns the C++ class.
+FUTURE: type = torch._C.Future
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -228,12 +224,8 @@ raw_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 raw_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 
 
-def _current_device() -> int:
-    return torch.cuda.current_device()
-
-
 # One call instead of the three in Python of torch.cuda.
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def cuda_sleep(cycles: int) -> None:
@@ -372,11 +364,6 @@ def comptime() -> Callable[[Callable[[Any], None]], None]:
     return function
 
 
-def keep_operator(operator: Any) -> None:
-    """Make graphs keep ``operator``, although its result is not used."""
-    torch.fx.node.has_side_effect(operator)
-
-
 def is_traced(tensor: Tensor) -> bool:
     """Whether ``tensor`` belongs to a graph that is being traced together with its backward.
 
@@ -484,14 +471,12 @@ def throws_on_early_termination(joinable: Any) -> bool:
 
 
 class CountingJoin(Join):
-    """torch's ``Join``, which counts the ranks that have inputs inside :meth:`counting`.
+    """torch's ``Join``, which counts the ranks that have inputs inside :attr:`counting`.
 
     So an error in that collective names the missing ranks, not only the backend's message.
     """
 
-    def counting(self) -> AbstractContextManager[None]:
-        """Context in which the collective runs."""
-        raise NotImplementedError
+    counting: Callable[[], AbstractContextManager[None]]  # a method of the class that inherits it
 
     def _get_num_nonjoined_procs(self) -> float:
         with self.counting():
@@ -518,8 +503,8 @@ def patches_of_stock() -> dict[str, Any]:
     return patches
 
 
-# The wrapper whose forward runs. dynamo reads it from torch's class, and splits the graph by the
-# size of its buckets.
+# The wrapper whose forward runs, torch's or ours. dynamo reads it from torch's class, and splits
+# the graph by the size of its buckets.
 active_wrapper = partial(getattr, STOCK, "_active_ddp_module")
 set_active_wrapper = partial(setattr, STOCK, "_active_ddp_module")
 

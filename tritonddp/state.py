@@ -113,10 +113,8 @@ class DDPState:
         ``params`` are the parameters to be synchronised. Raises as
         :class:`tritonddp.DistributedDataParallel`.
         """
-        device, init_sync = (
-            params[0][1].device if params else torch.device("cpu"),
-            arguments["init_sync"],
-        )
+        device = params[0][1].device if params else torch.device("cpu")
+        init_sync = arguments["init_sync"]
         try:
             config = DDPConfig.of(arguments, module, params, group.process_group)
         except Exception as error:
@@ -207,10 +205,9 @@ class DDPState:
             broadcast,
             config.buffer_mode,
             config.transport,
-            self.buffer_hook,
         )
-        if self.buffer_hook is not None and self.buffer_hook.is_after:
-            self.traced.refuse_buffers_after()
+        if self.buffer_hook is not None:
+            self.use_buffer_hook(self.buffer_hook)
         self.norms = GradientNorms(core)
         core.finalize_manually(self.finalizes_manually)
         self.logger = Logger(wrapper)
@@ -263,9 +260,16 @@ class DDPState:
     def use_buffer_hook(self, hook: BufferHook) -> None:
         """Synchronise buffers by ``hook``."""
         self.buffer_hook = hook
-        self.buffer_sync.use(hook)
         if hook.is_after:
             self.traced.refuse_buffers_after()
+
+    def synchronise_buffers(self) -> None:
+        """Give all ranks the same module buffers, if there are any."""
+        if named := self.parameters.buffers():
+            if self.buffer_hook is None:
+                self.buffer_sync.synchronise(named)
+            else:
+                self.core.post_backward.extend(self.buffer_hook.run(named))
 
     def count_weights(self) -> None:
         """From now on note which weights the accumulated gradients have."""

@@ -4,8 +4,6 @@ A script, not a module of the tests: Triton must be imported without TRITON_INTE
 interpreter tests of the same pytest process need. Prints one JSON list of variants.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -171,20 +169,13 @@ def main() -> None:
                     kinds += [(True, True, False)] * (name == "flatten") + [(True, False, True)]
                 for aligned, marks, squares in kinds:
                     compiled = compile_variant(name, target, grad, wire, aligned, marks, squares)
-                    variants.append(
-                        {
-                            "architecture": architecture,
-                            "kernel": name,
-                            "grad": SPELLING[grad],
-                            "wire": SPELLING[wire],
-                            "aligned": aligned,
-                            "marks": marks,
-                            "squares": squares,
-                            "reduces": compiled.asm["ttgir"].count('"tt.reduce"'),
-                            "rearranges": compiled.asm["ttgir"].count("convert_layout"),
-                            **facts_of(compiled, target),
-                        }
-                    )
+                    code = compiled.asm["ttgir"]
+                    facts = {"architecture": architecture, "kernel": name}
+                    facts |= {"grad": SPELLING[grad], "wire": SPELLING[wire]}
+                    facts |= {"aligned": aligned, "marks": marks, "squares": squares}
+                    facts["reduces"] = code.count('"tt.reduce"')
+                    facts["rearranges"] = code.count("convert_layout")
+                    variants.append(facts | facts_of(compiled, target))
     json.dump(variants, sys.stdout)
 
 

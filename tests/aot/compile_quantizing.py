@@ -1,7 +1,5 @@
 """As ``compile_kernels.py``, for the three kernels of the quantised all-reduce."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -38,70 +36,44 @@ SUMS = {
 
 def variants(architecture: str) -> Iterator[dict]:
     target, _ = TARGETS[architecture]
+    tables = {"chunks": "*i64", "dynamic": "*i64"}
     common = {"BLOCK": BLOCK, "BY_BITS": target.backend == "hip"}
     for dtype, numbers, aligned, feedback in GRADIENTS[architecture]:
         if dtype == tl.float64:
             continue
+        sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
         shared = {**common, "FP8": numbers == "fp8", "ALIGNED": aligned, "EMULATE": False}
-        facts = {
-            "architecture": architecture,
-            "grad": SPELLING[dtype],
-            "numbers": numbers,
-            "aligned": aligned,
-            "feedback": feedback,
-        }
+        facts = {"architecture": architecture, "grad": SPELLING[dtype]}
+        facts |= {"numbers": numbers, "aligned": aligned, "feedback": feedback}
         for marks in (False, True) if aligned and feedback else (False,):
             compiled = compile_as_launched(
                 quantize._launch,
                 target,
-                {"chunks": "*i64", "dynamic": "*i64", "message": "*u8", "residuals": "*fp32"},
-                {
-                    **shared,
-                    "SOURCE": dtype,
-                    "FLAG_BLOCK": FLAG_BLOCK,
-                    "FEEDBACK": feedback,
-                    "MARK": marks,
-                    "PARTS": 8,
-                },
+                {**tables, "message": "*u8", "residuals": "*fp32"},
+                {**shared, **sums, "SOURCE": dtype, "MARK": marks, "PARTS": 8},
             )
             yield {**facts, "kernel": "quantize", "marks": marks, **facts_of(compiled, target)}
         if feedback:
             compiled = compile_as_launched(
                 dequantize._launch,
                 target,
-                {
-                    "chunks": "*i64",
-                    "dynamic": "*i64",
-                    "message": "*u8",
-                    "flags": "*fp32",
-                    "factor": "*fp64",
-                },
+                {**tables, "message": "*u8", "flags": "*fp32", "factor": "*fp64"},
                 {**shared, "TARGET": dtype},
                 anywhere=["factor"],
             )
             yield {**facts, "kernel": "dequantize", **facts_of(compiled, target)}
     for ranks, numbers, feedback in SUMS[architecture]:
+        sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
         compiled = compile_as_launched(
             reduce_parts._launch,
             target,
             {"received": "*u8", "residuals": "*fp32", "flags": "*fp32", "headers": "*fp32"},
-            {
-                **common,
-                "FP8": numbers == "fp8",
-                "RANKS": ranks,
-                "FLAG_BLOCK": FLAG_BLOCK,
-                "FEEDBACK": feedback,
-            },
+            {**common, **sums, "FP8": numbers == "fp8", "RANKS": ranks},
             anywhere=["headers"],
         )
-        yield {
-            "architecture": architecture,
-            "kernel": "reduce_parts",
-            "ranks": ranks,
-            "numbers": numbers,
-            "feedback": feedback,
-            **facts_of(compiled, target),
-        }
+        facts = {"architecture": architecture, "kernel": "reduce_parts", "ranks": ranks}
+        facts |= {"numbers": numbers, "feedback": feedback}
+        yield {**facts, **facts_of(compiled, target)}
 
 
 if __name__ == "__main__":

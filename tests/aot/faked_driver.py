@@ -5,8 +5,6 @@ launches; that, and what else asks the driver, are here functions in C that do n
 on the CPU. What a GPU's driver takes itself (some 5 us a launch) is not seen.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

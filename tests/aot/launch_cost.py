@@ -9,8 +9,6 @@ C, and the least microseconds a call of 15 interleaved rounds. See ``faked_drive
 not in it: what follows in the driver.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

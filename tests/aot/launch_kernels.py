@@ -3,8 +3,6 @@
 A script, for the reason that compile_kernels.py gives. Prints one JSON list.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -3,20 +3,17 @@
 Compiled in a process of its own: in this one the kernels may be interpreted.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import launched
 import pytest
+from launched import ROOT
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 THREADS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 256}
@@ -37,16 +34,9 @@ def compiled() -> list[dict]:
 
 def run(script: str) -> list[dict]:
     """What a script of this folder has to say of the code."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script))],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=500,
-        check=False,
-    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment, file = {"PYTHONPATH": path}, Path(__file__).with_name(script)
+    done = launched.run(file, nproc=None, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -124,9 +114,7 @@ def test_only_a_kernel_that_is_asked_for_looks_at_all_numbers(compiled, architec
         for asked in (False, True):
             assert_all(compiled, lambda v: "reduces" in v, squares=asked, **kinds)
         assert_all(
-            compiled,
-            lambda v, of=of: v["reduces"] == of * (v["marks"] or v["squares"]),
-            **kinds,
+            compiled, lambda v, of=of: v["reduces"] == of * (v["marks"] or v["squares"]), **kinds
         )
     assert_all(compiled, lambda v: v["kernel"] == "flatten", architecture=architecture, marks=True)
 

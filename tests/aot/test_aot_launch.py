@@ -4,8 +4,6 @@ No GPU launches: Triton's Python runs down to its function in C, which a functio
 replaces. That function's arguments are alike in no two of Triton 3.6 to 3.9, hence the comparison.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The code that Triton makes of the quantising kernels, for GPUs this machine need not have."""
 
-from __future__ import annotations
-
 import pytest
 from test_aot import ARCHITECTURE, BLOCK, ITEMSIZE, THREADS, assert_all, run, wide
 

@@ -1,7 +1,5 @@
 """Buckets are sent in their order, an all-reduce each; gradients are views of them, or are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from distributed import in_rings, ranks, recorded_collectives

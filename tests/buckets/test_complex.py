@@ -1,7 +1,5 @@
 """Complex parameters: their gradients travel as real numbers and come back complex."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Large gradients, into which the ranks of a host sum straight, and small ones, which are copied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

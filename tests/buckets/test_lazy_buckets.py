@@ -1,7 +1,5 @@
 """``lazy_bucket_allocation``: the same gradients, from buckets that come and go."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

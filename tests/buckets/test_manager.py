@@ -1,7 +1,5 @@
 """Buckets are formed anew in the order of the first backward, which rank 0 decides, and once."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Parameters that are frozen, unfrozen, replaced or added after the module was wrapped."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parameters that are frozen, unfrozen, replaced or added after wrapping."""
 
-from __future__ import annotations
-
 import torch
 from oracle import Net
 from torch import nn

@@ -1,7 +1,5 @@
 """Checkpoints, reentrant and not."""
 
-from __future__ import annotations
-
 from oracle import Net
 
 from cases.models import Checkpointed, CheckpointedLater, batch

@@ -91,7 +91,15 @@ class CheckpointedLater(Checkpointed):
         return super().forward(x, names) if self.checkpointed else Branches.forward(self, x, names)
 
 
-class Experts(nn.Module):
+class OfBatches(nn.Module):
+    """Called with a batch alone."""
+
+    @staticmethod
+    def microbatch(net: Net, rank: int) -> Tensor:
+        return net(batch()).pow(2).sum()
+
+
+class Experts(OfBatches):
     """A mixture of experts: each row of the batch goes to one of them."""
 
     def __init__(self) -> None:
@@ -108,12 +116,8 @@ class Experts(nn.Module):
                 outputs = outputs.index_put((rows,), expert(x[rows]))
         return x + weight.unsqueeze(-1) * outputs
 
-    @staticmethod
-    def microbatch(net: Net, rank: int) -> Tensor:
-        return net(batch()).pow(2).sum()
 
-
-class StochasticDepth(nn.Module):
+class StochasticDepth(OfBatches):
     """Skips each of its layers every other time."""
 
     def __init__(self) -> None:
@@ -125,10 +129,6 @@ class StochasticDepth(nn.Module):
             if torch.rand(()) < 0.5:
                 x = x + layer(x)
         return x
-
-    @staticmethod
-    def microbatch(net: Net, rank: int) -> Tensor:
-        return net(batch()).pow(2).sum()
 
 
 class Towers(nn.Module):
@@ -149,7 +149,7 @@ class Towers(nn.Module):
         return net(batch(), "text").pow(2).sum()
 
 
-class Normalised(nn.Module):
+class Normalised(OfBatches):
     """BatchNorm, with statistics that are not those of the start."""
 
     def __init__(self) -> None:
@@ -161,10 +161,6 @@ class Normalised(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
-    @staticmethod
-    def microbatch(net: Net, rank: int) -> Tensor:
-        return net(batch()).pow(2).sum()
-
 
 class NormalisedAsInEval(Normalised):
     def __init__(self) -> None:
@@ -175,7 +171,7 @@ class NormalisedAsInEval(Normalised):
         return super().train(False)  # a fine-tuned backbone often keeps its statistics like this
 
 
-class Multiplied(nn.Module):
+class Multiplied(OfBatches):
     """A buffer is a factor of the loss, so that the graph keeps it."""
 
     def __init__(self) -> None:
@@ -187,10 +183,6 @@ class Multiplied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.linear(x) * self.factor
-
-    @staticmethod
-    def microbatch(net: Net, rank: int) -> Tensor:
-        return net(batch()).pow(2).sum()
 
 
 def branch(net: Net, name: str) -> nn.Module:

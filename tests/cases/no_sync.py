@@ -1,7 +1,5 @@
 """``no_sync`` around whatever part of a step, and what frameworks do in its place."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

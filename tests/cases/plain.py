@@ -1,7 +1,5 @@
 """Cases that are nothing but forwards and backwards: a row each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients on request: of ``autograd.grad``, and by ``reduce_gradients``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Several forwards and backwards in a step, also where buffers change in between."""
 
-from __future__ import annotations
-
 import torch
 from oracle import Net
 

@@ -3,8 +3,6 @@
 Each case says so of itself, and ``compat/test_differences.py`` proves it.
 """
 
-from __future__ import annotations
-
 RIGHT = "right"
 WRONG = "wrong, silently"
 HANGS = "hangs"

@@ -1,7 +1,5 @@
 """The table of cases, and how a function becomes one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Unused parameters without any flag, outputs that the loss ignores, ranks that disagree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

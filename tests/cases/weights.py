@@ -1,7 +1,5 @@
 """Batches of different size: ``weighted``."""
 
-from __future__ import annotations
-
 import contextlib
 
 from oracle import Net

@@ -1,7 +1,5 @@
 """``tritonddp bench``: what is timed is right, and what is wrong is not timed."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """``tritonddp compare`` on real scripts: what is planted is found, and nothing where nothing is."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -93,7 +91,6 @@ def test_blocks_fit_the_steps() -> None:
     assert Plan.of(1.0, None) == Plan(1, 10, 30.0)
     assert Plan.of(0.01, 30) == Plan(5, 6)
     short = Plan.for_short(60)
-    assert short is not None
     assert (short.block + 1) * short.pairs + 15 <= 60
     assert Plan.for_short(20) is None
 

@@ -1,7 +1,5 @@
 """``tritonddp doctor``: what it finds is so, what fails is told, and nothing waits for ever."""
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import json
@@ -38,6 +36,9 @@ from tritonddp.features.auto_compression.probe import Figures
 
 COMMAND = [sys.executable, "-m", "tritonddp", "doctor", "--device", "cpu"]
 CLEAN = ("RANK", "WORLD_SIZE", "TRITONDDP_PEER_MEMORY", "TORCH_DISTRIBUTED_DEBUG")
+
+
+V1 = {"cpu.cfs_period_us": "100000"}  # of control groups of version 1
 
 
 def environment(**others: str) -> dict[str, str]:
@@ -157,15 +158,8 @@ def test_without_triton_a_cpu_misses_nothing(monkeypatch):
 
 def test_cards_are_told_with_their_links(monkeypatch):
     """With a faked driver; on real cards nobody has looked at this report yet."""
-    properties = SimpleNamespace(
-        name="NVIDIA X",
-        total_memory=80 << 30,
-        major=9,
-        minor=0,
-        pci_domain_id=0,
-        pci_bus_id=0xFE,
-        pci_device_id=0,
-    )
+    place = {"pci_domain_id": 0, "pci_bus_id": 0xFE, "pci_device_id": 0}
+    properties = SimpleNamespace(name="NVIDIA X", total_memory=80 << 30, major=9, minor=0, **place)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -251,16 +245,8 @@ def test_limits_that_are_too_low_are_told(monkeypatch):
     [
         ({"cpu.max": "150000 100000\n", "memory.max": "1073741824\n"}, 1.5, 1 << 30),
         ({"cpu.max": "max 100000\n", "memory.max": "max\n"}, None, None),
-        (
-            {
-                "cpu.cfs_quota_us": "50000",
-                "cpu.cfs_period_us": "100000",
-                "memory.limit_in_bytes": "2048",
-            },
-            0.5,
-            2048,
-        ),
-        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, None, None),
+        ({**V1, "cpu.cfs_quota_us": "50000", "memory.limit_in_bytes": "2048"}, 0.5, 2048),
+        ({**V1, "cpu.cfs_quota_us": "-1"}, None, None),
         ({"memory.limit_in_bytes": str(2**63 - 4096)}, None, None),
     ],
 )
@@ -275,9 +261,9 @@ def test_limits_of_a_control_group_are_read(files, cores, memory, tmp_path, monk
 def test_the_interface_is_that_of_the_socket():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "lo" in {each.name for each in interfaces.listening(besides=0)}
-        others = {each.name for each in interfaces.listening(besides=port)}
-    assert others == {each.name for each in interfaces.listening(besides=0)}
+        assert "lo" in {name for name, *_ in interfaces.listening(besides=0)}
+        others = {name for name, *_ in interfaces.listening(besides=port)}
+    assert others == {name for name, *_ in interfaces.listening(besides=0)}
 
 
 def ranks_of(*, hosts=("a", "a"), versions=("1", "1"), interface="lo"):

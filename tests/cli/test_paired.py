@@ -1,7 +1,5 @@
 """The statistics of rounds say what they should of samples whose truth is known."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """``tritonddp run``: who imports torch's class gets tritonddp's, and sees nothing else of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

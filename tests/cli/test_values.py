@@ -1,7 +1,5 @@
 """Gradients of two contenders beside each other: same bits, rounding, or wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -58,7 +56,6 @@ def test_the_same_bits(model: nn.Linear, tmp_path: Path) -> None:
 
 def test_a_last_bit_is_rounding(model: nn.Linear, tmp_path: Path) -> None:
     before = taken(model, tmp_path)
-    assert model.weight.grad is not None
     model.weight.grad[0, 0].mul_(1 + 2**-22)
     found = judged(before, taken(model, tmp_path))
     assert found.state == ROUNDING
@@ -69,7 +66,6 @@ def test_a_last_bit_is_rounding(model: nn.Linear, tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [1, 2])
 def test_one_wrong_gradient_is_found_and_named(model: nn.Linear, tmp_path: Path, step: int) -> None:
     before = taken(model, tmp_path)
-    assert model.bias.grad is not None
     model.bias.grad.mul_(1.01)
     found = judged(before, taken(model, tmp_path), title=f"gradients of step {step}")
     assert (found.state, list(found.names), found.is_wrong) == (DIFFERENT, ["bias"], True)
@@ -78,7 +74,6 @@ def test_one_wrong_gradient_is_found_and_named(model: nn.Linear, tmp_path: Path,
 
 def test_what_is_wrong_in_one_launch_alone_is_found(model: nn.Linear, tmp_path: Path) -> None:
     right = taken(model, tmp_path)
-    assert model.bias.grad is not None
     model.bias.grad.mul_(1.01)
     wrong = taken(model, tmp_path)
     found = judge("gradients of step 1", [right] * 3, [right, right, wrong], LABELS)
@@ -90,7 +85,6 @@ def test_a_gradient_that_is_missing_or_not_a_number_is_wrong(
     model: nn.Linear, tmp_path: Path, value: float | None
 ) -> None:
     before = taken(model, tmp_path)
-    assert model.bias.grad is not None
     if value is None:
         model.bias.grad = None
     else:
@@ -102,8 +96,6 @@ def test_a_gradient_that_is_missing_or_not_a_number_is_wrong(
 def test_infinities_of_both_are_the_same_and_do_not_hide_what_else_differs(
     model: nn.Linear, tmp_path: Path
 ) -> None:
-    assert model.weight.grad is not None
-    assert model.bias.grad is not None
     model.weight.grad[0, 0] = float("inf")
     before = taken(model, tmp_path)
     model.weight.grad[1, 1].mul_(1 + 2**-22)
@@ -118,7 +110,6 @@ def test_infinities_of_both_are_the_same_and_do_not_hide_what_else_differs(
 def test_a_script_that_is_not_deterministic_is_told_by_stock_beside_itself(
     model: nn.Linear, tmp_path: Path
 ) -> None:
-    assert model.weight.grad is not None
     captures = []
     for factor in (1.0, 1.001, 1.001):
         model.weight.grad.mul_(factor)
@@ -138,7 +129,6 @@ def test_ranks_that_differ_are_wrong_unless_stocks_do_too(model: nn.Linear, tmp_
 
 def test_a_gradient_of_nothing_but_rounding_is_not_wrong(model: nn.Linear, tmp_path: Path) -> None:
     """That of a bias before a normalisation: relative to itself all of it is different."""
-    assert model.bias.grad is not None
     model.bias.grad.fill_(1e-9)
     before = taken(model, tmp_path)
     model.bias.grad.fill_(-1e-9)
@@ -152,5 +142,4 @@ def test_of_a_large_model_a_part_is_written(
     found = taken(model, tmp_path)
     assert sum(value.numel() for value in found.values().values()) == 19 + 1
     # 11 elements apart: no column of 20 is left out.
-    assert model.weight.grad is not None
     assert torch.equal(found.values()["weight"], model.weight.grad.flatten()[::11])

@@ -7,8 +7,6 @@ Each script trains a small model with one library, as its users do:
 Rank 0 prints a line of JSON at the end. ``--ddp stock`` must print the same ``bits``.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -109,23 +107,18 @@ class Client:
         counts = [b - a for a, b in zip(self._collectives, self._collectives[1:], strict=False)]
         # The last one of that name: torchft's and MMEngine's are subclasses.
         *_, base = (kind for kind in type(wrapper).__mro__ if kind.__name__ == _NAME)
+        found |= {
+            "wrapper": _name(type(wrapper)),
+            "wrapped by": base.__module__.partition(".")[0],
+            "is stock's": isinstance(wrapper, self._stock),
+            "bits": bits,  # of parameters and buffers, rank by rank
+            "same on all ranks": len({parameters for parameters, _ in bits}) == 1,
+            "steps": len(self._ends),
+            "ms": round(statistics.median(times[_WARM_UP:]), 2),
+            "collectives": counts[_WARM_UP:],
+        }
         if self.rank == 0:
-            print(
-                json.dumps(
-                    {
-                        "wrapper": _name(type(wrapper)),
-                        "wrapped by": base.__module__.partition(".")[0],
-                        "is stock's": isinstance(wrapper, self._stock),
-                        "bits": bits,  # of parameters and buffers, rank by rank
-                        "same on all ranks": len({parameters for parameters, _ in bits}) == 1,
-                        "steps": len(self._ends),
-                        "ms": round(statistics.median(times[_WARM_UP:]), 2),
-                        "collectives": counts[_WARM_UP:],
-                        **found,
-                    }
-                ),
-                flush=True,
-            )
+            print(json.dumps(found), flush=True)
         dist.barrier()
         # Not the interpreter's way out: a thread of gloo that has not let go of its last tensors
         # by then waits for itself or aborts the process, with stock too.

@@ -1,7 +1,5 @@
 """The import path: the harness of the tests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each script ``with_*.py`` is run twice under torchrun, with stock's class and with ours.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

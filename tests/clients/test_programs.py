@@ -1,7 +1,5 @@
 """Programs that people have, run as they are: the class is all that differs."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Accelerate: ``accumulate``, clipping, gathered metrics, the state saved and loaded."""
 
-from __future__ import annotations
-
 import tempfile
 
 import torch

@@ -1,7 +1,5 @@
 """Lightning Fabric: a loop of one's own, with accumulation by ``no_backward_sync``."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from client import Client, images

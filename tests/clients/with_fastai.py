@@ -1,7 +1,5 @@
 """fastai: ``distrib_ctx`` wraps through Accelerate, and patches torch's class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """PyTorch-Ignite: ``idist.auto_model`` wraps, an Engine trains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Lightning's Trainer, with gradient accumulation, clipping and a metric of torchmetrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

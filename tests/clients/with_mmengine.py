@@ -1,7 +1,5 @@
 """MMEngine's Runner, whose optimizer's wrapper accumulates the gradients of eight batches."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Opacus: a wrapped model is made private; its optimizer adds noise and averages over ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from client import Client, images

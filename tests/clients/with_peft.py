@@ -1,7 +1,5 @@
 """PEFT: LoRA adapters on a frozen GPT-2 of random weights, trained by Trainer of transformers."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """timm: its task, optimizer, scheduler, averaged model and distributed helpers, as train.py has."""
 
-from __future__ import annotations
-
 import torch
 from client import Client, images
 

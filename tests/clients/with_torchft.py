@@ -1,7 +1,5 @@
 """torchft: each process is a replica of its own, and its Manager averages through a hook."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

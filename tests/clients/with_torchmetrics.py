@@ -1,7 +1,5 @@
 """torchmetrics beside the training: metrics that are synchronised between forward and backward."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from client import Client, images

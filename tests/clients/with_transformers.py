@@ -1,7 +1,5 @@
 """Trainer of transformers, with a small GPT-2 of random weights, accumulation and checkpointing."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The all-to-all that sends and receives at once."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from distributed import ranks

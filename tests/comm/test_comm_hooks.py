@@ -1,7 +1,5 @@
 """Communication hooks: each of torch's reaches the loss that it reaches under stock DDP."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """A new wrapper goes on with the bits of the one before it, once it has its state."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from contextlib import nullcontext

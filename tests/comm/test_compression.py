@@ -1,7 +1,5 @@
 """``compression``: quantised gradients, with real ranks over gloo."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

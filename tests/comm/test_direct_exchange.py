@@ -1,7 +1,5 @@
 """Small buckets over gloo go to each other rank directly, and are added up there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

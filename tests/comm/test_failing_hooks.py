@@ -1,7 +1,5 @@
 """Communication hooks that fail, are wrong, or differ between ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

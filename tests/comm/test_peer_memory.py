@@ -1,7 +1,5 @@
 """Ranks of one host exchange gradients through memory that they share."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

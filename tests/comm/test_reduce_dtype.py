@@ -1,7 +1,5 @@
 """``reduce_dtype``: what gradients travel in, what it costs and what it keeps."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

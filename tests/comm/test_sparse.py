@@ -1,7 +1,5 @@
 """Sparse gradients, of embeddings with ``sparse=True``: the mean over ranks, and sparse."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -14,15 +12,7 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from modules import TiedTable
 from oracle import assert_mean, mean_over_ranks, one_per_rank, play, seed
 from torch import Tensor, nn
-from training import (
-    assert_close,
-    beside_stock,
-    breaking_off,
-    counted,
-    gradients,
-    train_step,
-    wrap,
-)
+from training import assert_close, beside_stock, breaking_off, counted, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket

@@ -1,7 +1,5 @@
 """Two ranks on hosts of their own, behind slow lines: what arrives, arrives late."""
 
-from __future__ import annotations
-
 import json
 
 import power_sgd

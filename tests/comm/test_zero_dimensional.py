@@ -1,7 +1,5 @@
 """Factors that are on a GPU, and must not be rounded to the dtype of what they multiply."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -4,8 +4,6 @@ Each case of the table runs with stock DDP on two ranks, once without and once w
 ``find_unused_parameters=True``, and is held against the same oracle as ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

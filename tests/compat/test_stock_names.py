@@ -1,7 +1,5 @@
 """What frameworks read and call of stock's class and reducer is here, and tells the truth."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What torch builds on top of the wrapper: mixed precision, pipelines, converted layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ with one_graph(Layers) as net:
         net.assert_means(number)
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

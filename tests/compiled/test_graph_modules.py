@@ -1,7 +1,5 @@
 """What is wrapped and compiled as one graph, and by what: buffers, subclasses, copies, join()."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A wrapper that torch.compile traces as a whole: its graphs, and when buckets leave."""
 
-from __future__ import annotations
-
 import contextlib
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@ A test has its place in one of four tables. One that is not expected to pass sta
 reason; once it passes, ``test_conformance.py`` fails until it has been moved to ``_PASSES``.
 """
 
-from __future__ import annotations
-
 PASSES = "passes"
 
 _PASSES = """

@@ -5,8 +5,6 @@ Most of the tests need no GPU: they say ``.cuda(rank)``, ``device_ids=[rank]`` o
 computes, and what it expects, stays as torch wrote it, but for the size of one picture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

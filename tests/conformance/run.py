@@ -6,8 +6,6 @@ Each rank of each test is a process forked from this one, which has imported tor
 test leaves behind (patched names, groups, threads, debug levels) ends with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

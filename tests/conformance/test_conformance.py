@@ -1,7 +1,5 @@
 """Torch's own tests of DistributedDataParallel pass with this class, or have their reason."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -36,14 +34,12 @@ class _Runner:
         self.tests: list[str] = self._read()
 
     def outcome(self, name: str) -> dict[str, str]:
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: _read() tells
             self.process.stdin.write(f"{name}\n")
             self.process.stdin.flush()
         return self._read()
 
     def _read(self) -> Any:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             self.log.seek(0)

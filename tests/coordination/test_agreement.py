@@ -1,7 +1,5 @@
 """Ranks that disagree find out; ranks that merely differ do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from distributed import assert_same_on_all_ranks, gather, ranks
@@ -28,15 +26,10 @@ HERE = schema_hash(["here"])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, world_size: int):
     weights = [None, 0.0, 0.1, 123_456_789.0, 2.0**-40][:world_size]
-    said = [
-        RankHeader(
-            schema_hash([str(rank)]),
-            GradSource(rank % len(GradSource)),
-            weight,
-            skipped_hash(range(rank)),
-        )
-        for rank, weight in enumerate(weights)
-    ]
+    said = []
+    for rank, weight in enumerate(weights):
+        schema, source = schema_hash([str(rank)]), GradSource(rank % len(GradSource))
+        said.append(RankHeader(schema, source, weight, skipped_hash(range(rank))))
     total = torch.zeros(world_size * BYTES, dtype=dtype)
     for rank, header in enumerate(said):
         total += torch.tensor([*header.encode(rank, world_size)], dtype=dtype)
@@ -49,9 +42,7 @@ def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, wo
 
 @pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 9.0])
 def test_what_is_no_header_is_a_mismatch(value: float):
-    headers = torch.tensor(
-        [*RankHeader(HERE, GradSource.FORWARD).encode(0, 1)], dtype=torch.float32
-    )
+    headers = torch.tensor([*RankHeader(HERE, GradSource.FORWARD).encode(0, 1)]).float()
     headers[-1] = value
     with pytest.raises(SchemaMismatch):
         decode(headers)
@@ -84,13 +75,9 @@ def test_which_places_of_programs_belong_together(sources: str, agree: bool):
 
 
 def test_other_parameters_are_a_mismatch_whatever_else():
+    here = RankHeader(HERE, GradSource.BROKEN)
     with pytest.raises(SchemaMismatch):
-        check(
-            [
-                RankHeader(HERE, GradSource.BROKEN),
-                RankHeader(schema_hash(["there"]), GradSource.FORWARD),
-            ]
-        )
+        check([here, RankHeader(schema_hash(["there"]), GradSource.FORWARD)])
 
 
 class Scale(nn.Module):

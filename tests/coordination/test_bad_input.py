@@ -1,7 +1,5 @@
 """What a rank gives wrong: an error on every rank, nothing half-done, the next step is right."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Collectives on process groups that are written in Python."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

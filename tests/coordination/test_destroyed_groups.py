@@ -1,7 +1,5 @@
 """A process group that is destroyed is gone, with its threads, and none aborts the process."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Ranks that are at different places of their programs: an error on each, and never wrong sums."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

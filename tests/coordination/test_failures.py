@@ -1,7 +1,5 @@
 """A collective that fails says where this rank and the others are, and who is missing."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import os
@@ -99,11 +97,7 @@ def test_ranks_at_different_steps_read_each_others_place(rank: int) -> None:
         assert "rank 1 failed elsewhere: at step 3, bucket 0 ('c'), broadcast of 16 bytes." in text
     else:
         text = failure(
-            group,
-            "step 3, bucket 0 ('c')",
-            dist.broadcast,
-            "broadcast of 16 bytes",
-            group_src=0,
+            group, "step 3, bucket 0 ('c')", dist.broadcast, "broadcast of 16 bytes", group_src=0
         )
         assert f"rank 0 failed elsewhere: at {PLACE}, all-reduce of 16 bytes." in text
     assert f"rank {1 - rank} has not reported" not in text

@@ -1,12 +1,12 @@
 """Processes that a rank forks, threads that it starts, and several wrapped modules in one."""
 
-from __future__ import annotations
-
 import copy
+import gc
 import os
 import re
 import select
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +138,26 @@ def test_workers_of_a_data_loader_may_be_forked_while_gradients_are_on_their_way
         ddp.finalize_backward()
         ddp(inputs).pow(2).sum().backward()
     ddp.finalize_backward()
+    assert_gradients_alike(ddp)
+
+
+@ranks(2)
+def test_a_forked_process_frees_no_work_that_is_on_its_way() -> None:
+    """The destructor of a work may wait for a thread of the parent, which is not in the child."""
+    ddp = DistributedDataParallel(layers(), compression="int8")
+    ddp.require_manual_backward_finalization = True
+    step(ddp, 0)
+    kept = weakref.ref(ddp._ddp_state.core.backward)
+
+    def free() -> None:
+        assert ddp._ddp_state.core.backward is None
+        gc.collect()
+        assert kept() is not None
+
+    assert in_child(free) == "ended"
+    ddp.finalize_backward()
+    gc.collect()
+    assert kept() is None
     assert_gradients_alike(ddp)
 
 

@@ -1,7 +1,5 @@
 """Ctrl-C in the midst of a backward: a real signal, at points where it would do harm."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging
@@ -20,14 +18,8 @@ import torch.distributed as dist
 from distributed import ranks
 from modules import linears
 from torch import Tensor, nn
-from training import (
-    assert_close,
-    assert_mean_of,
-    breaking_off,
-    drawn,
-    raises_if,
-    train_step,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from training import assert_close, assert_mean_of, breaking_off, drawn, raises_if, train_step
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import SparseBucket
@@ -94,7 +86,7 @@ def test_after_an_interrupt_in_a_backward_the_ranks_are_in_step(rank: int, point
     alone = copy.deepcopy(net)
     ddp = DistributedDataParallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, **options)
     if hooked:
-        ddp.register_comm_hook(None, mean)
+        ddp.register_comm_hook(None, allreduce_hook)
 
     def step(each: nn.Module, seed: int) -> None:
         train_step(each, drawn(3, 64, step=seed))
@@ -136,12 +128,6 @@ def test_collectives_that_were_not_made_up_for_are_still_owed(rank: int, cut: st
         for each in (ddp, alone):
             train_step(each, drawn(3, 64, step=seed))
         assert_mean_of(ddp, alone)
-
-
-def mean(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 class Tables(nn.Module):

@@ -1,7 +1,5 @@
 """Ctrl-C at each point of a step where Python looks for signals: the next step is right."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging
@@ -19,8 +17,9 @@ import torch
 import torch.distributed as dist
 from distributed import gather, ranks
 from modules import linears
-from test_interrupts import handled, mean
+from test_interrupts import handled
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training import drawn
 
 import tritonddp
@@ -39,10 +38,8 @@ def is_struck(file: str) -> bool:
     path = Path(file)
     if _LIBRARY not in path.parents:
         return False
-    return path.name == "memory_order.py" or path.relative_to(_LIBRARY).parts[0] not in (
-        "kernels",
-        "integrations",
-    )
+    room = path.relative_to(_LIBRARY).parts[0]
+    return path.name == "memory_order.py" or room not in ("kernels", "integrations")
 
 
 class Interrupt:
@@ -83,7 +80,7 @@ class Steps:
         self.how = how
         self.ddp = DistributedDataParallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, **options)
         if how == "hook":
-            self.ddp.register_comm_hook(None, mean)
+            self.ddp.register_comm_hook(None, allreduce_hook)
         self.ddp.require_manual_backward_finalization = how == "manual"
 
     def step(self, seed: int, alone: nn.Module | None = None) -> None:

@@ -1,7 +1,5 @@
 """Process groups that were destroyed, and others in their place."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

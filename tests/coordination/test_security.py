@@ -1,7 +1,5 @@
 """Nothing that another rank has sent is unpickled or executed, and temporary files are private."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

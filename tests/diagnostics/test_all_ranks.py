@@ -1,7 +1,5 @@
 """The timelines of all ranks by one clock, and who of them is slow."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """check_sync(): what differs is named on every rank alike, and what may differ is no alarm."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -37,17 +35,13 @@ class Net(nn.Module):
         return self.layers[1](x) if both else x
 
 
-def wrapped(**options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(Net(), **options)
-
-
 def step(ddp: nn.Module, both: bool = True) -> None:
     inputs = torch.randn(5, 4) + dist.get_rank()
     ddp(inputs, both).square().mean().backward()
 
 
 def stepped(**options: Any) -> DistributedDataParallel:
-    ddp = wrapped(**options)
+    ddp = DistributedDataParallel(Net(), **options)
     step(ddp)
     return ddp
 
@@ -86,7 +80,6 @@ def test_a_parameter_that_differs_on_one_rank_is_named(rank: int) -> None:
     assert f"({heading}):" in text
     pattern = r"parameter 'layers.1.weight' \(4, 4\) torch.float32: (.*)"
     said = re.search(pattern, text)
-    assert said is not None
     assert f"rank {victim} has norm" in said[1]
     assert others in said[1]
     assert "Parameters stay alike" in text
@@ -137,7 +130,7 @@ def test_more_than_ten_are_counted(rank: int) -> None:
 
 @ranks(2)
 def test_other_names_shapes_dtypes_and_requests_are_named(rank: int) -> None:
-    ddp = wrapped()
+    ddp = DistributedDataParallel(Net())
     if rank == 1:
         ddp.module.scale = torch.ones(5)
     text = error_of(ddp.check_sync)
@@ -197,8 +190,7 @@ def test_a_gradient_that_no_backward_has_touched_is_compared_beside_accumulated_
     rank: int,
 ) -> None:
     """What one rank accumulates hides no other gradient, on any rank."""
-    ddp = wrapped()
-    step(ddp)
+    ddp = stepped()
     with ddp.no_sync():
         loss = ddp(torch.randn(5, 4), both=False).square().mean()
     if rank == 1:
@@ -212,7 +204,7 @@ def test_a_gradient_that_no_backward_has_touched_is_compared_beside_accumulated_
 
 @ranks(2)
 def test_after_join_gradients_are_each_ranks_own_until_the_next_reduction(rank: int) -> None:
-    ddp = wrapped()
+    ddp = DistributedDataParallel(Net())
     with ddp.join():
         for _ in range(2 + rank):
             ddp.zero_grad()
@@ -230,7 +222,7 @@ def test_after_join_gradients_are_each_ranks_own_until_the_next_reduction(rank: 
 @ranks(2)
 def test_synchronised_statistics_are_compared_where_the_layer_spans_the_group() -> None:
     """(SyncBatchNorm has no forward on the CPU.)"""
-    ddp = wrapped()
+    ddp = DistributedDataParallel(Net())
     ddp.module.norm = nn.SyncBatchNorm(4)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     if dist.get_rank() == 1:
@@ -250,7 +242,7 @@ def test_mixed_precision_bucket_views_sparse_and_complex_gradients_are_alike(ran
         {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True},
         {"compression": "int8"},
     ):
-        ddp = wrapped(**options)
+        ddp = DistributedDataParallel(Net(), **options)
         for _ in range(2):
             step(ddp)
             ddp.check_sync(gradients=True)

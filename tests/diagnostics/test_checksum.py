@@ -1,7 +1,5 @@
 """Checksums of bits: what is alike, what differs, and in how many launches."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,10 +1,9 @@
 """Records at level DEBUG: what they tell, where they come out, and that nobody pays for them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -139,33 +138,27 @@ def test_nobody_asks_for_the_level_once_a_bucket_or_a_parameter() -> None:
 
 
 @contextmanager
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a program that has not configured its logging."""
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(LOGGER, "handlers", [])
+def unconfigured(asked: dist.DebugLevel, *handlers: logging.Handler) -> Iterator[None]:
+    """A program has configured no logging but these handlers, and asks torch for this level."""
     level = LOGGER.level
-    try:
+    with (
+        mock.patch.object(dist, "get_debug_level", return_value=asked),
+        mock.patch.object(logging.getLogger(), "handlers", list(handlers)),
+        mock.patch.object(LOGGER, "handlers", []),
+    ):
         yield
-    finally:
         LOGGER.setLevel(level)
 
 
-def test_nothing_is_configured_unless_torch_is_asked_for_detail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.INFO)
-    with unconfigured(monkeypatch):
+def test_nothing_is_configured_unless_torch_is_asked_for_detail() -> None:
+    with unconfigured(dist.DebugLevel.INFO):
         enable_debug_logging()
         assert LOGGER.level == logging.NOTSET
         assert not LOGGER.handlers
 
 
-def test_detail_comes_out_on_stderr_where_nobody_has_configured_anything(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
-    with unconfigured(monkeypatch):
+def test_detail_comes_out_on_stderr_where_nobody_has_configured_anything(capsys: Any) -> None:
+    with unconfigured(dist.DebugLevel.DETAIL):
         enable_debug_logging()
         enable_debug_logging()
         assert len(LOGGER.handlers) == 1
@@ -173,13 +166,9 @@ def test_detail_comes_out_on_stderr_where_nobody_has_configured_anything(
         assert capsys.readouterr().err.endswith("tritonddp.arrangement DEBUG: told\n")
 
 
-def test_detail_respects_the_handlers_and_the_level_that_a_program_has_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
-    with unconfigured(monkeypatch):
-        kept = Kept()
-        monkeypatch.setattr(logging.getLogger(), "handlers", [kept])
+def test_detail_respects_the_handlers_and_the_level_that_a_program_has_set() -> None:
+    kept = Kept()
+    with unconfigured(dist.DebugLevel.DETAIL, kept):
         enable_debug_logging()
         assert not LOGGER.handlers
         logging.getLogger("tritonddp.arrangement").debug("told")

@@ -1,7 +1,5 @@
 """A trace tells what happened and when, changes nothing of it, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import gzip
@@ -16,12 +14,7 @@ import pytest
 import steady_step
 import torch
 import torch.distributed as dist
-from distributed import (
-    VIEW,
-    assert_same_bits,
-    ranks,
-    recorded_collectives,
-)
+from distributed import VIEW, assert_same_bits, ranks, recorded_collectives
 from modules import Layers
 from torch import nn
 from training import (
@@ -349,8 +342,7 @@ def test_misuse_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "device"),
-    [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu)],
+    ("backend", "device"), [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu)]
 )
 @VIEW
 def test_times_add_up_by_the_clock_of_the_device(backend: str, device: str, view: bool) -> None:

@@ -1,7 +1,8 @@
 """Random programs on tritonddp, on stock DDP and in one process: none may tell them apart.
 
+described.py   how what is drawn shows itself
 networks.py    what is wrapped
-scenario.py    what is done with it: options and a list of actions, in words too
+scenario.py    what is done with it: options and a list of actions
 generator.py   a scenario for each seed
 player.py      one rank plays a scenario with a wrapped model (or an unwrapped one)
 in_ranks.py    what a rank process does: plays scenarios and returns what it saw

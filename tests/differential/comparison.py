@@ -1,7 +1,5 @@
 """A scenario judged: by the oracle, by stock DDP, and by what the other ranks saw."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf

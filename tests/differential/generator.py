@@ -1,7 +1,5 @@
 """A scenario for each seed: what is drawn, and what rules it out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -430,12 +428,7 @@ class _Generator:
         if weighted:
             weights = tuple(self._random.choices(WEIGHTS, k=self._world_size))
         return Backward(
-            slots,
-            heads,
-            local,
-            weights=weights,
-            reduction=weighted or "mean",
-            scaled=self._scaler,
+            slots, heads, local, weights=weights, reduction=weighted or "mean", scaled=self._scaler
         )
 
     def _rows(self) -> tuple[int, ...]:

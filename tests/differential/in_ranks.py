@@ -1,7 +1,5 @@
 """What a rank process does: it plays scenarios with both classes and says what it saw."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect

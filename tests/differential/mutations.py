@@ -4,8 +4,6 @@ Each names the functions of the package that it replaces, and makes the replacem
 A name that is not there any more is an error when the fault is planted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator

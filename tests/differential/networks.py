@@ -1,7 +1,5 @@
 """What is wrapped: networks of blocks, each with something that gradients may trip over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +9,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from differential.described import Described
+
 WIDTH = 8
 
 
 @dataclass(frozen=True)
-class NetworkSpec:
+class NetworkSpec(Described):
     """A network, before it is made.
 
     Attributes:
@@ -35,18 +35,6 @@ class NetworkSpec:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"b{number}" for number in range(len(self.blocks)))
-
-    def __str__(self) -> str:
-        named = zip(self.names, self.blocks, strict=True)
-        kinds = ", ".join(f"{name}: {kind}" for name, kind in named)
-        return kinds + "".join(
-            [
-                "; b1 has the weight of b0" if self.tied else "",
-                f"; frozen: {', '.join(self.frozen)}" if self.frozen else "",
-                f"; each block in a checkpoint, {self.checkpoint}" if self.checkpoint else "",
-                f"; returns a {self.output}",
-            ]
-        )
 
 
 # Each block maps (rows, WIDTH) of fp32 to the same.

@@ -5,8 +5,6 @@ before it, says how far they may be from that, and goes on with what they have. 
 scenario is judged by itself, to the rounding of that step alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

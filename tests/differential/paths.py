@@ -1,7 +1,5 @@
 """The long path: each step as if nothing had been prepared in the steps before."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

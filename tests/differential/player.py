@@ -1,7 +1,5 @@
 """One rank plays a scenario: with a wrapped network, or for the oracle with an unwrapped one."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

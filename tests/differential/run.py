@@ -1,12 +1,10 @@
 """Play random scenarios until one shows a difference, or play one of them again.
 
-python tests/differential/run.py --seed 123 --world 2 -v     one, told in words
+python tests/differential/run.py --seed 123 --world 2 -v     one, with all it does
 python tests/differential/run.py --seconds 600 --world 3     many
 python tests/differential/run.py --mutation no_average       with a planted fault
 python tests/differential/run.py --kind hostile --count 3000 hard on a clever wrapper
 """
-
-from __future__ import annotations
 
 import argparse
 import os

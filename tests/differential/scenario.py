@@ -1,19 +1,17 @@
 """What is done with a network: options, and a list of actions that every rank goes through.
 
 A scenario holds all that differs between ranks as one item for each rank, so that one process can
-play them all. ``str()`` of a scenario tells it in words.
+play them all.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from differential.described import Described, WithActions
 from differential.networks import NetworkSpec
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Described):
     """Arguments of the wrapper, by their names; ``None`` is left out.
 
     ``process_group`` is ``"new"`` for another group of all ranks, ``device_mesh`` a flag.
@@ -57,11 +55,8 @@ class Options:
         is_kept = self.forward_sync_buffers is None and self.broadcast_buffers is False
         return self.init_sync is not False and not is_kept
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.given.items()) or "none"
 
-
-class Action:
+class Action(Described):
     """One thing that every rank does."""
 
 
@@ -88,17 +83,6 @@ class Forward(Action):
     autocast: bool = False
     requires_grad: bool = True
 
-    def __str__(self) -> str:
-        first = "/".join("-".join(path) or "nothing" for path in self.paths)
-        return _words(
-            f"forward {self.slot} of {'/'.join(map(str, self.rows))} rows through {first}",
-            self.local and "under no_sync",
-            not self.grad and "without gradients",
-            not self.training and "in evaluation mode",
-            self.autocast and "under autocast",
-            not self.requires_grad and "input without gradient",
-        )
-
 
 @dataclass(frozen=True)
 class Backward(Action):
@@ -124,17 +108,6 @@ class Backward(Action):
     reduction: str = "mean"
     scaled: bool = False
 
-    def __str__(self) -> str:
-        of = " + ".join(map(str, self.slots))
-        weights = self.weights and "/".join(map(str, self.weights))
-        return _words(
-            f"backward of {of} by head {' and '.join(map(str, self.heads))}",
-            self.local and ("local by its forward" if self.outside else "under no_sync"),
-            self.retain_graph and "retain_graph=True",
-            weights and f"weighted by {weights}, a {self.reduction}",
-            self.scaled and "scaled by the gradient scaler",
-        )
-
 
 @dataclass(frozen=True)
 class InputGradient(Action):
@@ -142,16 +115,10 @@ class InputGradient(Action):
 
     slot: int
 
-    def __str__(self) -> str:
-        return f"autograd.grad of {self.slot} for its input"
-
 
 @dataclass(frozen=True)
 class ReduceGradients(Action):
     """``reduce_gradients()``: the mean of ``.grad`` now."""
-
-    def __str__(self) -> str:
-        return "reduce_gradients()"
 
 
 @dataclass(frozen=True)
@@ -161,19 +128,12 @@ class ZeroGrad(Action):
     set_to_none: bool
     by_optimizer: bool
 
-    def __str__(self) -> str:
-        by = "optimizer" if self.by_optimizer else "model"
-        return f"{by}.zero_grad(set_to_none={self.set_to_none})"
-
 
 @dataclass(frozen=True)
 class Hold(Action):
     """Somebody keeps the gradients of a block, which are dropped: they may not change any more."""
 
     block: str
-
-    def __str__(self) -> str:
-        return f"keep the gradients of {self.block}, then zero_grad(set_to_none=True)"
 
 
 @dataclass(frozen=True)
@@ -182,16 +142,10 @@ class Clip(Action):
 
     by: str
 
-    def __str__(self) -> str:
-        return f"clip gradients by {self.by}"
-
 
 @dataclass(frozen=True)
 class Step(Action):
     """The optimizer steps, through the gradient scaler if there is one."""
-
-    def __str__(self) -> str:
-        return "optimizer step"
 
 
 @dataclass(frozen=True)
@@ -201,9 +155,6 @@ class Require(Action):
     block: str
     grad: bool
 
-    def __str__(self) -> str:
-        return f"{'unfreeze' if self.grad else 'freeze'} {self.block}"
-
 
 @dataclass(frozen=True)
 class Replace(Action):
@@ -212,18 +163,12 @@ class Replace(Action):
     block: str
     kind: str
 
-    def __str__(self) -> str:
-        return f"{self.block} becomes a new block: {self.kind}"
-
 
 @dataclass(frozen=True)
 class Renew(Action):
     """Another wrapper goes on: a ``copy``, or a new one that loads a ``checkpoint``."""
 
     by: str
-
-    def __str__(self) -> str:
-        return f"go on with another wrapper, by {self.by}"
 
 
 @dataclass(frozen=True)
@@ -235,16 +180,9 @@ class BreakOff(Action):
     rank: int
     at: int
 
-    def __str__(self) -> str:
-        return (
-            f"forward of {'/'.join(map(str, self.rows))} rows through {'-'.join(self.path)}, and a "
-            f"backward that breaks off on rank {self.rank} at {self.path[self.at]}; "
-            "zero_grad(set_to_none=True)"
-        )
-
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(WithActions):
     """A program for some ranks.
 
     Attributes:
@@ -300,36 +238,3 @@ class Scenario:
     def command(self) -> str:
         """What plays it again."""
         return f"python tests/differential/run.py --seed {self.seed} --world {self.world_size} -v"
-
-    def _lines(self) -> Iterator[str]:
-        yield f"seed {self.seed} on {self.world_size} ranks"
-        yield f"  network: {self.network}"
-        yield f"  options: {self.options}"
-        if self.communication_hook:
-            yield f"  communication hook: {self.communication_hook}"
-        if self.delays:
-            yield "  delayed: heads.0, until the gradient of the first parameter of b0 is there"
-        if self.counts:
-            ends = "/".join(map(str, self.counts))
-            over = "those that are left" if self.over_present else "all ranks"
-            yield f"  inside join(): the ranks do the first {ends} actions, means are over {over}"
-        for block, kind in self.hooks:
-            yield f"  hook on the first parameter of {block}: {kind}"
-        scaler = ", with a gradient scaler" if self.scaler else ""
-        yield f"  optimizer: {self.optimizer}{scaler}"
-        if self.thresholds:
-            yield "  thresholds of the CPU path: {} and {} elements".format(*self.thresholds)
-        if self.is_manual:
-            yield "  finalize_backward() after each backward that is reduced"
-        if self.is_traced:
-            yield "  inside trace()"
-        yield f"  stock DDP's options: {self.stock or 'none, it does not define the answer'}"
-        for number, action in enumerate(self.actions):
-            yield f"  {number:3} {action}"
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-
-def _words(*parts: str | bool | None) -> str:
-    return ", ".join(part for part in parts if isinstance(part, str))

@@ -1,7 +1,5 @@
 """Random programs cannot tell tritonddp from stock DDP, or from one process that does it all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Random programs that know nothing of this package cannot tell it from stock DDP."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """What the ranks train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The messages that the pages about failures show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

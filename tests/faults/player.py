@@ -8,8 +8,6 @@ process group of its own, and whatever it leaves behind ends with its launcher, 
 the latest. As ranks wait most of the time, several faults are played at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import faulthandler

@@ -5,8 +5,6 @@ between the lines of the loop. The first two are patched into the process of eac
 one fault and ends.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The faults: kind x point x ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +80,34 @@ AUTO = (("compression", "auto"),)
 UNCHECKED = (("init_sync", False),)
 CHECKED = (("check_finite", "raise"),)
 PROCESS_GROUP = (("transport", "process_group"),)
+SKIPPED = (("skip_all_reduce_unused_params", True),)
 
 # What ranks say who wait for each other through memory and through the process group.
 _OTHER_BACKWARD = "through the process group .*, and this rank bucket 0 of|onnection closed by peer"
+# Which of these a rank meets first depends on how late the others are.
+_ANY_OF_THESE = (
+    r"step \d, .*(the ranks reduce different|comparison of what the ranks hold|"
+    + _OTHER_BACKWARD
+    + ")"
+)
+_NOTHING = "doesn't have any parameter that requires a gradient"
+_REQUEST = "rank 0: reduce_gradients; rank 1: the fi"
+_LEFT_OUT = "the ranks leave out different buckets"
+_CHECKED_THERE = "option 'check_finite': rank 0 has none of this name, rank 1 has 'warn'"
+_NUMBERS = "rank 0 has 'number 0 .*rank 1 has 'number 1"
+# What gloo would end a process for, or get wrong, were it not for torch's debug level.
+_MISMATCH = r"bucket 0 \('layers.*Detected mismatch between collectives on ranks"
+_ALL_REDUCES = (
+    r"(?s)step 1, bucket 0 \('layers.*all-reduce of \d+ bytes failed: .*: ALLREDUCE of "
+    r"\[\d+\] Double, #\d+, but .*: ALLREDUCE of \[\d+\] Double.* failed elsewhere: at "
+    r"step 1, bucket 0 \('layers.*all-reduce of \d+ bytes\.\n"
+)
+_ELSEWHERE = r"(?s)step 1, bucket 0 \(.*rank \d failed elsewhere: at step 1, bucket 0 \("
+_BROADCASTS = (
+    r"(?s)step 1, forward, broadcast of 1 buffers \('seen'\), (24|40) bytes failed.*: "
+    r"BROADCAST of \[(24|40)\] Byte.*, (24|40) bytes\.\n"
+)
+_ALL_GATHER = r"ALLGATHER of \[56\] Byte"
 
 
 def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
@@ -100,19 +123,13 @@ def _caught(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
     ]
 
 
-def _differ_in_detail(
-    *rows: tuple[str, int, int, tuple[tuple[str, Any], ...], str],
-) -> list[Fault]:
-    """What gloo would end a process for, or get wrong, were it not for torch's debug level."""
-    return [
-        Fault("differ", at, ranks, victim, options, says, detail=True)
-        for at, ranks, victim, options, says in rows
-    ]
+def _differs(at: str, ranks: int, victim: int, says: str = "", **more: Any) -> Fault:
+    return Fault("differ", at, ranks, victim, says=says, **more)
 
 
 def _differ(*rows: tuple[str, int, int, bool, str]) -> list[Fault]:
     return [
-        Fault("differ", at, ranks, victim, says=says, goes_on=goes_on)
+        _differs(at, ranks, victim, says, goes_on=goes_on)
         for at, ranks, victim, goes_on, says in rows
     ]
 
@@ -247,13 +264,7 @@ FAULTS = {
         ),
         *_differ(
             ("wider module", 3, 1, False, "rank 0 has .6, 6. .*rank 1 has .8, 8."),
-            (
-                "nothing to train",
-                3,
-                2,
-                False,
-                "doesn't have any parameter that requires a gradient",
-            ),
+            ("nothing to train", 3, 2, False, _NOTHING),
             ("other bucket sizes", 2, 1, False, "option 'bucket sizes': rank 0 has .*, rank 1 has"),
             ("compressed on one rank", 2, 1, False, "rank 0 has .*, rank 1 has .*int8"),
             ("one more backward", 3, 1, True, "rank 1: one more backward"),
@@ -267,75 +278,22 @@ FAULTS = {
             ("another buffer", 3, 0, True, "buffer 'seen' .*: rank 0 has norm"),
             ("another gradient", 2, 1, True, "gradient 'layers.1.weight' .*; rank 1 has norm"),
         ),
-        Fault(
-            "differ",
-            "shorter wrapper first",
-            3,
-            1,
-            # Which of these a rank meets first depends on how late the others are.
-            says=r"step \d, .*(the ranks reduce different|comparison of what the ranks hold|"
-            + _OTHER_BACKWARD
-            + ")",
-            times_out=True,
+        _differs("shorter wrapper first", 3, 1, _ANY_OF_THESE, times_out=True),
+        _differs("hook on one rank", 2, 1, r"step \d, bucket", times_out=True),
+        _differs("smaller wrapper first", 2, 1, _OTHER_BACKWARD),
+        _differs("smaller wrapper first", 2, 1, options=PROCESS_GROUP, aborts=True),
+        _differs("other wrapper first", 3, 1, _NUMBERS, options=PROCESS_GROUP, goes_on=True),
+        _differs("smaller wrapper first", 2, 1, _MISMATCH, detail=True),
+        _differs("wider module", 3, 1, _ALL_REDUCES, options=UNCHECKED, detail=True),
+        _differs("other bucket sizes", 2, 1, _ELSEWHERE, options=UNCHECKED, detail=True),
+        _differs("longer buffer", 2, 0, _BROADCASTS, options=UNCHECKED, detail=True),
+        _differs("reduce_gradients of some parameters", 2, 1, _ALL_GATHER, detail=True),
+        _differs("check_sync on one rank", 3, 2, _ALL_GATHER, detail=True),
+        _differs(
+            "reduce_gradients on one rank", 2, 0, _REQUEST, options=PROCESS_GROUP, goes_on=True
         ),
-        Fault("differ", "hook on one rank", 2, 1, says=r"step \d, bucket", times_out=True),
-        Fault("differ", "smaller wrapper first", 2, 1, says=_OTHER_BACKWARD),
-        Fault("differ", "smaller wrapper first", 2, 1, PROCESS_GROUP, aborts=True),
-        Fault(
-            *("differ", "other wrapper first", 3, 1, PROCESS_GROUP),
-            says="rank 0 has 'number 0 .*rank 1 has 'number 1",
-            goes_on=True,
-        ),
-        Fault(
-            "differ",
-            "smaller wrapper first",
-            2,
-            1,
-            says=r"bucket 0 \('layers.*Detected mismatch between collectives on ranks",
-            detail=True,
-        ),
-        *_differ_in_detail(
-            (
-                "wider module",
-                3,
-                1,
-                UNCHECKED,
-                r"(?s)step 1, bucket 0 \('layers.*all-reduce of \d+ bytes failed: .*: ALLREDUCE of "
-                r"\[\d+\] Double, #\d+, but .*: ALLREDUCE of \[\d+\] Double.* failed elsewhere: at "
-                r"step 1, bucket 0 \('layers.*all-reduce of \d+ bytes\.\n",
-            ),
-            (
-                "other bucket sizes",
-                2,
-                1,
-                UNCHECKED,
-                r"(?s)step 1, bucket 0 \(.*rank \d failed elsewhere: at step 1, bucket 0 \(",
-            ),
-            (
-                "longer buffer",
-                2,
-                0,
-                UNCHECKED,
-                r"(?s)step 1, forward, broadcast of 1 buffers \('seen'\), (24|40) bytes failed.*: "
-                r"BROADCAST of \[(24|40)\] Byte.*, (24|40) bytes\.\n",
-            ),
-            ("reduce_gradients of some parameters", 2, 1, (), r"ALLGATHER of \[56\] Byte"),
-            ("check_sync on one rank", 3, 2, (), r"ALLGATHER of \[56\] Byte"),
-        ),
-        Fault(
-            *("differ", "reduce_gradients on one rank", 2, 0, PROCESS_GROUP),
-            says="rank 0: reduce_gradients; rank 1: the fi",
-            goes_on=True,
-        ),
-        Fault("differ", "no_sync on one rank", 2, 1, is_stall=True),
-        Fault(
-            "differ",
-            "other buckets left out",
-            3,
-            1,
-            (("skip_all_reduce_unused_params", True),),
-            "the ranks leave out different buckets",
-        ),
+        _differs("no_sync on one rank", 2, 1, is_stall=True),
+        _differs("other buckets left out", 3, 1, _LEFT_OUT, options=SKIPPED),
         *_caught(
             "interrupt",
             ("between buckets", 2, 0),
@@ -355,12 +313,6 @@ FAULTS = {
             ("between buckets", 4, 3, CHECKED + INT8, _not_finite("layers.1.weight", 3)),
             ("weighted", 2, 1, CHECKED, _not_finite("layers.1.weight", 1)),
         ),
-        Fault(
-            "differ",
-            "checked on one rank",
-            2,
-            1,
-            says="option 'check_finite': rank 0 has none of this name, rank 1 has 'warn'",
-        ),
+        _differs("checked on one rank", 2, 1, _CHECKED_THERE),
     ]
 }

@@ -1,7 +1,5 @@
 """Each fault ends in bounded time, with errors that name rank and place, and no wrong gradient."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Hooks that synchronise module buffers run where, when and on what stock DDP runs them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

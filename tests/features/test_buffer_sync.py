@@ -1,7 +1,5 @@
 """At every forward buffers are what stock DDP makes of them, however and whenever they change."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Module buffers come from rank 0 when stock DDP would bring them, and as they are there."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

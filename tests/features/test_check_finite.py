@@ -1,7 +1,5 @@
 """``check_finite``: every rank hears of NaN and Inf in anybody's gradients, by name."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -93,7 +91,6 @@ def test_every_rank_names_the_parameters_and_the_ranks(rank: int, way: str) -> N
         assert found(said) == expected[step]
         spoilt = {param for each in plan.values() for param in each}
         for param in module.parameters():
-            assert param.grad is not None
             assert param.grad.isfinite().all() == (param not in spoilt)
         assert_gradients_alike(module)
 
@@ -106,7 +103,6 @@ def test_a_warning_leaves_the_backward_alone(rank: int) -> None:
     with pytest.warns(RuntimeWarning, match=said) as caught:
         spoiled(loss, {module[1].bias: math.nan} if rank == 1 else {}).backward()
     assert "tritonddp" in caught[0].filename  # which filters by module go by
-    assert module[1].bias.grad is not None
     assert module[1].bias.grad.isnan().any()
     with unwarned():
         train_step(ddp, torch.randn(4, 40), loss=torch.sum)

@@ -1,7 +1,5 @@
 """``delay_all_reduce_named_params``: some gradients are sent last, and wait for another one."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """``check_drift``: parameters that have come apart are named within 64 backwards, and no others."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
@@ -118,7 +116,6 @@ def test_gradients_are_home_when_it_raises(rank: int) -> None:
         ddp.zero_grad()
         with contextlib.suppress(RuntimeError):
             ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
-        assert ddp.module.weight.grad is not None
         assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
 
 

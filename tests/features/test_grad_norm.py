@@ -1,7 +1,5 @@
 """Norms, clipping and the noise scale from sums that a reduction has left: beside torch's own."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -19,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.utils._python_dispatch import TorchDispatchMode
-from training import breaking_off, drawn, gradients, train_step, ways
+from training import Operators, breaking_off, drawn, gradients, train_step, ways
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features import grad_norm
@@ -95,7 +92,6 @@ def expected(module: nn.Module) -> float:
 def is_right(ddp: DistributedDataParallel, rel: float = 1e-6) -> None:
     """The norm is that of all gradients, the same bits on all ranks."""
     found = ddp.grad_norm()
-    assert isinstance(found, Tensor)
     assert found.dim() == 0
     is_double = any(p.dtype in (torch.float64, torch.complex128) for p in ddp.module.parameters())
     assert found.dtype is (torch.float64 if is_double else torch.float32)
@@ -240,7 +236,7 @@ def test_an_overflow_in_fp16_is_seen_and_said(rank: int) -> None:
         ddp.clip_grad_norm_(1.0, error_if_nonfinite=True)
     before = gradients(ddp)
     ddp.clip_grad_norm_(1.0)
-    twins = [with_gradient(param.detach().clone()) for param in ddp.parameters()]
+    twins = [nn.Parameter(param.detach().clone()) for param in ddp.parameters()]
     for twin, grad in zip(twins, before, strict=True):
         twin.grad = grad
     clip_grad_norm_(twins, 1.0)
@@ -356,7 +352,6 @@ def test_norms_by_parameter() -> None:
     ddp = trained()
     ddp.module.spare.grad = None
     found = ddp.grad_norm(per_parameter=True)
-    assert isinstance(found, dict)
     named = {name: param for name, param in ddp.module.named_parameters() if name != "spare"}
     assert found.keys() == named.keys()
     for name, param in named.items():
@@ -379,16 +374,6 @@ def test_a_world_of_one_and_no_option_take_a_pass(way: str) -> None:
         ddp.grad_noise_scale()
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations, each of which is a launch or two on a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @ranks(1)
 def test_a_pass_is_no_more_operations_for_more_parameters() -> None:
     def operations(number: int) -> int:
@@ -397,13 +382,12 @@ def test_a_pass_is_no_more_operations_for_more_parameters() -> None:
         ddp = DistributedDataParallel(nn.ParameterList(params))
         for param in params:
             param.grad = torch.randn_like(param)
-        with Operations() as counted:
+        with Operators() as operators:
             ddp.clip_grad_norm_(0.5)
-        assert counted.count
         assert expected(ddp.module) == pytest.approx(0.5, rel=1e-2)
-        return counted.count
+        return operators.counts.total()
 
-    assert operations(2) == operations(40)
+    assert operations(2) == operations(40) > 0
 
 
 @ranks(2)
@@ -425,9 +409,6 @@ def test_before_the_first_reduction_and_after_one_that_broke_off() -> None:
         ddp.grad_noise_scale()
     train(ddp)
     ddp.zero_grad()
-
-    def fail(grad: Tensor) -> None:
-        raise ZeroDivisionError
 
     with breaking_off(ddp.module.first.weight):
         step(ddp)
@@ -490,7 +471,6 @@ def test_local_squares_are_those_of_this_rank_and_the_noise_scale_theirs(way: st
     ddp = wrapped(**WAYS[way])
     alone = copy.deepcopy(ddp.module)
     extension = ddp._ddp_state.core.events.of(GradNorm)
-    assert isinstance(extension, GradNorm)
     noise = signal = 0.0
     for number in range(4):
         ddp.zero_grad()
@@ -499,7 +479,6 @@ def test_local_squares_are_those_of_this_rank_and_the_noise_scale_theirs(way: st
             step(ddp, number)
         alone(drawn(4, 40, step=number)).backward()
         local = expected(alone) ** 2
-        assert extension.local_squares is not None
         assert extension.local_squares.item() == pytest.approx(local, rel=1e-5)
         small, big = sum(gather(local)) / 3, expected(ddp.module) ** 2
         if number < 3:  # what is known is a step late
@@ -534,7 +513,6 @@ def tells_nothing(ddp: DistributedDataParallel) -> None:
     train(ddp, 4)
     found, rank = ddp.grad_noise_scale(), dist.get_rank()
     extension = ddp._ddp_state.core.events.of(GradNorm)
-    assert extension is not None
     with ddp.weighted(1 + rank):
         step(ddp)
     assert extension.local_squares is None
@@ -554,7 +532,6 @@ def tells_nothing(ddp: DistributedDataParallel) -> None:
 def test_on_the_cpu_one_reduction_in_eight_is_measured() -> None:
     ddp = wrapped()
     extension = ddp._ddp_state.core.events.of(GradNorm)
-    assert extension is not None
     measured = []
     for number in range(18):
         ddp.zero_grad()

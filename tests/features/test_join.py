@@ -1,7 +1,5 @@
 """Ranks run out of inputs at different times: join()."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -25,13 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import (
-    assert_gradients_alike,
-    breaking_off,
-    gradients,
-    train_step,
-    wrap,
-)
+from training import assert_gradients_alike, breaking_off, gradients, train_step, wrap
 from uneven import LR, STOCK, Alone, Net, assert_close, draw, loss_of, mean_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel

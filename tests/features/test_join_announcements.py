@@ -1,7 +1,5 @@
 """Inside join() a forward tells what its backward will do: backwards that do something else."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """join() with hooks, optimizers in the backward, and options of the wrapper."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any
@@ -20,7 +18,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 from training import delayed, gradients, train_step, wrap
-from uneven import LR, STOCK, Alone, assert_close, draw, loss_of, net, step_of, train
+from uneven import LR, STOCK, Alone, assert_close, assert_joins, draw, loss_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
 
@@ -60,23 +58,14 @@ def test_groups_of_some_ranks_join_and_so_do_copies(rank: int) -> None:
         train(ddp, 3 - rank, ddp.join())
         assert ddp._authoritative_rank == 0
     ddp = copy.deepcopy(DistributedDataParallel(net(), bucket_cap_mb=1e-4))
-    counts = (2, 3, 0)
-    grads = train(ddp, counts[rank], ddp.join())
-    alone = Alone(counts)
-    assert_close(grads, alone.means[: counts[rank]], "copy")
-    assert_close(ddp.module.state_dict(), alone.final, "copy")
+    assert_joins(ddp, (2, 3, 0), "copy")
 
 
 @ranks(2, views=True)
-def test_delayed_parameters_are_reduced_with_ranks_that_have_left(rank: int, view: bool) -> None:
+def test_delayed_parameters_are_reduced_with_ranks_that_have_left(view: bool) -> None:
     module = net()
     options = delayed(module, "last.weight", until=module.norm.weight)
-    ddp = wrap(module, view, bucket_cap_mb=1e-4, **options)
-    counts = (1, 4)
-    grads = train(ddp, counts[rank], ddp.join())
-    alone = Alone(counts)
-    assert_close(grads, alone.means[: counts[rank]], "delayed")
-    assert_close(module.state_dict(), alone.final, "delayed")
+    assert_joins(wrap(module, view, bucket_cap_mb=1e-4, **options), (1, 4), "delayed")
 
 
 HOOKS = {

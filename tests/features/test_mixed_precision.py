@@ -1,7 +1,5 @@
 """``mixed_precision``: low precision inside the module and on the wire, full precision outside."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -20,14 +18,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
-from training import (
-    assert_gradients_alike,
-    descend,
-    drawn,
-    gradients,
-    train_step,
-    wrap,
-)
+from training import assert_gradients_alike, descend, drawn, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 

@@ -1,7 +1,5 @@
 """Optimizers that step in the backward: by hooks of torch, and by themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

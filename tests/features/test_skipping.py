@@ -1,7 +1,5 @@
 """``skip_all_reduce_unused_params``: buckets that no rank has gradients for are not sent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

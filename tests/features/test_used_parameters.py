@@ -1,7 +1,5 @@
 """What is told of parameters that backwards reach, and strict mode, where all must be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

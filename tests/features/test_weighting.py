@@ -1,7 +1,5 @@
 """Weighted means over ranks and accumulated backwards."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Arguments for public calls: valid, nearly valid, absurd."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Public calls with any arguments. Each lets pass only what its docstring announces."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

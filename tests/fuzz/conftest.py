@@ -1,7 +1,5 @@
 """A process group of one rank in the test process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 

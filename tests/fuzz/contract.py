@@ -1,7 +1,5 @@
 """Which exceptions may come out of a call: those of its docstring, raised on purpose."""
 
-from __future__ import annotations
-
 import builtins
 import inspect
 import linecache

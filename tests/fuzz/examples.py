@@ -1,7 +1,5 @@
 """How many examples a test draws."""
 
-from __future__ import annotations
-
 import os
 
 from hypothesis import HealthCheck, Phase, settings

@@ -1,7 +1,5 @@
 """What is wrapped, and a step of training with it that tells whether gradients are right."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

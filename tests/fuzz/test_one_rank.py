@@ -3,8 +3,6 @@
 After each call the next correct step gives the gradients of an unwrapped module.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -26,10 +24,7 @@ from fuzz.examples import examples
 from fuzz.models import Net, assert_right, modules
 from tritonddp import DistributedDataParallel
 
-pytestmark = [
-    pytest.mark.usefixtures("one_rank"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("ignore")]
 
 # After which a wrapper is not as it was: a hook that was registered stays.
 _STAYS = {"register_comm_hook", "fused_optimizer", "builtin_comm_hook"}

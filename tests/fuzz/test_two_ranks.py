@@ -1,7 +1,5 @@
 """Two ranks, of which one or both call something wrongly: an error by name, and nobody hangs."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

@@ -1,35 +1,32 @@
 """A program with stock DDP and with tritonddp, and how they differ."""
 
-from __future__ import annotations
-
-import importlib
 import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch.distributed as dist
 from distributed import give_up_after, run_ranks
 from torch.nn.parallel import DistributedDataParallel as Stock
 
-from hostile.outcomes import Expected
+from hostile import (  # noqa: F401  each puts its programs into the table
+    backwards,
+    buffers,
+    gradients,
+    names,
+    order,
+    strictness,
+)
 from hostile.record import Record, Row
+from hostile.table import PROGRAMS
 from tritonddp import DistributedDataParallel
 
 STOCK, OURS = "stock DDP", "tritonddp"
 _CLASSES = {STOCK: Stock, OURS: DistributedDataParallel}
-# Seconds in which a program ends that hangs or not: of its process group, and of its processes.
-_TIMEOUT, _LIMIT = 20.0, 60.0
+_TIMEOUT = 20.0  # seconds in which a process group gives up
 _PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
-
-PROGRAMS = sorted(
-    f"{path.parent.name}.{path.stem}"
-    for path in Path(__file__).parent.glob("*/*.py")
-    if path.stem != "__init__"
-)
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,11 @@ def play(name: str, title: str) -> Played:
         name: one of :data:`PROGRAMS`.
         title: :data:`STOCK` or :data:`OURS`.
     """
-    module = _module(name)
-    expected = _expected(module)
-    timeout = _TIMEOUT
-    if title == OURS and expected is not None:
-        timeout = expected.timeout or timeout
-    limit = getattr(module, "LIMIT", _LIMIT)
+    program, timeout = PROGRAMS[name], _TIMEOUT
+    if title == OURS and program.expected is not None:
+        timeout = program.expected.timeout or timeout
     try:
-        rows = run_ranks(_on_a_rank, _ranks(module), name, title, timeout, timeout=limit)
+        rows = run_ranks(_on_a_rank, program.ranks, name, title, timeout, timeout=program.limit)
     except pytest.fail.Exception as failure:
         return Played([], str(failure))
     return Played(rows, "")
@@ -63,7 +57,7 @@ def play(name: str, title: str) -> Played:
 def differences(name: str) -> Iterator[str]:
     """How a program with tritonddp differs from stock DDP, and from what it says of itself."""
     stock, ours = play(name, STOCK), play(name, OURS)
-    expected = _expected(_module(name))
+    expected = PROGRAMS[name].expected
     if expected is not None and f"\n| {expected.row}" not in _PAGE.read_text():
         yield f"docs/differences.md has no row that begins with '{expected.row}'"
     if stock.failure:
@@ -94,24 +88,10 @@ def differences(name: str) -> Iterator[str]:
 
 
 def _on_a_rank(name: str, title: str, timeout: float) -> list[Row]:
-    module = _module(name)
-    assert dist.group.WORLD is not None
     dist.barrier()  # one rank may have taken seconds to import all this
     give_up_after(timeout, dist.group.WORLD)
     record = Record()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
-        module.program(_CLASSES[title], record)
+        PROGRAMS[name].run(_CLASSES[title], record)
     return list(record)
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"hostile.{name}")
-
-
-def _ranks(module: ModuleType) -> int:
-    return getattr(module, "RANKS", 2)
-
-
-def _expected(module: ModuleType) -> Expected | None:
-    return getattr(module, "EXPECTED", None)

@@ -1,7 +1,5 @@
 """Programs that know nothing of this package cannot tell it from stock DDP."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest
@@ -31,7 +29,10 @@ QUICK = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.quick] if name in QUICK else []) for name in PROGRAMS],
+    [
+        pytest.param(name, marks=[pytest.mark.quick] if name in QUICK else [])
+        for name in sorted(PROGRAMS)
+    ],
 )
 def test_a_program_sees_what_it_sees_under_stock(name: str) -> None:
     found = list(islice(differences(name), 5))

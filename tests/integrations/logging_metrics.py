@@ -5,8 +5,6 @@
 Instead of ``on`` say ``off`` for a wrapper without metrics, ``stock`` for torch's own.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Frameworks train with tritonddp on two processes, and end where they end with stock DDP."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """Trainers log what ``metrics()`` tells, by callbacks of ours."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -12,7 +10,8 @@ import launched
 import pytest
 from launched import ROOT
 
-from tritonddp.integrations.metrics import check_every, numbers_of
+from tritonddp._arguments import check_every
+from tritonddp.integrations.metrics import numbers_of
 
 NEEDED = {"lightning": ("lightning", "pytorch_lightning"), "transformers": ("transformers",)}
 trainers = pytest.mark.parametrize("trainer", NEEDED)

@@ -1,7 +1,5 @@
 """tritonddp's class under torch's names, and what others put on torch's class."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

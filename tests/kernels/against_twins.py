@@ -328,7 +328,6 @@ def squares_of(grads: Any) -> Any:
 
 
 def total(squares: Tensor | None) -> float:
-    assert squares is not None
     assert squares.dtype in (torch.float32, torch.float64)
     return squares.double().sum().item()
 

@@ -1,7 +1,5 @@
 """The Triton kernels of this pytest process run in Triton's interpreter: see ../conftest.py."""
 
-from __future__ import annotations
-
 import pytest
 
 

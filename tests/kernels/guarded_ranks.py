@@ -1,7 +1,5 @@
 """Quantised buffers inside poisoned memory, and their comparison bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

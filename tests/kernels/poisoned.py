@@ -4,8 +4,6 @@ A kernel that writes one element too far is seen here and nowhere else: the inte
 bounds, and a neighbour in a GPU's memory does not complain.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

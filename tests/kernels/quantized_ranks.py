@@ -1,7 +1,5 @@
 """The ranks of a quantised reduction in one process: collectives are copies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

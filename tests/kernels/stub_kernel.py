@@ -1,7 +1,5 @@
 """In the place of a Triton kernel, where no GPU is: it compiles and launches nothing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kernels against their twins, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 from against_twins import *  # noqa: F403
 from against_twins import Place

@@ -1,7 +1,5 @@
 """The layout of a flat buffer and its trailer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from poisoned import assert_gaps_intact, dense, embedded_flat, raw

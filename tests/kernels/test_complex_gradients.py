@@ -1,7 +1,5 @@
 """The kernels, which know real numbers only, on complex gradients, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The flatten kernel, in Triton's interpreter, against its plain-torch twin."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """How launches are prepared and made, with stubs in place of compiler and GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

@@ -1,7 +1,5 @@
 """Which gradients the kernels mark as not finite: in Triton's interpreter, and their twins."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The three quantising kernels, in Triton's interpreter, against their plain-torch twins."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

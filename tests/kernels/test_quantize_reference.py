@@ -1,7 +1,5 @@
 """Block-quantised reduction, in plain torch: what it may lose, and what it must not."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,37 +1,14 @@
 """Which kernels a device gets, and what is said where there are none."""
 
-from __future__ import annotations
-
 import dataclasses
-import subprocess
-import sys
-import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launched import printed
 
 from tritonddp.kernels import reference
 from tritonddp.kernels.dispatch import select
-
-
-def run(code: str, **environment: str) -> str:
-    """Run ``code`` in a process without the interpreter, and hand back what it printed."""
-    import os
-
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
 
 WITHOUT_TRITON = """
     import sys
@@ -73,7 +50,7 @@ def test_cuda_tensors_are_refused_under_the_interpreter():
 
 
 def test_cuda_tensors_get_the_triton_kernels():
-    printed = run(
+    out = printed(
         """
         import torch
         from tritonddp.kernels.dispatch import select
@@ -83,12 +60,12 @@ def test_cuda_tensors_get_the_triton_kernels():
         """
     )
     names = "tritonddp.kernels.flatten tritonddp.kernels.unflatten 16"
-    assert printed.split() == names.split()
+    assert out.split() == names.split()
 
 
 @pytest.mark.long
 def test_cuda_tensors_are_quantised_by_the_triton_kernels():
-    printed = run(
+    out = printed(
         """
         import torch
         from tritonddp.kernels.dispatch import select_quantized
@@ -97,7 +74,7 @@ def test_cuda_tensors_are_quantised_by_the_triton_kernels():
             print(each.__module__, each.__name__)
         """
     )
-    assert printed.splitlines() == [
+    assert out.splitlines() == [
         "tritonddp.kernels.quantized.quantize quantize",
         "tritonddp.kernels.quantized.reduce_parts reduce_parts",
         "tritonddp.kernels.quantized.dequantize dequantize",
@@ -107,7 +84,7 @@ def test_cuda_tensors_are_quantised_by_the_triton_kernels():
 @pytest.mark.long
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False)])
 def test_fp8_needs_capability_8_9_and_says_so_before_anything_is_compiled(capability, refused):
-    printed = run(
+    out = printed(
         f"""
         import torch
         from tritonddp.kernels.dispatch import select_quantized
@@ -120,21 +97,21 @@ def test_fp8_needs_capability_8_9_and_says_so_before_anything_is_compiled(capabi
         """
     )
     needs = "fp8 (e4m3) needs compute capability 8.9, but cuda:1 has 8.0: use int8"
-    assert printed == (needs if refused else "")
+    assert out == (needs if refused else "")
 
 
 def test_without_triton_the_cpu_still_works():
-    printed = run(
+    out = printed(
         WITHOUT_TRITON
         + """
     print(select(torch.device("cpu")).flatten.__module__)
     """
     )
-    assert printed == "tritonddp.kernels.reference"
+    assert out == "tritonddp.kernels.reference"
 
 
 def test_without_triton_cuda_is_an_error_that_says_what_to_install():
-    printed = run(
+    out = printed(
         WITHOUT_TRITON
         + """
     try:
@@ -143,12 +120,12 @@ def test_without_triton_cuda_is_an_error_that_says_what_to_install():
         print(error)
     """
     )
-    assert "pip install 'triton>=3.6'" in printed
-    assert "No module named 'triton'" in printed
+    assert "pip install 'triton>=3.6'" in out
+    assert "No module named 'triton'" in out
 
 
 def test_the_cpu_path_does_not_import_triton():
-    printed = run(
+    out = printed(
         """
         import sys, torch
         from tritonddp.kernels.dispatch import select
@@ -156,7 +133,7 @@ def test_the_cpu_path_does_not_import_triton():
         print([name for name in sys.modules if name.startswith("tritonddp.kernels.")])
         """
     )
-    assert "flatten" not in printed.replace("unflatten", "flatten")
+    assert "flatten" not in out.replace("unflatten", "flatten")
 
 
 def test_fp8_needs_gfx950_on_amd_gpus(monkeypatch):

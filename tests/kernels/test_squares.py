@@ -1,7 +1,5 @@
 """Sums of squares that kernels leave beside what they move: in Triton's interpreter, and twins."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 
@@ -52,7 +50,6 @@ def tolerance(*dtypes: torch.dtype) -> float:
 
 
 def total(squares: torch.Tensor | None) -> float:
-    assert squares is not None
     return squares.double().sum().item()
 
 
@@ -139,10 +136,7 @@ def test_norms_of_tensors_of_any_kind(dtype):
         torch.randn(9, 9, dtype=dtype)[::2],
         torch.randn((), dtype=dtype),
         torch.sparse_coo_tensor(
-            torch.tensor([[1, 1, 3]]),
-            torch.randn(3, 4, dtype=dtype),
-            (5, 4),
-            check_invariants=True,
+            torch.tensor([[1, 1, 3]]), torch.randn(3, 4, dtype=dtype), (5, 4), check_invariants=True
         ),
     ]
     for norm, tensor in zip(reference.norms_of(tensors), tensors, strict=True):

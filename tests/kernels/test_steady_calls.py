@@ -3,25 +3,20 @@
 Functions of the package are counted, not timed: the numbers are the same on every machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pytest
+import steady_step
 import torch
 from poisoned import assert_same_bits, dense, embedded_gradients, values
 from quantized_ranks import quantized_buffers
 from stub_kernel import StubKernel
 
-import tritonddp
 from tritonddp import _torch
 from tritonddp.kernels import device_tables, launch, reference
 from tritonddp.kernels import flatten as flatten_module
@@ -31,7 +26,6 @@ from tritonddp.kernels.quantized import dequantize as dequantize_module
 from tritonddp.kernels.quantized import quantize as quantize_module
 from tritonddp.kernels.quantized import reduce_parts as reduce_parts_module
 
-LIBRARY = str(Path(tritonddp.__file__).parent)
 COUNT = 12  # gradients
 VECTORS = [dense([64])] * COUNT
 BOTH = [dense([8, 8]), dense([64])] * (COUNT // 2)
@@ -55,20 +49,9 @@ def gradients(slots=VECTORS, dtype=torch.float32, seed=0) -> list[torch.Tensor |
 
 def calls(function: Callable[..., Any], *arguments: Any) -> int:
     """Functions of the package that the third of three calls has called, itself among them."""
-    count = 0
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(LIBRARY)
-
     for _ in range(2):
         function(*arguments)
-    sys.setprofile(note)
-    try:
-        function(*arguments)
-    finally:
-        sys.setprofile(None)
-    return count
+    return steady_step.calls(partial(function, *arguments)).total()
 
 
 MODULES = {

@@ -1,7 +1,5 @@
 """The device tables: chunk rows, addresses, uploads."""
 
-from __future__ import annotations
-
 import math
 import struct
 from types import SimpleNamespace

@@ -5,8 +5,6 @@
 runs the example of this name on each rank, and says how many models it has wrapped.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import pkgutil

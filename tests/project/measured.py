@@ -4,8 +4,6 @@ What a process runs is noted for the test that started it, or that it has been g
 ``distributed.py``): coverage.py calls that a context. The data stay in ``build/coverage``.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -5,8 +5,6 @@ this one; ``tests/project/test_shape.py`` holds some of it. What a variable hold
 name: ``reduction``, ``self._reducer`` and so on.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import defaultdict

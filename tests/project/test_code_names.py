@@ -1,7 +1,5 @@
 """Names of code that a page has in backticks, ``name()`` and ``owner.attribute``, exist."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib
@@ -23,17 +21,7 @@ import tritonddp
 from tritonddp import DistributedDataParallel
 
 PACKAGE = Path(tritonddp.__file__).parent
-# Rewritten with the objects of the core.
-LATER = {"architecture.md", "one-backward.md"}
-PAGES = [
-    page
-    for page in (
-        *sorted((ROOT / "docs").glob("*.md")),
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-    )
-    if page.name not in LATER
-]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 # What pages call objects of the user, and of the package: their classes.
 OBJECTS: dict[str, Any] = {
@@ -44,7 +32,6 @@ OBJECTS: dict[str, Any] = {
     "scaler": torch.amp.GradScaler,
     "grad_fn": torch.autograd.graph.Node,
     "bucket": ("Bucket",),
-    "run": ("ReductionRun",),
     "reducer": ("Reducer", "StockReducer"),
 }
 MODULES = {"nn": nn, "dist": dist, "autograd": torch.autograd}

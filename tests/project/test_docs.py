@@ -1,7 +1,5 @@
 """The pages name tests and pages that exist, every case, and what stock is tested to do."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What docs/api.md shows is everything public, and its examples run on two ranks."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

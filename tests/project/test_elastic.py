@@ -1,7 +1,5 @@
 """The elastic example: killed anywhere, it goes on, and ends with the bits of an unharmed run."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -483,9 +481,7 @@ def test_torchrun_brings_a_run_through_deaths(deaths: int, place: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_the_digits_are_learnt_with_the_same_bits_through_deaths_at_any_time(
-    place: Path,
-) -> None:
+def test_the_digits_are_learnt_with_the_same_bits_through_deaths_at_any_time(place: Path) -> None:
     pytest.importorskip("sklearn", reason="needs the extra [examples]")
     seed, options = random.randrange(1000), ("--steps", "80", "--every", "7")
     print(f"seed {seed}")

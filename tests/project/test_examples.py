@@ -1,7 +1,5 @@
 """The example does what it prints: it learns, ranks agree, both wrappers end with the same bits."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is built has the whole package and is found; torch alone is enough to train on the CPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A wrapper has stock's attributes and the documented methods; all else is the user's."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -44,20 +42,11 @@ def test_what_is_added_is_in_the_reference() -> None:
     assert shown >= ADDED | OF_LATER_STOCK - {"lazy_bucket_allocation"}  # stock has no text either
 
 
-NAMES = [
-    *("config", "group", "sync", "core", "caps", "traced", "buffer_sync", "state_broadcast"),
-    *(
-        "device",
-        "check_finite",
-        "window",
-        "figures",
-        "_window",
-        "_low",
-        "_figures",
-        "comm_hook_name",
-    ),
-    *("wrapped_modules", "_buffer_hook", "_is_sliced", *sorted(ADDED)),
-]
+INSIDE = """
+    config group sync core caps traced buffer_sync state_broadcast device check_finite window
+    figures _window _low _figures comm_hook_name wrapped_modules _buffer_hook _is_sliced
+"""
+NAMES = [*INSIDE.split(), *sorted(ADDED)]
 
 
 def net() -> nn.Module:

@@ -1,7 +1,5 @@
 """Which tests reach a line: also in the processes that a test is given, one after another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

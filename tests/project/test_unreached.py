@@ -1,7 +1,5 @@
 """What the list of statements that no test executes names is in the package."""
 
-from __future__ import annotations
-
 import pytest
 from unreached import ALL, UNREACHED, compare, functions
 

@@ -6,8 +6,6 @@
 prints them, sorted. Of a ``def`` or ``class`` it is those that run anything in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import sys

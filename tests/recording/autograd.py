@@ -4,8 +4,6 @@ An AccumulateGrad node has the stream that was current when it was made, and kee
 anybody holds the node. See ``Engine::evaluate_function`` and ``InputBuffer::add``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The functions that ``SyncBatchNorm`` rests on, which torch has for a GPU only, in plain torch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

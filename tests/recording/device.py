@@ -1,7 +1,5 @@
 """Tensors on the CPU that pass for a GPU's, see the package."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -4,8 +4,6 @@ No number is wrong by any of them here, where all work is done at once: on a GPU
 and then, and others would cost time.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

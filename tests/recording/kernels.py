@@ -5,8 +5,6 @@ the device then, notes the memory that the addresses in them lead to, and does t
 and unflatten here, the quantising kernels in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import struct

@@ -1,7 +1,5 @@
 """Small programs for the recorded device, one for each way that gradients go."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -138,11 +136,7 @@ PROGRAMS = {
     ),
     "trace": Program(around=tritonddp.trace),
     "mixed precision": Program(
-        {
-            "mixed_precision": _MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
-            )
-        }
+        {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16)}
     ),
 }
 
@@ -203,10 +197,7 @@ class Played:
 
 
 def play(
-    program: Program,
-    steps: int = WARM_UP + 2,
-    elsewhere: bool = False,
-    plays: bool = True,
+    program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False, plays: bool = True
 ) -> Played:
     """Some steps of ``program`` on the recorded device, or, without, on the CPU.
 

@@ -4,8 +4,6 @@ A benchmark of ``make gpu``, made small. It names the device of each tensor: wha
 is the host's, and where tensors of both meet in one operation it fails, as on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

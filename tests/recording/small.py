@@ -4,8 +4,6 @@ The names stay, so that the command lines are those of a GPU: of models, of list
 buckets. Only what they stand for is small, and there are few rounds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ As far as a machine without a GPU can tell: what the host does while a graph is 
 memory the graph goes on to use. Replays are those of ``tests/gpu``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed import gather, ranks
 from torch import Tensor, nn
+from training import breaking_off
 
 from recording.device import recording
 from recording.programs import PROGRAMS, Program, Run
@@ -36,6 +35,18 @@ def running(program: Program, module: nn.Module | None = None) -> Iterator[Run]:
         assert not recorder.races, recorder.report()
 
 
+def capture_a_step(run: Run) -> None:
+    with run.recorder.graph():
+        run.step()
+
+
+def refuse_a_step(run: Run, said: str) -> None:
+    """A capture is refused in these words, and training goes on."""
+    with pytest.raises(RuntimeError, match=said):
+        capture_a_step(run)
+    run.step()
+
+
 CAPTURED = [
     *("copies", "copies, zeroed in place", "views", "views, zeroed in place", "bf16 wire"),
     *("bf16 wire, views", "int8", "lazy buckets", "communication hook", "buffers"),
@@ -49,8 +60,7 @@ CAPTURED = [
 def test_after_one_step_a_step_is_captured(name: str) -> None:
     with running(PROGRAMS[name]) as run:
         run.step()
-        with run.recorder.graph():
-            run.step()
+        capture_a_step(run)
         captured = run.recorder.launches, run.recorder.collectives
         assert captured[0]["flatten"] + captured[0]["quantize"] == len(run.net.reducer.buckets)
         # The tables of the graph go up with it.
@@ -70,8 +80,7 @@ def test_after_one_step_a_step_is_captured(name: str) -> None:
 def test_buckets_outlive_a_graph_that_reduces_them() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
-        with run.recorder.graph():
-            run.step()
+        capture_a_step(run)
         run.module.third.requires_grad_(False)
         for _ in range(12):  # buckets are made anew
             run.step()
@@ -107,10 +116,7 @@ def test_what_no_replay_could_do_is_refused_and_training_goes_on(name: str) -> N
     program, said = REFUSED[name]
     with running(program) as run:
         run.step()
-        said = rf"step \d, while a CUDA graph is .*{said}"
-        with pytest.raises(RuntimeError, match=said), run.recorder.graph():
-            run.step()
-        run.step()
+        refuse_a_step(run, rf"step \d, while a CUDA graph is .*{said}")
         sums = gather([float(gradient.sum()) for gradient in run.gradients()])
         assert sums[0] == sums[1]
 
@@ -122,12 +128,8 @@ def test_a_first_step_is_wanted(change: Callable[..., Any] | None) -> None:
         if change is not None:
             run.step()
             change(run.net, run.x)
-        said = "run one step, forward and backward"
-        with pytest.raises(RuntimeError, match=said), run.recorder.graph():
-            run.step()
-        run.step()
-        with run.recorder.graph():
-            run.step()
+        refuse_a_step(run, "run one step, forward and backward")
+        capture_a_step(run)
 
 
 class Reordered(nn.Module):
@@ -172,9 +174,8 @@ def test_what_the_ranks_have_said_is_looked_at_before() -> None:
         weighted = run.net.weighted(2) if dist.get_rank() else contextlib.nullcontext()
         with weighted:
             run.step()
-        said = "the mean is weighted on some ranks only"
-        with pytest.raises(RuntimeError, match=said), run.recorder.graph():
-            run.step()
+        with pytest.raises(RuntimeError, match="the mean is weighted on some ranks only"):
+            capture_a_step(run)
 
 
 class Complex(nn.Module):
@@ -192,8 +193,7 @@ class Complex(nn.Module):
 def test_complex_gradients_are_captured(lazy: bool) -> None:
     with running(Program({"lazy_bucket_allocation": lazy}), Complex()) as run:
         run.step()
-        with run.recorder.graph():
-            run.step()
+        capture_a_step(run)
         run.step()
 
 
@@ -201,15 +201,10 @@ def test_complex_gradients_are_captured(lazy: bool) -> None:
 def test_a_replay_right_behind_a_step_is_in_order_with_it() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
-        with run.recorder.graph():
-            run.step()
+        capture_a_step(run)
         run.step()
         for bucket in run.net._ddp_state.core.manager.current.buckets:
             bucket.flat.data.fill_(0)  # as the first kernel of a replay
-
-
-def _raises(_: Tensor) -> None:
-    raise ZeroDivisionError
 
 
 @ranks(2, interprets=True)
@@ -218,10 +213,8 @@ def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
     with recording() as recorder, torch.cuda.stream(torch.cuda.Stream()):
         run = Run(PROGRAMS["copies"], recorder)
         run.step()
-        handle = run.module.first.weight.register_hook(_raises)
-        with pytest.raises(ZeroDivisionError), recorder.graph():
-            run.step()
-        handle.remove()
+        with breaking_off(run.module.first.weight):
+            capture_a_step(run)
         run.step()
         assert recorder.collectives.total() == len(run.net.reducer.buckets)
         sums = gather([float(gradient.sum()) for gradient in run.gradients()])
@@ -232,14 +225,9 @@ def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
 def test_a_backward_that_broke_off_is_made_up_for_before() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
-        handle = run.module.first.weight.register_hook(_raises)
-        with pytest.raises(ZeroDivisionError):
+        with breaking_off(run.module.first.weight):
             run.step()
-        handle.remove()
-        said = "did not come to its end"
-        with pytest.raises(RuntimeError, match=said), run.recorder.graph():
-            run.step()
-        run.step()
+        refuse_a_step(run, "did not come to its end")
 
 
 @ranks(2, interprets=True)
@@ -249,6 +237,6 @@ def test_ranks_that_reduce_other_parameters_are_told_without_a_collective() -> N
         run.net._ddp_state.core.agreement.pending = True
         with mock.patch.object(Agreement, "_check", side_effect=SchemaMismatch):
             said = "the ranks reduce different parameters. Run one step without a graph"
-            with pytest.raises(RuntimeError, match=said), run.recorder.graph():
-                run.step()
+            with pytest.raises(RuntimeError, match=said):
+                capture_a_step(run)
         run.step()

@@ -1,7 +1,5 @@
 """The kernels as the recorded device plays them have the bits of their twins too."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

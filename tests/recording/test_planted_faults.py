@@ -1,7 +1,5 @@
 """Each planted fault of :mod:`recording.faults` is found; without one there is nothing to find."""
 
-from __future__ import annotations
-
 import pytest
 from distributed import ranks
 

@@ -1,7 +1,5 @@
 """Programs of the differential test on the recorded device: a GPU could not do otherwise."""
 
-from __future__ import annotations
-
 import pytest
 from differential.in_ranks import play_recorded
 from distributed import run_ranks
@@ -16,10 +14,7 @@ def seeds(first: int, end: int) -> list[range]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "chosen",
-    [
-        *seeds(0, 25),
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in seeds(25, 500)),
-    ],
+    [*seeds(0, 25), *(pytest.param(each, marks=pytest.mark.thorough) for each in seeds(25, 500))],
     ids=str,
 )
 def test_a_random_program_has_no_race(chosen: range) -> None:

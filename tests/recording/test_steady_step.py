@@ -3,8 +3,6 @@
 Counted on the recorded device. The numbers may only be lowered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

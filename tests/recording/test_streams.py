@@ -1,7 +1,5 @@
 """By which calls the package asks for streams: in a step each through ``torch.cuda`` is dear."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

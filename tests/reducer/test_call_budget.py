@@ -3,8 +3,6 @@
 Counted, not timed: the numbers are the same on every machine. They may only be lowered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Gradients in a context of ``torch.distributed.autograd``: two trainers, one more RPC worker."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator

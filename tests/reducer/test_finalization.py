@@ -1,7 +1,5 @@
 """Manual finalisation: gradients come home when the caller says so, and not otherwise."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

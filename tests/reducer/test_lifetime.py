@@ -1,7 +1,5 @@
 """Nothing outlives its use."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

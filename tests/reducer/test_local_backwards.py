@@ -1,7 +1,5 @@
 """Which backwards are the wrapper's: those that go through its forwards, or that one has armed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -17,10 +15,7 @@ from logged import logged
 from modules import OnDemand
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim.optimizer import (
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from training import (
     assert_gradients_alike,

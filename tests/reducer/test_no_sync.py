@@ -1,7 +1,5 @@
 """Which backwards are reduced: those that stock reduces, microbatch by microbatch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Nothing to know: each case of the table gives the mean of what each rank's own model computes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +12,7 @@ from cases import CASES, Case
 from distributed import VIEW, Calls, assert_same_on_all_ranks, ranks, recorded_collectives
 from oracle import Net, adopt, assert_gradients, mean_over_ranks, one_per_rank, seed
 from torch import Tensor, nn
+from training import gradients
 
 from tritonddp import DistributedDataParallel
 
@@ -67,8 +66,7 @@ def check(name: str, view: bool, local: bool, cap: float | None) -> None:
             check_collectives(calls, case, nets, buckets, step, cap is not None, what)
         for net, means in zip(nets, expected[step], strict=True):
             assert_gradients(net, means, what)
-            grads = [param.grad for param in net.parameters()]
-            reduced += [None if grad is None else grad.detach().clone() for grad in grads]
+            reduced += gradients(net)
             if habit == "drop":
                 net.zero_grad()
     assert_same_on_all_ranks(reduced, f"{name}, gradients of all steps")

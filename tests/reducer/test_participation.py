@@ -3,8 +3,6 @@
 The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random
@@ -13,12 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from cases.models import Branches, batch, branch
-from distributed import (
-    assert_same_bits,
-    in_rings,
-    ranks,
-    recorded_collectives,
-)
+from distributed import assert_same_bits, in_rings, ranks, recorded_collectives
 from oracle import Net, in_step, one_per_rank
 from torch import Tensor, nn
 from training import assert_gradients_alike, train_step, wrap

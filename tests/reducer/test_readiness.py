@@ -1,7 +1,5 @@
 """Buckets leave as they fill, and gradients that no engine announces are waited for or found."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

@@ -1,7 +1,5 @@
 """After a backward that breaks off no gradient is wrong, no rank waits, and the next is right."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

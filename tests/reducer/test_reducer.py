@@ -1,11 +1,8 @@
 """Exact counts of launches, collectives and bytes, each by the reducer's word and from outside."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,8 +10,7 @@ import torch
 from distributed import in_rings, ranks, recorded_collectives
 from modules import Layers, Squares
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from training import counted, drawn, train_step, wrap
+from training import Operators, counted, drawn, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
@@ -59,18 +55,6 @@ def test_large_parameters_are_flattened_in_segments_and_still_sent_together(view
     assert segments == 1 + 2
     assert calls.names == ["all_reduce"] * 2
     assert (found.flattens, found.unflattens) == (segments, 0 if view else 2)
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that run on this thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operators_beyond_the_backward(number: int, view: bool) -> int:

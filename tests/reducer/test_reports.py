@@ -1,7 +1,5 @@
 """Reports: what extensions of each rank tell all ranks in a reduction, behind the headers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock

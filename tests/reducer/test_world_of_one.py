@@ -1,7 +1,5 @@
 """A world of one: nothing is exchanged, and all else is as on several ranks."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """A short soak finds nothing, and one with a planted leak or a wrong sum does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from differential import oracle

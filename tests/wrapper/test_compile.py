@@ -1,7 +1,5 @@
 """torch.compile of a wrapped module, and of what is wrapped: its gradients, its graphs, overlap."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
@@ -15,11 +13,7 @@ from distributed import assert_same_on_all_ranks, ranks
 from modules import Layers
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.utils import (
-    clear_compilation_metrics,
-    counters,
-    get_compilation_metrics,
-)
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from training import gradients
 
 from tritonddp import DistributedDataParallel

@@ -1,12 +1,7 @@
 """Wrapping a model: what is accepted, what is refused, and what an error says."""
 
-from __future__ import annotations
-
 import copy
 import inspect
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
-from launched import ROOT
+from launched import printed
 from modules import normed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -130,91 +125,70 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 }
 DELAYED, UNTIL = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
 AT_ONE_TIME = "need to be set at the same time"
-# Options of a small module.
-WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "device_ids on CPU": ({"device_ids": [0]}, ValueError, "device_ids [0]; cpu"),
-    "two device_ids": ({"device_ids": [0, 1]}, ValueError, "single element; [0, 1]"),
-    "device_ids of another kind": ({"device_ids": 0}, TypeError, "device_ids; got 0"),
-    "output_device on CPU": ({"output_device": 1}, ValueError, "output_device 1"),
-    "zero bucket": ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb; positive; 0"),
-    "negative bucket": ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb; -1"),
-    "nan bucket": ({"bucket_cap_mb": float("nan")}, ValueError, "finite; nan"),
-    "infinite bucket": ({"bucket_cap_mb": float("inf")}, ValueError, "finite; inf"),
-    "bucket in words": ({"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb; '25'"),
-    "bucket of truth": ({"bucket_cap_mb": True}, TypeError, "bucket_cap_mb; True"),
-    "no list": ({"bucket_cap_mb_list": []}, ValueError, "bucket_cap_mb_list; empty"),
-    "bad list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "bucket_cap_mb_list; -2"),
-    "no list at all": ({"bucket_cap_mb_list": 5}, TypeError, "bucket_cap_mb_list; 5"),
-    "no mesh": ({"device_mesh": "dp"}, TypeError, "device_mesh; 'dp'"),
-    "delayed without names": (
-        {DELAYED: [torch.ones(1)], UNTIL: 1},
-        TypeError,
-        "list of names and parameters",
-    ),
-    "delayed until nothing": ({DELAYED: [], UNTIL: 1}, TypeError, UNTIL + "; " + "got 1"),
-    "delayed": ({DELAYED: [("a", PARAM)]}, ValueError, DELAYED + "; " + AT_ONE_TIME),
-    "param hook": ({UNTIL: PARAM}, ValueError, UNTIL + "; " + AT_ONE_TIME),
+# Options of a small module whose values are wrong, or whose types.
+WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "device_ids on CPU": ({"device_ids": [0]}, "device_ids [0]; cpu"),
+    "two device_ids": ({"device_ids": [0, 1]}, "single element; [0, 1]"),
+    "output_device on CPU": ({"output_device": 1}, "output_device 1"),
+    "zero bucket": ({"bucket_cap_mb": 0}, "bucket_cap_mb; positive; 0"),
+    "negative bucket": ({"bucket_cap_mb": -1}, "bucket_cap_mb; -1"),
+    "nan bucket": ({"bucket_cap_mb": float("nan")}, "finite; nan"),
+    "infinite bucket": ({"bucket_cap_mb": float("inf")}, "finite; inf"),
+    "no list": ({"bucket_cap_mb_list": []}, "bucket_cap_mb_list; empty"),
+    "bad list": ({"bucket_cap_mb_list": [1, -2]}, "bucket_cap_mb_list; -2"),
+    "delayed": ({DELAYED: [("a", PARAM)]}, DELAYED + "; " + AT_ONE_TIME),
+    "param hook": ({UNTIL: PARAM}, UNTIL + "; " + AT_ONE_TIME),
     "delayed strangers": (
         {DELAYED: [("a", PARAM)], UNTIL: PARAM},
-        ValueError,
         "none of the wrapped module's: a",
-    ),
-    "mixed precision": (
-        {"mixed_precision": object()},
-        TypeError,
-        "mixed_precision; _MixedPrecision",
     ),
     "mixed precision of integers": (
         {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)},
-        ValueError,
         "torch.int8; reduce_dtype",
     ),
-    "reduce_dtype by name": ({"reduce_dtype": "bf16"}, TypeError, "reduce_dtype; 'bf16'"),
     "reduce_dtype of integers": (
         {"reduce_dtype": torch.int8},
-        ValueError,
         "torch.bfloat16, torch.float16, torch.float32; torch.int8",
     ),
-    "compression": (
-        {"compression": "int4"},
-        ValueError,
-        "one of 'int8', 'fp8', 'auto' or None, got 'int4'",
-    ),
+    "compression": ({"compression": "int4"}, "one of 'int8', 'fp8', 'auto' or None, got 'int4'"),
     "exact, by another name": (
         {"compression": "int8", "exact": "wheight"},
-        ValueError,
         "no parameter 'wheight'",
     ),
-    "exact, by no name": (
-        {"compression": "int8", "exact": 3},
-        TypeError,
-        "exact should be a name; got 3",
-    ),
-    "grad_norm": ({"grad_norm": "yes"}, TypeError, "grad_norm should be True or False"),
-    "metrics": ({"metrics": "yes"}, TypeError, "metrics"),
     "buffer_sync": (
         {"buffer_sync": "sum"},
-        ValueError,
         "buffer_sync should be None or one of 'broadcast', 'mean', 'off'",
     ),
-    "buffer_sync of numbers": ({"buffer_sync": 1}, ValueError, "buffer_sync should be"),
+    "buffer_sync of numbers": ({"buffer_sync": 1}, "buffer_sync should be"),
     "buffers off and on": (
         {"buffer_sync": "off", "forward_sync_buffers": True},
-        ValueError,
         "contradict each other",
     ),
     "means of buffers and off": (
         {"buffer_sync": "mean", "forward_sync_buffers": False},
-        ValueError,
         "contradict each other",
     ),
     "buffers on and off": (
         {"buffer_sync": "broadcast", "broadcast_buffers": False},
-        ValueError,
         "contradict each other",
     ),
 }
-REFUSED |= {name: (small, *row) for name, row in WRONG_OPTIONS.items()}
+WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "device_ids of another kind": ({"device_ids": 0}, "device_ids; got 0"),
+    "bucket in words": ({"bucket_cap_mb": "25"}, "bucket_cap_mb; '25'"),
+    "bucket of truth": ({"bucket_cap_mb": True}, "bucket_cap_mb; True"),
+    "no list at all": ({"bucket_cap_mb_list": 5}, "bucket_cap_mb_list; 5"),
+    "no mesh": ({"device_mesh": "dp"}, "device_mesh; 'dp'"),
+    "delayed without names": ({DELAYED: [torch.ones(1)], UNTIL: 1}, "list of names and parameters"),
+    "delayed until nothing": ({DELAYED: [], UNTIL: 1}, UNTIL + "; " + "got 1"),
+    "mixed precision": ({"mixed_precision": object()}, "mixed_precision; _MixedPrecision"),
+    "reduce_dtype by name": ({"reduce_dtype": "bf16"}, "reduce_dtype; 'bf16'"),
+    "exact, by no name": ({"compression": "int8", "exact": 3}, "exact should be a name; got 3"),
+    "grad_norm": ({"grad_norm": "yes"}, "grad_norm should be True or False"),
+    "metrics": ({"metrics": "yes"}, "metrics"),
+}
+for kind, wrong in ((ValueError, WRONG_VALUES), (TypeError, WRONG_TYPES)):
+    REFUSED |= {name: (small, options, kind, said) for name, (options, said) in wrong.items()}
 
 
 def assert_says(caught: Any, *parts: str) -> None:
@@ -526,39 +500,26 @@ def test_ignored_parameters_and_buffers_are_left_alone(rank: int) -> None:
 # Importing
 
 
-def python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_importing_needs_neither_triton_nor_a_group_and_wrapping_needs_no_triton() -> None:
-    output = python(
-        """
-import sys
-sys.modules["triton"] = None  # importing it fails
-import torch, tritonddp
-import torch.distributed as dist
-assert not dist.is_initialized()
-from tritonddp.kernels.dispatch import select
-try:
-    select(torch.device("cuda"))
-except RuntimeError as error:
-    print(error)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
-for _ in range(2):
-    ddp(torch.ones(1, 2)).sum().backward()
-print(ddp.module.bias.grad.tolist())
-dist.destroy_process_group()
-"""
-    )
+    code = """
+        import sys
+        sys.modules["triton"] = None  # importing it fails
+        import torch, tritonddp
+        import torch.distributed as dist
+        assert not dist.is_initialized()
+        from tritonddp.kernels.dispatch import select
+        try:
+            select(torch.device("cuda"))
+        except RuntimeError as error:
+            print(error)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+        print(ddp.module.bias.grad.tolist())
+        dist.destroy_process_group()
+    """
+    output = printed(code, CUDA_VISIBLE_DEVICES="")
     error, grads = output.splitlines()
     assert "needs Triton for 'cuda' tensors" in error
     assert "pip install" in error
@@ -578,10 +539,7 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
 def test_wrappers_that_share_a_parameter_own_its_gradient_in_turns(rank: int, view: bool) -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    nets = [
-        DistributedDataParallel(first, gradient_as_bucket_view=True),
-        wrap(second, view),
-    ]
+    nets = [DistributedDataParallel(first, gradient_as_bucket_view=True), wrap(second, view)]
     for _ in range(3):
         for times, each in enumerate(nets, start=1):
             for accumulated in (1, 2):

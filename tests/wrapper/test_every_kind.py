@@ -1,7 +1,5 @@
 """Gradients of every kind in one model, under every option that decides how they travel."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

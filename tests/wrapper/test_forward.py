@@ -1,7 +1,5 @@
 """The parts of a forward, and subclasses that have one of their own."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients are those of stock DDP, and those of one process on the whole batch."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

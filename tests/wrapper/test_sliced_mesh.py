@@ -1,18 +1,12 @@
 """A mesh that is one dimension of a larger one: tensor parallelism inside data parallelism."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel

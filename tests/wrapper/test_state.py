@@ -1,7 +1,5 @@
 """Copies of a wrapper, saved ones, and the state of what it wraps."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from math import inf, prod
 from statistics import median
@@ -21,11 +21,7 @@ from typing import Any
 import torch
 
 from tritonddp.cli.kernel_timing import buckets, quantizers
-from tritonddp.cli.kernel_timing.device_timing import (
-    WARMUPS,
-    input_sets,
-    time_rounds,
-)
+from tritonddp.cli.kernel_timing.device_timing import WARMUPS, input_sets, time_rounds
 from tritonddp.cli.kernel_timing.paired import Ratio, paired_ratio
 from tritonddp.cli.terminal import bar, whole
 from tritonddp.kernels.dispatch import select
@@ -55,8 +51,8 @@ class Row:
     Attributes:
         kernel, model, dtype: which.
         baseline: what it is compared with.
-        tensors, nbytes: gradients, and what has to be read and written at least.
-        seconds, of_baseline, of_copy: medians of ours, of the baseline and of the copy.
+        tensors, bytes: gradients, and what has to be read and written at least.
+        seconds, baseline_seconds, copy_seconds: medians of ours, of the baseline and of the copy.
         ratio: ours over the baseline, by round.
         rounds: that count.
     """
@@ -66,17 +62,17 @@ class Row:
     dtype: str
     baseline: str
     tensors: int
-    nbytes: int
+    bytes: int
     seconds: float
-    of_baseline: float
-    of_copy: float
+    baseline_seconds: float
+    copy_seconds: float
     ratio: Ratio
     rounds: int
 
     @property
     def rate(self) -> float:
         """GB/s of ours."""
-        return self.nbytes / self.seconds / 1e9
+        return self.bytes / self.seconds / 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,11 +195,9 @@ def _numbers(rounds: int, end: float) -> Iterator[int]:
 
 def ran(device: torch.device) -> str:
     """The form of the kernels that runs on ``device``, and where."""
-    form = "Triton kernels" if device.type == "cuda" else "the kernels' twins in plain torch"
-    found = (form, f"{torch.get_num_threads()} threads" if device.type == "cpu" else "")
     if device.type == "cuda":
-        found = (form, torch.cuda.get_device_name(device))
-    return ", ".join(found)
+        return f"Triton kernels, {torch.cuda.get_device_name(device)}"
+    return f"the kernels' twins in plain torch, {torch.get_num_threads()} threads"
 
 
 def _as_text(rows: Sequence[Row], device: torch.device) -> str:
@@ -214,8 +208,8 @@ def _as_text(rows: Sequence[Row], device: torch.device) -> str:
         f"{'of a copy':>11}{'rounds':>8}  ratio to torch's own [95%]",
     ]
     lines += [
-        f"{row.kernel:<17}{row.model:<13.12}{row.dtype:<6}{row.nbytes / 1e6:>7.1f}"
-        f"{row.seconds * 1e6:>10.1f}{row.rate:>8.1f}{row.of_copy / row.seconds:>11.2f}"
+        f"{row.kernel:<17}{row.model:<13.12}{row.dtype:<6}{row.bytes / 1e6:>7.1f}"
+        f"{row.seconds * 1e6:>10.1f}{row.rate:>8.1f}{row.copy_seconds / row.seconds:>11.2f}"
         f"{row.rounds:>8}  {row.ratio} {row.baseline}"
         for row in rows
     ]
@@ -227,20 +221,7 @@ def _as_json(rows: Sequence[Row], device: torch.device) -> str:
         "device": device.type,
         "ran": ran(device),
         "torch": torch.__version__,
-        "rows": [
-            {
-                **{name: getattr(row, name) for name in ("kernel", "model", "dtype", "baseline")},
-                "tensors": row.tensors,
-                "bytes": row.nbytes,
-                "seconds": row.seconds,
-                "baseline_seconds": row.of_baseline,
-                "copy_seconds": row.of_copy,
-                "gb_per_s": row.rate,
-                "rounds": row.rounds,
-                "ratio": [row.ratio.median, row.ratio.low, row.ratio.high],
-            }
-            for row in rows
-        ],
+        "rows": [asdict(row) | {"gb_per_s": row.rate, "ratio": astuple(row.ratio)} for row in rows],
     }
     return json.dumps(content, indent=1)
 

@@ -107,12 +107,12 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         stall=arguments.stall,
     )
     began = time.monotonic()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    load, _, _ = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="tritonddp-compare-") as folder:
         with bar(arguments.launches, "launches", not arguments.json) as advance:
             launches = Launches(job, Path(folder), advance)
-            play = launches.one_at_a_time if arguments.one_at_a_time else launches.pair
-            played = [play() for _ in range(arguments.launches)]
+            in_turns = not arguments.one_at_a_time
+            played = [launches.play(in_turns) for _ in range(arguments.launches)]
         plan = launches.plan
         assert plan is not None
         world_size = launches.world_size

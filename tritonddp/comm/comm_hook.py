@@ -20,9 +20,9 @@ from torch.futures import Future
 
 from tritonddp._device import let_go
 from tritonddp._torch import (
+    FUTURE,
     backend_name,
     collectives_issued,
-    future_types,
     hooks_of_one_collective,
     timeout_of,
 )
@@ -146,7 +146,7 @@ class CommHook:
             future = self._hook(
                 self._state, GradBucket(bucket.index, is_last, buffer, bucket.params)
             )
-        if not isinstance(future, future_types()):
+        if not isinstance(future, FUTURE):
             raise TypeError(
                 "the DDP communication hook's callback must return a torch.futures.Future object, "
                 f"but got {type(future).__module__}.{type(future).__qualname__}"

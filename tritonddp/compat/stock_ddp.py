@@ -484,8 +484,7 @@ class StockDDPNames:
 
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
-        state = self._ddp_state
-        state.core.post_backward.extend(state.buffer_sync.synchronise())
+        self._ddp_state.synchronise_buffers()
 
     def _register_buffer_comm_hook(
         self,

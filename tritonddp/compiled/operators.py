@@ -28,7 +28,6 @@ from tritonddp._torch import (
     current_graph_task_id,
     is_traced,
     keep_dynamo_out,
-    keep_operator,
     keep_order,
 )
 from tritonddp.compiled.gradients import GraphGradients
@@ -241,5 +240,6 @@ def _prepare_tracing() -> Callable[[Callable[[Any], None]], None]:
     """Make these operators traceable, and return :func:`comptime`. (Imports torch's tracer.)"""
     keep_dynamo_out(f"{__package__}.forward")
     for each in ("begin_forward", "gradient_ready", "watch_gradient"):
-        keep_operator(getattr(torch.ops.tritonddp, each).default)
+        # Graphs keep them, although nothing uses their results.
+        torch.fx.has_side_effect(getattr(torch.ops.tritonddp, each).default)
     return comptime()

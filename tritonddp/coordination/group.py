@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import time
 from collections.abc import Iterator
@@ -191,6 +192,9 @@ def _inherit() -> None:
     for shared in list(_shared.values()):
         shared.is_inherited = True
         for member in list(shared.members):
+            # The destructor of a work on its way may wait for a thread that only the parent has:
+            # what holds works is never freed here, not even when this process ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(dict(vars(member))))
             member.detach()
 
 

@@ -69,14 +69,12 @@ class Logger:
         self.sampler = Sampler(state.core, device)
         self._noted = {"bucket_sizes": _join(map(_nbytes, _buckets(wrapper)))}
         self._joins = False  # join() was entered
-        self._has_error = False
 
     def note_join(self) -> None:
         """``join()`` was entered."""
         self._joins = True
 
     def set_error_and_log(self, message: str) -> None:
-        self._has_error = True
         self._noted["error"] = message
         self.sampler.note_error()
 
@@ -103,7 +101,7 @@ class Logger:
             "num_buckets_reduced": reducer.statistics.reduced,
             "bucket_cap_bytes": wrapper.bucket_bytes_cap,
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
-            "has_error": self._has_error or None,
+            "has_error": "error" in self._noted or None,
             "has_sync_bn": any(isinstance(m, nn.SyncBatchNorm) for m in wrapper.module.modules()),
             "find_unused_parameters": bool(wrapper.find_unused_parameters),
             "gradient_as_bucket_view": wrapper.gradient_as_bucket_view,

@@ -12,32 +12,22 @@ from collections.abc import Mapping
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
-# For each key of metrics(): name without prefix, kind, divisor to the base unit, and help text.
+# For each key of metrics(): the name without prefix, which ends with its unit, and the help text.
 _SAMPLES = {
-    "step": ("steps_total", "counter", 1, "Reductions so far."),
-    "step_ms": ("step_seconds", "gauge", 1000, "Length of a step, mean over the ranks."),
-    "input_ms": ("input_seconds", "gauge", 1000, "Of a step: data, optimizer, and the rest."),
-    "forward_ms": ("forward_seconds", "gauge", 1000, "Of a step: forward and loss."),
-    "backward_ms": ("backward_seconds", "gauge", 1000, "Of a step: backward."),
-    "exposed_ms": (
-        "exposed_seconds",
-        "gauge",
-        1000,
-        "Of a step: synchronisation that nothing hid.",
-    ),
-    "contended_ms": ("contended_seconds", "gauge", 1000, "Of a step: waiting for a core."),
-    "skew_ms": (
-        "skew_seconds",
-        "gauge",
-        1000,
-        "By which the slowest rank is ready later than the fastest.",
-    ),
-    "sent_bytes": ("sent_bytes", "gauge", 1, "Sent by this rank in the last step."),
-    "slowest_rank": ("slowest_rank", "gauge", 1, "The rank that the others wait for, if any."),
-    "slowest_by": ("slowest_ratio", "gauge", 1, "Of a step, by which that rank is slower."),
+    "step": ("steps_total", "Reductions so far."),
+    "step_ms": ("step_seconds", "Length of a step, mean over the ranks."),
+    "input_ms": ("input_seconds", "Of a step: data, optimizer, and the rest."),
+    "forward_ms": ("forward_seconds", "Of a step: forward and loss."),
+    "backward_ms": ("backward_seconds", "Of a step: backward."),
+    "exposed_ms": ("exposed_seconds", "Of a step: synchronisation that nothing hid."),
+    "contended_ms": ("contended_seconds", "Of a step: waiting for a core."),
+    "skew_ms": ("skew_seconds", "By which the slowest rank is ready later than the fastest."),
+    "sent_bytes": ("sent_bytes", "Sent by this rank in the last step."),
+    "slowest_rank": ("slowest_rank", "The rank that the others wait for, if any."),
+    "slowest_by": ("slowest_ratio", "Of a step, by which that rank is slower."),
+    "slowest_phase": ("slowest_phase", "Part of the step in which it is slower."),
 }
-# Values that are words become the label of a sample whose value is 1.
-_WORDS = {"slowest_phase": ("slowest_phase", "phase", "Part of the step in which it is slower.")}
+_WORD = "phase"  # the label that holds a value which is a word; the value of the sample is 1 then
 
 
 def prometheus_text(
@@ -64,27 +54,24 @@ def prometheus_text(
         text = prometheus_text(model.metrics(), {"rank": str(rank)})
     """
     given = {name: str(value) for name, value in (labels or {}).items()}
-    taken = [label for _, label, _ in _WORDS.values()]
     for name in given:
-        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in taken:
+        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name == _WORD:
             raise ValueError(f"{name!r} cannot be a label of tritonddp's metrics")
     lines = []
     for key, value in metrics.items():
-        if value is None:
+        if value is None or key not in _SAMPLES:
             continue
-        if key in _SAMPLES:
-            name, kind, divisor, text = _SAMPLES[key]
-            number, own = _number(float(value) / divisor), given
-        elif key in _WORDS:
-            name, label, text = _WORDS[key]
-            kind, number, own = "gauge", "1", {**given, label: str(value)}
+        name, text = _SAMPLES[key]
+        if isinstance(value, str):
+            number, own = "1", {**given, _WORD: value}
         else:
-            continue
+            divisor = 1000 if name.endswith("_seconds") else 1
+            number, own = _number(float(value) / divisor), given
         name = f"tritonddp_{name}"
         inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in own.items())
         lines += [
             f"# HELP {name} {text}",
-            f"# TYPE {name} {kind}",
+            f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}",
             f"{name}{f'{{{inside}}}' if inside else ''} {number}",
         ]
     return "".join(f"{line}\n" for line in lines)

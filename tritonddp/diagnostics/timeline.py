@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +136,6 @@ class Timeline:
     entered: float = 0.0
     group: Group | None = field(default=None, repr=False, compare=False)
 
-    def enter(self, seconds: float) -> None:
-        """The trace is entered, at this time of the host's clock."""
-        self.entered = seconds
-
     def gather(self) -> list[Timeline]:
         """Gather the timelines of all ranks, in rank order, by the clock of rank 0. Collective.
 
@@ -174,7 +170,7 @@ class Timeline:
                 pairs = zip(other["moments"], first["moments"], strict=True)
                 behind = statistics.median(theirs - its for theirs, its in pairs)
             by = other["entered"] - behind - first["entered"]
-            backwards = [_backward(each, by) for each in other["backwards"]]
+            backwards = list(_later(other["backwards"], by))
             everybody.append(Timeline(rank, device, backwards, first["entered"]))
         kinds = [[(b.reduced, b.broken) for b in each.backwards] for each in everybody]
         if others := [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]:
@@ -247,29 +243,24 @@ def slowest(timelines: Sequence[Timeline]) -> int | None:
     return timelines[late.index(last)].rank if last - second >= _SLOW * length else None
 
 
-def _backward(content: dict[str, Any], by: float) -> Backward:
-    """A backward from the JSON of its ``asdict``, with all times ``by`` seconds later."""
+# The classes of which a backward consists, by the names of their fields.
+_CLASSES: dict[frozenset[str], Any] = {
+    frozenset(each.name for each in fields(kind)): kind
+    for kind in (Interval, Gradient, BucketPass, Backward)
+}
 
-    def interval(each: dict[str, float]) -> Interval:
-        return Interval(each["began"] + by, each["ended"] + by)
 
-    buckets = [
-        BucketPass(
-            each["index"],
-            each["nbytes"],
-            tuple(each["parameters"]),
-            tuple(map(interval, each["flattens"])),
-            each["launched"] + by,
-            each["completed"] + by,
-            interval(each["unflatten"]),
-        )
-        for each in content["buckets"]
-    ]
-    gradients = [
-        Gradient(each["name"], each["bucket"], each["ready"] + by) for each in content["gradients"]
-    ]
-    times = {name: content[name] + by for name in ("began", "compute_ended", "ended")}
-    return Backward(**content | times | {"gradients": tuple(gradients), "buckets": tuple(buckets)})
+def _later(content: Any, by: float) -> Any:
+    """What JSON has made of ``asdict`` of a backward: it again, all times ``by`` seconds later.
+
+    (All floats in it are times.)
+    """
+    if isinstance(content, list):
+        return tuple(_later(each, by) for each in content)
+    if isinstance(content, dict):
+        values = {name: _later(each, by) for name, each in content.items()}
+        return _CLASSES[frozenset(values)](**values)
+    return content + by if isinstance(content, float) else content
 
 
 def _chrome_events(number: int, backward: Backward) -> Iterator[dict[str, Any]]:

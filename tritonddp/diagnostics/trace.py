@@ -75,10 +75,9 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
     capture.refuse(buckets, reducer.where(), message)
     device = buckets.params[0].device
     recorder = _Recorder(device, events)
-    timeline = Timeline(group.rank, str(device), group=group)
+    timeline = Timeline(group.rank, str(device), [], recorder.entered.host / 1e9, group)
     try:
         recorder.attach(buckets)
-        timeline.enter(recorder.entered.host / 1e9)
         yield timeline
     finally:
         recorder.detach()
@@ -123,12 +122,12 @@ class _Recorder(Extension):
 
     def __init__(self, device: torch.device, events: Events) -> None:
         self._device = device
+        self.entered = self._now()
         self._events = events
         self._handles: list[Any] = []
         self._records: list[_Record] = []
-        self._reduction: Reduction | None = None  # of the last record
-        self._is_recorded = False  # the backward that runs is the last record
-        self._runs = False  # its backward runs, or waits for finalize_backward()
+        self._record: _Record | None = None  # of the backward that runs, or waits for its end
+        self._reduction: Reduction | None = None  # of this record
         self._early: list[tuple[str, Any]] = []  # gradients of a backward that has not begun
 
     def attach(self, buckets: BucketSet) -> None:
@@ -139,13 +138,12 @@ class _Recorder(Extension):
                 hook = register_post_accumulate_grad_hook(param, ready)
                 self._handles.append(hook)
         self._events.install(self)
-        self.entered = self._now()
 
     def detach(self) -> None:
         self._events.remove(self)
         for handle in self._handles:
             handle.remove()
-        self._reduction, self._is_recorded = None, False
+        self._record = self._reduction = None
 
     def backwards(self) -> list[Backward]:
         """All backwards that began since :meth:`attach`."""
@@ -154,7 +152,7 @@ class _Recorder(Extension):
 
     def on_begin(self, backward: graph.Backward) -> None:
         reduction, buckets = backward.reduction, backward.bucket_set.buckets
-        record = _Record(
+        self._record = _Record(
             began=self._now(),
             reduced=reduction is not None,
             first=backward.is_provisional and reduction is not None,
@@ -162,8 +160,8 @@ class _Recorder(Extension):
             gradients=self._early,
         )
         self._early = []
-        self._records.append(record)
-        self._reduction, self._runs, self._is_recorded = reduction, True, True
+        self._records.append(self._record)
+        self._reduction = reduction
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
         self._stamps(reduction, bucket).flatten_began = self._now()
@@ -188,10 +186,8 @@ class _Recorder(Extension):
         work.get_future().add_done_callback(completed)
 
     def on_compute_end(self, backward: graph.Backward) -> None:
-        if self._is_recorded and backward.reduction is self._reduction:
-            record = self._records[-1]
-            record.compute_ended = record.ended = self._now()
-            self._runs = False
+        if self._record is not None and backward.reduction is self._reduction:
+            self._record.compute_ended = self._record.ended = self._now()
 
     def on_waited(self, reduction: Reduction, bucket: Bucket) -> None:
         self._stamps(reduction, bucket).waited = self._now()
@@ -200,26 +196,27 @@ class _Recorder(Extension):
         self._stamps(reduction, bucket).unflattened = self._now()
 
     def on_close(self, reduction: Reduction | None) -> None:
-        if self._is_recorded and reduction is self._reduction:
-            record = self._records[-1]
+        if self._record is not None and reduction is self._reduction:
             is_whole = reduction is None or reduction.done == len(reduction.works)
-            if record.ended is not None:
-                record.ended = self._now() if is_whole else None
-            self._reduction, self._runs, self._is_recorded = None, False, False
+            if self._record.ended is not None:
+                self._record.ended = self._now() if is_whole else None
+            self._record = self._reduction = None
 
     def _now(self) -> Stamp:
         return Stamp(self._device)
 
     def _stamps(self, reduction: Reduction, bucket: Bucket) -> _BucketStamps:
-        if reduction is not self._reduction:
+        if self._record is None or reduction is not self._reduction:
             # A backward that began before the trace, or temporary buckets: not recorded.
             return _BucketStamps()
-        return self._records[-1].buckets[bucket.index]
+        return self._record.buckets[bucket.index]
 
     def _gradient_ready(self, name: str, _: Tensor) -> None:
         # If the backward did not start at an output of the module, the reducer's hook on this
         # parameter begins it. That hook runs after this one.
-        gradients = self._records[-1].gradients if self._runs else self._early
+        gradients = self._early
+        if self._record is not None and self._record.compute_ended is None:
+            gradients = self._record.gradients
         gradients.append((name, self._now()))
 
     def _backward(self, record: _Record) -> Backward:

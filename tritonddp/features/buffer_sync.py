@@ -58,6 +58,11 @@ class BufferHook:
     function: Callable[[dict[str, Tensor]], Any]
     is_after: bool
 
+    def run(self, named: _Named) -> Iterable[torch.futures.Future]:
+        """Call it; returns what the end of the next backward waits for."""
+        with preserve_version_counters([buffer for _, buffer in named]), torch.no_grad():
+            return self.function(dict(named)) or ()
+
 
 class BufferSync:
     """Synchronises the buffers of one wrapper.
@@ -70,7 +75,6 @@ class BufferSync:
         broadcast: sends buffers through the process group.
         mode: one of ``MODES``.
         transport: of gradients; with ``"process_group"`` ranks share no memory for buffers either.
-        hook: synchronises them instead of this class, if one is registered.
     """
 
     def __init__(
@@ -82,9 +86,7 @@ class BufferSync:
         broadcast: StateBroadcast,
         mode: str,
         transport: str,
-        hook: BufferHook | None,
     ) -> None:
-        self.hook = hook
         self._parameters, self._group = parameters, group
         self._sync, self._counters = sync, counters
         self._broadcast = broadcast
@@ -100,24 +102,15 @@ class BufferSync:
         # For the mean: names, and the bytes of the buffers after the last synchronisation.
         self._after: tuple[list[str], list[Tensor]] = [], []
 
-    def synchronise(self) -> Iterable[torch.futures.Future]:
-        """Give all ranks the same buffers.
-
-        Returns:
-            What the end of the next backward waits for: futures of a hook.
+    def synchronise(self, named: _Named) -> None:
+        """Give all ranks the same buffers: those of the wrapper's module.
 
         Raises:
             RuntimeError: a rank is missing, or has other buffers; the message names it.
         """
-        named = self._parameters.buffers()
-        if not named:
-            return ()
         buffers = [buffer for _, buffer in named]
         with preserve_version_counters(buffers):
-            if self.hook is not None:
-                with torch.no_grad():
-                    return self.hook.function(dict(named)) or ()
-            elif self._sync.join is not None:
+            if self._sync.join is not None:
                 self.reset()  # they may come from a rank that does not have the last means
                 self._send(named)
             elif self._averages:
@@ -127,11 +120,6 @@ class BufferSync:
             else:
                 step, source = self._counters.reductions + 1, self._sync.source_rank
                 shared.send(self._part(named, buffers), step, source, lambda: self._send(named))
-        return ()
-
-    def use(self, hook: BufferHook) -> None:
-        """Synchronise by ``hook`` from now on."""
-        self.hook = hook
 
     def reset(self) -> None:
         """Forget what all ranks had after the last synchronisation."""
@@ -204,13 +192,11 @@ class BufferSync:
                 average_coalesced(tensors, group.process_group)
         if others:
             self._send(others)
-        self._after = (
-            names,
-            [
-                bytes_of(each).clone() if change or kept is None else kept
-                for (_, each), change, kept in zip(named, changes.tolist(), former, strict=True)
-            ],
-        )
+        after = [
+            bytes_of(each).clone() if change or kept is None else kept
+            for (_, each), change, kept in zip(named, changes.tolist(), former, strict=True)
+        ]
+        self._after = names, after
 
 
 def _change(now: Tensor, former: Tensor | None) -> Tensor:

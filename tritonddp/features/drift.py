@@ -114,18 +114,16 @@ class DriftCheck(Extension):
             return _NOTHING  # each replay would send the same report
         earlier, readback = self._last, self._readback
         # (A rank that has missed a report continues with the slice of the other ranks.)
-        following = (
-            self._last + 1 if self._sent == self._received else self._received + self._is_late
-        )
-        self._last = following % SLICES
+        missed = self._sent != self._received
+        self._last = (self._received + self._is_late if missed else self._last + 1) % SLICES
         total = self._hash(self._last)
         if not self._is_late:
             self._sent = self._last + 1
             return bytes((self._sent, *total.view(torch.uint8).tolist()[1:]))
         copied = None if readback is None else readback.peek()
-        report = (
-            _NOTHING if copied is None else bytes((earlier + 1, *map(int, copied.tolist()[1:])))
-        )
+        report = _NOTHING
+        if copied is not None:
+            report = bytes((earlier + 1, *map(int, copied.tolist()[1:])))
         self._sent = report[0]
         if readback is None or copied is None:  # the device may still write to the old copy
             readback = self._readback = Readback()
@@ -233,26 +231,21 @@ class DriftCheck(Extension):
         Raises:
             RuntimeError: parameters differ and the mode is ``"raise"``; or the comparison failed.
         """
-        if self._due is None or reduction.is_captured:
-            return
-        message = self._differences(reduction)
-        if message is None:
-            return
         # (A rank that has run out of inputs has no step to repeat.)
-        if self._mode == "raise" and not reduction.source.is_empty:
-            raise RuntimeError(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        if not reduction.is_captured:
+            self._tell(reduction, raises=self._mode == "raise" and not reduction.source.is_empty)
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """The same on a rank whose backward broke off: the comparison is collective."""
-        if (
-            self._due is not None
-            and reduction is not None
-            and reduction.source is GradSource.BROKEN
-        ):
-            message = self._differences(reduction)
-            if message is not None:
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+        if reduction is not None and reduction.source is GradSource.BROKEN:
+            self._tell(reduction, raises=False)
+
+    def _tell(self, reduction: Reduction, raises: bool) -> None:
+        message = None if self._due is None else self._differences(reduction)
+        if message is not None and raises:
+            raise RuntimeError(message)
+        if message is not None:
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _differences(self, reduction: Reduction) -> str | None:
         """The message about the parameters that differ; ``None`` if none differs any more."""
@@ -279,8 +272,7 @@ class DriftCheck(Extension):
         return "\n".join(
             [
                 f"{reduction.where}: {len(numbers)} of {len(self._named)} parameters differ "
-                "between "
-                "ranks (check_drift):",
+                "between ranks (check_drift):",
                 *lines,
                 "Load the last checkpoint on all ranks, or take over the parameters of one rank; "
                 f"model.check_sync() compares buffers and gradients too.{again}",

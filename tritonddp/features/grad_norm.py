@@ -60,13 +60,9 @@ class _Reduced:
         there = [grad for grad in grads if grad is not None]
         in_place = bucket.has_views and all(map(is_, grads, bucket.flat.views))
         self.squares = _squares_of(bucket, there, in_place, len(there) == len(grads))
-        counted = bucket.squares
         self.local: list[Tensor] | None = None
-        if (
-            counted is not None
-            and counted.of_flattened
-            and len(counted.flattened) == len(bucket.segments)
-        ):
+        counted, count = bucket.squares, len(bucket.segments)
+        if counted is not None and counted.of_flattened and len(counted.flattened) == count:
             self.local = list(counted.flattened.values())
         self.bucket: Callable[[], Any] = weakref.ref(bucket) if in_place else NoneType
         self._grads: list[Callable[[], Any]] = [
@@ -136,7 +132,6 @@ class GradNorm(Extension):
         self._counters = counters
         self._world_size = world_size
         self._reduced: list[_Reduced] = []
-        self._reduction: Callable[[], object] = NoneType
         self._is_replayed = False  # a CUDA graph writes gradients, which is not noticed here
         self.local_squares: Tensor | None = None
         self._readback: Readback | None = None
@@ -165,18 +160,15 @@ class GradNorm(Extension):
         """Note the gradients of a reduced bucket."""
         if not reduction.of_backwards:
             return
-        if (
-            self._reduction() is not reduction
-        ):  # on a rank without inputs, on_begin() is not called for it
+        if not bucket.index:  # on_begin() is not called on a rank without inputs
             self._reduced.clear()
-            self._reduction = weakref.ref(reduction)
         self._is_replayed = self._is_replayed or reduction.is_captured
         self._reduced.append(_Reduced(bucket))
 
     def on_end(self, reduction: Reduction) -> None:
         """Sum up the squares for the next report."""
         self.local_squares = self._read = None
-        if self._reduction() is not reduction or not _is_plain_mean(reduction):
+        if not (reduction.of_backwards and _is_plain_mean(reduction)):
             return
         local = [each.local for each in self._reduced]
         mean = [each.squares for each in self._reduced if each.squares is not None]

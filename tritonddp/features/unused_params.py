@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
@@ -55,25 +54,17 @@ class StrictUnused(Extension):
         self._parameters = parameters
         self._rank = rank
         self._reducer = weakref.ref(reducer)
-        self._unused: list[str] = []
-
-    def on_begin(self, backward: Backward) -> None:
-        self._unused = []
-
-    def on_launched(self, reduction: Reduction, bucket: Bucket, work: object) -> None:
-        """Note the unused parameters of ``bucket``: which ones are used is final now."""
-        if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
-            return
-        self._unused += [
-            name for name, used in zip(bucket.names, bucket.used, strict=True) if not used
-        ]
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Prepare the error for the next forward, if the backward left parameters unused."""
         if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
             return  # the reduction of no backward
-        skipped = [name for index in reduction.skipped for name in reduction.buckets[index].names]
-        unused, self._unused = {*self._unused, *skipped}, []
+        unused = {
+            name
+            for bucket in reduction.buckets
+            for name, is_used in zip(bucket.names, bucket.used, strict=True)
+            if not is_used or bucket.index in reduction.skipped
+        }
         if not unused:
             return
         trainable = [name for name, _ in self._parameters.trainable]

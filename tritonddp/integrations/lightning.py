@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from tritonddp._arguments import check_every
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.integrations.metrics import check_every, numbers_of
+from tritonddp.integrations.metrics import numbers_of
 from tritonddp.integrations.strategies import lightning_class
 
 _PACKAGES = "lightning.pytorch", "pytorch_lightning"

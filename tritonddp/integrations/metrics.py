@@ -7,13 +7,6 @@ from typing import Any
 from tritonddp.ddp import DistributedDataParallel
 
 
-def check_every(every: Any) -> int:
-    """Return ``every``; raise a ValueError if it is not a number of steps."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
-    return every
-
-
 def numbers_of(model: Any) -> dict[str, float]:
     """The numbers in ``metrics()``, under names that begin with ``ddp/``. Words are left out.
 

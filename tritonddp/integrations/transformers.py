@@ -13,7 +13,8 @@ except ModuleNotFoundError as error:
         f"{__name__} needs transformers, which is not installed: pip install transformers"
     ) from error
 
-from tritonddp.integrations.metrics import check_every, numbers_of
+from tritonddp._arguments import check_every
+from tritonddp.integrations.metrics import numbers_of
 
 _Base: Any = TrainerCallback
 

@@ -1,7 +1,5 @@
 """Two wrapped networks that are trained against each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

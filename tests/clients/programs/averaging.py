@@ -1,7 +1,5 @@
 """Models that are averages of the trained one, with ``torch.optim.swa_utils``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A pretrained model of which only a part is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Classifiers of images, as in torch's own ImageNet script."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

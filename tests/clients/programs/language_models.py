@@ -1,7 +1,5 @@
 """Language models, with gradients accumulated over several small batches."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

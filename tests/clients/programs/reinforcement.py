@@ -1,7 +1,5 @@
 """Programs that call the module inside, and optimizers that call the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

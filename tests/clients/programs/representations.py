@@ -1,7 +1,5 @@
 """Learning without labels: a student and its teacher, contrasted pairs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers that keep a part of their state on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The table of programs, and how a function becomes one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Backwards that no wrapper has to do with: through the module, by one rank, by a few on each."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from differential.hostile.player import Player
-from differential.hostile.program import Action, ranks_in_words
+from differential.hostile.program import Action
 
 # What a probe is made of, and what becomes of its gradients.
 WAYS: dict[str, Callable[[Player], Tensor]] = {
@@ -77,11 +75,6 @@ class Probe(Action):
         elif self.end != "left" and count:
             player.optimizer.zero_grad()
 
-    def __str__(self) -> str:
-        counts = "/".join(map(str, self.counts))
-        mode = ", in evaluation mode" * self.evaluates
-        return f"{counts} backwards through {self.way}{mode}, gradients {self.end}"
-
 
 @dataclass(frozen=True)
 class InputGradient(Action):
@@ -109,10 +102,6 @@ class InputGradient(Action):
             (gradient,) = torch.autograd.grad(loss, output.x, retain_graph=True)
             player.see("gradient of the batch", gradient)
 
-    def __str__(self) -> str:
-        how = "backward(inputs=[x])" if self.by_backward else "autograd.grad"
-        return f"{how} for the batch of {self.slot}, {ranks_in_words(self.ranks)}"
-
 
 @dataclass(frozen=True)
 class ParameterGradient(Action):
@@ -127,9 +116,6 @@ class ParameterGradient(Action):
             for number, gradient in enumerate(torch.autograd.grad(loss, params)):
                 player.see(f"gradient {number} of autograd.grad", gradient)
 
-    def __str__(self) -> str:
-        return f"autograd.grad for the parameters through the module, {ranks_in_words(self.ranks)}"
-
 
 @dataclass(frozen=True)
 class BackwardOfTheArmed(Action):
@@ -143,6 +129,3 @@ class BackwardOfTheArmed(Action):
     def perform(self, player: Player) -> None:
         WAYS[self.way](player).backward()
         player.see_gradients()
-
-    def __str__(self) -> str:
-        return f"a backward through {self.way} of all, which a forward has armed"

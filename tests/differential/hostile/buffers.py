@@ -1,7 +1,5 @@
 """Buffers written in any way, at any moment, by any rank."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 
@@ -9,7 +7,7 @@ import torch
 
 from differential.hostile.networks import WAYS, another_value
 from differential.hostile.player import Player
-from differential.hostile.program import Action, ranks_in_words
+from differential.hostile.program import Action
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,6 @@ class Write(Action):
             if self.way != "by load_state_dict" or name != "low":  # (which is in no state)
                 WAYS[self.way](owner, name, another_value(buffer))
 
-    def __str__(self) -> str:
-        which = ", ".join(map(str, self.which))
-        alike = ", alike" * self.alike
-        return f"write buffers {which} {self.way}{alike}, {ranks_in_words(self.ranks)}"
-
 
 _OF_NORM = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -63,9 +56,6 @@ class Recalibrate(Action):
                     player.network(player.batch() * 3)
         player.see_buffers()
 
-    def __str__(self) -> str:
-        return f"{self.count} forwards of the module itself, {ranks_in_words(self.ranks)}"
-
 
 @dataclass(frozen=True)
 class KeepState(Action):
@@ -78,9 +68,6 @@ class KeepState(Action):
             if value.is_floating_point():
                 value.mul_(0.5).add_(before[name], alpha=0.5)
         player.kept["average"] = state
-
-    def __str__(self) -> str:
-        return "each rank averages its states"
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,3 @@ class SwapIn(Action):
         else:
             for name, tensor in player.network.state_dict().items():
                 tensor.data.copy_(state[name])
-
-    def __str__(self) -> str:
-        what = "put the state back" if self.back else "swap the average in"
-        return f"{what} by {self.by}, {ranks_in_words(self.ranks)}"

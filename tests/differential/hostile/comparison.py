@@ -1,7 +1,5 @@
 """What has come of a list of seeds: at most one difference for each."""
 
-from __future__ import annotations
-
 import pickle
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Stock DDP with a fault: what the programs have to find, whatever the package does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

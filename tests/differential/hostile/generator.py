@@ -1,7 +1,5 @@
 """A program for each seed: only such as stock DDP runs, as its documentation has it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -338,9 +336,9 @@ class _Generator:
         title = self._title
         if moment == "after" or (moment == "before" and number == 0) or self._chance(0.2):
             if self._chance(0.2):
-                name, value = self._one_of(names.METHODS), self._one_of(names.PLAIN_VALUES)
+                name, value = self._one_of(names.METHODS), self._one_of(list(names.PLAIN_VALUES))
             else:
-                name, value = self._one_of(names.NAMES), self._one_of(names.VALUES)
+                name, value = self._one_of(names.NAMES), self._one_of(list(names.VALUES))
             if value == "a parameter" and self._forwards_names:
                 value = "a module"  # torch refuses a parameter whose name something answers to
             self._names_set.append(name)

@@ -6,13 +6,14 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from differential.hostile.program import Action, ranks_in_words
+from differential.hostile.program import Action
 
 if TYPE_CHECKING:
     from differential.hostile.player import Player
@@ -22,95 +23,65 @@ class Marked(torch.Tensor):
     """A gradient of the user's own class."""
 
 
-# Hooks, which are put on all parameters.
+# Hooks, called when the gradient of a parameter is there.
 
 
-def _on_all(player: Player, hook: Callable[[Tensor], None]) -> None:
-    for param in player.params:
-        param.register_post_accumulate_grad_hook(hook)
+def _mark(player: Player, param: Tensor) -> None:
+    param.grad.rank_of_user = player.rank  # type: ignore[union-attr]
 
 
-def _mark(player: Player) -> None:
-    def mark(param: Tensor) -> None:
-        param.grad.rank_of_user = player.rank  # type: ignore[union-attr]
-
-    _on_all(player, mark)
+def _hold(player: Player, param: Tensor) -> None:
+    player.caught[param] = param.grad  # type: ignore[assignment]
 
 
-def _hold(player: Player) -> None:
-    def hold(param: Tensor) -> None:
-        player.caught[param] = param.grad  # type: ignore[assignment]
-
-    _on_all(player, hold)
+def _make_a_subclass(player: Player, param: Tensor) -> None:
+    param.grad = param.grad.as_subclass(Marked)  # type: ignore[union-attr]
 
 
-def _make_a_subclass(player: Player) -> None:
-    def convert(param: Tensor) -> None:
-        param.grad = param.grad.as_subclass(Marked)  # type: ignore[union-attr]
-
-    player.params[-1].register_post_accumulate_grad_hook(convert)
+def _copy(player: Player, param: Tensor) -> None:
+    param.grad = param.grad.clone()  # type: ignore[union-attr]
 
 
-def _copy(player: Player) -> None:
-    def clone(param: Tensor) -> None:
-        param.grad = param.grad.clone()  # type: ignore[union-attr]
-
-    _on_all(player, clone)
+def _scale(player: Player, param: Tensor) -> None:
+    param.grad.mul_(1.5)  # type: ignore[union-attr]
 
 
-def _scale(player: Player) -> None:
-    def scale(param: Tensor) -> None:
-        param.grad.mul_(1.5)  # type: ignore[union-attr]
-
-    _on_all(player, scale)
+def _scale_data(player: Player, param: Tensor) -> None:
+    param.grad.data = param.grad.data * 0.5  # type: ignore[union-attr]
 
 
-def _scale_data(player: Player) -> None:
-    def scale(param: Tensor) -> None:
-        param.grad.data = param.grad.data * 0.5  # type: ignore[union-attr]
-
-    _on_all(player, scale)
+def _drop(player: Player, param: Tensor) -> None:
+    param.grad = None
 
 
-def _drop_one(player: Player) -> None:
-    def drop(param: Tensor) -> None:
-        param.grad = None
-
-    player.params[0].register_post_accumulate_grad_hook(drop)
-
-
-def _note(player: Player) -> None:
+def _note(player: Player, param: Tensor) -> None:
     """The norm of what is this rank's own, as it comes."""
-
-    def note(param: Tensor) -> None:
-        player.see("norm in a hook", param.grad.double().norm())  # type: ignore[union-attr]
-
-    _on_all(player, note)
+    player.see("norm in a hook", param.grad.double().norm())  # type: ignore[union-attr]
 
 
-def _look_in_the_end(player: Player) -> None:
-    """A callback at the end of the backward, queued by the last parameter's hook."""
-
-    def look() -> None:
-        player.see_gradients()
-
-    def look_later(param: Tensor) -> None:
-        Variable._execution_engine.queue_callback(look)
-
-    player.params[0].register_post_accumulate_grad_hook(look_later)
+def _look_in_the_end(player: Player, param: Tensor) -> None:
+    Variable._execution_engine.queue_callback(player.see_gradients)
 
 
-HOOKS: dict[str, Callable[[Player], None]] = {
-    "marks the gradient with an attribute": _mark,
-    "holds the gradient": _hold,
-    "makes the gradient a subclass": _make_a_subclass,
-    "copies the gradient": _copy,
-    "scales the gradient in place": _scale,
-    "gives the gradient other data": _scale_data,
-    "drops the gradient": _drop_one,
-    "notes the norm of the gradient": _note,
-    "looks at all gradients in a callback at the end": _look_in_the_end,
+# Each with the parameters that it is put on.
+ALL, FIRST, LAST = slice(None), slice(1), slice(-1, None)
+HOOKS: dict[str, tuple[Callable[[Player, Tensor], None], slice]] = {
+    "marks the gradient with an attribute": (_mark, ALL),
+    "holds the gradient": (_hold, ALL),
+    "makes the gradient a subclass": (_make_a_subclass, LAST),
+    "copies the gradient": (_copy, ALL),
+    "scales the gradient in place": (_scale, ALL),
+    "gives the gradient other data": (_scale_data, ALL),
+    "drops the gradient": (_drop, FIRST),
+    "notes the norm of the gradient": (_note, ALL),
+    "looks at all gradients in a callback at the end": (_look_in_the_end, FIRST),
 }
+
+
+def add_hook(player: Player, name: str) -> None:
+    hook, which = HOOKS[name]
+    for param in player.params[which]:
+        param.register_post_accumulate_grad_hook(partial(hook, player))
 
 
 # What is done with gradients after a backward.
@@ -140,9 +111,6 @@ class LookAtMemory(Action):
                 player.see(f"what was held of {name}", player.caught[param])
         player.caught.clear()
 
-    def __str__(self) -> str:
-        return "look at the memory of the gradients"
-
 
 @dataclass(frozen=True)
 class CopyGradients(Action):
@@ -158,9 +126,6 @@ class CopyGradients(Action):
             pickled = pickle.dumps(gradient)
             player.see(f"{name} is small as a pickle", len(pickled) < 2 * gradient.nbytes + 2000)
 
-    def __str__(self) -> str:
-        return "copy the gradients"
-
 
 @dataclass(frozen=True)
 class ReadAsWords(Action):
@@ -168,16 +133,12 @@ class ReadAsWords(Action):
 
     def perform(self, player: Player) -> None:
         for name, _, gradient in _there(player):
-            flat = gradient.detach().contiguous().view(-1) if not gradient.is_contiguous() else None
-            flat = gradient.detach().view(-1) if flat is None else flat
+            flat = gradient.detach().contiguous().view(-1)
             player.see(f"bytes of {name}", flat.view(torch.uint8))
             if flat.nbytes % 8 == 0:
                 player.see(f"words of {name}", flat.view(torch.int64))
             if flat.numel() % 2 == 0:
                 player.see(f"{name} as complex", torch.view_as_complex(flat.view(-1, 2)).abs())
-
-    def __str__(self) -> str:
-        return "read the gradients as words"
 
 
 @dataclass(frozen=True)
@@ -189,9 +150,6 @@ class Multiply(Action):
             if gradient.dim() == 2:
                 player.see(f"G G^T of {name}", gradient @ gradient.T)
 
-    def __str__(self) -> str:
-        return "multiply the gradients"
-
 
 @dataclass(frozen=True)
 class KeepGradients(Action):
@@ -200,9 +158,6 @@ class KeepGradients(Action):
     def perform(self, player: Player) -> None:
         player.held += [gradient for _, _, gradient in _there(player)]
         player.optimizer.zero_grad()
-
-    def __str__(self) -> str:
-        return "keep the gradients, and zero_grad()"
 
 
 @dataclass(frozen=True)
@@ -214,9 +169,6 @@ class ChangeKept(Action):
             if gradient.untyped_storage().nbytes():
                 gradient.fill_(3.0)
 
-    def __str__(self) -> str:
-        return "fill the gradients that are kept"
-
 
 @dataclass(frozen=True)
 class FreeKept(Action):
@@ -226,9 +178,6 @@ class FreeKept(Action):
         for gradient in player.held:
             gradient.untyped_storage().resize_(0)
         player.held.clear()
-
-    def __str__(self) -> str:
-        return "free the storage of the gradients that are kept"
 
 
 @dataclass(frozen=True)
@@ -262,6 +211,3 @@ class ChangeGradients(Action):
                 case _:
                     raise ValueError(self.way)
         player.see_model()
-
-    def __str__(self) -> str:
-        return f"gradients are {self.way}, {ranks_in_words(self.ranks)}"

@@ -1,7 +1,5 @@
 """Two wrappers, with a group each in any order, or of networks that share an encoder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from differential.hostile.player import Output, Player
@@ -25,7 +23,3 @@ class ForwardsInAnyOrder(Action):
             player.outputs[number] = Output(x, wrappers[number](x))
         for number in sorted(player.outputs):
             player.see(f"output {number}", player.outputs[number].out)
-
-    def __str__(self) -> str:
-        orders = "/".join("-".join(map(str, order)) for order in self.orders)
-        return f"forwards of both wrappers in the order {orders}"

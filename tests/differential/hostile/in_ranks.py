@@ -1,7 +1,5 @@
 """What a rank process does: it plays programs with both classes, and compares what it saw."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import logging
@@ -62,7 +60,6 @@ def play_all(seeds: Sequence[int], folder: str, timeout: float, wrapper: str = O
     Raises:
         RuntimeError: something was raised; the message says in which program, and where.
     """
-    assert dist.group.WORLD is not None
     dist.barrier()  # one rank may have taken seconds to import all this
     give_up_after(timeout, dist.group.WORLD)
     logging.getLogger("tritonddp").setLevel(logging.ERROR)

@@ -1,7 +1,6 @@
 """The user's attributes on the wrapper, and the module's names through it."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +17,17 @@ NAMES = (
 )
 # Methods here. (A module by such a name is hidden by the method, an attribute is not.)
 METHODS = ("metrics", "grad_norm", "weighted", "reduce_gradients")
-PLAIN_VALUES = ("a dict", "a number", "a tensor", "None")
-VALUES = (*PLAIN_VALUES, "a module", "a parameter", "a function")
+PLAIN_VALUES: dict[str, Callable[[], object]] = {
+    "a dict": lambda: {"hidden": 32},
+    "a number": lambda: 0.5,
+    "a tensor": lambda: torch.ones(3),
+    "None": lambda: None,
+}
+VALUES = PLAIN_VALUES | {
+    "a module": lambda: nn.Linear(2, 2),
+    "a parameter": lambda: nn.Parameter(torch.ones(3)),
+    "a function": lambda: len,
+}
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,9 @@ class SetName(Action):
 
     def perform(self, player: Player) -> None:
         DeleteName(self.name, self.wrapper).perform(player)  # what torch keeps as a parameter, say
-        value = _value(self.value)
+        value = VALUES[self.value]()
         setattr(player.wrapped[self.wrapper], self.name, value)
         player.names[self.wrapper][self.name] = value
-
-    def __str__(self) -> str:
-        return f"set {self.wrapper}.{self.name} to {self.value}"
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,6 @@ class ReadNames(Action):
                 if name not in names:
                     player.see(f"{self.wrapper}.{name}", getattr(wrapper, name))
 
-    def __str__(self) -> str:
-        return f"read the names of {self.wrapper}"
-
 
 @dataclass(frozen=True)
 class DeleteName(Action):
@@ -79,24 +81,3 @@ class DeleteName(Action):
     def perform(self, player: Player) -> None:
         if player.names[self.wrapper].pop(self.name, self) is not self:
             delattr(player.wrapped[self.wrapper], self.name)
-
-    def __str__(self) -> str:
-        return f"delete {self.wrapper}.{self.name}"
-
-
-def _value(kind: str) -> object:
-    match kind:
-        case "a dict":
-            return {"hidden": 32}
-        case "a number":
-            return 0.5
-        case "a module":
-            return nn.Linear(2, 2)
-        case "a tensor":
-            return torch.ones(3)
-        case "a parameter":
-            return nn.Parameter(torch.ones(3))
-        case "a function":
-            return len
-        case _:
-            return None

@@ -1,7 +1,5 @@
 """Small networks whose buffers are part of what they compute, and are written in all ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

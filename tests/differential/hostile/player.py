@@ -1,7 +1,5 @@
 """One rank plays a program, with one class."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -94,7 +92,7 @@ class Player:
                 self.wrap()
             for hook, goes_before in self.program.hooks:
                 if goes_before is is_before:
-                    gradients.HOOKS[hook](self)
+                    gradients.add_hook(self, hook)
         for number, action in enumerate(self.program.actions):
             self.number = number
             # Not torch.manual_seed: it takes 1 ms to note its caller for absent devices.

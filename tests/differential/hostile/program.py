@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from differential.described import Described, WithActions
 
 if TYPE_CHECKING:
     from differential.hostile.player import Player
 
 
-class Action:
+class Action(Described):
     """One thing that every rank does, or the ranks that it names."""
 
     def perform(self, player: Player) -> None:
@@ -19,7 +20,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class NetworkSpec:
+class NetworkSpec(Described):
     """What is wrapped.
 
     Attributes:
@@ -44,21 +45,9 @@ class NetworkSpec:
     def has_buffers(self) -> bool:
         return self.has_norm or bool(self.buffers)
 
-    def __str__(self) -> str:
-        parts = [f"{self.layers} layers of {self.width}"]
-        parts += ["BatchNorm"] * self.has_norm
-        parts += [f"buffer {kind}" for kind in self.buffers]
-        if self.written_in_forward:
-            parts.append(f"one written in the forward, {self.written_in_forward}")
-        if self.written_in_backward:
-            parts.append(f"one written in the backward, {self.written_in_backward}")
-        if self.quiet:
-            parts.append(f"none in the first {self.quiet} forwards")
-        return ", ".join(parts)
-
 
 @dataclass(frozen=True)
-class Program:
+class Program(WithActions):
     """What ranks do.
 
     Attributes:
@@ -93,25 +82,3 @@ class Program:
             "python tests/differential/run.py --kind hostile "
             f"--seed {self.seed} --world {self.world_size} -v"
         )
-
-    def _lines(self) -> Iterator[str]:
-        yield f"seed {self.seed} on {self.world_size} ranks: {self.kind}"
-        yield f"  roots: {', '.join(self.roots)}"
-        yield f"  network: {self.network}"
-        options = ", ".join(f"{name}={value}" for name, value in self.options)
-        yield f"  options: {options or 'none'}"
-        if self.forwards_names:
-            yield "  the wrapper's class hands names that it lacks on to the module"
-        for hook, is_before in self.hooks:
-            yield f"  hook: {hook}, put there {'before' if is_before else 'after'} wrapping"
-        yield f"  SGD, momentum {self.momentum}"
-        for number, action in enumerate(self.actions):
-            yield f"  {number:3} {action}"
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-
-def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """Those that take part."""
-    return f"rank {', '.join(map(str, ranks))}" if ranks else "no rank"

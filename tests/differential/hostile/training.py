@@ -1,7 +1,5 @@
 """What every training does, in full view of whatever wraps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +27,6 @@ class Forward(Action):
         player.see(f"output {self.slot}", out)
         player.see_buffers()
 
-    def __str__(self) -> str:
-        return f"forward {self.slot} of {self.wrapper}"
-
 
 @dataclass(frozen=True)
 class Backward(Action):
@@ -49,9 +44,6 @@ class Backward(Action):
         loss.backward()
         player.see("loss", loss)
         player.see_gradients()
-
-    def __str__(self) -> str:
-        return f"backward of {' x '.join(map(str, self.slots))}"
 
 
 @dataclass(frozen=True)
@@ -73,10 +65,6 @@ class Microbatches(Action):
                 wrapper(player.batch()).pow(2).mean().backward()
         player.see_gradients()
 
-    def __str__(self) -> str:
-        counts = "/".join(map(str, self.counts))
-        return f"{counts} microbatches of {self.wrapper} under no_sync"
-
 
 @dataclass(frozen=True)
 class Drop(Action):
@@ -87,9 +75,6 @@ class Drop(Action):
     def perform(self, player: Player) -> None:
         del player.outputs[self.slot]
 
-    def __str__(self) -> str:
-        return f"drop output {self.slot}"
-
 
 @dataclass(frozen=True)
 class Step(Action):
@@ -98,9 +83,6 @@ class Step(Action):
     def perform(self, player: Player) -> None:
         player.optimizer.step()
         player.see_model()
-
-    def __str__(self) -> str:
-        return "optimizer step"
 
 
 @dataclass(frozen=True)
@@ -111,9 +93,6 @@ class ZeroGrad(Action):
 
     def perform(self, player: Player) -> None:
         player.optimizer.zero_grad(set_to_none=self.set_to_none)
-
-    def __str__(self) -> str:
-        return f"zero_grad(set_to_none={self.set_to_none})"
 
 
 @dataclass(frozen=True)
@@ -137,9 +116,6 @@ class Evaluate(Action):
                 player.see_buffers()
         wrapper.train()
 
-    def __str__(self) -> str:
-        return f"evaluate {self.count} batches with {self.wrapper}"
-
 
 @dataclass(frozen=True)
 class QuietSteps(Action):
@@ -159,6 +135,3 @@ class QuietSteps(Action):
             player.wrapped[self.wrapper](player.batch()).pow(2).mean().backward()
             player.optimizer.step()
         player.optimizer.zero_grad()
-
-    def __str__(self) -> str:
-        return f"{self.count} usual steps of {self.wrapper}"

@@ -1,7 +1,5 @@
 """Another wrapper of the same module, and an old one that is still held."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from differential.hostile.player import Player
-from differential.hostile.program import Action, ranks_in_words
+from differential.hostile.program import Action
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,6 @@ class WrapAgain(Action):
         group = player.group_of_this_rank() if self.alone else None
         player.wrapped[self.title] = player.wrap_network(player.network, group)
 
-    def __str__(self) -> str:
-        group = ", each rank for itself" * self.alone
-        cycle = ", old one in a cycle" * self.in_a_cycle
-        held = f"{ranks_in_words(self.held_by)} holds the old one"
-        return f"wrap the network as {self.title}{group}{cycle}, {held}"
-
 
 @dataclass(frozen=True)
 class LetGo(Action):
@@ -55,9 +47,6 @@ class LetGo(Action):
     def perform(self, player: Player) -> None:
         player.kept.pop("old wrappers", None)
         gc.collect()
-
-    def __str__(self) -> str:
-        return "let go of the old wrappers"
 
 
 @dataclass(frozen=True)
@@ -69,9 +58,6 @@ class Average(Action):
             dist.all_reduce(param.data)
             param.data /= player.program.world_size
         player.see_model()
-
-    def __str__(self) -> str:
-        return "average the parameters"
 
 
 @dataclass(frozen=True)
@@ -85,6 +71,3 @@ class CopyWrapper(Action):
             for number in range(2):
                 player.see(f"evaluation {number} of a copy", copied(player.batch()))
         player.see("keys of a copy", sorted(copied.state_dict()))
-
-    def __str__(self) -> str:
-        return "copy the wrapper, and evaluate the copy"

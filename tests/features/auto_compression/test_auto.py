@@ -1,7 +1,5 @@
 """``compression="auto"``: which buckets take which wire, when that is decided, and how often."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

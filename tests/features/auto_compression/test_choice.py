@@ -1,7 +1,5 @@
 """Which wire a bucket takes, on lines and hosts whose speeds are made up."""
 
-from __future__ import annotations
-
 import pytest
 
 from tritonddp.features.auto_compression.choice import BEST, MARGIN, OWN, Candidates, choose

@@ -1,7 +1,5 @@
 """The cost model against cases that can be computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -6,6 +6,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from tritonddp.cli.checks.launch import Plan, RankReport
@@ -51,16 +52,12 @@ def ranks(section: Section, plan: Plan, reports: Sequence[RankReport], shows_nam
     _check_binding(section, found)
     _check_interfaces(section, plan, found, len(by_host))
     for name in found[0]["versions"]:
-        versions = {each["versions"][name] for each in found}
-        if len(versions) > 1:
-            other, *_ = (
-                f"rank {rank} has {each['versions'][name]}"
-                for rank, each in enumerate(found)
-                if each["versions"][name] != found[0]["versions"][name]
-            )
+        first, *others = (each["versions"][name] for each in found)
+        differing = [rank for rank, version in enumerate(others, 1) if version != first]
+        if differing:
             section.broken(
-                f"the ranks have not the same {name}: rank 0 has {found[0]['versions'][name]}, "
-                f"{other}: install the same one everywhere"
+                f"the ranks have not the same {name}: rank 0 has {first}, rank {differing[0]} has "
+                f"{others[differing[0] - 1]}: install the same one everywhere"
             )
 
 
@@ -200,16 +197,13 @@ def consequences(section: Section, plan: Plan, reports: Sequence[RankReport]) ->
         "to exchange all", f"{predicted} (predicted, by the process group, if nothing hides it)"
     )
     spans = found["wires"]
-    wires = []
-    for number, (start, name) in enumerate(spans):
-        end = spans[number + 1][0] if number + 1 < len(spans) else None
-        if len(spans) == 1:
-            wires.append(f"{name}, whatever a backward takes")
-        elif end is None:
-            wires.append(f"{name} from {duration(start)} on")
-        else:
-            wires.append(f"{name} for backwards of less than {duration(end)}")
-    section.fact("wire", "; ".join(wires))
+    wires = [
+        f"{name} for backwards of less than {duration(end)}"
+        for (_, name), (end, _) in pairwise(spans)
+    ]
+    start, name = spans[-1]
+    last = f"{name} from {duration(start)} on" if wires else f"{name}, whatever a backward takes"
+    section.fact("wire", "; ".join([*wires, last]))
     sizes = ", then ".join(f"{each:g}" for each in found["default_sizes"])
     if found["size"] is None:
         section.fact("bucket_cap_mb", f"the default ({sizes} MiB): no size saves a tenth of that")

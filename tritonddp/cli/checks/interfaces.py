@@ -6,37 +6,29 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 _CLASS = Path("/sys/class/net")
 
 
-@dataclass(frozen=True)
-class Interface:
-    """A network interface.
+def listening(besides: int) -> list[tuple[str, int | None, str]]:
+    """The interfaces on which this process listens, on any port but ``besides``.
 
-    Attributes:
-        name: the kernel's, such as ``eth0``.
-        mtu: bytes of a packet; ``None`` where it is not known.
-        speed: Mbit/s that its driver tells; ``None`` where it does not.
+    Each by the kernel's name, such as ``eth0``; the bytes of a packet, ``None`` where they are not
+    known; and in words, with the speed that its driver tells, where it does.
     """
+    addresses = {address for address, port in _listeners() if port != besides}
+    names = {interface for address in addresses if (interface := _interface_of(address))}
+    return [_described(name) for name in sorted(names)]
 
-    name: str
-    mtu: int | None
-    speed: int | None
 
-    def __str__(self) -> str:
-        found = [self.name]
-        found += [] if self.mtu is None else [f"MTU {self.mtu}"]
-        found += [] if self.speed is None else [f"{self.speed} Mbit/s by its driver"]
-        return ", ".join(found)
-
-    @classmethod
-    def named(cls, name: str) -> Interface:
-        speed = _number(_CLASS / name / "speed")
-        return cls(name, _number(_CLASS / name / "mtu"), speed if speed and speed > 0 else None)
+def _described(name: str) -> tuple[str, int | None, str]:
+    mtu, speed = (_number(_CLASS / name / figure) for figure in ("mtu", "speed"))
+    words = [name]
+    words += [] if mtu is None else [f"MTU {mtu}"]
+    words += [f"{speed} Mbit/s by its driver"] if speed and speed > 0 else []
+    return name, mtu, ", ".join(words)
 
 
 def _number(path: Path) -> int | None:
@@ -44,22 +36,6 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # a driver may refuse to tell
         return None
-
-
-def listening(besides: int) -> list[Interface]:
-    """The interfaces on which this process listens, on any port but ``besides``."""
-    addresses = {address for address, port in _listeners() if port != besides}
-    names = {interface for address in addresses if (interface := _interface_of(address))}
-    return [Interface.named(name) for name in sorted(names)]
-
-
-def resolves_to_loopback() -> bool:
-    """Whether this host's name, whose address gloo takes by default, is a loopback address."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return all(str(each[4][0]).startswith(("127.", "::1")) for each in found)
 
 
 def _listeners() -> Iterator[tuple[str, int]]:

@@ -74,13 +74,11 @@ class RankReport:
     Attributes:
         rank: in the group.
         found: by name; see :mod:`tritonddp.cli.checks.rank`.
-        stage: what it was at when it ended.
-        failure: why it did not come to its end; empty if it did.
+        failure: what it was at, and why it did not come to its end; empty if it did.
     """
 
     rank: int
     found: dict[str, Any] = field(default_factory=dict)
-    stage: str = "starting"
     failure: str = ""
 
 
@@ -172,32 +170,21 @@ class _Rank:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+        found = self.report.found
         with self._output, self._errors:
             for line in _lines(self._output):
                 with contextlib.suppress(ValueError):  # a library prints something
                     message = json.loads(line)
-                    if isinstance(message, dict):
-                        self._note(message)
+                    found |= message if isinstance(message, dict) else {}
             code, last = self.process.returncode, _lines(self._errors)[-1:]
-        if self.ended:
-            self._fail(self.ended)
-        elif code != 0:
-            self._fail(": ".join([f"its process ended with {_in_words(code)}", *last])[:_LONGEST])
+        stage, why = found.pop("stage", "starting"), found.pop("failure", self.ended)
+        if not why and code != 0:
+            why = ": ".join([f"its process ended with {_in_words(code)}", *last])[:_LONGEST]
+        if why:
+            self.report.failure = f"{stage}: {why}"
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
-
-    def _note(self, message: dict[str, Any]) -> None:
-        for name, content in message.items():
-            if name == "stage":
-                self.report.stage = content
-            elif name == "failure":
-                self._fail(content)
-            else:
-                self.report.found[name] = content
-
-    def _fail(self, why: str) -> None:
-        self.report.failure = self.report.failure or f"{self.report.stage}: {why}"
 
 
 def _temporary_file() -> IO[bytes]:

@@ -75,11 +75,10 @@ def _limit(kind: int) -> int | None:
 
 
 def _check_memory(section: Section, ranks: int, model_bytes: int, space: int | None) -> None:
+    if torch.cuda.is_available():
+        return
     each = _COPIES * model_bytes
     what = f"{_COPIES} copies of a model of {model_bytes / 1e6:g} MB (see --model-mb)"
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        return
     free = available_memory()
     if ranks * each > free:
         section.slow(

@@ -94,7 +94,7 @@ def processors(section: Section) -> None:
         section.fact("limit of the container", f"the time of {quota:.3g} cores")
     section.look("threads of torch", lambda: f"{torch.get_num_threads()} here")
     section.look("NUMA nodes", _numa_nodes)
-    section.look("memory", lambda: f"{amount(available_memory())} free of {amount(_memory())}")
+    section.look("memory", _memory)
     load, usable = os.getloadavg()[0], cores_with_time()
     section.fact("load average", f"{load:.1f}")
     if load > usable:
@@ -177,8 +177,8 @@ def _meminfo(name: str) -> int:
     return 1024 * int(found[1])
 
 
-def _memory() -> int:
-    return _meminfo("MemTotal")
+def _memory() -> str:
+    return f"{amount(available_memory())} free of {amount(_meminfo('MemTotal'))}"
 
 
 def available_memory() -> int:

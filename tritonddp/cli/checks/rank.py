@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from os import _exit as exit_now  # public, for all its underscore
@@ -25,7 +24,7 @@ from torch import nn
 import tritonddp
 from tritonddp.buckets.formats import ExactParams, WireFormat
 from tritonddp.cli.checks import consequences
-from tritonddp.cli.checks.interfaces import listening, resolves_to_loopback
+from tritonddp.cli.checks.interfaces import listening
 from tritonddp.cli.checks.line import Line
 from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.coordination.group import Group
@@ -93,12 +92,10 @@ def _take_part(options: dict[str, Any]) -> None:
     _report("line", Line(group, device).measure())
     if transport["taken"] != "peer_memory" or transport["hosts"] > 1:
         _report("stage", 'measuring what compression="auto" would')
-        figures = _figures(group, device)
+        figures, found = _figures(group, device), None
         if group.rank == 0:  # the others would find the same, on cores that this one wants
             found = consequences.of(figures, options["model_bytes"], device.type)
-            _report("consequences", gather_json(found, group, device, _WHERE)[0])
-        else:
-            _report("consequences", gather_json(None, group, device, _WHERE)[0])
+        _report("consequences", gather_json(found, group, device, _WHERE)[0])
     _report("stage", "leaving")
     _leave(store, rank, world_size)
 
@@ -119,35 +116,32 @@ def _meet(rank: int, world_size: int, timeout: float) -> dist.Store:
             multi_tenant=True,
         )
     except (OSError, RuntimeError) as error:
+        why, *_ = str(error).strip().partition("\n")
         raise MissingRanksError(
             f"the store of the group, on port {port} of MASTER_ADDR, does not answer within "
-            f"{timeout:g} s: rank 0 does not run, or a firewall is between: {_first_line(error)}"
+            f"{timeout:g} s: rank 0 does not run, or a firewall is between: {why}"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = dist.PrefixStore(f"tritonddp-doctor/{attempt}", store)
     own.set(f"here/{rank}", "1")
-    end = time.monotonic() + timeout
-    while missing := [each for each in range(world_size) if not own.check([f"here/{each}"])]:
-        if time.monotonic() > end:
-            names = ", ".join(map(str, missing))
-            raise MissingRanksError(
-                f"rank {names} of {world_size} has not come within {timeout:g} s"
-                if len(missing) == 1
-                else f"ranks {names} of {world_size} have not come within {timeout:g} s"
-            )
-        time.sleep(0.05)
+    everybody = range(world_size)
+    try:
+        own.wait([f"here/{each}" for each in everybody], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        missing = [each for each in everybody if not own.check([f"here/{each}"])]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {world_size}"
+        have = "has" if len(missing) == 1 else "have"
+        raise MissingRanksError(f"{who} {have} not come within {timeout:g} s") from error
     return own
 
 
 def _leave(store: dist.Store, rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     store.set(f"left/{rank}", "1")
-    end = time.monotonic() + _LEAVING
-    with suppress(RuntimeError):  # rank 0, which has the store, may be gone
-        while rank == 0 and time.monotonic() < end:
-            if store.check([f"left/{each}" for each in range(world_size)]):
-                return
-            time.sleep(0.05)
+    if rank == 0:  # which has the store
+        with suppress(RuntimeError):  # some other rank is not through
+            others = [f"left/{each}" for each in range(world_size)]
+            store.wait(others, timedelta(seconds=_LEAVING))
 
 
 def _introduction(device: torch.device) -> dict[str, Any]:
@@ -158,6 +152,9 @@ def _introduction(device: torch.device) -> dict[str, Any]:
     except OSError:
         namespace = ""
     identity = f"{process.scope.partition('/')[0]} {namespace} {process.host}".encode()
+    interfaces: list[Any] = []
+    with suppress(OSError, ValueError):
+        interfaces = listening(besides=int(os.environ["MASTER_PORT"]))
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         "host": hashlib.blake2b(identity, digest_size=8).hexdigest(),
@@ -171,16 +168,8 @@ def _introduction(device: torch.device) -> dict[str, Any]:
         "all_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "interfaces": [[each.name, each.mtu, str(each)] for each in _interfaces()],
-        "is_loopback_named": resolves_to_loopback(),
+        "interfaces": interfaces,
     }
-
-
-def _interfaces() -> Any:
-    try:
-        return listening(besides=int(os.environ["MASTER_PORT"]))
-    except (OSError, ValueError):
-        return []
 
 
 def _transport(group: Group, device: torch.device) -> dict[str, Any]:
@@ -208,10 +197,6 @@ def _figures(group: Group, device: torch.device) -> Any:
     module = nn.Linear(64, 64)
     wire = WireFormat.of(None, None, "auto", True, ExactParams(module, None))
     return measured(wire, group, device, [torch.float32])
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class Recorder:
     """Follows the script of this process, of which there is one.
 
     Args:
-        session: ``socket``, ``launch``, ``contender``, ``kind`` ("stock" or "tritonddp"), ``seed``
-            and ``values``, a folder or None. See :class:`turns.Contender`.
+        session: ``socket``, ``contender``, ``kind`` ("stock" or "tritonddp"), ``seed`` and
+            ``values``, a folder. See :class:`turns.Contender`.
     """
 
     def __init__(self, session: Mapping[str, Any]) -> None:
@@ -194,28 +194,24 @@ class Recorder:
                 order = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 end_process(1)  # the launcher is gone
-            if order["do"] == "steps":
-                self._left, self._clock_at = order["count"], order["timed"]
-                return
-            if order["do"] == "parts":
-                self._parts.begin(self._alive())
-                self._each_step, self._finish = self._parts.note, self._parts.end
-                self._left = order["count"]
-                return
-            if order["do"] == "traffic":
-                self._traffic.begin(self._alive(), self._device)
-                self._finish = functools.partial(self._traffic.end, order["count"])
-                self._left = order["count"]
-                return
             if order["do"] == "end":
                 self._end()
-            assert order["do"] == "parameters"
+            if order["do"] != "parameters":
+                break
             self._capture("parameter", f"parameters after step {self._steps}")
             content = {"peak": self._peak(), "step": self._steps}
+        if order["do"] == "parts":
+            self._parts.begin(self._alive())
+            self._each_step, self._finish = self._parts.note, self._parts.end
+        elif order["do"] == "traffic":
+            self._traffic.begin(self._alive(), self._device)
+            self._finish = functools.partial(self._traffic.end, order["count"])
+        self._left, self._clock_at = order["count"], order.get("timed", -1)
 
     def _capture(self, what: str, title: str) -> None:
-        folder = self._session["values"] if self._rank == 0 else None
-        path = None if folder is None else os.path.join(folder, title.replace(" ", "-"))
+        path = None  # rank 0 alone writes values
+        if self._rank == 0:
+            path = os.path.join(self._session["values"], title.replace(" ", "-"))
         self._send({"captured": title, **capture(self._alive(), what, path)})
 
     def _peak(self) -> int:
@@ -237,9 +233,8 @@ class Recorder:
         self._rank = dist.get_rank()
         self._connection = Client(self._session["socket"], "AF_UNIX")
         atexit.register(self._leave)
-        hello = {name: self._session[name] for name in ("launch", "contender")}
-        hello |= {"rank": self._rank, "world_size": dist.get_world_size(), "pid": os.getpid()}
-        self._report(hello)
+        hello = {"rank": self._rank, "world_size": dist.get_world_size()}
+        self._report(hello | {"contender": self._session["contender"]})
 
     def _send(self, content: Mapping[str, Any]) -> None:
         try:

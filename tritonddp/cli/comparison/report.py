@@ -61,7 +61,7 @@ class Comparison:
     plan: Plan
     launches: Sequence[Sequence[Played]]
     world_size: int
-    load: float | None
+    load: float
     seconds: float
 
     def __post_init__(self) -> None:
@@ -77,17 +77,14 @@ class Comparison:
 
     def _judged(self) -> list[Finding]:
         """Findings about the gradients of the first steps, and the parameters later."""
-        titles = self.launches[0][0].captures
-        findings = []
-        for title in titles:
-            of = [
-                [launch[which].captures[title] for launch in self.launches]
-                for which in (0, 1)
-                if all(title in launch[which].captures for launch in self.launches)
-            ]
-            if len(of) == 2:
-                findings.append(judge(title, of[0], of[1], self.labels))
-        return findings
+        firsts, seconds = (
+            [each.captures for each in of] for of in zip(*self.launches, strict=True)
+        )
+        return [
+            judge(title, [of[title] for of in firsts], [of[title] for of in seconds], self.labels)
+            for title in firsts[0]
+            if all(title in each for each in [*firsts, *seconds])
+        ]
 
     def rows(self) -> list[Row]:
         rows = [
@@ -129,9 +126,7 @@ class Comparison:
         if torch.cuda.is_available():
             parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
         parts += [f"torch {torch.__version__}", f"tritonddp {tritonddp.__version__}"]
-        if self.load is not None:
-            parts.append(f"load average {self.load:.1f} before")
-        return ", ".join(parts)
+        return ", ".join([*parts, f"load average {self.load:.1f} before"])
 
     def method(self) -> str:
         count, most = len(self.launches), max(len(first.blocks) for first, _ in self.launches)

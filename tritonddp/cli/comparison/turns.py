@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -152,7 +151,6 @@ class Contender:
         variables = environment(
             COMPARE,
             socket=str(address),
-            launch=launch,
             contender=self.name,
             kind=job.kinds[index],
             seed=0,
@@ -302,58 +300,51 @@ class Launches:
         self._job, self._folder, self._advance = job, folder, advance
         self._count = self._finished = 0
 
-    def pair(self) -> list[Played]:
-        """Run both contenders of one launch in turns.
+    def play(self, in_turns: bool) -> list[Played]:
+        """Run both contenders of one launch, in turns or one after the other.
 
         Raises:
             ScriptError: it failed or is too short.
         """
-        played = self._again(partial(self._play, [0, 1], self._finished % 2))
-        self._finished += 1
-        return played
-
-    def one_at_a_time(self) -> list[Played]:
-        """Run one contender after the other. Raises as :meth:`pair`."""
         order = [0, 1] if self._finished % 2 == 0 else [1, 0]
         played: dict[int, Played] = {}
-        for index in order:
-            (played[index],) = self._again(partial(self._play, [index], 0))
+        for indices in [order] if in_turns else [[index] for index in order]:
+            played |= self._long_enough(indices)
         self._finished += 1
         return [played[0], played[1]]
 
-    def _again(self, play: Callable[[], list[Played]]) -> list[Played]:
+    def _long_enough(self, indices: Sequence[int]) -> dict[int, Played]:
         """Play, and once more with shorter blocks if the script was too short."""
-        played = play()
-        if min(len(each.blocks) for each in played) >= LEAST_PAIRS:
-            return played
-        steps = max(each.steps for each in played)  # one has ended, the other waited
-        self.plan = Plan.for_short(steps - self._job.warmup)
-        if self.plan is not None:
-            played = play()
-            if min(len(each.blocks) for each in played) >= LEAST_PAIRS:
+        for _ in range(2):
+            played = self._play(indices)
+            if min(len(each.blocks) for each in played.values()) >= LEAST_PAIRS:
                 return played
+            steps = max(each.steps for each in played.values())  # one has ended, the other waited
+            self.plan = Plan.for_short(steps - self._job.warmup)
+            if self.plan is None:
+                break
         least = self._job.warmup + 2 * LEAST_PAIRS + _PARTS_STEPS + _TRAFFIC_STEPS + 1
         raise ScriptError(
             f"the script is too short: it made {steps} steps, and at least {least} are needed, "
             f"of which {self._job.warmup} are for warming up. Let it make more."
         )
 
-    def _play(self, indices: Sequence[int], first: int) -> list[Played]:
+    def _play(self, indices: Sequence[int]) -> dict[int, Played]:
+        """Play the contenders of these indices, the first one first."""
         self._count += 1
         with self._started(indices) as contenders:
-            order = contenders[first:] + contenders[:first]
             self.world_size = contenders[0].world_size
             try:
-                seconds = max(self._warm_up(each) for each in order)
+                seconds = max(self._warm_up(each) for each in contenders)
                 if self.plan is None:
                     self.plan = Plan.of(seconds, self._job.steps)
-                self._blocks(order, self.plan)
-                for each in order:
+                self._blocks(contenders, self.plan)
+                for each in contenders:
                     self._probe(each)
             except ScriptEnded as end:
                 if end.code:
                     raise end.contender.failed(end.code) from None
-            return [each.played for each in contenders]
+            return {index: each.played for index, each in zip(indices, contenders, strict=True)}
 
     @contextmanager
     def _started(self, indices: Sequence[int]) -> Iterator[list[Contender]]:

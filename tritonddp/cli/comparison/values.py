@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,12 +85,12 @@ class Capture:
     Attributes:
         digests: by rank.
         checksums: of rank 0, by the names of the parameters.
-        path: of rank 0's values, or None.
+        path: of rank 0's values.
     """
 
     digests: Mapping[int, str]
-    checksums: Mapping[str, int] = field(default_factory=dict)
-    path: str | None = None
+    checksums: Mapping[str, int]
+    path: str
 
     @property
     def is_shared(self) -> bool:
@@ -98,49 +98,41 @@ class Capture:
         return len(set(self.digests.values())) == 1
 
     def values(self) -> dict[str, Tensor]:
-        assert self.path is not None
         return torch.load(self.path, weights_only=True)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Two captures beside each other.
+def _relative_differences(first: Capture, second: Capture) -> dict[str, float]:
+    """Of all parameters that are not the same to the bit, by name.
 
-    Attributes:
-        largest: the largest relative difference of a parameter: the norm of the difference over the
-            norm of the first one's.
-        by_name: those of all that are not the same to the bit.
+    It is the norm of the difference over the norm of the first one's.
     """
+    names = dict.fromkeys([*first.checksums, *second.checksums])
+    unequal = [n for n in names if first.checksums.get(n) != second.checksums.get(n)]
+    if not unequal:
+        return {}
+    ours, theirs = first.values(), second.values()
+    squares = sum(_finite(_wide(value)).norm().item() ** 2 for value in ours.values())
+    count = sum(value.numel() for value in ours.values())
+    floor = _FLOOR * (squares / max(count, 1)) ** 0.5
+    by_name = {}
+    for name in unequal:
+        one, other = ours.get(name), theirs.get(name)
+        by_name[name] = float("inf")
+        if one is None or other is None or one.shape != other.shape:
+            continue
+        one, other = _wide(one), _wide(other)
+        # A loss scale that is too large makes the same infinities in both.
+        if not torch.equal(one.isfinite(), other.isfinite()):
+            continue
+        one, other = _finite(one), _finite(other)
+        scale = max(one.norm().item(), floor * one.numel() ** 0.5)
+        apart = (one - other).norm().item()
+        by_name[name] = apart / scale if scale > 0 else float("inf" if apart else 0)
+    return by_name
 
-    largest: float
-    by_name: Mapping[str, float]
 
-    @classmethod
-    def of(cls, first: Capture, second: Capture) -> Difference:
-        names = dict.fromkeys([*first.checksums, *second.checksums])
-        unequal = [n for n in names if first.checksums.get(n) != second.checksums.get(n)]
-        if not unequal:
-            return cls(0.0, {})
-        ours, theirs = first.values(), second.values()
-        squares = sum(_finite(_wide(value)).norm().item() ** 2 for value in ours.values())
-        count = sum(value.numel() for value in ours.values())
-        floor = _FLOOR * (squares / max(count, 1)) ** 0.5
-        by_name = {}
-        for name in unequal:
-            one, other = ours.get(name), theirs.get(name)
-            if one is None or other is None or one.shape != other.shape:
-                by_name[name] = float("inf")
-                continue
-            one, other = _wide(one), _wide(other)
-            # A loss scale that is too large makes the same infinities in both.
-            if not torch.equal(one.isfinite(), other.isfinite()):
-                by_name[name] = float("inf")
-                continue
-            one, other = _finite(one), _finite(other)
-            scale = max(one.norm().item(), floor * one.numel() ** 0.5)
-            apart = (one - other).norm().item()
-            by_name[name] = apart / scale if scale > 0 else float("inf" if apart else 0)
-        return cls(max(by_name.values()), by_name)
+def _largest(differences: Mapping[str, float]) -> float:
+    return max(differences.values(), default=0.0)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -185,21 +177,22 @@ def judge(
     title: str, first: Sequence[Capture], second: Sequence[Capture], labels: tuple[str, str]
 ) -> Finding:
     """Compare one point of the first contender's launches, at least one, with the second's."""
-    differences = [Difference.of(*pair) for pair in zip(first, second, strict=True)]
-    difference = max(differences, key=lambda each: (each.largest, len(each.by_name)))
-    of_stock = max((Difference.of(first[0], each).largest for each in first[1:]), default=None)
-    dtypes = {value.dtype for value in first[0].values().values()} if difference.by_name else set()
+    launches = map(_relative_differences, first, second)
+    found = max(launches, key=lambda each: (_largest(each), len(each)))
+    apart = (_largest(_relative_differences(first[0], each)) for each in first[1:])
+    of_stock = max(apart, default=None)
+    dtypes = {value.dtype for value in first[0].values().values()} if found else set()
     tolerance = max((_TOLERANCE.get(dtype, _COARSEST) for dtype in dtypes), default=0.0)
     if title.startswith("parameters"):
         tolerance = max(tolerance, _END)
     elif not title.endswith("step 1"):
         tolerance = min(tolerance * _LATER, _COARSEST)
     tolerance = max(tolerance, _BESIDE_STOCK * (of_stock or 0.0))
-    worst = sorted(difference.by_name.items(), key=lambda item: -item[1])
+    worst = sorted(found.items(), key=lambda item: -item[1])
     names = [name for name, relative in worst if relative > tolerance]
-    state = DIFFERENT if names else ROUNDING if difference.by_name else IDENTICAL
+    state = DIFFERENT if names else ROUNDING if found else IDENTICAL
     shared = {
         label: all(capture.is_shared for capture in captures)
         for label, captures in zip(labels, (first, second), strict=True)
     }
-    return Finding(title, state, difference.largest, names, tolerance, of_stock, shared)
+    return Finding(title, state, _largest(found), names, tolerance, of_stock, shared)

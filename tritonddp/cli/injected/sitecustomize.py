@@ -42,7 +42,14 @@ class _Finder:
         finally:
             self._waiting.add(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def execute_and_tell(module: ModuleType) -> None:
+                vars(loader).pop("exec_module", None)  # that of its class again
+                execute(module)
+                self.imported(name)
+
+            loader.exec_module = execute_and_tell
         return spec
 
     def imported(self, name: str) -> None:
@@ -72,25 +79,6 @@ class _Finder:
                 "tritonddp could not take the place of torch's DistributedDataParallel in process "
                 f"{os.getpid()}: {type(error).__name__}: {error}"
             ) from error
-
-
-class _Loader:
-    """The loader of a module, which tells when the module has run."""
-
-    def __init__(self, loader: Any, finder: _Finder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._finder.imported(module.__name__)
 
 
 def _import_package(folder: str) -> None:

@@ -98,7 +98,7 @@ def measured(
     others = _others(wire)
     is_direct = group.size == 2 and select_quantized(device, torch.int8).is_direct
     gather = () if is_direct else (_GATHER,)
-    steps = (_EXCHANGE, _REDUCE, *gather, _EMPTY)
+    steps = (_EXCHANGE, _REDUCE, *gather, *Way.steps)
     counters = Counters()
     transport = ProcessGroupTransport(group, counters)
     ways = {
@@ -279,9 +279,5 @@ def _gather(bucket: Bucket) -> None:
     flat.gathered.view(flat.message_layout.world_size, -1).copy_(flat.reduced)
 
 
-def _empty(bucket: Bucket) -> None:
-    bucket.unpack()
-
-
 _EXCHANGE, _REDUCE = (None, _exchange), ("reduce", _reduce)
-_GATHER, _EMPTY = (None, _gather), ("empty", _empty)
+_GATHER = (None, _gather)

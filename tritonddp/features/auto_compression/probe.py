@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ class Way:
     collectives: Sequence[tuple[Kind, torch.dtype]]  # in order, with the dtype of the messages
     # Steps after the bucket is filled, with the figure to which their time belongs: "reduce",
     # "empty", or None for a step that stands in for a collective.
-    steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (("empty", Bucket.unpack),)
+    steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (
+        ("empty", methodcaller("unpack")),
+    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tritonddp._arguments import check_every
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -210,11 +211,10 @@ class Metrics(Extension):
 
     def log(self, every: int, write: Callable[[str], None] | None) -> None:
         """See :meth:`tritonddp.DistributedDataParallel.log_metrics`."""
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
+        self._every = check_every(every)
         if write is None:
             write = logger.info if logger.isEnabledFor(logging.INFO) else _to_stderr
-        self._every, self._write = every, write
+        self._write = write
 
     def _line(self) -> str:
         found = self.metrics()

@@ -21,8 +21,9 @@ lateness is large.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import sqrt
+from statistics import median_high
 from typing import NamedTuple
 
 from tritonddp.features.metrics.step_times import NAMES, StepTimes
@@ -80,7 +81,7 @@ class Stragglers:
         is_calm = self.slowest is None
         self._lengths.append(length)
         if self._steps % _EVERY == 1:  # (one step may be long: a checkpoint, a validation)
-            self._least = max(_LEAST, _LEAST_MS / _median(list(self._lengths)))
+            self._least = max(_LEAST, _LEAST_MS / median_high(self._lengths))
         self._idle.step([each.idle / length for each in ranks], is_calm)
         self._own.step([each.own / length for each in ranks], is_calm)
         if self._steps >= _FIRST:
@@ -91,7 +92,7 @@ class Stragglers:
         """Update :attr:`slowest`."""
         slowest = self.slowest
         if slowest is not None:
-            late = _median(self._own.last(slowest.rank, _WINDOWS[0]))
+            late = median_high(self._own.last(slowest.rank, _WINDOWS[0]))
             is_over = late < _OVER * self._least
             slowest = self.slowest = None if is_over else Straggler(*slowest[:2], late)
             if slowest is None:  # clear the windows, or some would still contain its slow steps
@@ -121,7 +122,7 @@ class Stragglers:
         """The part of the step in which the lateness of ``rank`` is greatest."""
         steps = list(self._times)[-window:]
         late = [
-            _median([_lateness([times[part] for times in ranks])[rank] for ranks in steps])
+            median_high([_lateness([times[part] for times in ranks])[rank] for ranks in steps])
             for part in range(len(PARTS))
         ]
         return PARTS[late.index(max(late))]
@@ -181,9 +182,9 @@ class _Lateness:
         if len(late) < _WINDOWS[0]:
             return 0
         is_late = late[-1] >= least and late[-2] >= least
-        if not is_late and not (looks_far and _median(self.last(rank, _FIRST)) >= least):
+        if not is_late and not (looks_far and median_high(self.last(rank, _FIRST)) >= least):
             return 0
-        noise = max(self._noise[rank], _median(self._noise))
+        noise = max(self._noise[rank], median_high(self._noise))
         noise *= 1 + _FIRST / len(self._calm[rank])  # a few steps may be equal by chance
         for window in _WINDOWS if looks_far else _SHORT:
             if window > len(late):
@@ -205,7 +206,7 @@ class _Lateness:
         if self._is_calm:
             calm = calm[:-window]
         values = [_typical(calm[end - window : end]) for end in range(window, len(calm) + 1)]
-        usual = _median(values) if values else 0.0
+        usual = median_high(values) if values else 0.0
         spread = max((abs(value - usual) for value in values), default=0.0)
         self._spreads[rank, window] = self._steps, spread
         return spread
@@ -220,15 +221,10 @@ def _lateness(times: list[float]) -> list[float]:
 
 def _typical(late: list[float]) -> float:
     """The least of a few steps, else the median."""
-    return min(late) if len(late) <= _FEW else _median(late)
+    return min(late) if len(late) <= _FEW else median_high(late)
 
 
-def _noise(late: Iterable[float]) -> float:
+def _noise(late: Sequence[float]) -> float:
     """Standard deviation of one step, estimated by the median absolute deviation."""
-    values = list(late)
-    middle = _median(values)
-    return max(_QUIET, 1.4826 * _median([abs(each - middle) for each in values]))
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    middle = median_high(late)
+    return max(_QUIET, 1.4826 * median_high(abs(each - middle) for each in late))

@@ -1,1 +1,0 @@
-"""Gradients are the user's tensors: held, marked, copied, freed."""

@@ -1,1 +1,0 @@
-"""The names on the wrapper are the user's, and a module may be TorchScript."""

@@ -1,1 +1,0 @@
-"""find_unused_parameters=False is as strict as stock, not stricter."""

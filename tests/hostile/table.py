@@ -1,0 +1,48 @@
+"""The programs by name, and what one says of itself where its right outcome is not stock's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A difference that ``docs/differences.md`` names.
+
+    Attributes:
+        row: how the row of the page begins: its first cell.
+        error: text of the error in which it ends, a regular expression; ``""`` where it ends as
+            stock.
+        keys: which rows may differ where it ends as stock, a regular expression; one must.
+        timeout: of the process group, in seconds, for this class alone: an error within it names
+            who waits for whom. ``None`` is the harness's.
+    """
+
+    row: str
+    error: str = ""
+    keys: str = ""
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function that gets the class to wrap with, and what notes down what it sees."""
+
+    run: Callable[[Any, Any], None]
+    ranks: int
+    limit: float  # seconds that it may take
+    expected: Expected | None
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(ranks: int = 2, limit: float = 60.0, expected: Expected | None = None) -> Any:
+    """Decorator: put a function into the table, as ``module.function``."""
+
+    def add(function: Any) -> Any:
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        PROGRAMS[name] = Program(function, ranks, limit, expected)
+        return function
+
+    return add
