@@ -13,8 +13,9 @@
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
 # make coverage lines of the package that no test executes and tests/project/unreached.py does not name
 # make tests-of AT=tritonddp/reducer/reducer.py:120    the tests that reach a line (REFRESH=1: measure first)
-# make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
-# make gpu-rehearsal    the same without one, small, on a device that is none (a minute)
+# make gpu     what needs CUDA devices: some tests, steps beside stock's, kernels, the other tests; with
+#              this machine's own $(PYTHON), on all its cards (ARGS="--only step": the steps alone)
+# make gpu-rehearsal    the same without one, small, on a device that is none (minutes)
 # make docs    the pages as a site, in site/
 # make dist    wheel and sdist, checked, into dist
 # make clean   remove what the others have made
@@ -113,11 +114,11 @@ tests-of: $(VENV)/.test-installed
 # No venv and no network: a machine with a GPU usually has the torch that fits its driver. Each part
 # has a time limit of its own; this one is for whatever they miss.
 gpu:
-	@echo "Running the GPU tests, then the GPU benchmarks (under 10 minutes) ..."
+	@echo "A minute of tests, then steps beside stock's, kernels, and the other tests (under 10 minutes) ..."
 	@timeout -k 5 594 $(PYTHON) benchmarks/gpu/gpu.py $(ARGS)
 
 gpu-rehearsal: $(VENV)/.test-installed
-	@echo "Rehearsing make gpu without a GPU (a minute) ..."
+	@echo "Rehearsing make gpu without a GPU (minutes) ..."
 	@$(BIN)/python benchmarks/gpu/gpu.py --rehearse $(ARGS)
 
 docs: $(VENV)/.docs-installed

@@ -70,25 +70,18 @@ def _script(name: str, seconds: float, command: str, ranks: int | None = None) -
     return Part(name, seconds, f"{{here}}/{command} --out {out}", ranks)
 
 
-def _suite(name: str, seconds: float, tests: str, arguments: str) -> Part:
-    pytest = "-m pytest -q -p no:cacheprovider --benchmark-only"
-    out = f"--benchmark-json={{out}}/{name}.json"
-    return Part(name, seconds, f"{pytest} {{here}}/{tests} {arguments} {out}")
-
-
 # Few models, so that their rounds suffice for a verdict: one for each kind of cost. The other ones
 # are between these. A line slower than 1 Gbit/s shows the same as that, but in seconds a step.
 _MODELS = "--models branchy many_small transformer many_large"
 _LINES = "--hosts 2 --rates 1gbit none"
-_KERNELS = "many_small or 25MiB and (resnet50 or efficientnet)"
+_KERNELS = "many_small resnet50-fp32-25 resnet50-bf16-25"
 _ROUNDS = "--builds 3 --rounds 100"
 PARTS = (
-    _script("step", 250, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),
-    _script("detection", 75, f"features/detection.py {_ROUNDS}", ranks=2),
+    _script("step", 325, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),
     _script("network", 65, f"network/network.py {_LINES} --rounds 100 --seconds 600"),
     _script("memory", 45, "step/memory.py --models transformer branchy", ranks=2),
-    _suite("kernels", 30, "kernels/test_bandwidth.py", f"--rounds 25 -k '{_KERNELS}'"),
-    _suite("host", 45, "host", "--rounds 75"),
+    _script("kernels", 30, f"plain.py kernels --rounds 25 --only {_KERNELS}"),
+    _script("host", 45, "plain.py host --rounds 75"),
     _script("timeline", 12, "timeline/timeline.py --models transformer", ranks=2),
     Part("report", 28, "{here}/report/report.py --folder {out}"),
 )

@@ -1,12 +1,11 @@
-"""The suites of kernels, quantising and the host in plain Python, where there is no pytest.
+"""The suites of kernels, quantising and the host.
 
     python benchmarks/plain.py SUITE [--only WORD ...] [--without WORD ...] [--rounds N]
         [--out FILE]
 
 SUITE is kernels, quantize or host. ``--only`` wants one of its words in a case's name,
-``--without`` none of its own. The result file has the form of pytest-benchmark's, and is written
-after each group. A group that fails is told and left out; the others are measured, and the exit
-status is 1.
+``--without`` none of its own. The result file is written after each group. A group that fails is
+told and left out; the others are measured, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def main() -> int:
 
 
 def _content(group: str, name: str, row: Row) -> dict[str, Any]:
-    """As pytest-benchmark writes it, as far as ``conftest.py`` keeps that."""
+    """A row of the result file. (Its form is that of pytest-benchmark, which once wrote it.)"""
     return {
         "group": group,
         "name": name,

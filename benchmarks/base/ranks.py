@@ -50,13 +50,18 @@ class Ranks:
         dist.broadcast(answers, src=0)
         return bool(answers)
 
+    def gathered(self, found: Any) -> list[Any]:
+        """What each rank has found; collective."""
+        everybody: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everybody, found)
+        return everybody
+
     def slowest(self, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
         """Rounds of this rank by name, and those of all: a round takes as long as its slowest rank.
 
         Collective.
         """
-        everybody: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everybody, seconds)
+        everybody = self.gathered(seconds)
         return {
             name: [max(each) for each in zip(*(one[name] for one in everybody), strict=True)]
             for name in seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -43,7 +43,8 @@ class Comparison:
 
     Attributes:
         gradients: copies, views, or a wire.
-        contender: which of ours, if there are several.
+        contender: which of ours.
+        unresolved: how far ``overhead`` may be off.
     """
 
     gradients: str
@@ -57,22 +58,29 @@ class Comparison:
     verdict: str | None
     overhead: float
     overhead_interval: list[float] | None
+    unresolved: float | None
     by_build: list[float] | None
 
 
 @dataclass(frozen=True)
 class Model:
-    """Steps of one, by configuration. If ``error`` says why, nothing was timed."""
+    """Steps of one, by configuration. If ``error`` says why, nothing was timed.
+
+    Attributes:
+        compared: where both sides sent something. (Before November 25, 2026, a world of one of ours
+            was held against stock's exchange.)
+        exposed_seconds: from the last gradient to the end of the backward.
+    """
 
     error: str | None
     gradients: dict[str, Any]
     seconds: dict[str, Spread]
     step_seconds: dict[str, Spread]
     overhead_seconds: dict[str, float]
+    exposed_seconds: dict[str, float]
     wire_bytes: dict[str, int]
     collectives: dict[str, int]
     launches: dict[str, int | None]
-    queries: dict[str, int]
     compared: list[Comparison]
     rounds: int
 
@@ -192,14 +200,42 @@ class Result:
 
     @property
     def rows(self) -> list[Row]:
-        """Of a suite."""
-        rows = self.content["benchmarks"]
-        return [read(Row, row["extra_info"] | {"group": row.get("group")}) for row in rows]
+        """Of a suite; not of kernels that have been taken out since.
+
+        Where the host's rows have none that is called idle, those of before November 25, 2026,
+        ours was: it sent nothing.
+        """
+        infos = [
+            {**row["extra_info"], "group": row.get("group")} for row in self.content["benchmarks"]
+        ]
+        rows = [read(Row, each) for each in infos if each.get("direction") not in _TAKEN_OUT]
+        if any("idle" in (row.configuration or "") for row in rows):
+            return rows
+        return [
+            replace(row, configuration=_IDLE.get(row.configuration, row.configuration))
+            for row in rows
+        ]
 
     def part(self, name: str) -> Result | None:
         """What a part of `make gpu` has found; ``None`` if nothing."""
         content = (self.content["parts"].get(name) or {}).get("result")
         return None if content is None else Result(content)
+
+    @property
+    def steps(self) -> dict[str, Result]:
+        """Of `make gpu`, by part: steps beside stock's."""
+        parts = {name: self.part(name) for name in self.content["parts"] if is_step(name)}
+        return {name: each for name, each in parts.items() if each is not None}
+
+
+_TAKEN_OUT = ("reduce_unflatten",)
+_IDLE = {"ours": "ours idle", "ours views": "ours idle views"}
+
+
+def is_step(part: str) -> bool:
+    """Whether a part of `make gpu` measures steps beside stock's: not graphs, nor what compiles."""
+    others = ("step-graphs", "step-compiled", "step-bus")
+    return part.split("-")[0] == "step" and part not in others
 
 
 def read(kind: type[Kind], content: Any) -> Kind:
@@ -228,17 +264,29 @@ _hints = cache(get_type_hints)
 
 
 def _model(content: Mapping[str, Any]) -> Model:
-    more = {"compared": _compared(content.get("comparisons", [])), "rounds": rounds_of(content)}
+    sent = content.get("wire_bytes") or {}
+    compared = [
+        one
+        for one in _compared(content.get("comparisons", {}))
+        if sent.get(one.get("contender"), True) and sent.get(one.get("best"), True)
+    ]
+    more = {"compared": compared, "rounds": rounds_of(content)}
     # What has no figures is shown as nothing, not as an error.
-    empty: dict[str, Any] = {"seconds": {}, "overhead_seconds": {}, "launches": {}}
-    return read(Model, {**empty, **content, **more})
+    empty = ("seconds", "step_seconds", "overhead_seconds", "exposed_seconds", "wire_bytes")
+    return read(Model, {**{name: {} for name in (*empty, "launches")}, **content, **more})
 
 
 def _compared(found: Any) -> list[dict[str, Any]]:
-    """By family, or a list as in detection.py."""
-    if isinstance(found, Mapping):
-        return [{"gradients": family, **one} for family, one in found.items()]
-    return list(found)
+    """By family, or a list as in detection.json."""
+    if not isinstance(found, Mapping):
+        return list(found)
+    return [
+        {"gradients": family, "contender": "ours" + _SUFFIXES.get(family, ""), **one}
+        for family, one in found.items()
+    ]
+
+
+_SUFFIXES = {"views": " views"}  # where a file does not name the contender
 
 
 def rounds_of(model: Mapping[str, Any]) -> int:

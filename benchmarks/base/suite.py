@@ -2,14 +2,13 @@
 
 A suite is a module with
 
-- ``NAME``, that of the result;
 - ``cases()``: all :class:`Case` objects of this machine, those of a group one behind the other;
 - ``row(case, rounds, groups_left)``: the case's :class:`Row`. The first case of a group measures
   for all of them, in its share of the time that is left; ``rounds=None`` for the suite's own;
 - ``TABLES``: those of ``report/tables.py`` that show its result;
 - ``session()``, if need be: a context in which rows are measured.
 
-``python benchmarks/plain.py SUITE`` runs one, and pytest does through the test module beside it.
+``python benchmarks/plain.py SUITE`` runs one.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ class Case:
     group: str
     parts: tuple[Any, ...]
     name: str
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)

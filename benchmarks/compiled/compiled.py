@@ -15,6 +15,7 @@ different batches. Then all step (forward, backward, SGD) in interleaved rounds,
 until the device is idle; a sample is the time of the slowest rank. Before each timed step the same
 model takes one that is not timed, so that nobody finds the caches of another.
 
+With one rank ours sends what it would send with several: it is counted that all but ``bare`` do.
 That every step of the rounds ran what was compiled, and that nothing was compiled anew, is counted,
 and is a failure if not so. The result is written after each model.
 
@@ -37,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 
 import torch
 import torch._dynamo as dynamo
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as StockDDP
@@ -48,9 +48,11 @@ from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.compiled.cases import CASES
 from benchmarks.models.cases import SIZES, Batch, Case, loss
+from benchmarks.models.configurations import Configuration
 from benchmarks.models.gradients import Gradient
 from benchmarks.report import tables
 from benchmarks.report.table import text
+from benchmarks.step.traffic import sent_in
 from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 COMPARED = 3  # steps: buckets are formed anew after the first
@@ -96,7 +98,8 @@ class Contender:
         self.name, self.batch = name, batch
         self.backend = Backend("eager" if compiler == UNCOMPILED else compiler)
         compiled = partial(torch.compile, backend=self.backend, disable=compiler == UNCOMPILED)
-        ours = partial(tritonddp.DistributedDataParallel, transport=options.transport)
+        transport = {"transport": options.transport}
+        ours = Configuration(OURS, tritonddp.DistributedDataParallel, transport).wrap
         wrap: Any = {STOCK: StockDDP, STOCK_ONE: StockDDP, OURS: ours}.get(name)
         self.wrapper: Any = module if wrap is None else wrap(module)
         self.model: Any = compiled(self.wrapper)
@@ -174,6 +177,13 @@ def measure(case: Case, ranks: Ranks, options: argparse.Namespace, end: float) -
         for each in contenders.values():
             each.step()
     ranks.synchronize()
+    sent = {
+        name: sent_in(each.step, each.wrapper, ranks.world_size)[0]
+        for name, each in contenders.items()
+        if name != BARE
+    }
+    if not all(sent.values()):
+        raise RuntimeError(f"{case.name}: who sends nothing is not compared: {sent}")
     for name, each in contenders.items():
         each.compiled_again = each.backend.graphs - graphs[name]
     before = {name: (each.backend.graphs, each.backend.runs) for name, each in contenders.items()}
@@ -203,6 +213,7 @@ def measure(case: Case, ranks: Ranks, options: argparse.Namespace, end: float) -
     result = {
         "parameters": sum(param.numel() for param in contenders[BARE].model.parameters()),
         "rounds": len(slowest[OURS]),
+        "wire_bytes": sent,
         "contenders": {
             name: {
                 "graphs": graphs[name],
@@ -251,8 +262,7 @@ def compare(
             found = each.gradient(batch)
             if name != BARE or ranks.world_size == 1:
                 errors[name] = max(errors[name], found.off(expected))
-    everybody: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everybody, errors)
+    everybody = ranks.gathered(errors)
     if not all(off <= TOLERANCE for each in everybody for off in each.values()):
         raise RuntimeError(f"{case.name}: wrong gradients, nothing was timed: {everybody}")
     return errors

@@ -28,16 +28,13 @@ from benchmarks.base import command
 from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import ManyParameters
+from benchmarks.models.configurations import MODES
 from benchmarks.report.table import Table, ms, text
 from tritonddp import DistributedDataParallel
 from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 # Parameters, and elements of each.
 MODELS = {"160 of 150,000": (160, 150_000), "1,000 of 64": (1_000, 64)}
-WAYS: dict[str, dict[str, Any]] = {
-    "copies": {},
-    "views": {"gradient_as_bucket_view": True},
-}
 PARTS = ("backward", "norm below the limit", "gradients multiplied")
 WARM_UP = 4
 
@@ -109,7 +106,7 @@ def main() -> None:
     with process_group(options.backend) as ranks:
         output = Output("clipping", options.out, ranks.rank == 0, rounds=options.rounds)
         for model in options.models:
-            for way, of_wrapper in WAYS.items():
+            for way, of_wrapper in MODES.items():
                 name = f"{model}, {way}"
                 results[name] = measure(ranks, MODELS[model], of_wrapper, options.rounds)
                 output.write({"results": results})

@@ -2,13 +2,15 @@
 
     python benchmarks/gpu/gpu.py [--out FOLDER] [--only PART ...] [--rehearse]
 
-Each part is a process, or one a rank, with a time limit, in the order of what is learnt: the
-description of the machine, tests of the compiled kernels and of the reducer over NCCL with one
-rank and with two on one card, bandwidth of the kernels, the step, the host, CUDA graphs, memory,
-and the kernels under compute-sanitizer. A part that fails, hangs or crashes is ended with all it
-started, and the others go on. Time that a part leaves is the next one's. The result file is written
-anew after each part, so that whatever cuts the run off leaves what was measured. Plots come last,
-and a screen that tells of each part how it ended and of each bound whether it is met.
+Each part is a process, or one a rank, with a time limit, in the order of what a user came for: the
+machine, a minute of tests of what all else needs, steps beside stock's (copies, views, wires, CUDA
+graphs, one compiled graph, and on 2, 4 and 8 cards if there are so many), kernels, the host, and
+the rest of the tests. A part that fails, hangs or crashes is ended with all it started, and the
+others go on. Time that a part leaves is the next one's. The result file is written anew after each
+part, so that whatever cuts the run off leaves what was measured. Plots come last, and a summary:
+step times first, then how each part ended, and whether each bound is met.
+
+``--only step`` runs all parts that measure steps.
 
 Tests need pytest, the rest only torch and Triton; nothing is downloaded.
 
@@ -38,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 
 from benchmarks.base import deadline, processes
 from benchmarks.gpu import one_card
-from benchmarks.gpu.parts import PROBE, REHEARSING, Outcome, Part, parts
-from benchmarks.report import bounds as gpu_table
+from benchmarks.gpu.parts import PROBE, REHEARSING, WORLDS, Outcome, Part, parts
+from benchmarks.gpu.summary import summary
+from benchmarks.report import bounds
 
 BENCHMARKS = Path(__file__).parents[1]
 # Seconds from the start to the end of the last part, no less than the sum of all limits. What is
@@ -68,7 +71,6 @@ class Report:
     def run(self, part: Part) -> None:
         """Run a part and write down what came of it."""
         left = self.end - time.monotonic() - self.later
-        # A rehearsal is no race: it may share its cores with other tests.
         limit = max(0.0, min((6 if self.content["rehearsal"] else 2) * part.limit, left))
         print(f"\n--- {part.name}: {part.title} (at most {limit:.0f} s)", flush=True)
         start = time.monotonic()
@@ -99,7 +101,7 @@ class Report:
             write_json,  # it imports torch, which _facts has shown to be possible
         )
 
-        self.content["bounds"] = gpu_table.bounds(self.content["parts"])
+        self.content["bounds"] = bounds.bounds(self.content["parts"])
         write_json(self.path, self.content)
 
 
@@ -123,20 +125,31 @@ def main() -> int:
         print(f"make gpu: nothing was run: {why} ({sys.executable})", file=sys.stderr)
         return 2
     path = _result_path(options.out, facts, options.rehearse)
-    report = Report(path, facts, options.rehearse, start + options.budget)
+    # A rehearsal is no race: it may share its cores with other tests.
+    patience = 4 if options.rehearse else 1
+    report = Report(path, facts, options.rehearse, start + patience * options.budget)
     report.add(DESCRIBE, Outcome("ok"), time.monotonic() - start)
-    plan = [each for each in parts(options.rehearse) if each.name in (options.only or each.name)]
+    plan = [
+        part
+        for part in parts(options.rehearse, facts["gpu"]["count"])
+        if any(is_asked_for(part.name, name) for name in options.only or [part.name])
+    ]
     try:
         for number, part in enumerate(plan):
             report.later = sum(each.limit for each in plan[number + 1 :])
             report.run(part)
         _draw(report.path)
     finally:  # also when the run is cut off
-        print("\n" + "\n".join(gpu_table.table(report.content)))
+        print("\n" + "\n".join(summary(report.content)))
         print(f"written to {report.path}", flush=True)
     # In a rehearsal nothing is missing but the GPU.
     fine = ("ok",) if options.rehearse else ("ok", "not run")
     return int(any(part["status"] not in fine for part in report.content["parts"].values()))
+
+
+def is_asked_for(part: str, name: str) -> bool:
+    """Whether a part is called so, or belongs to the parts of this name: step to all steps."""
+    return part == name or part.startswith(f"{name}-")
 
 
 def _outcome(part: Part, limit: float) -> Outcome:
@@ -219,16 +232,17 @@ def _result_path(folder: Path | None, facts: dict[str, Any], rehearsal: bool) ->
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    names = [part.name for part in parts()]
+    names = [part.name for part in parts(rehearse=True, cards=max(WORLDS))]
+    names += [f"step-cards-{ranks}" for ranks in WORLDS[1:]]
     parser.add_argument(
         "--out",
         type=Path,
         default=os.environ.get("OUT"),
         help="folder for <gpu>/gpu.json and the plots (default: $OUT, else benchmarks/results)",
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}"
-    )
+    what = f"of {', '.join(names)}; step and test: all parts whose names begin so"
+    choices = [*names, "test"]
+    parser.add_argument("--only", nargs="+", choices=choices, metavar="PART", help=what)
     parser.add_argument(
         "--budget", type=float, default=BUDGET, help=f"seconds for all parts ({BUDGET:.0f})"
     )

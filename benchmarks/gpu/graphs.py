@@ -6,16 +6,18 @@
 Each configuration has two models with the same parameters: one steps eagerly, forward and backward,
 of the other such a step is captured, after a dozen on a side stream, and replayed. All run in
 interleaved rounds, from a barrier until the device is idle. Before that the gradients of a replay
-are compared with those of an eager step. What cannot be captured is told and left out, and is a
-failure of the benchmark if it is ours. The result is written after each model.
+are compared with those of an eager step, and the captured models' bytes on the wire are counted:
+with one rank ours sends what it would send with several, and as users have it then, *idle*, it is
+measured beside. What cannot be captured is told and left out, and is a failure of the benchmark if
+it is ours. The result is written after each model.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,18 @@ from benchmarks.base import command, deadline
 from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import CASES, Batch, Case, loss
-from benchmarks.models.configurations import UNWRAPPED, Configuration, families
+from benchmarks.models.configurations import (
+    UNWRAPPED,
+    Configuration,
+    Families,
+    families,
+    idle_of,
+)
 from benchmarks.models.gradients import Gradient
-from benchmarks.report.table import Blocks, Table, ms, text
+from benchmarks.report import tables
+from benchmarks.report.table import text
+from benchmarks.step.comparison import check_exchange
+from benchmarks.step.traffic import sent_in
 from tritonddp.cli.kernel_timing.paired import Spread
 
 # torch asks for 11 before a wrapped model is captured: stock records events of its own in the
@@ -52,7 +63,7 @@ def main() -> int:
         for name, end in deadline.shares(options.models):
             results[name] = measure(CASES[name], ranks, options.rounds, end)
             output.write({"models": results})
-            output.say(*text(table(name, results[name])))
+            output.say(*text(tables.graphs(output.only("models", name))))
     return 1 if any(_is_ours(each) for model in results.values() for each in model["errors"]) else 0
 
 
@@ -62,29 +73,34 @@ def _is_ours(name: str) -> bool:
 
 def measure(case: Case, ranks: Ranks, rounds: int, end: float) -> dict[str, Any]:
     """All configurations on one model until ``end``; what JSON says."""
-    compared = families(case.unused)
-    configurations = [UNWRAPPED, *(each for f in compared for each in (f.stock[0], f.ours))]
+    compared = _compared(case, ranks)
+    configurations = [UNWRAPPED, *(each for family in compared for each in family.members)]
     batch = case.batch(ranks.device, seed=ranks.rank)
     copies = case.copies(ranks.device)
     steps: dict[tuple[str, str], Callable[[], object]] = {}
     errors: dict[str, str] = {}
+    sent: dict[str, int] = {}
     for configuration in configurations:
+        name, models = configuration.name, (next(copies), next(copies))
         try:
-            steps.update(_steps(configuration, next(copies), next(copies), batch))
+            ways, sent[name] = _steps(configuration, *models, batch, ranks)
+            steps.update({(name, way): step for way, step in ways.items()})
         except Exception as error:  # the others may be captured all the same
-            errors[configuration.name] = f"{type(error).__name__}: {error}"
+            errors[name] = f"{type(error).__name__}: {error}"
             ranks.synchronize()
     copies.close()
+    check_exchange(compared, sent)
     numbers = deadline.rounds(rounds, end, discarded=DISCARDED, agreed=ranks.agreed)
-    ways = {key: partial(ranks.timed, step) for key, step in steps.items()}
-    seconds = deadline.interleaved(ways, numbers, case.name)
-    ways.clear()
+    timed = {key: partial(ranks.timed, step) for key, step in steps.items()}
+    seconds = deadline.interleaved(timed, numbers, case.name)
+    timed.clear()
     steps.clear()
     gc.collect()
     torch.cuda.empty_cache()
     measured = [each.name for each in configurations if each.name not in errors]
     return {
         "errors": errors,
+        "wire_bytes": sent,
         "rounds": len(next(iter(seconds.values()), ())),
         "seconds": {
             name: {way: asdict(Spread.of(seconds[name, way])) for way in (EAGER, REPLAYED)}
@@ -96,10 +112,26 @@ def measure(case: Case, ranks: Ranks, rounds: int, end: float) -> dict[str, Any]
     }
 
 
+def _compared(case: Case, ranks: Ranks) -> Families:
+    """Copies and views; with one rank also as users have it then."""
+    found = []
+    for each in families(case.unused):
+        beside = (idle_of(each.ours),) if ranks.world_size == 1 else ()
+        stock = each.stock[:1]
+        found.append(replace(each, stock=stock, alike=(stock[0], stock[0]), beside=beside))
+    return tuple(found)
+
+
 def _steps(
-    configuration: Configuration, eager: nn.Module, captured: nn.Module, batch: Batch
-) -> dict[tuple[str, str], Callable[[], object]]:
+    configuration: Configuration,
+    eager: nn.Module,
+    captured: nn.Module,
+    batch: Batch,
+    ranks: Ranks,
+) -> tuple[dict[str, Callable[[], object]], int]:
     """An eager step, and a replay of a captured one; their gradients are compared.
+
+    And what the captured model hands to collectives in a step.
 
     Raises:
         RuntimeError: they differ, or the step cannot be captured.
@@ -115,40 +147,23 @@ def _steps(
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     models[1].zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        _step(models[1], batch)
+
+    def capture() -> None:
+        with torch.cuda.graph(graph):
+            _step(models[1], batch)
+
+    sent, _ = sent_in(capture, models[1], ranks.world_size)
     graph.replay()
     _step(models[0], batch)
     distance = Gradient.of(models[1]).off(Gradient.of(models[0]))
     if not distance <= TOLERANCE:
         raise RuntimeError(f"gradients of a replay are off by {distance} of their norm")
-    name = configuration.name
-    return {
-        (name, EAGER): lambda: _step(models[0], batch),
-        (name, REPLAYED): graph.replay,
-    }
+    return {EAGER: lambda: _step(models[0], batch), REPLAYED: graph.replay}, sent
 
 
 def _step(model: nn.Module, batch: Batch) -> None:
     model.zero_grad(set_to_none=True)
     loss(model, batch).backward()
-
-
-def table(name: str, result: Mapping[str, Any]) -> Blocks:
-    """A model's result, and what of it is above the unwrapped model."""
-    bare = result["seconds"].get(UNWRAPPED.name)
-    rows = []
-    for label, ways in result["seconds"].items():
-        medians = [ways[way]["median"] for way in (EAGER, REPLAYED)]
-        above = ["-"] * 2
-        if bare is not None and label != UNWRAPPED.name:
-            base = [bare[way]["median"] for way in (EAGER, REPLAYED)]
-            above = [ms(a - b) for a, b in zip(medians, base, strict=True)]
-        rows.append((label, *map(ms, medians), *above))
-    title = f"{name}: {result['rounds']} rounds; a step, ms"
-    yield Table((title, EAGER, REPLAYED, "above unwrapped", "above it, replayed"), rows)
-    for label, error in result["errors"].items():
-        yield f"  {label}: not captured: {error}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,55 +103,91 @@ class Part:
         return replace(self, command=(python, *rest, *shlex.split(self.small)))
 
 
-# The estimates are seconds of an H100. On that of benchmarks/results/gpu-h100, an earlier commit's,
-# test-kernels, probe, step-pair and memcheck took as long; kernels, quantize and host did, which
-# take fewer rounds now where time is short; and both halves of the tests over NCCL together, which
-# are a tenth more now. The others are guesses:
-# step-small, step-large and memory were cut off there, mostly drawing parameters on the host, and
-# sweep, graphs and compiled did not exist.
-def parts(rehearse: bool = False) -> list[Part]:
-    """In the order of what is learnt; each is small in a rehearsal."""
-    one, step = "nccl-1-rank", "step/step.py --backend nccl --builds 1"
-    # Not all: rounds of ten configurations take seconds. "host" measures many small parameters.
-    models = "resnet50 gpt2_small llama3_8b_layer vit_b16 mlp transformer"
+# Some tests of everything, for the first minute: the others come last.
+SANITY = "missing_gradients or second_launch"
+SANITY_NCCL = "gradients_are_those_of_stock_ddp or one_flatten_one_all_reduce"
+
+# All models that steps are compared on. The quick ones come first: what they leave of their equal
+# shares is the others'.
+MODELS = "mlp many_small transformer resnet50 llama3_8b_layer gpt2_small vit_b16"
+WORLDS = (2, 4, 8)  # ranks, as far as there are cards
+
+
+# The estimates are seconds of an H100, of an earlier commit where kernels and tests are concerned;
+# those of steps, graphs, memory and several cards are guesses: no card has run them in this order.
+def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
+    """In the order of what a user came for; each is small in a rehearsal, which plays all."""
+    one = "nccl-1-rank"
     mlp, both = "--models mlp", f"stock and not {one}"
+    quick = f"{SANITY} or ({one} and ({SANITY_NCCL}))"
+    few = f"missing or ({one} and one_flatten)"
+    seconds = (142, 120) if cards == 1 else (100, 95)
+    files = (*KERNEL_TESTS, NCCL_TESTS[0])
     found = [
-        _tests("test-kernels", "the compiled kernels", 85, 80, KERNEL_TESTS, "", "missing"),
-        _tests("test-nccl-1", "one rank over NCCL", 54, 51, NCCL_TESTS, one, f"stock and {one}"),
-        PROBE,
-        _tests("test-nccl-2", "two ranks on one card", 85, 80, NCCL_TESTS, f"not {one}", both),
-        # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
-        _script(
-            "kernels", "flatten and unflatten", 40, 36, "plain.py kernels --without wire"
-        ).with_arguments("--rounds 20", "--only many_small-fp32-whole many_small-bf16-25MiB"),
-        _script(
-            "sweep", "blocks and warps of flatten and unflatten", 19, 15, "kernels/sweep.py"
-        ).with_arguments("--rounds 10", "--lists many_small"),
-        _script("quantize", "quantising kernels", 24, 22, "plain.py quantize").with_arguments(
-            "--rounds 4", "--only int8-many_small-fp32 fp8-many_small-bf16"
-        ),
-        _script("step-small", "steps, small batches", 37, 34, step, 1).with_arguments(
-            f"--rounds 6 --models {models}", mlp
-        ),
-        _script("step-large", "steps, large batches", 23, 20, step, 1).with_arguments(
-            "--batch large --rounds 4 --models resnet50", mlp
-        ),
-        replace(
-            _script("step-pair", "steps, two ranks", 25, 22, step, 2), on_one_card=True
-        ).with_arguments("--rounds 3 --models mlp", mlp),
-        _script("host", "the host's work", 34, 31, "plain.py host").with_arguments("--rounds 7"),
-        _script("graphs", "CUDA graphs", 15, 12, "gpu/graphs.py", 1).with_arguments(
+        _tests("sanity", "what all else needs", 56, 45, files, quick, few),
+        _steps("step-one", "beside stock's", *seconds, f"--rounds 12 --models {MODELS}", mlp),
+        _steps("step-wires", "in fewer bytes", 25, 22, _WIRES, mlp),
+        _script("step-graphs", "CUDA graphs", 15, 12, "gpu/graphs.py", 1).with_arguments(
             "--rounds 20 --models mlp transformer", mlp
         ),
+        _script("step-compiled", "torch.compile", 28, 25, _COMPILED, 1).with_arguments(
+            "--rounds 30 --models mlp transformer", f"{mlp} --compiler none"
+        ),
+        *(_between_cards(2 if rehearse else cards) if rehearse or cards > 1 else ()),
+        *(_on_one_card(mlp) if rehearse or cards == 1 else ()),
+        # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
         _script(
-            "compiled", "torch.compile", 30, 26, "compiled/compiled.py --backend nccl", 1
-        ).with_arguments("--rounds 30 --models mlp transformer", f"{mlp} --compiler none"),
-        _script("memory", "memory", 22, 20, "step/memory.py --backend nccl", 1).with_arguments(
+            "kernels", "flatten and unflatten", 33, 30, "plain.py kernels --without wire"
+        ).with_arguments("--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"),
+        _script("quantize", "quantising kernels", 18, 16, "plain.py quantize").with_arguments(
+            "--rounds 4", "--only int8-many_small-fp32 fp8-many_small-bf16"
+        ),
+        _script("host", "the host's work", 32, 30, "plain.py host").with_arguments("--rounds 12"),
+        _tests(
+            "test-kernels", "the compiled kernels", 42, 40, KERNEL_TESTS, f"not ({SANITY})", few
+        ),
+        _tests(
+            "test-nccl-1",
+            *("one rank over NCCL", 34, 32, NCCL_TESTS),
+            *(f"{one} and not ({SANITY_NCCL})", f"stock and {one}"),
+        ),
+        _tests("test-nccl-2", "two ranks over NCCL", 42, 40, NCCL_TESTS, f"not {one}", both),
+        _script("memory", "memory", 13, 12, "step/memory.py --backend nccl", 1).with_arguments(
             "--models resnet50 gpt2_small mlp", mlp
         ),
-        _sanitizer(15, 11, rehearse),
+        _sanitizer(12, 11, rehearse),
     ]
     return [part.rehearsed() for part in found] if rehearse else found
+
+
+_STEP = "step/step.py --backend nccl --builds 1"
+_WIRES = "--families bf16 int8 --rounds 12 --models gpt2_small llama3_8b_layer mlp"
+_COMPILED = "compiled/compiled.py --backend nccl"
+
+
+def _steps(
+    name: str, title: str, limit: float, estimate: float, more: str, small: str, ranks: int = 1
+) -> Part:
+    part = _script(name, f"steps {title}", limit, estimate, _STEP, ranks)
+    return part.with_arguments(more, small)
+
+
+def _on_one_card(small: str) -> Iterator[Part]:
+    """Whether gradients agree between two ranks; their times say how they take turns."""
+    yield PROBE
+    pair = _steps("step-pair", "of two ranks", 18, 16, "--rounds 3 --models mlp", small, 2)
+    yield replace(pair, on_one_card=True)
+
+
+def _between_cards(cards: int) -> Iterator[Part]:
+    """All cards of a machine: how fast they all-reduce, and steps on 2, 4 and 8 of them."""
+    bus = _script("step-bus", "all-reduces by themselves", 10, 9, "gpu/bus.py", cards)
+    yield bus.with_arguments("--rounds 20", "--mib 1")
+    for ranks in WORLDS:
+        if ranks <= cards:
+            more = "--rounds 10 --families copies --models gpt2_small"
+            name, title = f"step-cards-{ranks}", f"of {ranks} cards"
+            yield _steps(name, title, 24, 20, more, "--models mlp", ranks)
 
 
 def _tests(
@@ -248,13 +284,6 @@ def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float)
     return Outcome("not run" if why else "ok", why)
 
 
-PROBE = Part(
-    *("probe", "do two ranks on one card find each other over NCCL?", 12, 7),
-    *((sys.executable, str(BENCHMARKS / "gpu" / "one_card.py")), read_probe),
-    ranks=2,
-)
-
-
 def read_memcheck(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
     """Of the sanitizer, which does not work with every driver and is slow with some."""
     if list(codes) == [_MEMORY_ERRORS]:
@@ -282,3 +311,10 @@ def _failure(codes: Sequence[int | None], text: str, limit: float) -> Outcome:
 def _last(pattern: str, text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if re.search(pattern, line)]
     return lines[-1][:300] if lines else "it said nothing of an error"
+
+
+PROBE = Part(
+    *("probe", "do two ranks on one card find each other over NCCL?", 10, 7),
+    *((sys.executable, str(BENCHMARKS / "gpu" / "one_card.py")), read_probe),
+    ranks=2,
+)

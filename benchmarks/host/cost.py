@@ -1,12 +1,12 @@
 """What DDP costs the host: per parameter, per bucket and per step, stock beside ours.
 
     python benchmarks/plain.py host [--rounds 40] [--out FILE]
-    pytest benchmarks/host --benchmark-only [--rounds 40] [--benchmark-json FILE]
 
-A world of one, so that nothing is sent; one thread on the CPU, or a GPU over NCCL, of which only
-the host's time counts. All configurations run in shuffled rounds with a bare model, and each figure
-is the median over rounds of a difference within a round. A second bare model, *unwrapped*, shows
-the resolution.
+A world of one, so that no line is waited for; all the same ours sends what it would send to others,
+as stock does, but for *idle* ours: that is what a user has who trains alone. One thread on the CPU,
+or a GPU over NCCL, of which only the host's time counts. All configurations run in shuffled rounds
+with a bare model, and each figure is the median over rounds of a difference within a round. A
+second bare model, *unwrapped*, shows the resolution.
 
 parameter   1,000 parameters of 64 elements in one bucket: the backward beyond the bare one, and of
             it what lies between the gradients (*hook*), per parameter. Stock's default copies
@@ -30,17 +30,21 @@ import torch.distributed as dist
 from benchmarks.base.deadline import share
 from benchmarks.base.suite import Case, Row
 from benchmarks.host.subjects import PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
-from benchmarks.models.configurations import UNWRAPPED, Configuration, families
+from benchmarks.models.configurations import UNWRAPPED, Configuration, families, idle_of
 from benchmarks.report import tables
 from tritonddp.cli.kernel_timing.paired import Spread
 
-NAME, TABLES = "host", (tables.host,)
+TABLES = (tables.host,)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 40
 
 CONFIGURATIONS = [
     UNWRAPPED,
-    *(each for family in families() for each in family.members if each is not family.again),
+    *(
+        each
+        for family in families()
+        for each in (*family.stock, family.ours, idle_of(family.ours), *family.beside)
+    ),
 ]
 BARE = Configuration("bare", None)
 BUCKETS = PARAMETERS // PER_BUCKET

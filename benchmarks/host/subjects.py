@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,13 +20,14 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from benchmarks.base import deadline
 from benchmarks.models.cases import ManyParameters
 from benchmarks.models.configurations import Configuration
-from benchmarks.step.traffic import bucket_bytes
+from benchmarks.step.traffic import bucket_bytes, sent_in
 
 Key = TypeVar("Key")
 
 SIZE = 64  # elements of a parameter
 PARAMETERS, PER_BUCKET = 1000, 50
 WARMUPS = 5
+SETTLED = 11  # steps: the first 10 are measured, by stock for its statistics, by ours for its log
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Subject:
         per_bucket: int,
         marks: Sequence[int] = (),
     ) -> None:
+        self.sends = configuration.wrapper is not None and not configuration.is_idle
         self.bare = ManyParameters(count, SIZE).to(device)
         self._marks = list(marks)
         self._passed: list[tuple[int, float]] = []
@@ -71,9 +73,8 @@ class Subject:
         if configuration.wrapper is not None:
             cap = per_bucket * SIZE * 4  # reached by the last parameter of a bucket
             self.expected_bytes = [cap] * (count // per_bucket)
-            self.model = configuration.wrapper(
-                self.bare, bucket_cap_mb=cap / 2**20, **configuration.options
-            )
+            options = {**configuration.options, "bucket_cap_mb": cap / 2**20}
+            self.model = replace(configuration, options=options).wrap(self.bare)
 
     def _note(self, mark: int, _: Tensor) -> None:
         self._passed.append((mark, time.perf_counter()))
@@ -124,13 +125,13 @@ def time_rounds(
 
     Raises:
         RuntimeError: gradients differ from the first subject's, or a subject has other buckets
-            than it should; nothing is timed.
+            than it should, or sends nothing where it should; nothing is timed.
     """
     x = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(device)
     sweep = torch.randn(2**23)  # 32 MiB
     expected: list[Tensor] = []
     for key, subject in subjects.items():
-        for _ in range(3):  # stock rebuilds its buckets in the second forward
+        for _ in range(SETTLED):
             subject.step(x, sweep)
             found: list[Any] = [param.grad for param in subject.bare.parameters()]
             expected = expected or [grad.clone() for grad in found]
@@ -140,5 +141,8 @@ def time_rounds(
             raise RuntimeError(
                 f"buckets of {key} hold {subject.bucket_bytes} B, not {subject.expected_bytes}"
             )
+        sent, _ = sent_in(partial(subject.step, x, sweep), subject.model, world_size=1)
+        if bool(sent) != subject.sends:
+            raise RuntimeError(f"{key} sends {sent} bytes in a step")
     ways = {key: partial(subject.step, x, sweep) for key, subject in subjects.items()}
     return deadline.interleaved(ways, deadline.rounds(rounds, end, discarded=WARMUPS))

@@ -1,10 +1,6 @@
 """Flatten and unflatten against stock's ways and against a plain copy of the same bytes.
 
-On a GPU also the sum over three ranks with unflatten, whose buffers are all on the one GPU.
-
     python benchmarks/plain.py kernels [--only resnet50] [--rounds 25] [--out FILE]
-    pytest benchmarks/kernels/test_bandwidth.py --benchmark-only [-k resnet50] [--max-mb 250]
-        [--rounds 25] [--benchmark-json FILE]
 
 The ceiling is a device copy of the bytes of the gradients: nothing that reads and writes each once
 can be faster. On a GPU there are two, of which neither is always the faster one: torch's ``copy_``,
@@ -33,7 +29,7 @@ from benchmarks.kernels.timing import DEVICE
 from benchmarks.report import tables
 from tritonddp.cli.kernel_timing.device_timing import Samples
 
-NAME, TABLES = "kernels", (tables.kernels, tables.launches)
+TABLES = (tables.kernels,)
 ROUNDS = 25 if DEVICE.type == "cuda" else 8
 
 # Of the gradients, and of the buffer.
@@ -76,8 +72,8 @@ class Group:
 MAX_MB = inf if DEVICE.type == "cuda" else 110
 
 
-def cases(max_mb: float = MAX_MB) -> Iterator[Case]:
-    """All contenders of all groups, of buckets of at most ``max_mb``."""
+def cases() -> Iterator[Case]:
+    """All contenders of all groups, of buckets of at most :data:`MAX_MB`."""
     groups = [
         Group(direction, parameters, dtype, bucket)
         for parameters in LISTS
@@ -86,7 +82,7 @@ def cases(max_mb: float = MAX_MB) -> Iterator[Case]:
         for direction in DIRECTIONS
     ]
     for group in groups:
-        if not group.shapes or group.megabytes > max_mb:
+        if not group.shapes or group.megabytes > MAX_MB:
             continue
         if DEVICE.type == "cpu" and group.casting:
             continue

@@ -1,8 +1,6 @@
 """The three quantising kernels against torch's operations and a plain copy of the same bytes.
 
     python benchmarks/plain.py quantize [--only resnet50] [--rounds 15] [--out FILE]
-    pytest benchmarks/kernels/test_quantizing.py --benchmark-only [-k resnet50] [--rounds 15]
-        [--benchmark-json FILE]
 
 Time as in ``benchmarks/kernels``. GB/s count the bytes that have to be read and written at least:
 gradients, residuals, numbers and scales, for rank 0 of 8.
@@ -25,7 +23,7 @@ from benchmarks.report import tables
 from tritonddp.cli.kernel_timing.device_timing import WARMUPS, Samples, input_sets, time_rounds
 from tritonddp.cli.kernel_timing.quantizers import CEILING, CONTENDERS, Inputs, check, nbytes
 
-NAME, TABLES = "quantize", (tables.kernels, tables.launches)
+TABLES = (tables.kernels,)
 ROUNDS = 15 if DEVICE.type == "cuda" else 3
 LISTS = (MANY_SMALL, "resnet50")
 NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

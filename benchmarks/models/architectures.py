@@ -11,7 +11,6 @@ bit. All can be built on the meta device::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -82,85 +81,6 @@ class ResNet50(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(images)).mean((2, 3)))
-
-
-# EfficientNet-B7
-
-
-def _convolution(
-    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
-) -> nn.Sequential:
-    """Convolution and BatchNorm, with the settings of torchvision's B5 to B7."""
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False),
-        nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.01),
-    )
-
-
-class SqueezeExcitation(nn.Module):
-    """Scales each channel by a function of the means of all."""
-
-    def __init__(self, channels: int, squeezed: int) -> None:
-        super().__init__()
-        self.reduce = nn.Conv2d(channels, squeezed, 1)
-        self.expand = nn.Conv2d(squeezed, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        means = x.mean((2, 3), keepdim=True)
-        return x * self.expand(silu(self.reduce(means))).sigmoid()
-
-
-class MBConv(nn.Module):
-    """Expansion, depthwise convolution, squeeze and excitation, projection."""
-
-    def __init__(self, expansion: int, kernel: int, stride: int, inputs: int, outputs: int) -> None:
-        super().__init__()
-        width = expansion * inputs
-        self.residual = stride == 1 and inputs == outputs
-        layers: list[nn.Module] = []
-        if expansion != 1:
-            layers += [_convolution(inputs, width, 1), nn.SiLU()]
-        layers += [_convolution(width, width, kernel, stride, groups=width), nn.SiLU()]
-        layers += [SqueezeExcitation(width, inputs // 4), _convolution(width, outputs, 1)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layers(x)
-        return x + y if self.residual else y
-
-
-class EfficientNetB7(nn.Module):
-    """torchvision's ``efficientnet_b7``: 711 tensors, 66,347,960 parameters.
-
-    Images ``(N, 3, H, W)`` to logits ``(N, 1000)``; as to BatchNorm see :class:`ResNet50`.
-    """
-
-    # B0's stages: expansion, kernel, stride, inputs, outputs, repeats.
-    _STAGES = (
-        (1, 3, 1, 32, 16, 1),
-        (6, 3, 2, 16, 24, 2),
-        (6, 5, 2, 24, 40, 2),
-        (6, 3, 2, 40, 80, 3),
-        (6, 5, 1, 80, 112, 3),
-        (6, 5, 2, 112, 192, 4),
-        (6, 3, 1, 192, 320, 1),
-    )
-    # B7 has twice the channels (all multiples of 8 then) and 3.1 times the layers, rounded up.
-    _WIDTH, _DEPTH = 2, 3.1
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [_convolution(3, 32 * self._WIDTH, 3, stride=2), nn.SiLU()]
-        for expansion, kernel, stride, inputs, outputs, repeats in self._STAGES:
-            inputs, outputs = inputs * self._WIDTH, outputs * self._WIDTH
-            for _ in range(math.ceil(repeats * self._DEPTH)):
-                layers.append(MBConv(expansion, kernel, stride, inputs, outputs))
-                inputs, stride = outputs, 1
-        self.layers = nn.Sequential(*layers, _convolution(inputs, 4 * inputs, 1), nn.SiLU())
-        self.head = nn.Linear(4 * inputs, 1000)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.layers(images).mean((2, 3)))
 
 
 # ViT-B/16
@@ -334,7 +254,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "resnet50": ResNet50,
-    "efficientnet_b7": EfficientNetB7,
     "vit_b16": ViTBase,
     "gpt2_small": GPT2Small,
     "llama3_8b_layer": Llama3Layer,

@@ -183,7 +183,6 @@ ON_CPU = (
 
 _BATCHES = {
     "resnet50": (_images, (4, 64)),
-    "efficientnet_b7": (_images, (4, 32)),
     "vit_b16": (_images, (4, 64)),
     "gpt2_small": (_tokens, (1, 8)),
     "llama3_8b_layer": (features(1024, Llama3Layer.width), (1, 4)),

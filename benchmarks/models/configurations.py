@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import tritonddp
@@ -26,16 +27,26 @@ class Configuration:
         wrapper: the class that wraps the model, ``None`` for the bare model.
         options: its keyword arguments.
         error: how far its gradients may be off stock's, of their norm, beyond rounding in fp32.
+        is_idle: ours in a world of one, where it sends nothing. Otherwise it sends there too, as
+            stock does.
+        sends: of the bytes of stock's buckets, what its communication hook leaves.
     """
 
     name: str
     wrapper: Wrapper | None
     options: Mapping[str, Any] = field(default_factory=dict)
     error: float = 0.0
+    is_idle: bool = False
+    sends: float = 1.0
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as this configuration trains it; collective."""
-        return model if self.wrapper is None else self.wrapper(model, **self.options)
+        if self.wrapper is None:
+            return model
+        wrapped: Any = self.wrapper(model, **self.options)
+        if self.wrapper is tritonddp.DistributedDataParallel and not self.is_idle:
+            wrapped._ddp_state.core.reductions.exchanges_alone = True
+        return wrapped
 
 
 @dataclass(frozen=True)
@@ -43,31 +54,40 @@ class Family:
     """Configurations that are compared like against like.
 
     Attributes:
-        name: of the mode: gradients are copies, or views of the buckets.
+        name: of the mode: gradients are copies, or views of the buckets; or the wire.
         ours: tritonddp.
         stock: stock DDP's configurations; the best of them is what ours is measured by.
-        again: the first of ``stock`` once more, as a model of its own: how far two medians of
-            the same thing lie apart.
+        alike: two of the same configuration, each a model of its own: how far two medians of the
+            same thing lie apart.
         beside: measured too, but not part of the comparison.
     """
 
     name: str
     ours: Configuration
     stock: tuple[Configuration, ...]
-    again: Configuration
-    beside: tuple[Configuration, ...]
+    alike: tuple[Configuration, Configuration]
+    beside: tuple[Configuration, ...] = ()
 
     @property
     def members(self) -> tuple[Configuration, ...]:
-        return (*self.stock, self.again, self.ours, *self.beside)
+        """Each once."""
+        return once((*self.stock, *self.alike, self.ours, *self.beside))
 
 
+def once(configurations: Iterable[Configuration]) -> tuple[Configuration, ...]:
+    """Each name once."""
+    return tuple({each.name: each for each in configurations}.values())
+
+
+Families = tuple[Family, ...]
 UNWRAPPED = Configuration("unwrapped", None)
+UNWRAPPED_AGAIN = Configuration("unwrapped again", None)
+BARE = (UNWRAPPED, UNWRAPPED_AGAIN)
 
 
-def has_batched_grad_copy() -> bool:
-    """Whether the installed torch's DDP can copy gradients a bucket at a time (torch 2.13)."""
-    return "batched_grad_copy" in inspect.signature(StockDDP).parameters
+def takes(option: str) -> bool:
+    """Whether the installed torch's DDP knows an option: ``batched_grad_copy`` from 2.13 on."""
+    return option in inspect.signature(StockDDP).parameters
 
 
 def families(unused: bool = False) -> tuple[Family, Family]:
@@ -78,21 +98,70 @@ def families(unused: bool = False) -> tuple[Family, Family]:
             ``find_unused_parameters=True`` alone. On other models that option is measured beside,
             as is, with copies, tritonddp's strict mode, which such a model does not permit.
     """
-    return (
-        _family("copies", "", {}, unused, strict=not unused),
-        _family("views", " views", {"gradient_as_bucket_view": True}, unused),
-    )
+    found = []
+    for name, mode in MODES.items():
+        suffix = "" if name == "copies" else f" {name}"
+        searching = _stock("stock find_unused" + suffix, {**mode, "find_unused_parameters": True})
+        stock = _ways(searching if unused else _stock("stock" + suffix, mode))
+        again = replace(stock[0], name="stock again" + suffix)
+        beside = () if unused else (searching,)
+        if not (unused or suffix):
+            beside += (_ours("ours strict", {"find_unused_parameters": False}),)
+        found.append(Family(name, _ours("ours" + suffix, mode), stock, (stock[0], again), beside))
+    return found[0], found[1]
 
 
-def wires() -> tuple[Family, ...]:
+def on_cards(
+    names: Iterable[str],
+    sizes: Callable[[Configuration], Sequence[float]],
+    unused: bool = False,
+    alone: bool = False,
+) -> Families:
+    """Copies, views and wires as they are compared on GPUs, by name.
+
+    Stock has its own bucket sizes, and ours too. A second bare model shows what overheads cannot
+    resolve.
+
+    Args:
+        sizes: of our buckets, in MiB, in the order of their launches.
+        alone: there is one rank: ours is measured beside as users have it then, idle.
+    """
+    modes = {each.name: each for each in families(unused)}
+    found = []
+    for name in names:
+        if name in modes:
+            ours, stock = modes[name].ours, modes[name].stock
+        else:
+            ours, stock = _ours(f"ours {name}", *WIRES[name]), (_stock("stock", {}), _BF16)
+        own, label = sizes(ours), "sized" if name in modes else f"sized as {name}"
+        sized = (with_sizes(each, own, label) for each in stock)
+        beside = (idle_of(ours),) if alone and name in modes else ()
+        found.append(Family(name, ours, (*stock, *sized), BARE, beside))
+    return tuple(found)
+
+
+def idle_of(ours: Configuration) -> Configuration:
+    """The same as users have it with one rank."""
+    return replace(ours, name=ours.name.replace("ours", "ours idle"), is_idle=True)
+
+
+def with_sizes(stock: Configuration, sizes: Sequence[float], label: str = "sized") -> Configuration:
+    """Stock with buckets of these sizes, in MiB; with the largest for all, if it takes no list."""
+    given: dict[str, Any] = {"bucket_cap_mb_list": list(sizes)}
+    if not takes("bucket_cap_mb_list"):
+        given = {"bucket_cap_mb": max(sizes)}
+    name = stock.name.replace("stock", f"stock {label}")
+    return replace(stock, name=name, options={**stock.options, **given})
+
+
+def wires() -> Families:
     """Ways to send fewer bytes, each against stock in fp32.
 
     fp32 first, then those of tritonddp; stock's fp16 hook is measured beside. (Its bf16 hook
     refuses the CPU.)
     """
-    hook = Configuration("stock fp16 hook", _stock_with_fp16_hook, error=1e-2)
     return tuple(
-        _wire(name, *WIRES[name], () if number else (hook,)) for number, name in enumerate(WIRES)
+        _wire(name, *WIRES[name], () if number else (_FP16,)) for number, name in enumerate(WIRES)
     )
 
 
@@ -107,9 +176,8 @@ def chosen_wire() -> Family:
 def _wire(
     name: str, options: Mapping[str, Any], error: float, beside: tuple[Configuration, ...] = ()
 ) -> Family:
-    stock, again = Configuration("stock", StockDDP), Configuration("stock again", StockDDP)
-    ours = Configuration(f"ours {name}", tritonddp.DistributedDataParallel, options, error)
-    return Family(name, ours, (stock,), again, beside)
+    stock, again = _stock("stock", {}), _stock("stock again", {})
+    return Family(name, _ours(f"ours {name}", options, error), (stock,), (stock, again), beside)
 
 
 # Options, and how far gradients may be off: half a step of the wire's numbers for each cast.
@@ -119,36 +187,35 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp16": ({"reduce_dtype": torch.float16}, 1e-2),
     "int8": ({"compression": "int8"}, 5e-2),
 }
+MODES: dict[str, dict[str, Any]] = {"copies": {}, "views": {"gradient_as_bucket_view": True}}
 
 
-def _stock_with_fp16_hook(model: nn.Module) -> nn.Module:
-    wrapped = StockDDP(model)
-    wrapped.register_comm_hook(None, fp16_compress_hook)
+def _stock(name: str, options: Mapping[str, Any]) -> Configuration:
+    return Configuration(name, StockDDP, options)
+
+
+def _ours(name: str, options: Mapping[str, Any], error: float = 0.0) -> Configuration:
+    return Configuration(name, tritonddp.DistributedDataParallel, options, error)
+
+
+def _ways(stock: Configuration) -> tuple[Configuration, ...]:
+    """Stock as it is, and with gradients copied a bucket at a time, if it can."""
+    if not takes("batched_grad_copy"):
+        return (stock,)
+    name = stock.name.replace("stock", "stock batched")
+    return stock, replace(stock, name=name, options={**stock.options, "batched_grad_copy": True})
+
+
+def _hooked(hook: Callable[..., Any], module: nn.Module, **options: Any) -> nn.Module:
+    wrapped = StockDDP(module, **options)
+    wrapped.register_comm_hook(None, hook)
     return wrapped
 
 
-def _family(
-    name: str, suffix: str, mode: Mapping[str, bool], unused: bool, strict: bool = False
-) -> Family:
-    def stock(label: str, **options: bool) -> Configuration:
-        return Configuration(f"stock {label}".strip() + suffix, StockDDP, {**mode, **options})
-
-    def ours(label: str, **options: bool) -> Configuration:
-        wrapper = tritonddp.DistributedDataParallel
-        return Configuration(f"ours {label}".strip() + suffix, wrapper, {**mode, **options})
-
-    searching = {"find_unused_parameters": True}
-    label, needed = ("find_unused", searching) if unused else ("", {})
-    candidates = [stock(label, **needed)]
-    if has_batched_grad_copy():
-        candidates.append(stock(f"batched {label}".strip(), batched_grad_copy=True, **needed))
-    beside = [] if unused else [stock("find_unused", **searching)]
-    if strict:
-        beside.append(ours("strict", find_unused_parameters=False))
-    return Family(
-        name=name,
-        ours=ours(""),
-        stock=tuple(candidates),
-        again=stock("again", **needed),
-        beside=tuple(beside),
+_FP16, _BF16 = (
+    Configuration(f"stock {name} hook", partial(_hooked, hook), error=1e-2, sends=0.5)
+    for name, hook in (
+        ("fp16", default_hooks.fp16_compress_hook),
+        ("bf16", default_hooks.bf16_compress_hook),
     )
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.base.ranks import Ranks
 from benchmarks.models.cases import Case, loss
-from benchmarks.models.configurations import UNWRAPPED
+from benchmarks.models.configurations import UNWRAPPED, UNWRAPPED_AGAIN
 
 STEPS = 3
 TOLERANCE = 1e-5  # of the norm of a whole model's gradient
@@ -43,7 +42,7 @@ def check(
     case: Case,
     ranks: Ranks,
     reference: str,
-    again: str,
+    alike: tuple[str, str],
     size: str = "small",
     errors: Mapping[str, float] | None = None,
 ) -> dict[str, Agreement]:
@@ -54,8 +53,8 @@ def check(
     Args:
         models: by configuration, all with the same parameters; among them the unwrapped one.
         reference: whose gradients the others must have.
-        again: a second model of the reference's configuration. What sets these two apart, the
-            order of a GPU's atomic additions say, is nobody's error.
+        alike: two models of one configuration. What sets these two apart, the order of a GPU's
+            atomic additions say, is nobody's error.
         errors: by configuration, how far its gradients may be off by what they travel in.
 
     Raises:
@@ -63,12 +62,12 @@ def check(
             every bit must agree.
     """
     exact = ranks.device.type == "cpu" and ranks.world_size <= 2
-    names = [reference, again, *sorted(set(models) - {reference, again})]
+    names = list(dict.fromkeys((reference, *alike, *sorted(models))))
     found: dict[str, list[Agreement]] = {}
     problems: list[str] = []
     for step in range(STEPS):
         batch = case.batch(ranks.device, step * ranks.world_size + ranks.rank, size)
-        expected = Gradient(torch.empty(0), torch.empty(0))
+        expected = first = Gradient(torch.empty(0), torch.empty(0))
         tolerance = TOLERANCE
         for name in names:
             with _deterministic():
@@ -79,14 +78,16 @@ def check(
                 expected = gradient
                 if not (case.unused or expected.present.all()):
                     problems.append(f"step {step}: {name!r} left parameters without a gradient")
+            if name == alike[0]:
+                first = gradient
+            elif name == alike[1]:
+                tolerance = max(TOLERANCE, 4 * gradient.off(first))
             same_bits = gradient.equals(expected)
-            if name == UNWRAPPED.name:
+            if name in (UNWRAPPED.name, UNWRAPPED_AGAIN.name):
                 if ranks.world_size > 1 and same_bits:
                     problems.append(f"step {step}: nothing was averaged, or all batches are equal")
                 continue
             error = gradient.off(expected)
-            if name == again:
-                tolerance = max(TOLERANCE, 4 * error)
             one = Agreement(same_bits, error, gradient.same_on_all(ranks))
             found.setdefault(name, []).append(one)
             may_be_off = (errors or {}).get(name, 0.0)
@@ -96,8 +97,7 @@ def check(
                 )
             if not one.same_on_all_ranks:
                 problems.append(f"step {step}: gradients of {name!r} differ between ranks")
-    everywhere: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, problems)
+    everywhere = ranks.gathered(problems)
     if any(everywhere):
         raise WrongGradients(f"{case.name}: wrong gradients, nothing was timed: {everywhere}")
     return {

@@ -35,10 +35,11 @@ from benchmarks.models.configurations import (
     Family,
     chosen_wire,
     families,
+    once,
     wires,
 )
+from benchmarks.models.gradients import check
 from benchmarks.network.namespaces import Host, tx_bytes
-from benchmarks.step.step import check
 
 ALL_REDUCE = "all-reduce alone"
 LEAST_ROUNDS = 2
@@ -70,10 +71,9 @@ def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
     return (replace(copies, stock=copies.stock[:1]),)
 
 
-def contenders_of(groups: Sequence[Family]) -> list[Configuration]:
+def contenders_of(groups: Sequence[Family]) -> tuple[Configuration, ...]:
     """Each configuration once."""
-    members = [each for group in groups for each in (*group.stock, group.ours, *group.beside)]
-    return list({each.name: each for each in members}.values())
+    return once(each for group in groups for each in (*group.stock, group.ours, *group.beside))
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Contenders:
         self._models = {each.name: each.wrap(case.model(ranks.device)) for each in configurations}
         self._batch = case.batch(ranks.device, seed=1000 + ranks.rank)
         self._ranks = ranks
-        again = "ours fp32" if by_wire else "stock views"
+        alike = ("stock", "ours fp32" if by_wire else "stock views")
         errors = {each.name: each.error for each in configurations}
-        agreements = check(self._models, case, ranks, "stock", again, errors=errors)
+        agreements = check(self._models, case, ranks, "stock", alike, errors=errors)
         buckets = [bucket.params for bucket in self._models[groups[0].ours.name].reducer.buckets]
         sent = [param for params in buckets for param in params]
         self.facts: dict[str, Any] = {

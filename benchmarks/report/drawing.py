@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 try:
     import matplotlib
 
     matplotlib.use("agg")  # draws into files, needs no display
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
     from matplotlib.axes import Axes
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
@@ -25,9 +24,8 @@ from benchmarks.base.results import Result
 # Okabe and Ito's palette, which colour-blind eyes tell apart.
 OURS, STOCK, OTHER = "#0072b2", "#e69f00", "#8c8c8c"
 LIMIT = "#d55e00"
-GREEN, PURPLE = "#009e73", "#cc79a7"
 
-__all__ = ["Axes", "Figure", "PolyCollection", "TextPath", "pyplot", "ticker"]
+__all__ = ["Axes", "Figure", "PolyCollection", "TextPath", "pyplot"]
 
 
 def save(figure: Figure, path: Path, dpi: int | None = 120) -> None:
@@ -39,15 +37,6 @@ def finish(figure: Figure, title: str, result: Result, note: str) -> None:
     """Title, and below everything in small print what was measured where."""
     figure.suptitle(title, fontsize=13)
     figure.supxlabel(f"{note}\n{result.source}", fontsize=8, color="#444444")
-
-
-def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
-    """With labels at 1, 2 and 5 times powers of ten."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axes.set(**{f"{which}scale": "log"})
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axis.set_minor_locator(ticker.NullLocator())
 
 
 def in_legend(name: str) -> str:

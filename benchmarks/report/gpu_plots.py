@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from benchmarks.report.tables import CEILING
 
 COLOURS = {OURS: "#0b6e4f", CEILING: "#9a9a9a"}
 OTHERS = ("#c8553d", "#e39774", "#5c7aa8", "#8d6ba6", "#c9a227")
+BESIDE: Any = {
+    "xytext": (0, 2),
+    "textcoords": "offset points",
+    "fontsize": 7,
+    "ha": "center",
+    "va": "bottom",
+    "rotation": 90,
+}
 DTYPES = ("fp32", "bf16")
 DIRECTIONS = ("flatten", "unflatten")
 
@@ -40,9 +48,6 @@ def figures(result: Result) -> Iterator[tuple[str, Figure]]:
     kernels = result.part("kernels")
     if kernels is not None:
         yield "bandwidth.png", bandwidth(kernels.rows, where)
-    steps = {size: result.part(f"step-{size}") for size in ("small", "large")}
-    if any(steps.values()):
-        yield "overhead.png", overhead({k: v for k, v in steps.items() if v}, where)
 
 
 def bandwidth(rows: Sequence[Row], where: str) -> Figure:
@@ -79,48 +84,11 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
         for place, height, row in zip(places, heights, found, strict=True):
             if name == OURS and row:
                 share = f"{100 * row.of_ceiling.median:.0f}%"
-                beside = {"xytext": (0, 2), "ha": "center", "va": "bottom", "rotation": 90}
-                _annotate(axes, share, (place, height), **beside)
+                axes.annotate(share, (place, height), **BESIDE)
     sizes = {row.parameters: row.bytes / 2e6 for row in rows}
     axes.set_xticks(range(len(lists)), [f"{each}\n{sizes[each]:.4g} MB" for each in lists])
     axes.tick_params(axis="x", labelsize=8)
     axes.margins(y=0.12)
-
-
-def _annotate(axes: Axes, text: str, at: tuple[float, float], **options: Any) -> None:
-    axes.annotate(text, at, textcoords="offset points", fontsize=7, **options)
-
-
-def overhead(steps: Mapping[str, Result], where: str) -> Figure:
-    """Milliseconds above the unwrapped model: ours, and stock's best, for each model."""
-    figure, panels = pyplot.subplots(
-        1, len(steps), figsize=(8 * len(steps), 6), squeeze=False, layout="constrained"
-    )
-    for (size, step), axes in zip(steps.items(), panels[0], strict=True):
-        labels, ours, stock, notes = [], [], [], []
-        for name, model, one in step.compared:
-            extra = model.overhead_seconds
-            labels.append(f"{name}, {one.gradients}")
-            mode = one.gradients.removeprefix("copies")
-            ours.append(1e3 * extra[f"ours {mode}".strip()])
-            stock.append(1e3 * extra[one.best])
-            noisy = one.verdict == "too noisy"
-            notes.append("too noisy to say" if noisy else f"{one.overhead:.2f} of stock's")
-        places = list(range(len(labels)))
-        axes.barh([p - 0.2 for p in places], ours, 0.4, label="tritonddp", color=COLOURS[OURS])
-        axes.barh([p + 0.2 for p in places], stock, 0.4, label="stock's best", color=OTHERS[0])
-        for place, value, note in zip(places, ours, notes, strict=True):
-            _annotate(axes, note, (max(0.0, value), place - 0.2), xytext=(3, 0), va="center")
-        axes.set_yticks(places, labels, fontsize=8)
-        axes.invert_yaxis()
-        axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_xlabel("ms above the unwrapped model, per step")
-        axes.set_title(f"{size} batches")
-        axes.margins(x=0.2)
-    names = panels[0][0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle(f"Step overhead, one rank\n{where}")
-    return figure
 
 
 if __name__ == "__main__":

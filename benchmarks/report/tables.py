@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 
 from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, read, show_rate
-from benchmarks.report import verdicts
+from benchmarks.report import bounds, verdicts
 from benchmarks.report.table import Blocks, Table, markdown, mib, ms, number, or_dash, quartiles
 from benchmarks.report.verdicts import words
 
@@ -74,16 +74,99 @@ def configurations(step: Result) -> Blocks:
     yield Table((*header, "on the wire, MB", "collectives", "launches"), rows)
 
 
-def launches_of_steps(step: Result) -> Blocks:
-    """Kernels, copies and fills of one backward, as the profiler counted them."""
-    names = ("unwrapped", "stock", "ours", "stock views", "ours views")
+def gpu_steps(result: Result) -> Blocks:
+    """Of `make gpu`: whole steps beside stock's best, both of which send, in ms."""
+    rows = []
+    for step in result.steps.values():
+        ranks = step.content.get("world_size", 1)
+        for name, model, one in step.compared:
+            if one.bound is None:  # ranks took turns on one card
+                continue
+            ours = one.contender or ""
+            idle = model.step_seconds.get(ours.replace("ours", "ours idle"))
+            shown = (model.step_seconds.get(each) for each in ("unwrapped", one.best, ours))
+            late = (model.exposed_seconds.get(each) for each in (one.best, ours))
+            rows.append(
+                (
+                    f"{name}, {one.gradients}" + f", {ranks} ranks" * (ranks > 1),
+                    *(ms(each and each.median) for each in shown),
+                    or_dash(idle, lambda spread: ms(spread.median)),
+                    " / ".join(map(ms, late)),
+                    f"{one.overhead:.2f} ({_interval(one)})",
+                    words(one.verdict, model.rounds),
+                    one.best,
+                )
+            )
+    if not rows:
+        yield "Steps beside stock's, both of which send: not measured."
+        return
+    header = ("step, ms", "unwrapped", "stock's best", "ours", "ours idle", "exposed, its / ours")
+    yield Table((*header, "added / its (95% interval)", "verdict", "which of stock's"), rows)
+
+
+def _interval(one: Comparison) -> str:
+    return " to ".join(f"{end:.2f}" for end in one.overhead_interval or ())
+
+
+def gpu_configurations(result: Result) -> Blocks:
+    """Of `make gpu`: all that took a step, and what it sent."""
+    header = ("step", "configuration", "ms", "above unwrapped, ms", "on the wire, MB")
     rows = [
-        (name, *(str(model.launches.get(each) or "-") for each in names))
+        (
+            f"{name}, {part}",
+            label,
+            ms(spread.median),
+            ms(model.overhead_seconds.get(label)),
+            "-" if label.startswith("unwrapped") else _sent(model.wire_bytes.get(label, 0)),
+            or_dash((model.launches or {}).get(label), str),
+            str(model.rounds),
+        )
+        for part, step in result.steps.items()
         for name, model in step.models.items()
-        if any(model.launches.values())
+        for label, spread in model.step_seconds.items()
     ]
-    if rows:
-        yield Table(("launches of a backward", *names), rows)
+    yield ""
+    yield Table((*header, "launches", "rounds"), rows)
+
+
+def _sent(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f}" if nbytes else "nothing: idle"
+
+
+def bus(result: Result) -> Blocks:
+    """Bandwidth of an all-reduce by itself: of its bytes, 2 (n - 1) / n go through each card."""
+    rows = [
+        (str(one["ranks"]), f"{one['bytes'] / 2**20:g}", ms(one["seconds"]), number(one["bus"]))
+        for one in result.content["rows"]
+    ]
+    yield Table(("all-reduce, ranks", "MiB", "ms", "bus, GB/s"), rows)
+
+
+def graphs(result: Result) -> Blocks:
+    """Steps as they are and replayed, in ms, and what they take above the unwrapped model's."""
+    rows, notes = [], []
+    for name, model in result.content["models"].items():
+        bare = model["seconds"].get("unwrapped")
+        sent = model.get("wire_bytes", {})
+        for label, ways in model["seconds"].items():
+            medians = [ways[way]["median"] for way in ("eager", "replayed")]
+            above = ["-"] * 2
+            if bare is not None and label != "unwrapped":
+                base = [bare[way]["median"] for way in ("eager", "replayed")]
+                above = [ms(a - b) for a, b in zip(medians, base, strict=True)]
+            shown = or_dash(sent.get(label), lambda nbytes: f"{nbytes / 1e6:.2f}")
+            rows.append((name, label, *map(ms, medians), *above, shown, str(model["rounds"])))
+        notes += [f"  {label}: not captured: {why}" for label, why in model["errors"].items()]
+    header = (
+        "CUDA graphs",
+        "step, ms",
+        "eager",
+        "replayed",
+        "above unwrapped",
+        "above it, replayed",
+    )
+    yield Table((*header, "on the wire, MB", "rounds"), rows)
+    yield from notes
 
 
 def detection(result: Result) -> Blocks:
@@ -104,26 +187,6 @@ def detection(result: Result) -> Blocks:
     ]
     yield Table((*header, "that / itself", "95% interval", "bound", "verdict"), rows)
     yield from _errors(result)
-
-
-def detection_parts(result: Result) -> Blocks:
-    """What detection is made of, on rank 0, in microseconds and bytes of a backward."""
-    header = ("model", "gradients", "query, us", "flags written, us", "flags read, us")
-    rows = [
-        (
-            name,
-            mode,
-            *(
-                or_dash(part[key], lambda seconds: number(seconds * 1e6))
-                for key in ("query", "write_flags", "read_flags")
-            ),
-            number(model["seconds"][part["of"]]["median"] * 1e6),
-            f"{part['flag_bytes']} of {part['wire_bytes']}",
-        )
-        for name, model in result.content["models"].items()
-        for mode, part in model.get("parts", {}).items()
-    ]
-    yield Table((*header, "backward that is told, us", "bytes of flags"), rows)
 
 
 def exchange(result: Result) -> Blocks:
@@ -186,6 +249,9 @@ def host(result: Result, chosen: Sequence[str] | None = None) -> Blocks:
         if chosen is None or name in chosen
     ]
     yield Table(("us, median (quartiles)", *columns), rows)
+    if chosen is not None and not set(chosen) <= set(cells):
+        missing = ", ".join(name for name in chosen if name not in cells)
+        yield f"\nNot measured: {missing}."
 
 
 def memory(result: Result) -> Blocks:
@@ -198,29 +264,6 @@ def memory(result: Result) -> Blocks:
             peaks = (mib(row.above[phase]) for phase in ("first", "steady"))
             rows.append((name, label, mib(row.buckets), *peaks, claim))
     yield Table(header, rows)
-
-
-def steady_memory(result: Result) -> Blocks:
-    """The same in short: stock's default and ours in steady steps, and whether the claim holds."""
-    rows, claims = [], []
-    for name, model in result.peaks.items():
-        cells = []
-        for is_view in (False, True):
-            for whose in ("stock", "ours"):  # the first of stock's is its default
-                found = (
-                    mib(row.above["steady"])
-                    for label, row in model.items()
-                    if label.startswith(whose) and label.endswith("views") == is_view
-                )
-                cells.append(next(found, "-"))
-        claims += [row.holds for label, row in model.items() if label.startswith("ours")]
-        rows.append((name, mib(model["ours"].buckets if "ours" in model else 0), *cells))
-    yield Table(("MiB", "buckets", "stock", "ours", "stock views", "ours views"), rows)
-    yield ""
-    yield (
-        "Of steady steps. That ours take no more than the buckets and one bucket of gradients in "
-        f"any step, the first ones too, holds in {sum(claims)} of {len(claims)} cases."
-    )
 
 
 _AGAINST_SPREAD = {
@@ -368,7 +411,7 @@ def network_wire(result: Result) -> Blocks:
 
 
 def scale(result: Result) -> Blocks:
-    """What the cost model predicts of measured steps, and of hosts that nobody has."""
+    """What the cost model predicts of measured steps."""
     content = result.content
     rows = [
         (
@@ -384,42 +427,14 @@ def scale(result: Result) -> Blocks:
     yield Table(("hosts", "line", "what", "measured, ms", "predicted, ms", "off by"), rows)
     worst = max((abs(each["error"]) for each in content["checked"]), default=0.0)
     verdict = "met" if worst <= content["tolerance"] else "**missed**"
-    yield f"\nThe largest error is {worst:.1%}, {content['tolerance']:.0%} allowed: {verdict}.\n"
-    curves = content["curves"]
-    yield (
-        f"Predicted ms a step on lines of {show_rate(curves['rate_bits_per_s'])}, "
-        f"{content['latency_seconds'] * 1e6:g} us a message, algorithms of {content['library']}:\n"
-    )
-    seconds = zip(*curves["seconds"].values(), strict=True)
-    rows = [
-        (str(hosts), *map(ms, of_hosts))
-        for hosts, of_hosts in zip(curves["hosts"], seconds, strict=True)
-    ]
-    yield Table(("hosts", *curves["seconds"]), rows)
+    yield f"\nThe largest error is {worst:.1%}, {content['tolerance']:.0%} allowed: {verdict}."
 
 
 def kernels(result: Result) -> Blocks:
-    """Bandwidths, and the share of a plain copy's that each contender reaches."""
-    yield from _by_contender(
-        result.rows, "share of the copy", lambda row: f"{row.of_ceiling.median:.3f}"
-    )
-
-
-def launches(result: Result) -> Blocks:
-    """Of kernels on a GPU: how many, and microseconds of the host."""
-    if result.rows and result.rows[0].device == "cuda":
-        yield from _by_contender(result.rows, "launches", lambda row: str(row.launches or "?"))
-        yield from _by_contender(
-            result.rows,
-            "host, us",
-            lambda row: or_dash(row.host_us and row.host_us.median, number),
-        )
-
-
-def _by_contender(all_rows: Sequence[Row], what: str, show: Callable[[Row], str]) -> Blocks:
-    """For each direction a table: a line for each group, a column for each contender."""
+    """For each direction a table of the share of a plain copy's bandwidth that a contender reaches:
+    a line for each group, a column for each contender."""
     groups: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in all_rows:
+    for row in result.rows:
         key = filter(None, (row.direction, row.numbers, row.parameters, row.dtype, row.bucket))
         groups.setdefault(tuple(key), {})[row.contender] = row
     for direction in dict.fromkeys(key[0] for key in groups):
@@ -431,24 +446,30 @@ def _by_contender(all_rows: Sequence[Row], what: str, show: Callable[[Row], str]
                 " ".join(key[1:]),
                 number(next(iter(row.values())).bytes / 1e6),
                 or_dash(row.get(CEILING), lambda copy: number(copy.gb_per_s)),
-                *(or_dash(row.get(name), show) for name in names),
+                *(or_dash(row.get(name), _share) for name in names),
             )
             for key, row in found.items()
         ]
         yield ""
-        yield Table((f"{direction}: {what}", "MB", "copy, GB/s", *names), rows)
+        yield Table((f"{direction}: share of the copy", "MB", "copy, GB/s", *names), rows)
+
+
+def _share(row: Row) -> str:
+    return f"{row.of_ceiling.median:.3f}"
 
 
 def gpu(result: Result, with_met: bool = True) -> Blocks:
-    """The bounds, and how they stand."""
+    """The bounds, and how they stand by what was measured."""
     rows = []
-    for bound in result.content["bounds"]:
+    for bound in bounds.bounds(result.content["parts"]):
         sign, worst = "≥" if bound["at_least"] else "≤", bound["worst"]
-        shown = f"{worst['value']:.3g} ({worst['where']})" if worst else "; ".join(bound["not_run"])
+        verdict, met, shown = "not measured", "-", "; ".join(bound["not_run"])
+        if worst is not None:
+            verdict, met = bound["verdict"], f"{bound['met_by']} of {bound['of']}"
+            shown = f"{worst['value']:.3g} ({worst['where']})"
         limit = f"{sign} {bound['limit']:g} {bound['unit']}".strip()
-        met = f"{bound['met_by']} of {bound['of']}"
-        if with_met or bound["verdict"] != "met":
-            rows.append((bound["bound"], limit, bound["verdict"], met, shown))
+        if with_met or verdict != "met":
+            rows.append((bound["bound"], limit, verdict, met, shown))
     yield Table(("bound", "limit", "verdict", "met by", "worst, or why not"), rows)
 
 
@@ -476,23 +497,10 @@ def compiled(result: Result) -> Blocks:
     yield Table((*header, "exposed, ms", "step / stock (95% interval)"), rows)
 
 
-def sweep(result: Result) -> Blocks:
-    """Blocks and warps of flatten and unflatten, as shares of the copy, and the best for each."""
-    names = list(result.content["rows"][0]["choices"])  # the file is written after the first
-    rows = []
-    for row in result.content["rows"]:
-        shares = [f"{row['choices'][name]['of_ceiling']['median']:.3f}" for name in names]
-        bucket = " ".join(row[key] for key in ("direction", "parameters", "dtype", "bucket"))
-        rows.append((bucket, number(row["bytes"] / 1e6), *shares, row["best"]))
-    yield ""
-    yield Table(("block x warps: share of the copy", "MB", *names, "best"), rows)
-
-
 def gpu_kernels(result: Result) -> Blocks:
-    for name, table in (("kernels", kernels), ("sweep", sweep)):
-        part = result.part(name)
-        if part is not None:
-            yield from table(part)
+    part = result.part("kernels")
+    if part is not None:
+        yield from kernels(part)
 
 
 # What is made of them
@@ -511,23 +519,20 @@ Show = Callable[[Result], Blocks]
 
 # By file: title, plots, tables.
 _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
-    "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
-    "detection": ("Detection of unused parameters", (), (detection, detection_parts)),
-    "network": ("Slow lines", ("network",), (network,)),
+    "step": ("Step", ("step",), (comparisons, configurations)),
+    "detection": ("Detection of unused parameters", (), (detection,)),
+    "network": ("Slow lines", (), (network,)),
     "sizes": ("Bucket sizes", (), (sizes,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
-    "convergence": (
-        "Convergence",
-        [f"convergence-{name}" for name in ("text", "digits", "opposed")],
-        (convergence,),
-    ),
-    "scale": ("Where fewer bytes pay", ("scale",), (scale,)),
-    "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
-    "host": ("Host cost", ("host",), (host,)),
-    "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
+    "convergence": ("Convergence", (), (convergence,)),
+    "scale": ("The cost model of fewer bytes", (), (scale,)),
+    "memory": ("Peak memory above the unwrapped model", (), (memory,)),
+    "host": ("Host cost", (), (host,)),
+    "kernels": ("Flatten and unflatten", (), (kernels,)),
     "compiled": ("torch.compile", (), (compiled,)),
     "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
-    "gpu": ("make gpu", (), (gpu, gpu_kernels)),  # it draws its own plots
+    # (It draws its own plots.)
+    "gpu": ("make gpu", (), (gpu_steps, gpu, gpu_configurations, gpu_kernels)),
 }
 
 
@@ -549,6 +554,9 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
                 yield from ("", f"![{title}: {plot}]({plot}.png)")
 
 
+_HOST = ("stock", "stock batched", "ours", "ours strict")  # all of which send
+
+
 def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     """What stands between the pages' markers, by name of the figure, from all machines' results."""
     on_cpu = results.get(CPU, {})
@@ -562,7 +570,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
     on_gpus: list[str] = []
     for name, result in gpus:
-        tables = markdown([*gpu(result), *gpu_kernels(result)])
+        tables = markdown([*gpu_steps(result), "", *gpu(result), *gpu_kernels(result)])
         on_gpus += ["", *tables, "", _credit(name, "gpu", result)]
     return {
         "headline": list(headline(on_cpu, gpus)) or [_NOT_MEASURED],
@@ -570,8 +578,8 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "branchy": of("step", lambda result: comparisons(result, unused=True)),
         "detection": of("detection", detection),
         "exchange": of("exchange", exchange),
-        "host": of("host", lambda result: host(result, ("stock", "stock batched", "ours"))),
-        "memory": of("memory", steady_memory),
+        "host": of("host", lambda result: host(result, _HOST)),
+        "memory": of("memory", memory),
         "network": of("network", network),
         "network_hosts": of("network_hosts", network),
         "sizes": of("sizes", sizes),
@@ -594,7 +602,7 @@ def headline(on_cpu: Results, gpus: Iterable[tuple[str, Result]]) -> Iterator[st
         measured = ("step", "network_wire")
         yield from (_credit(CPU, name, on_cpu[name]) for name in measured if name in on_cpu)
     for name, result in gpus:
-        verdicts_ = [bound["verdict"] for bound in result.content["bounds"]]
+        verdicts_ = [bound["verdict"] for bound in bounds.bounds(result.content["parts"])]
         met = f"{verdicts_.count('met')} of {len(verdicts_)}"
         yield from ("", f"On one GPU {met} bounds are met. The others:", "")
         yield from (*markdown(gpu(result, with_met=False)), "", _credit(name, "gpu", result))

@@ -16,6 +16,8 @@ _WORDS = {
 }
 # With fewer the lowest and the highest of all rounds are no 95% interval of the median.
 LEAST_ROUNDS = 6
+# Overheads on a GPU are small differences of large numbers.
+LEAST_ON_A_GPU = 10
 TOO_FEW = "too few rounds"
 # That of the step. Network rounds have no stock beside itself: the interval alone decides.
 NETWORK_BOUND = 1.02
@@ -45,11 +47,12 @@ def rounds(result: Result) -> list[int]:
 
 def words(verdict: str | None, count: int) -> str:
     """A verdict in words, if there were enough rounds for one."""
-    return TOO_FEW if verdict is not None and count < LEAST_ROUNDS else _WORDS[verdict]
+    is_short = verdict is not None and count < LEAST_ROUNDS
+    return TOO_FEW if is_short or verdict == TOO_FEW else _WORDS[verdict]
 
 
 def _steps(result: Result) -> Iterator[tuple[str, ...]]:
-    """Of step.py, where each family has one comparison, or of detection.py, where it is a list."""
+    """Of step.py, where each family has one comparison, or of detection.json."""
     for name, model in result.models.items():
         if model.error:
             yield name, "-", "-", "-", "not timed: an error", "0"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.base import command
 from benchmarks.base.command import Output
 from benchmarks.base.deadline import shares
@@ -15,10 +17,13 @@ from benchmarks.base.results import Result
 from benchmarks.models.cases import CASES, SIZES, Case, default_names
 from benchmarks.models.gradients import WrongGradients
 
-# Rounds before the timed ones of each build. torch and tritonddp rebuild their buckets after the
-# first backward, and allocators come to rest. On a GPU stock also records events for its own
-# statistics in its first steps (10 of them, and every 100th), which would be held against it.
-DISCARDED = {"cpu": 3, "cuda": 11}
+# Rounds before the timed ones of each build, at most a third of all. torch and tritonddp rebuild
+# their buckets after the first backward, and allocators come to rest.
+DISCARDED = {"cpu": 3, "cuda": 1}
+# Steps before those, which nobody waits for. On a GPU stock records events for its own statistics
+# in its first steps (10 of them, and every 100th), which would be held against it; and as many
+# steps of ours are measured for the logging data, which a world of one exchanges.
+SETTLED = {"cpu": 0, "cuda": 11}
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Plan:
         return (
             f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}, "
             f"at most {self.builds} builds of {self.rounds} rounds, "
-            f"{DISCARDED[ranks.device.type]} more discarded, {self.size} batches, "
+            f"{DISCARDED[ranks.device.type]} more discarded, behind "
+            f"{SETTLED[ranks.device.type]} steps, {self.size} batches, "
             f"gradients zeroed to {self._zeroed_to}"
         )
 
@@ -62,6 +68,7 @@ class Plan:
             "rounds": self.rounds,
             "builds": self.builds,
             "discarded": DISCARDED[ranks.device.type],
+            "settled": SETTLED[ranks.device.type],
             "batch": self.size,
             "zero_grad_to": self._zeroed_to,
         }
@@ -85,6 +92,11 @@ def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.Argume
         "--zeros", action="store_true", help="zero gradients in place, not by setting them to None"
     )
     return made
+
+
+def _too_large(ranks: Ranks) -> tuple[type[Exception], ...]:
+    """What a model raises that a card cannot hold so often; of several ranks one would go on."""
+    return (torch.OutOfMemoryError,) if ranks.world_size == 1 else ()
 
 
 # What JSON says of one case, until a time; and what is printed of it, as one of the results.
@@ -117,7 +129,7 @@ def run(
         for name, end in shares(plan.models or default_names(ranks.device)):
             try:
                 models[name] = measure(CASES[name], ranks, plan, end)
-            except refused as error:
+            except (*refused, *_too_large(ranks)) as error:
                 models[name] = {"error": str(error)}
             output.write({"models": models})
             if ranks.rank == 0:

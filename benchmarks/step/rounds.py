@@ -12,14 +12,13 @@ from functools import partial
 from operator import add
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.base import deadline
 from benchmarks.base.ranks import Ranks
 from benchmarks.models.cases import Batch, Case, loss
 from benchmarks.models.configurations import Configuration
-from benchmarks.step.plan import DISCARDED, Plan
+from benchmarks.step.plan import DISCARDED, SETTLED, Plan
 from tritonddp.cli.kernel_timing.paired import Spread
 
 # Seconds by configuration, then by build, then by round.
@@ -76,6 +75,15 @@ class Rounds:
             if self._end < math.inf and self._ranks.agreed(now + half > self._end):
                 return
 
+    def settle(self, models: dict[str, nn.Module], earlier: int = 0) -> None:
+        """Steps until all is as it stays, with those that were ``earlier``; collective."""
+        batch = self.batch(0)
+        for _ in range(SETTLED[self._ranks.device.type] - earlier):
+            for model in models.values():
+                model.zero_grad(set_to_none=not self._plan.zeros)
+                loss(model, batch).backward()
+        self._ranks.synchronize()
+
     def run(
         self, models: dict[str, nn.Module], prepare: Callable[[Batch], None] = lambda _: None
     ) -> None:
@@ -126,7 +134,7 @@ class Rounds:
 
         The raw seconds in it are by rank, configuration, build and round.
         """
-        forward, backward = gather(self.forward, self._ranks), gather(self.backward, self._ranks)
+        forward, backward = map(self._ranks.gathered, (self.forward, self.backward))
         seconds = slowest(backward)
         steps = added(slowest(forward), seconds)
         content = {
@@ -142,13 +150,6 @@ class Rounds:
         """The batch of this rank for round ``number``."""
         seed = 1_000_000 + number * self._ranks.world_size + self._ranks.rank
         return self._case.batch(self._ranks.device, seed, self._plan.size)
-
-
-def gather(seconds: Seconds, ranks: Ranks) -> list[Seconds]:
-    """The seconds of all ranks; collective."""
-    per_rank: list[Seconds] = [{}] * ranks.world_size
-    dist.all_gather_object(per_rank, seconds)
-    return per_rank
 
 
 def slowest(per_rank: Sequence[Seconds]) -> Seconds:

@@ -1,98 +1,151 @@
 """Backward time of stock DDP, tritonddp and the unwrapped model, in interleaved rounds.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/step/step.py [--models mlp ...] [--by-wire]
-        [--out FILE]
+    torchrun --standalone --nproc-per-node 2 benchmarks/step/step.py [--models mlp ...]
+        [--families copies bf16 ...] [--out FILE]
 
 One process group and one process per rank hold all configurations of a model side by side. In
 each round every configuration runs once, in an order shuffled anew (the same on all ranks): the
 forward, then a barrier, then the backward, which is what is timed, device synchronised. A sample
 is the time of the slowest rank. Models are built several times, so that where memory happens to
-lie is sampled too. Before any timing, gradients of all configurations are compared; after it, what
-each backward sends and launches is counted. With `--by-wire` tritonddp's ways to send fewer bytes
-are measured beside.
+lie is sampled too. Before any timing, gradients of all configurations are compared, and what each
+backward sends and launches is counted: nothing is timed where a side of a comparison sends nothing.
+
+A family is what is compared with stock: copies of gradients or views of buckets, or a wire that
+takes fewer bytes. With one rank tritonddp sends what it would send with several; as users have it
+then, *idle*, it is measured beside, and compared with nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 from benchmarks.base.ranks import Ranks
 from benchmarks.base.results import Result
-from benchmarks.models.cases import Case
-from benchmarks.models.configurations import UNWRAPPED, families, wires
-from benchmarks.models.gradients import check
+from benchmarks.models.cases import Batch, Case, loss
+from benchmarks.models.configurations import (
+    MODES,
+    UNWRAPPED,
+    WIRES,
+    Configuration,
+    Families,
+    families,
+    on_cards,
+    once,
+    wires,
+)
+from benchmarks.models.gradients import STEPS, WrongGradients, check
 from benchmarks.report import tables
 from benchmarks.report.table import text
-from benchmarks.step.comparison import Bound, Comparison, overhead
+from benchmarks.step.comparison import (
+    Bound,
+    Comparison,
+    IdleError,
+    check_exchange,
+    overhead,
+)
 from benchmarks.step.plan import Plan, parser, run
 from benchmarks.step.rounds import Rounds
-from benchmarks.step.traffic import Traffic
+from benchmarks.step.traffic import Traffic, exposed
 
 
 def main() -> int:
     arguments = parser(__doc__, rounds=12)
-    arguments.add_argument("--by-wire", action="store_true", help="measure fewer bytes beside")
+    what = f"to compare (default: {' '.join(MODES)})"
+    choices = (*MODES, *(wire for wire in WIRES if wire != "fp32"))
+    arguments.add_argument("--families", nargs="+", choices=choices, default=list(MODES), help=what)
     arguments.add_argument(
         "--compared-only", action="store_true", help="leave out what is only shown beside"
     )
     options = arguments.parse_args()
-    more = {"by_wire": options.by_wire, "compared_only": options.compared_only}
-    return run("step", options, partial(measure, **more), show)[0]
+    more = {"names": options.families, "compared_only": options.compared_only}
+    return run("step", options, partial(measure, **more), show, (WrongGradients, IdleError))[0]
 
 
 def measure(
-    case: Case, ranks: Ranks, plan: Plan, end: float, by_wire: bool, compared_only: bool
+    case: Case, ranks: Ranks, plan: Plan, end: float, names: Sequence[str], compared_only: bool
 ) -> dict[str, Any]:
-    """Check, time and count all configurations on one model until ``end``; what JSON says."""
-    groups = families(case.unused)
-    if compared_only:
-        groups = tuple(replace(group, beside=()) for group in groups)
-    configurations = [UNWRAPPED, *(member for family in groups for member in family.members)]
-    if by_wire:
-        configurations += [family.ours for family in wires()[1:]]
+    """Check, count and time all configurations on one model until ``end``; what JSON says."""
+    is_gpu = ranks.device.type == "cuda"
+    groups = compared(case, ranks, plan, names, compared_only)
+    members = (each for group in groups for each in group.members)
+    configurations = once((UNWRAPPED, *members))
+    profiled = once(each for group in groups for each in (UNWRAPPED, group.stock[0], group.ours))
     errors = {each.name: each.error for each in configurations}
     rounds = Rounds(case, configurations, ranks, plan, end)
     agreement: dict[str, Any] = {}
     traffic: dict[str, Traffic] = {}
+    late: dict[str, float] = {}
     for build, models in enumerate(rounds.builds()):
         if build == 0:
             first = groups[0]
-            reference, again = first.stock[0].name, first.again.name
-            agreement = check(models, case, ranks, reference, again, plan.size, errors)
-        rounds.run(models)
+            alike = first.alike[0].name, first.alike[1].name
+            agreement = check(models, case, ranks, first.stock[0].name, alike, plan.size, errors)
+        rounds.settle(models, STEPS if build == 0 else 0)
         if build == 0:
-            traffic = {
-                each.name: Traffic.of(models[each.name], rounds.batch(0), ranks)
-                for each in configurations
-            }
+            batch = rounds.batch(0)
+            for each in configurations:
+                model = models[each.name]
+                found = Traffic.of(model, batch, ranks, each.sends, each in profiled)
+                traffic[each.name] = found
+                if is_gpu and not case.unused:
+                    late[each.name] = exposed(model, batch, ranks)
+            check_exchange(groups, {name: each.wire_bytes for name, each in traffic.items()})
+        rounds.run(models)
     seconds, steps, content = rounds.gathered()
     # Stock looks for unused parameters in the forward: there its backward is not the whole price.
-    compared = steps if case.unused else seconds
-    bound = Bound.of(case, ranks)
-    names = [each.name for each in configurations]
+    # On a GPU the host's work is spread over both, and the overhead of steps is what counts.
+    of_steps = case.unused or is_gpu
+    count = sum(content["rounds"])
     return {
         "gradients": {name: asdict(each) for name, each in agreement.items()},
-        "overhead_seconds": {name: overhead(steps, name) for name in names[1:]},
-        "wire_bytes": {name: traffic[name].wire_bytes for name in names},
-        "sent_bytes": {name: traffic[name].sent_bytes for name in names},
-        "collectives": {name: traffic[name].collectives for name in names},
-        "launches": {name: traffic[name].launches for name in names},
+        "overhead_seconds": {each.name: overhead(steps, each.name) for each in configurations[1:]},
+        "exposed_seconds": late,
+        **{
+            key: {name: getattr(each, key) for name, each in traffic.items()}
+            for key in ("wire_bytes", "sent_bytes", "collectives", "launches")
+        },
         "comparisons": {
             family.name: {
-                "of": "whole steps" if case.unused else "backwards",
-                **Comparison.of(family, compared, steps).judged(bound),
+                "of": "whole steps" if of_steps else "backwards",
+                **Comparison.of(family, steps if of_steps else seconds, steps).judged(
+                    Bound.of(case, ranks, family.name), count
+                ),
             }
             for family in groups
         },
         **content,
     }
+
+
+def compared(
+    case: Case, ranks: Ranks, plan: Plan, names: Sequence[str], compared_only: bool
+) -> Families:
+    """The families of these names; collective."""
+    if ranks.device.type == "cuda":
+        copies = case.copies(ranks.device)
+        sizes = partial(sizes_of, copies, case.batch(ranks.device, ranks.rank, plan.size))
+        return on_cards(names, sizes, case.unused, ranks.world_size == 1)
+    modes = {each.name: each for each in (*families(case.unused), *wires())}
+    if compared_only:
+        modes = {name: replace(each, beside=()) for name, each in modes.items()}
+    return tuple(modes[name] for name in names)
+
+
+def sizes_of(copies: Iterator[nn.Module], batch: Batch, ours: Configuration) -> list[float]:
+    """Of our buckets, in MiB of gradients, in the order of their launches; collective."""
+    model: Any = ours.wrap(next(copies))
+    for _ in range(2):  # buckets are rebuilt after the first
+        loss(model, batch).backward()
+    return [sum(each.nbytes for each in one.params) / 2**20 for one in model.reducer.buckets]
 
 
 def show(step: Result) -> Iterator[str]:

@@ -1,13 +1,17 @@
-"""What one backward sends and launches, counted in untimed steps."""
+"""What one backward sends, launches and leaves exposed, in untimed steps."""
 
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.profiler import ProfilerActivity, profile
@@ -27,7 +31,8 @@ class Traffic:
         :class:`tritonddp.coordination.counters.Counters`.
         collectives: as the process group counts them.
         launches: kernels, copies and fills on the device, those of the model's own backward
-            included; ``None`` on the CPU, or where the profiler cannot look into the device.
+            included; ``None`` on the CPU, where the profiler cannot look into the device, or
+            where they were not asked for.
     """
 
     wire_bytes: int
@@ -36,21 +41,37 @@ class Traffic:
     launches: int | None
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Batch, ranks: Ranks) -> Traffic:
-        """Run two backwards; collective. The first is to be at least the model's third."""
-        before, collectives = _counted(model), _sequence_number()
-        _step(model, batch, ranks)
-        after = _counted(model)
+    def of(
+        cls,
+        model: nn.Module,
+        batch: Batch,
+        ranks: Ranks,
+        sends: float = 1.0,
+        with_launches: bool = True,
+    ) -> Traffic:
+        """Run two backwards; collective. The first is to be at least the model's third.
+
+        Args:
+            sends: of the bytes of stock's buckets, what its communication hook leaves.
+        """
+        collectives = _sequence_number()
+        sent = sent_in(lambda: _step(model, batch, ranks), model, ranks.world_size, sends)
         collectives = _sequence_number() - collectives
-        if type(model) is StockDDP:
-            for nbytes in filter(None, (*bucket_bytes(model), _bitmap_bytes(model))):
-                after.collective(nbytes, ranks.world_size, passes=2)
-        return cls(
-            after.wire_bytes - before.wire_bytes,
-            after.sent_bytes - before.sent_bytes,
-            collectives,
-            _launches(model, batch, ranks),
-        )
+        launches = _launches(model, batch, ranks) if with_launches else None
+        return cls(*sent, collectives, launches)
+
+
+def sent_in(
+    step: Callable[[], object], model: nn.Module, world_size: int, sends: float = 1.0
+) -> tuple[int, int]:
+    """``wire_bytes`` and ``sent_bytes`` of a step of the model, see :class:`Traffic`."""
+    before = _counted(model)
+    step()
+    after = _counted(model)
+    if type(model) is StockDDP:
+        for nbytes in filter(None, (*bucket_bytes(model), _bitmap_bytes(model))):
+            after.collective(int(sends * nbytes), world_size, passes=2)
+    return after.wire_bytes - before.wire_bytes, after.sent_bytes - before.sent_bytes
 
 
 def bucket_bytes(model: nn.Module) -> list[int]:
@@ -63,6 +84,49 @@ def bucket_bytes(model: nn.Module) -> list[int]:
     if isinstance(model, StockDDP):
         return [bucket.nbytes for bucket in model.reducer.buckets]
     return [0]
+
+
+def exposed(model: nn.Module, batch: Batch, ranks: Ranks, steps: int = 3) -> float:
+    """Median seconds from the last gradient to the end of the backward, of the slowest rank.
+
+    No compute hides them. By a hook of a user's kind on the parameter that comes last. Collective.
+    """
+    order: list[Tensor] = []
+    params = [param for param in model.parameters() if param.requires_grad]
+    handles = [param.register_hook(lambda _, param=param: order.append(param)) for param in params]
+    _step(model, batch, ranks)
+    for handle in handles:
+        handle.remove()
+    marks: list[_Mark] = []
+    handle = order[-1].register_hook(lambda _: marks.append(_Mark(ranks)))
+    seconds = []
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        value = loss(model, batch)
+        ranks.barrier()
+        value.backward()
+        end = _Mark(ranks)
+        ranks.synchronize()
+        seconds.append(marks.pop().until(end))
+    handle.remove()
+    return ranks.slowest({"exposed": [median(seconds)]})["exposed"][0]
+
+
+class _Mark:
+    """A moment: of the host's clock, or on a GPU of the current stream."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._event: Any = None
+        if ranks.device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._seconds = time.perf_counter()
+
+    def until(self, end: _Mark) -> float:
+        """Seconds; both have come."""
+        if self._event is None:
+            return end._seconds - self._seconds
+        return self._event.elapsed_time(end._event) / 1e3
 
 
 def _bitmap_bytes(model: StockDDP) -> int:

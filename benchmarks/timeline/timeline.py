@@ -9,8 +9,6 @@ Writes into the folder, for each model,
 - ``timeline-<model>.trace.json.gz``: all of them, for https://ui.perfetto.dev or chrome://tracing,
 
 and ``timeline.json`` with their times. It is rank 0's view, since ranks have clocks of their own.
-With ``--all-ranks`` also ``timeline-<model>-ranks.png`` and a trace of all of them, by one clock;
-the rank that the others wait for is marked. ``--slow 1 20`` has rank 1 sleep 20 ms in each.
 
 Tracing must not change gradients, which is checked first. It does cost time: backwards without it
 are timed before and after the traced ones and stand beside them.
@@ -21,7 +19,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,7 +44,6 @@ def main() -> None:
     from benchmarks.timeline.plot import (
         draw,  # before anything runs: it says so if matplotlib is missing
     )
-    from benchmarks.timeline.ranks_plot import draw as draw_ranks
 
     with process_group(options.backend) as ranks:
         output = Output(
@@ -65,7 +61,6 @@ def main() -> None:
         results = {}
         for name in options.models:
             timeline, results[name] = measure(CASES[name], ranks, options)
-            everybody = timeline.gather() if options.all_ranks else []
             output.write({"models": results})
             output.say(table(name, results[name]))
             path = options.out / f"timeline-{name}"
@@ -73,11 +68,6 @@ def main() -> None:
                 timeline.save_chrome_trace(path.with_suffix(".trace.json.gz"))
                 shown, details = median(timeline.backwards), _details(timeline.backwards, where)
                 draw(shown, path.with_suffix(".png"), what=name, details=details)
-            if everybody and ranks.rank == 0:
-                path = options.out / f"timeline-{name}-ranks"
-                timeline.save_chrome_trace(path.with_suffix(".trace.json.gz"), everybody)
-                number = median_number(timeline.backwards)
-                draw_ranks(everybody, number, path.with_suffix(".png"), name, where)
         output.say(f"\nwritten to {options.out}")
 
 
@@ -95,9 +85,6 @@ def measure(
         gradient_as_bucket_view=options.views,
         bucket_cap_mb=options.bucket_cap_mb,
     )
-    if options.slow and ranks.rank == options.slow[0]:
-        params = [param for param in module.parameters() if param.requires_grad]
-        params[len(params) // 2].register_hook(lambda _: time.sleep(options.slow[1] / 1e3))
     for _ in range(DISCARDED):
         _backward(model, batch, ranks)
     check(model, batch, ranks)
@@ -132,13 +119,7 @@ def check(model: nn.Module, batch: Batch, ranks: Ranks) -> None:
 
 def median(backwards: list[Backward]) -> Backward:
     """The one whose exposed time is the (lower) median."""
-    return backwards[median_number(backwards)]
-
-
-def median_number(backwards: list[Backward]) -> int:
-    """Its number."""
-    numbers = sorted(range(len(backwards)), key=lambda each: backwards[each].exposed)
-    return numbers[(len(backwards) - 1) // 2]
+    return sorted(backwards, key=lambda each: each.exposed)[(len(backwards) - 1) // 2]
 
 
 def table(name: str, result: dict[str, Any]) -> str:
@@ -181,8 +162,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--views", action="store_true", help="gradient_as_bucket_view")
     parser.add_argument("--bucket-cap-mb", type=float, help="default: that of the class")
-    parser.add_argument("--all-ranks", action="store_true", help="draw those of all ranks, too")
-    parser.add_argument("--slow", nargs=2, type=int, metavar=("RANK", "MS"), help="a rank sleeps")
     return parser.parse_args()
 
 

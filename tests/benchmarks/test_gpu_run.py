@@ -18,8 +18,12 @@ from benchmarks.base import processes
 from benchmarks.gpu import gpu, one_card
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu.parts import Outcome, Part, read_json, read_memcheck, read_tests
-from benchmarks.report import bounds as gpu_table
+from benchmarks.gpu.summary import summary
+from benchmarks.models.cases import CASES
+from benchmarks.report import bounds as gpu_bounds
+from benchmarks.report import verdicts
 from benchmarks.report.tables import CEILING
+from benchmarks.step.plan import DISCARDED
 
 ROOT = Path(__file__).parents[2]
 BOOM = "exit status 1; RuntimeError: boom"
@@ -36,8 +40,9 @@ def script(name: str, code: str, limit: float = 60, **options: Any) -> Part:
     return Part(name, name, limit, 1, command, read_json, **options)
 
 
-def test_all_limits_together_are_under_ten_minutes() -> None:
-    parts = [gpu.DESCRIBE, *gpu_parts.parts()]
+@pytest.mark.parametrize("cards", [1, 2, 8])
+def test_all_limits_together_are_under_ten_minutes(cards: int) -> None:
+    parts = [gpu.DESCRIBE, *gpu_parts.parts(cards=cards)]
     assert sum(part.limit for part in parts) <= gpu.BUDGET
     # What adapts to the time it has is asked to end early; what does not takes less, as far as is
     # known.
@@ -49,22 +54,61 @@ def test_all_limits_together_are_under_ten_minutes() -> None:
     assert ends <= int(timeout) < 600
 
 
-def test_parts_come_in_the_order_of_what_is_learnt() -> None:
-    assert [part.name for part in gpu_parts.parts()] == [
-        *("test-kernels", "test-nccl-1", "probe", "test-nccl-2", "kernels", "sweep", "quantize"),
-        *("step-small", "step-large", "step-pair", "host", "graphs", "compiled"),
-        *("memory", "memcheck"),
-    ]
+REST = ("kernels", "quantize", "host", "test-kernels", "test-nccl-1", "test-nccl-2")
+STEPS = ("step-one", "step-wires", "step-graphs", "step-compiled")
+
+
+def test_parts_come_in_the_order_of_what_a_user_came_for() -> None:
+    for cards, between in (
+        (1, ["probe", "step-pair"]),
+        (2, ["step-bus", "step-cards-2"]),
+        (8, ["step-bus", "step-cards-2", "step-cards-4", "step-cards-8"]),
+    ):
+        names = [part.name for part in gpu_parts.parts(cards=cards)]
+        assert names == ["sanity", *STEPS, *between, *REST, "memory", "memcheck"]
+    assert sum(part.limit for part in (gpu.DESCRIBE, gpu_parts.parts()[0])) < 90
+
+
+def test_every_card_is_used() -> None:
+    ranks = {part.name: part.ranks for part in gpu_parts.parts(cards=8)}
+    assert (ranks["step-bus"], ranks["step-cards-4"], ranks["step-cards-8"]) == (8, 4, 8)
+
+
+def test_a_rehearsal_plays_the_parts_of_one_card_and_of_several() -> None:
+    names = {part.name for part in gpu_parts.parts(rehearse=True)}
+    for cards in (1, 2):
+        assert {part.name for part in gpu_parts.parts(cards=cards)} <= names
+
+
+def test_steps_alone_can_be_asked_for() -> None:
+    names = [part.name for part in gpu_parts.parts(cards=2)]
+    asked = [name for name in names if gpu.is_asked_for(name, "step")]
+    assert asked == [*STEPS, "step-bus", "step-cards-2"]
+    assert [name for name in names if gpu.is_asked_for(name, "step-wires")] == ["step-wires"]
+    assert not gpu.is_asked_for("stepping", "step")
+
+
+def test_all_models_have_rounds_enough_for_a_verdict() -> None:
+    parts = {part.name: part.command for part in gpu_parts.parts(cards=2)}
+    for name in ("step-one", "step-wires", "step-cards-2"):
+        rounds = int(parts[name][parts[name].index("--rounds") + 1])
+        assert rounds >= verdicts.LEAST_ON_A_GPU
+        assert 3 * DISCARDED["cuda"] <= rounds + DISCARDED["cuda"]
+    models = set(parts["step-one"]) & set(CASES)
+    assert models == {
+        *("resnet50", "gpt2_small", "llama3_8b_layer", "vit_b16"),
+        *("mlp", "transformer", "many_small"),
+    }
 
 
 def test_only_tests_need_pytest() -> None:
     needing = {part.name for part in gpu_parts.parts() if "pytest" in part.needs}
-    assert needing == {"test-kernels", "test-nccl-1", "test-nccl-2", "memcheck"}
+    assert needing == {"sanity", "test-kernels", "test-nccl-1", "test-nccl-2", "memcheck"}
     assert needing == {part.name for part in gpu_parts.parts() if "pytest" in part.command}
 
 
 def test_a_rehearsal_runs_the_same_commands() -> None:
-    real = {part.name: part for part in gpu_parts.parts()}
+    real = {part.name: part for part in (*gpu_parts.parts(), *gpu_parts.parts(cards=2))}
     for part in gpu_parts.parts(rehearse=True):
         if part.name != "memcheck":  # there is no compute-sanitizer
             command = tuple(each for each in part.command if each != str(gpu_parts.REHEARSE))
@@ -111,7 +155,7 @@ def test_a_part_that_fails_hangs_or_lies_does_not_stop_the_others(report: gpu.Re
     parts = json.loads(report.path.read_text())["parts"]
     found = {n: (each["status"], each["reason"], each["result"]) for n, each in parts.items()}
     assert found == {part.name: expected for part, expected in cases}
-    assert "\n".join(gpu_table.table(report.content))
+    assert "\n".join(summary(report.content))
 
 
 def test_when_time_is_up_nothing_more_is_started(report: gpu.Report) -> None:
@@ -160,7 +204,7 @@ def test_two_ranks_on_one_card_are_asked_for_first(
 
 
 # Not the tests of tests/gpu, which CI runs by themselves, nor twice what is measured alike.
-IN_CI = ["kernels", "sweep", "step-small", "step-pair", "graphs", "memory"]
+IN_CI = ["step-one", "step-graphs", "step-bus", "step-cards-2", "kernels", "memory"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +212,9 @@ IN_CI = ["kernels", "sweep", "step-small", "step-pair", "graphs", "memory"]
     [
         pytest.param(IN_CI, id="some parts", marks=pytest.mark.long),
         pytest.param(
-            [part.name for part in gpu_parts.parts()], marks=pytest.mark.thorough, id="all"
+            [part.name for part in gpu_parts.parts(True)],
+            id="all",
+            marks=[pytest.mark.thorough, pytest.mark.timeout(2400)],
         ),
     ],
 )
@@ -183,29 +229,55 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     assert lines[-1] == f"written to {result}"
     screen = lines[[line.startswith("REHEARSAL") for line in lines].index(True) :]
     assert "NO FIGURE BELOW MEANS ANYTHING" in screen[0]
-    assert len(screen) <= 40
+    assert screen[1].startswith("step, ms")
+    assert len(screen) <= 70
     content = json.loads(result.read_text())
     assert content["rehearsal"] is True
-    names = ["describe", *only]
+    names = ["describe", *(each.name for each in gpu_parts.parts(True) if each.name in only)]
     assert {name: part["status"] for name, part in content["parts"].items()} == dict.fromkeys(
         names, "ok"
     )
-    assert len(content["bounds"]) == len(gpu_table.BOUNDS)
+    assert len(content["bounds"]) == len(gpu_bounds.BOUNDS)
     for name in names:
         assert any(re.match(rf"{name} +ok +\d", line) for line in screen)
     # Nothing was passed over: what only a GPU has is in the results.
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
-    assert {"tritonddp, moved", gpu_table.SM_COPY} < contenders
-    assert results["step-small"]["models"]["mlp"]["launches"]["ours"]
-    assert results["step-pair"]["world_size"] == 2
-    assert set(results["graphs"]["models"]["mlp"]["seconds"]) >= {"unwrapped", "stock", "ours"}
-    if "compiled" in results:
-        assert {"bare", "stock", "ours"} < set(results["compiled"]["models"]["mlp"]["contenders"])
-    assert len(results["sweep"]["rows"][0]["choices"]) == 6
+    assert {"tritonddp, moved", gpu_bounds.SM_COPY} < contenders
+    steps = results["step-one"]["models"]["mlp"]
+    assert steps["launches"]["ours"]
+    assert {"unwrapped again", "stock sized", "stock sized views"} < set(steps["seconds"])
+    sent = steps["wire_bytes"]
+    assert [name for name in sent if "idle" in name] == ["ours idle", "ours idle views"]
+    assert not sent["ours idle"]
+    for one in (model for name in names for model in compared(results[name])):
+        assert sent_by(one) == (True, True)
+    for two in {"step-pair", "step-cards-2"} & set(results):
+        assert results[two]["world_size"] == 2
+    assert results["step-bus"]["rows"][0]["bus"] > 0
+    graphs = results["step-graphs"]["models"]["mlp"]
+    assert set(graphs["seconds"]) >= {"unwrapped", "stock", "ours", "ours idle"}
+    assert graphs["wire_bytes"]["ours"] > graphs["wire_bytes"]["ours idle"] == 0
+    if "step-compiled" in results:
+        compiled = results["step-compiled"]["models"]["mlp"]
+        assert {"bare", "stock", "ours"} < set(compiled["contenders"])
+        assert compiled["wire_bytes"]["ours"]
+        ours = {one["contender"] for one in compared(results["step-wires"])}
+        assert ours == {"ours bf16", "ours int8"}
     # (Whether its bound holds says nothing here: tables of addresses are larger than so few
     # gradients.)
     assert results["memory"]["models"]["mlp"]["ours"]["drift"] == 0
+
+
+def compared(result: Any) -> list[dict[str, Any]]:
+    """Comparisons of a part, each with the bytes that its model's configurations sent."""
+    models = result.get("models", {}).values() if isinstance(result, dict) else ()
+    found = [(model, one) for model in models for one in model.get("comparisons", {}).values()]
+    return [{**one, "sent": model["wire_bytes"]} for model, one in found]
+
+
+def sent_by(one: dict[str, Any]) -> tuple[bool, bool]:
+    return one["sent"][one["contender"]] > 0, one["sent"][one["best"]] > 0
 
 
 @pytest.mark.long
@@ -325,11 +397,11 @@ def part(result: Any, status: str = "ok", reason: str | None = None) -> dict[str
 
 
 def screen(parts: dict[str, Any]) -> str:
-    return "\n".join(gpu_table.table({"rehearsal": False, "parts": parts, "bounds": []}))
+    return "\n".join(summary({"rehearsal": False, "parts": parts, "bounds": []}))
 
 
 def judged(**parts: Any) -> list[tuple[str, Any]]:
-    found = gpu_table.bounds({name.replace("_", "-"): each for name, each in parts.items()})
+    found = gpu_bounds.bounds({name.replace("_", "-"): each for name, each in parts.items()})
     return [(each["verdict"], each["worst"] and each["worst"]["value"]) for each in found]
 
 
@@ -337,19 +409,30 @@ def kernels(ours: float, small: float) -> dict[str, Any]:
     many = {"parameters": "many_small", "bytes": 2 * 256e3}
     return {
         "benchmarks": [
-            *[row(gpu_table.OURS, ours), row(gpu_table.FOREACH_DIV, 0.5), row(CEILING, 1.0)],
-            row(gpu_table.SM_COPY, 1.25),
-            *[row(gpu_table.OURS, small, **many), row(CEILING, 1.0, **many)],
+            *[row(gpu_bounds.OURS, ours), row(gpu_bounds.FOREACH_DIV, 0.5), row(CEILING, 1.0)],
+            row(gpu_bounds.SM_COPY, 1.25),
+            *[row(gpu_bounds.OURS, small, **many), row(CEILING, 1.0, **many)],
         ]
     }
 
 
-def step(**models: tuple[float, str]) -> dict[str, Any]:
+def step(bound: float = 1.0, sent: int = 8, **models: tuple[float, str]) -> dict[str, Any]:
+    spreads = {name: {"median": 0.01} for name in ("unwrapped", "stock views", "ours views")}
     return {
         "models": {
             name: {
-                "comparisons": {"views": {"overhead": overhead, "verdict": verdict}},
-                "launches": {"unwrapped": 10, "stock": 30, "ours": 12, "ours views": None},
+                "comparisons": {
+                    "views": {
+                        "best": "stock views",
+                        "contender": "ours views",
+                        "bound": bound,
+                        "overhead": overhead,
+                        "verdict": verdict,
+                    }
+                },
+                "step_seconds": spreads,
+                "raw_seconds_per_rank": [{"ours views": [[0.01] * 12]}],
+                "wire_bytes": {"stock views": 8, "ours views": sent},
             }
             for name, (overhead, verdict) in models.items()
         }
@@ -359,21 +442,27 @@ def step(**models: tuple[float, str]) -> dict[str, Any]:
 def test_bounds_are_met_missed_or_not_run() -> None:
     steps = step(mlp=(0.4, "met"))
     steps["models"]["bad"] = {"error": "gradients differ"}
-    assert judged(kernels=part(kernels(0.95, 0.6)), step_small=part(steps))[:4] == [
+    assert judged(kernels=part(kernels(0.95, 0.6)), step=part(steps))[1:6] == [
+        ("met", 0.4),
         ("met", 0.95),
         ("missed", pytest.approx(0.76)),
         ("met", pytest.approx(1.9)),
         ("met", pytest.approx(1 / 0.6)),
     ]
-    assert judged(kernels=part(kernels(0.7, 0.25)))[:4] == [
+    assert judged(kernels=part(kernels(0.7, 0.25)))[2:6] == [
         ("missed", 0.7),
         ("missed", pytest.approx(0.56)),
         ("missed", pytest.approx(1.4)),
         ("missed", pytest.approx(4.0)),
     ]
-    assert judged(step_small=part(steps))[-1] == ("met", 0.4)
-    assert judged(step_small=part(step(a=(0.1, "too noisy"))))[-1] == ("too noisy", 0.1)
-    assert judged() == [("not run", None)] * len(gpu_table.BOUNDS)
+    assert judged(step_wires=part(step(0.5, a=(0.1, "too noisy"))))[0] == ("too noisy", 0.1)
+    assert judged() == [("not run", None)] * len(gpu_bounds.BOUNDS)
+
+
+def test_what_sent_nothing_is_compared_with_nothing() -> None:
+    idle = part(step(sent=0, mlp=(0.1, "met")))
+    assert judged(step=idle)[:2] == [("not run", None)] * 2
+    assert screen({"step": idle}).startswith("Steps beside stock's, both of which send: not measur")
 
 
 def test_what_failed_in_a_suite_is_shown() -> None:
@@ -387,26 +476,41 @@ def test_a_screen_of_results_of_another_form_is_no_crash(result: Any) -> None:
     assert "kernels" in screen({"kernels": part(result, "failed")})
 
 
-def test_launches_are_shown_where_they_were_counted() -> None:
-    parts = {"step-small": part(step(mlp=(0.4, "met")))}
-    shown = screen(parts)
-    assert re.search(r"^mlp +10 +30 +12 +- +-$", shown, re.MULTILINE)
+def test_the_summary_begins_with_step_times() -> None:
+    shown = screen({"kernels": part(None, "failed"), "step": part(step(mlp=(0.4, "met")))})
+    assert re.match(r"step, ms .*\nmlp, views +10\.0 +10\.0 +10\.0 +- .* met ", shown)
 
 
 def test_a_bound_tells_what_was_not_measured() -> None:
     small = step(a=(0.6, "missed"), b=(0.9, "too noisy"), c=(0.3, "met"))
-    large = part(None, "failed", "ran longer than 75 s")
-    found = gpu_table.bounds({"step-small": part(small), "step-large": large})
-    (bound,) = (each for each in found if "overhead" in each["bound"])
+    wires = part(None, "failed", "ran longer than 75 s")
+    found = gpu_bounds.bounds({"step": part(small), "step-wires": wires, "step-graphs": part({})})
+    bound = found[1]
     assert (bound["verdict"], bound["met_by"], bound["of"]) == ("missed", 1, 3)
-    assert bound["worst"] == {"value": 0.6, "where": "step-small a views", "verdict": "missed"}
-    assert bound["not_run"] == ["step-large: ran longer than 75 s"]
+    assert bound["worst"] == {"value": 0.6, "where": "step a views", "verdict": "missed"}
+    assert bound["not_run"] == ["step-wires: ran longer than 75 s"]
+
+
+@pytest.mark.parametrize(
+    ("noise", "rounds", "expected"),
+    [(0.5, 12, "missed"), (6.4, 12, "too noisy"), (0.5, 9, "too few rounds")],
+)
+def test_a_second_bare_model_says_what_the_host_s_rows_resolve(
+    noise: float, rounds: int, expected: str
+) -> None:
+    def row(name: str, us: float) -> dict[str, Any]:
+        spread = {"q1": us, "median": us, "q3": us}
+        info = {"kind": "parameter", "configuration": name, "us": {"all": spread}}
+        return {"extra_info": info, "stats": {"rounds": rounds}}
+
+    host = part({"benchmarks": [row("unwrapped", noise), row("ours", 8.0), row("ours idle", 9.0)]})
+    assert judged(host=host)[-1] == (expected, 8.0)
 
 
 @pytest.mark.parametrize(
     "result", [{}, [], 3, {"benchmarks": [{}]}, {"models": []}, {"models": {"a": 1}}]
 )
 def test_a_result_of_another_form_is_no_crash(result: Any) -> None:
-    names = {name for bound in gpu_table.BOUNDS for name in bound.parts}
-    found = gpu_table.bounds({name: part(result) for name in names})
-    assert [each["verdict"] for each in found] == ["not run"] * len(gpu_table.BOUNDS)
+    names = {bound.part for bound in gpu_bounds.BOUNDS}
+    found = gpu_bounds.bounds({name: part(result) for name in names})
+    assert [each["verdict"] for each in found] == ["not run"] * len(gpu_bounds.BOUNDS)

@@ -56,7 +56,6 @@ def test_the_cpu_is_spared_the_large_architectures() -> None:
 # From torchvision 0.28 and transformers 5.23.
 PUBLISHED = {
     "resnet50": (161, 25_557_032),
-    "efficientnet_b7": (711, 66_347_960),
     "vit_b16": (152, 86_567_656),
     "gpt2_small": (148, 124_439_808),
     "llama3_8b_layer": (9, 218_112_000),
@@ -64,7 +63,6 @@ PUBLISHED = {
 IMAGES = torch.empty(2, 3, 64, 32, device="meta")
 INPUTS = {
     "resnet50": (IMAGES, (2, 1000)),
-    "efficientnet_b7": (IMAGES, (2, 1000)),
     "vit_b16": (IMAGES, (2, 1000)),
     "gpt2_small": (torch.zeros(2, 5, dtype=torch.int64, device="meta"), (2, 5, 50257)),
     "llama3_8b_layer": (torch.empty(2, 5, 4096, device="meta"), (2, 5, 4096)),

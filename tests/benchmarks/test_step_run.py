@@ -110,7 +110,8 @@ def test_step_measures_fewer_bytes_beside(tmp_path: Path) -> None:
     content, printed = measured(
         "step/step.py",
         tmp_path / "step.json",
-        *("--models", "mlp", "--rounds", "2", "--builds", "1", "--by-wire"),
+        *("--models", "mlp", "--rounds", "2", "--builds", "1"),
+        *("--families", "copies", "bf16", "fp16", "int8"),
     )
     result = content["models"]["mlp"]
     full = 4 * (PARAMETERS["mlp"] + TENSORS["mlp"] + BYTES * 2)

@@ -1,4 +1,4 @@
-"""The pytest-benchmark suites run, and write the JSON that others read."""
+"""The suites run, and write the JSON that others read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from benchmarks.base import deadline
 from benchmarks.base.suite import Case, Row
 
 ROOT = Path(__file__).parents[2]
-TESTS = {"kernels": "kernels/test_bandwidth.py", "host": "host"}
 HEADING = {"benchmark", "machine", "load_average_after", "benchmarks"}
 
 
 def run(suite, tmp_path, *arguments):
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    command += [f"benchmarks/{TESTS[suite]}"]
-    command += ["--benchmark-only", f"--benchmark-json={result}", *arguments]
+    command = [sys.executable, "benchmarks/plain.py", suite, *arguments, "--out", str(result)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would measure nothing
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -38,15 +34,9 @@ def run(suite, tmp_path, *arguments):
     return content["benchmarks"], done.stdout
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kernels")
-    return run("kernels", folder, "-k", "many_small-bf16", "--rounds", "2")
-
-
 @pytest.mark.long
-def test_kernels_are_reported_as_shares_of_a_copy(kernels):
-    rows, output = kernels
+def test_kernels_are_reported_as_shares_of_a_copy(tmp_path):
+    rows, output = run("kernels", tmp_path, "--only", "many_small-bf16", "--rounds", "2")
     assert "share of the copy" in output
     facts = {(row["extra_info"]["direction"], row["extra_info"]["contender"]): row for row in rows}
     for direction in ("flatten", "unflatten"):
@@ -55,41 +45,10 @@ def test_kernels_are_reported_as_shares_of_a_copy(kernels):
         info = row["extra_info"]
         assert row["group"] == f"{direction}-many_small-bf16-whole"
         assert (info["tensors"], info["bytes"]) == (1000, 2 * 2 * 64_000)
-        # Replayed, not timed again: shares follow from the rounds in the file.
+        # Shares follow from the rounds in the file.
         ceiling = facts[direction, "device copy"]["stats"]["data"]
         shares = sorted(a / b for a, b in zip(ceiling, row["stats"]["data"], strict=True))
         assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
-
-
-WITHOUT_PYTEST = """
-import runpy, sys
-sys.modules.update(pytest=None, pytest_benchmark=None)
-sys.path.insert(0, sys.argv[1])
-sys.argv[:] = ["plain.py", *sys.argv[2:]]
-runpy.run_module("benchmarks.plain", run_name="__main__")
-"""
-
-
-@pytest.mark.long
-def test_without_pytest_the_result_has_the_same_form(tmp_path, kernels):
-    rows, _ = kernels
-    result = tmp_path / "plain.json"
-    arguments = ["kernels", "--only", "many_small-bf16", "--without", "wire", "--rounds", "2"]
-    command = [sys.executable, "-c", WITHOUT_PYTEST, str(ROOT), *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--out", str(result)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "share of the copy" in done.stdout
-    content = json.loads(result.read_text())
-    assert content["benchmark"] == "kernels"
-    assert set(content) >= HEADING
-    for ours, theirs in zip(content["benchmarks"], rows, strict=True):
-        assert ours["group"] == theirs["group"]
-        assert set(ours) == set(theirs)
-        assert set(ours["stats"]) == set(theirs["stats"])
-        assert set(ours["extra_info"]) == set(theirs["extra_info"])
 
 
 def test_a_group_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
@@ -114,7 +73,7 @@ def test_a_group_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypat
 @pytest.mark.thorough
 def test_late_kernels_have_few_rounds(tmp_path, monkeypatch):
     monkeypatch.setenv(deadline.VARIABLE, "0")
-    rows, _ = run("kernels", tmp_path, "-k", "many_small-bf16", "--rounds", "5000")
+    rows, _ = run("kernels", tmp_path, "--only", "many_small-bf16", "--rounds", "5000")
     assert {row["stats"]["rounds"] for row in rows} == {deadline.LEAST_ROUNDS}
 
 
@@ -128,7 +87,7 @@ def test_host_cost_is_reported_for_stock_and_ours(tmp_path):
         )
         for row in rows
     }
-    for name in ("unwrapped", "stock", "ours", "ours views"):
+    for name in ("unwrapped", "stock", "ours", "ours idle", "ours views"):
         assert columns["parameter", name] == {"all", "hook"}
         assert columns["bucket", name] == {"all", "launch"}
         assert columns["step", name] == {"forward", "backward"}

@@ -17,8 +17,6 @@ from tritonddp.diagnostics.timeline import (
     BucketPass,
     Gradient,
     Interval,
-    Timeline,
-    slowest,
 )
 
 
@@ -77,27 +75,6 @@ def test_no_label_overlaps_another_or_leaves_the_picture(case: Backward, tmp_pat
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("slow", [None, 2])
-def test_the_picture_of_all_ranks_marks_the_slow_one(slow: int | None, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra [bench]")
-    from matplotlib.text import Text
-
-    from benchmarks.timeline.ranks_plot import draw, figure_of
-
-    compute = [80.0 if rank == slow else 50.0 for rank in range(4)]
-    ranks = [Timeline(rank, "cpu", [backward(6, ms, 4.0)]) for rank, ms in enumerate(compute)]
-    assert slowest(ranks) == slow
-    figure = figure_of(ranks, 0, "transformer", "4 ranks over gloo on cpu")
-    labels = {text.get_text() for text in figure.findobj(Text)}
-    if slow is None:
-        assert {"rank 0", "rank 2", "transformer: no rank is slow"} <= labels
-    else:
-        assert {"rank 0", "transformer: the others wait for rank 2"} <= labels
-        assert "rank 2\nslowest, 30.0 ms later" in labels
-    draw(ranks, 0, tmp_path / "ranks.png", "transformer", "4 ranks over gloo on cpu")
-    assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "benchmarks.report.drawing", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -109,17 +86,11 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_the_benchmark_writes_picture_trace_and_times(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
     options = ["--backend", "gloo", "--models", "mlp", "--steps", "3", "--out", str(tmp_path)]
-    options += ["--all-ranks", "--slow", "1", "200"]
     done = run(ROOT / "benchmarks" / "timeline" / "timeline.py", *options, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "timeline-mlp.png").read_bytes().startswith(b"\x89PNG")
     trace = gzip.decompress((tmp_path / "timeline-mlp.trace.json.gz").read_bytes())
     assert sum(each.get("cat") == "backward" for each in json.loads(trace)["traceEvents"]) == 3
-    assert (tmp_path / "timeline-mlp-ranks.png").read_bytes().startswith(b"\x89PNG")
-    trace = gzip.decompress((tmp_path / "timeline-mlp-ranks.trace.json.gz").read_bytes())
-    events = json.loads(trace)["traceEvents"]
-    names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
-    assert names == ["rank 0, cpu", "rank 1, cpu, the slowest"]
     content = json.loads((tmp_path / "timeline.json").read_text())
     assert content["benchmark"] == "timeline"
     result = content["models"]["mlp"]

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from distributed import ranks
 
 from benchmarks.base.ranks import Ranks
-from benchmarks.base.results import Result
-from benchmarks.models.cases import CASES
-from benchmarks.models.configurations import UNWRAPPED, families
-from benchmarks.report import verdicts
+from benchmarks.base.results import Result, load
+from benchmarks.models import configurations
+from benchmarks.models.cases import CASES, Batch, loss
+from benchmarks.models.configurations import (
+    BARE,
+    UNWRAPPED,
+    families,
+    idle_of,
+    on_cards,
+    takes,
+    wires,
+    with_sizes,
+)
+from benchmarks.report import report, verdicts
 from benchmarks.report.table import Table, text
-from benchmarks.step.comparison import Bound, Comparison, overhead
+from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange, overhead
+from benchmarks.step.plan import SETTLED
+from benchmarks.step.traffic import sent_in
 from tritonddp.cli.kernel_timing.paired import Ratio
 
 CPU = Bound("ratio", 1.02, or_spread=True)
 BRANCHY = Bound("ratio", 0.9)
-GPU = Bound("overhead", 0.5)
+LARGE, GPU = Bound("overhead", 0.5), Bound("overhead", 1.0)
 QUIET, SPREAD, NOISY = Ratio(1.0, 0.99, 1.01), Ratio(1.0, 0.96, 1.03), Ratio(1.0, 0.9, 1.05)
 
 
-def comparison(ours: Ratio, again: Ratio = QUIET, overhead: Ratio = QUIET) -> Comparison:
-    return Comparison("stock", ours, [ours.median], again, overhead)
+def comparison(
+    ours: Ratio, again: Ratio = QUIET, overhead: Ratio = QUIET, unresolved: float | None = None
+) -> Comparison:
+    return Comparison("ours", "stock", ours, [ours.median], again, overhead, unresolved)
 
 
 @pytest.mark.parametrize(
@@ -45,19 +61,29 @@ def comparison(ours: Ratio, again: Ratio = QUIET, overhead: Ratio = QUIET) -> Co
     ],
 )
 def test_ratio(ours: Ratio, again: Ratio, bound: Bound, expected: str) -> None:
-    assert comparison(ours, again).verdict(bound) == expected
+    assert comparison(ours, again).verdict(bound, rounds=6) == expected
 
 
 @pytest.mark.parametrize(
-    ("interval", "expected"),
+    ("overhead", "unresolved", "expected"),
     [
-        (Ratio(0.4, 0.3, 0.45), "met"),
-        (Ratio(0.6, 0.55, 0.7), "missed"),
-        (Ratio(0.4, 0.3, 0.6), "too noisy"),
+        (0.4, 0.05, "met"),
+        (0.6, 0.05, "missed"),
+        (0.4, 0.15, "too noisy"),  # two bare models lie as far apart
+        (0.6, 0.15, "too noisy"),
+        (-9.0, 1.5, "too noisy"),  # stock's overhead is no more than that
+        (0.4, None, "too noisy"),
     ],
 )
-def test_overhead_counts_on_a_gpu_and_only_by_its_interval(interval: Ratio, expected: str) -> None:
-    assert comparison(Ratio(2.0, 1.9, 2.1), overhead=interval).verdict(GPU) == expected
+def test_two_bare_models_say_what_overheads_can_tell(
+    overhead: float, unresolved: float | None, expected: str
+) -> None:
+    wide = Ratio(overhead, overhead - 0.2, overhead + 0.2)
+    one = comparison(Ratio(2.0, 1.9, 2.1), overhead=wide, unresolved=unresolved)
+    assert one.verdict(LARGE, rounds=10) == expected
+    assert one.verdict(LARGE, rounds=9) == "too few rounds"
+    assert one.judged(LARGE, 9)["verdict"] == "too few rounds"
+    assert one.judged(None, 9)["verdict"] is None
 
 
 def test_each_device_and_kind_of_model_has_its_bound() -> None:
@@ -65,8 +91,33 @@ def test_each_device_and_kind_of_model_has_its_bound() -> None:
     gpu = Ranks(0, 1, torch.device("cuda", 0), "nccl")
     assert Bound.of(CASES["mlp"], cpu) == CPU
     assert Bound.of(CASES["branchy"], cpu) == BRANCHY
-    assert Bound.of(CASES["branchy"], gpu) == Bound.of(CASES["mlp"], gpu) == GPU
+    assert Bound.of(CASES["mlp"], cpu, "bf16") is None
+    assert Bound.of(CASES["branchy"], gpu) == Bound.of(CASES["mlp"], gpu, "int8") == GPU
+    assert Bound.of(CASES["resnet50"], gpu) == Bound.of(CASES["gpt2_small"], gpu) == LARGE
     assert Bound.of(CASES["mlp"], replace(gpu, share_device=True)) is None
+
+
+def test_who_sends_nothing_is_not_compared() -> None:
+    (family,) = on_cards(["copies"], lambda ours: [1.0], alone=True)
+    sent = {each.name: 8 for each in (*family.stock, family.ours)} | {"ours idle": 0}
+    check_exchange([family], sent)
+    for name in ("ours", "stock", "stock sized"):
+        with pytest.raises(IdleError, match=f"'{name}' sends nothing"):
+            check_exchange([family], {**sent, name: 0})
+    with pytest.raises(IdleError, match="'ours idle' sends something"):
+        check_exchange([family], {**sent, "ours idle": 8})
+
+
+def test_in_files_of_before_idle_steps_are_compared_with_nothing() -> None:
+    measured = load(report.RESULTS)["gpu-h100"]["gpu"]
+    one_rank = measured.steps["step-small"]
+    assert "gpt2_small" in one_rank.models
+    assert one_rank.compared == []
+    assert [name for name, _, _ in measured.steps["step-pair"].compared] == ["resnet50"] * 2
+    for step in measured.steps.values():
+        for _, model, one in step.compared:
+            assert model.wire_bytes[one.contender or ""] > 0
+            assert model.wire_bytes[one.best] > 0
 
 
 @pytest.mark.parametrize("unused", [False, True])
@@ -85,11 +136,52 @@ def test_the_best_of_stock_is_what_counts(unused: bool) -> None:
 
 def test_stock_is_told_of_unused_parameters_where_it_has_to_be() -> None:
     for family in families(unused=True):
-        for each in (*family.stock, family.again):
+        for each in (*family.stock, *family.alike):
             assert each.options["find_unused_parameters"]
         assert "find_unused_parameters" not in family.ours.options
     names = [each.name for family in families() for each in family.members]
     assert len(set(names)) == len(names)
+
+
+def test_on_a_card_stock_has_its_best_and_our_bucket_sizes() -> None:
+    found = on_cards(["copies", "views", "bf16"], lambda ours: [4.0, 0.5], alone=True)
+    assert [family.name for family in found] == ["copies", "views", "bf16"]
+    for family in found:
+        assert family.alike is BARE
+        sized = [each for each in family.stock if "sized" in each.name]
+        own = [each for each in family.stock if "sized" not in each.name]
+        assert len(sized) == len(own) > 0
+        if takes("bucket_cap_mb_list"):
+            assert all(each.options["bucket_cap_mb_list"] == [4.0, 0.5] for each in sized)
+    batched = [each for each in found[0].stock if each.options.get("batched_grad_copy")]
+    assert bool(batched) == takes("batched_grad_copy")
+    assert [each.name for each in found[1].beside] == ["ours idle views"]
+    assert found[2].beside == ()
+    (several,) = on_cards(["copies"], lambda ours: [4.0], alone=False)
+    assert several.beside == ()
+
+
+def test_a_torch_without_a_list_of_sizes_takes_the_largest(monkeypatch: Any) -> None:
+    monkeypatch.setattr(configurations, "takes", lambda option: False)
+    assert with_sizes(families()[0].stock[0], [4.0, 0.5]).options == {"bucket_cap_mb": 4.0}
+
+
+@ranks(1)
+def test_ours_sends_where_it_is_alone_but_when_it_is_idle() -> None:
+    me = Ranks(0, 1, torch.device("cpu"), "gloo")
+    for family in (*families(), *wires()[1:2]):
+        for each in (family.ours, family.stock[0], idle_of(families()[0].ours)):
+            model = each.wrap(CASES["mlp"].model(me.device))
+            step = partial(_step, model, CASES["mlp"].batch(me.device, 0))
+            for _ in range(SETTLED["cuda"]):
+                step()
+            sent, _ = sent_in(step, model, 1)
+            assert (sent == 0) == each.is_idle, each.name
+
+
+def _step(model: torch.nn.Module, batch: Batch) -> None:
+    model.zero_grad()
+    loss(model, batch).backward()
 
 
 RATIO = {"median": 0.99, "low": 0.95, "high": 1.01}
@@ -122,7 +214,7 @@ def test_few_rounds_give_no_verdict() -> None:
 
 
 def test_a_model_that_was_not_timed_has_a_row() -> None:
-    (row,) = verdicts.rows({"detection": Result({"models": {"mlp": {"error": "wrong"}}})})
+    (row,) = verdicts.rows({"step": Result({"models": {"mlp": {"error": "wrong"}}})})
     assert row[1] == "mlp"
     assert "not timed" in row[-2]
 

@@ -30,7 +30,7 @@ def nothing_prepared() -> Iterator[None]:
     with (
         patch.object(ReadyTracker, "begin", begun),
         patch.object(Reduction, "_announce", announced),
-        patch.object(Reductions, "need_no_exchange", lambda self, options: False),
+        patch.object(Reductions, "exchanges_alone", True),
     ):
         yield
 

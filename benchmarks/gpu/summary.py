@@ -1,0 +1,91 @@
+"""What `make gpu` prints last: step times beside stock's first, then parts, then bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from benchmarks.base.results import Result
+from benchmarks.report import tables
+from benchmarks.report.table import Blocks, text
+
+# By part, what its result is shown as.
+_TABLES: dict[str, Callable[[Result], Blocks]] = {
+    "step-bus": tables.bus,
+    "step-graphs": tables.graphs,
+    "step-compiled": tables.compiled,
+}
+
+
+def summary(content: Mapping[str, Any]) -> Iterator[str]:
+    """The lines, from what a result file says."""
+    if content["rehearsal"]:
+        yield "REHEARSAL without a GPU: NO FIGURE BELOW MEANS ANYTHING; estimates are of an H100."
+    yield from _shown(tables.gpu_steps, Result(content))
+    for name, show in _TABLES.items():
+        found = Result(content).part(name)
+        if found is not None:
+            yield from _shown(show, found)
+    yield from _parts(content["parts"])
+    yield ""
+    for bound in content["bounds"]:
+        yield from _bound_lines(bound)
+
+
+def _shown(show: Callable[[Result], Blocks], result: Result) -> Iterator[str]:
+    try:
+        yield from [*text(show(result)), ""]
+    except Exception as error:  # a result of another form: nothing may stop the summary
+        yield f"no table: {type(error).__name__}: {error}"
+
+
+def _parts(parts: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'part':14}{'':10}{'seconds':>8}{'limit':>7}{'estimate':>10}"
+    for name, part in parts.items():
+        times = f"{part['seconds']:8.1f}{part['limit']:7.0f}{part['estimate']:10.0f}"
+        why = "; ".join([*filter(None, [part["reason"]]), *_groups_in_words(part["result"])])
+        yield _line(f"{name:14}{part['status']:10}{times}  {why}")
+        if part["status"] == "failed":
+            for failure in _failures(part["result"])[:10]:
+                yield _line(f"{'':14}FAILED {failure}")
+    times = [sum(part[key] for part in parts.values()) for key in ("seconds", "limit", "estimate")]
+    yield f"{'all':14}{'':10}{times[0]:8.1f}{times[1]:7.0f}{times[2]:10.0f}"
+
+
+def _line(line: str) -> str:
+    return line[:160].rstrip()
+
+
+def _groups_in_words(result: Any) -> list[str]:
+    """What tests say of each world, or of each file."""
+    if not isinstance(result, dict) or "skipped" not in result:
+        return []
+    whys = {group: next(iter(each)) for group, each in result["skipped"].items()}
+    return [f"{group} {_counts(each, whys.get(group))}" for group, each in result["groups"].items()]
+
+
+def _failures(result: Any) -> list[str]:
+    """Tests by name, groups of a suite with the reason."""
+    failed = result.get("failed", []) if isinstance(result, dict) else []
+    if isinstance(failed, dict):
+        return [f"{group}: {why}" for group, why in failed.items()]
+    return list(failed)
+
+
+def _counts(counts: Mapping[str, int], why: str | None) -> str:
+    skipped = counts.get("skipped", 0)
+    ran = [f"{counts[kind]} {kind}" for kind in ("passed", "failed") if counts.get(kind)]
+    return ", ".join([*ran, *([f"{skipped} not run: {why}"] if skipped else [])])
+
+
+def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:
+    sign, unit = ">=" if bound["at_least"] else "<=", bound["unit"] and f" {bound['unit']}"
+    what = f"{bound['bound']} {sign} {bound['limit']:g}{unit}"
+    if bound["worst"] is None:
+        yield f"{what:62} not run: {'; '.join(bound['not_run'])}"
+        return
+    worst = f"{bound['worst']['value']:.3g}{unit} ({bound['worst']['where']})"
+    count = f"{bound['met_by']} of {bound['of']}"
+    yield f"{what:62} {bound['verdict']:9} {count:9} worst {worst}"
+    for reason in bound["not_run"]:
+        yield f"{'':62} not all run: {reason}"

@@ -1,4 +1,0 @@
-"""``quantizing.py`` under pytest-benchmark."""
-
-from benchmarks.base.replay import test_case  # noqa: F401
-from benchmarks.kernels import quantizing as suite  # noqa: F401
