@@ -97,7 +97,8 @@ class BucketSet:
             if bucket.has_views:
                 for segment in bucket.segments:
                     bucket.pack(segment, [True] * len(segment.params), 1.0, bucket.no_header)
-                bucket.discard()
+                if bucket.wants_flags:  # else it holds nothing
+                    bucket.discard()
 
     def fits(
         self,
