@@ -186,6 +186,7 @@ class Recorder:
         """Context: as ``torch.cuda.graph``, but what is captured runs at once."""
         for each in self.streams:
             self.host.join(each.clock)
+        self._reveal()
         former, self.current = self.current, self.new_stream("the captured stream")
         self.capturing = self.has_graph = True
         try:
@@ -209,6 +210,10 @@ class Recorder:
             if self.capturing:
                 self.races.append(f"{what} while a CUDA graph is captured\n    {stack}")
         self.host.join(clock)
+        self._reveal()
+
+    def _reveal(self) -> None:
+        """What :meth:`hide` has hidden is there."""
         for target, content in self._hidden.values():
             memmove(target.data_ptr(), content, len(content))
         self._hidden.clear()

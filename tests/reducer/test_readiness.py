@@ -45,7 +45,7 @@ def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool
             launched.clear()
             calls.clear()
             ddp(torch.randn(2, 4), order).sum().backward()
-            assert launched == expected, order
+            assert launched == expected, (order, launched)
         assert len(calls) == 6
 
 

@@ -43,7 +43,7 @@ class BucketSet:
         joint: unpacks all buckets together, if that is possible.
     """
 
-    joint: JointUnpack | None
+    joint: JointUnpack | None = None
 
     def __init__(
         self,
@@ -89,6 +89,8 @@ class BucketSet:
         for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
         shares = self.is_on_gpu and transport.ends_in_order and len(set(map(id, exchanges))) == 1
+        if self.joint is not None:
+            self.joint.let_go()
         self.joint = JointUnpack.of(self.buckets) if shares else None
 
     def make_views(self) -> None:

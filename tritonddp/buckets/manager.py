@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket import Bucket, JointUnpack
 from tritonddp.buckets.bucket_set import BucketSet, assign
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
@@ -70,7 +70,7 @@ class BucketManager:
     ) -> None:
         self.factory = factory
         self._listener: Callable[[Sequence[int | None]], None] | None = None
-        self._captured: list[Bucket] = []
+        self._captured: list[Bucket | JointUnpack] = []
         self._of_temporary = factory.transport  # for temporary buckets
         self.planner: Planner | None = None
         self._parameters = parameters
@@ -117,10 +117,13 @@ class BucketManager:
 
         Graphs use the memory of these buckets as long as they live, so they are kept.
         """
-        for bucket in self.current.buckets:
+        current = self.current
+        for bucket in current.buckets:
             bucket.capture()
-            if bucket not in self._captured:
-                self._captured.append(bucket)
+        joint = [] if current.joint is None else [current.joint]
+        self._captured += [
+            each for each in (*current.buckets, *joint) if each not in self._captured
+        ]
 
     def use(self, transport: Transport) -> None:
         """Reduce backwards by ``transport`` from now on, but no temporary buckets."""

@@ -295,7 +295,7 @@ class JointUnflatten:
             factor: one fp64 element on the device; ``None`` for 1.
         """
         flats, aligned, wants_sums = self._flats, True, False
-        first_kind, is_mixed = (None, False), False
+        first_kind, is_mixed, has_none = (None, False), False, False
         for flat, tables, each in zip(flats, self._tables, grads, strict=True):
             # As in unflatten.
             dtype: Any
@@ -313,17 +313,18 @@ class JointUnflatten:
                 and (addresses != tables.addresses or dtype is not tables.dtype)
             ):
                 tables.change(each)
-            if dtype is not None or in_place:  # a buffer without gradients goes with any dtype
-                if first_kind == (None, False):
-                    first_kind = dtype, in_place
-                elif first_kind != (dtype, in_place):
-                    is_mixed = True
+            if dtype is None and not in_place:
+                has_none = True  # that goes with gradients of any dtype, but not with views
+            elif first_kind == (None, False):
+                first_kind = dtype, in_place
+            elif first_kind != (dtype, in_place):
+                is_mixed = True
             aligned = aligned and (in_place or tables.aligned)
             wants_sums = wants_sums or (flat.squares is not None and flat.squares.of_unflattened)
         if self._places != list(map(ADDRESS_OF, map(_DATA_OF, flats))):
             self._move()
         dtype, in_place = first_kind
-        if dtype is None or is_mixed or not self._fits:
+        if dtype is None or is_mixed or (has_none and in_place) or not self._fits:
             for flat, each in zip(flats, grads, strict=True):
                 unflatten(flat, each, factor)
             return

@@ -514,6 +514,7 @@ class Reducer:
         tracker.note_unannounced(reduction, self.reentrant)
         if missing := tracker.assumed_too_much():
             self._note_missing(missing)
+            self.reentrant.stayed_away(missing)
         tracker.learn()
 
     def finish_ended(self) -> None:

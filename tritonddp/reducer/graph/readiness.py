@@ -77,7 +77,6 @@ class ReadyTracker:
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
         # The engine was not asked for each of them. What is not reached is found at the end.
         self.is_assumed = False
-        self._all = [True] * len(params)
         self._reach_all: bool | None = None  # all backwards until now; None before the first
         self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
         # On a GPU, the known streams of these nodes. A node runs on the stream that was current
@@ -131,14 +130,14 @@ class ReadyTracker:
         try:
             if assumes and self._reach_all and will_execute(self.nodes[-1]):
                 self.is_assumed = True
-                return self._all
+                return [True] * len(self.nodes)
             reached = list(map(will_execute, self.nodes))
         except RuntimeError as error:
             if captures_leaves(error):
                 return None
             raise
         if self._reach_all is not False and any(reached):
-            self._reach_all = reached == self._all
+            self._reach_all = all(reached)
         return reached
 
     def assumed_too_much(self) -> list[int]:
