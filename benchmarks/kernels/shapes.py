@@ -39,7 +39,7 @@ def capped(shapes: Sequence[Shape], dtype: torch.dtype) -> Shapes:
         return ()
     bucket = buckets[1]
     size = sum(params[index].numel() * dtype.itemsize for index in bucket)
-    return tuple(shapes[index] for index in bucket) if size >= caps.limit(1) else ()
+    return tuple(shapes[index] for index in bucket) if size >= caps.limits[1] else ()
 
 
 Choice = Callable[[Sequence[Shape], torch.dtype], Shapes]

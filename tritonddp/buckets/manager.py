@@ -120,10 +120,10 @@ class BucketManager:
         current = self.current
         for bucket in current.buckets:
             bucket.capture()
-        joint = [] if current.joint is None else [current.joint]
-        self._captured += [
-            each for each in (*current.buckets, *joint) if each not in self._captured
-        ]
+            if bucket not in self._captured:
+                self._captured.append(bucket)
+        if current.joint is not None and current.joint not in self._captured:
+            self._captured.append(current.joint)
 
     def use(self, transport: Transport) -> None:
         """Reduce backwards by ``transport`` from now on, but no temporary buckets."""
