@@ -29,7 +29,8 @@ class Fault:
     Attributes:
         program: in which.
         plant: context in which it is there.
-        is_wait: the host waits; else there is a race.
+        is_wait: the host waits; else there is a race, or an error.
+        error: what it says, if there is one.
         elsewhere, steps: see :func:`recording.programs.play`. Buckets follow the order of gradients
             after the first step, and headers are read in the next one.
     """
@@ -37,6 +38,7 @@ class Fault:
     program: str
     plant: Callable[[], contextlib.AbstractContextManager[Any]]
     is_wait: bool = False
+    error: str | None = None
     elsewhere: bool = False
     steps: int = 5
 
@@ -82,7 +84,7 @@ class _Never:
 # Copies between host and device
 
 
-@fault("copies", _device.Readback, "wait")
+@fault("copies", _device.Readback, "wait", error="has reduced something else")
 def headers_are_read_before_the_copy_is_there(_: Any, self: _device.Readback) -> Tensor:
     return self._copy
 
@@ -105,7 +107,7 @@ def the_event_of_a_copy_comes_before_it(
 _pinned: dict[int, Tensor] = {}
 
 
-@fault("weights, views", device_tables, "upload")
+@fault("weights that change", device_tables, "upload")
 def a_pinned_table_is_written_while_it_is_copied(_: Any, target: Tensor, host: Tensor) -> None:
     place = _pinned.get(host.numel())
     if place is None or not place.is_pinned():  # of another recording
@@ -114,7 +116,7 @@ def a_pinned_table_is_written_while_it_is_copied(_: Any, target: Tensor, host: T
     target.copy_(place, non_blocking=True)
 
 
-@fault("weights, views", device_tables, "upload", is_wait=True)
+@fault("weights that change", device_tables, "upload", is_wait=True)
 def tables_are_copied_from_memory_that_is_not_pinned(_: Any, target: Tensor, host: Tensor) -> None:
     target.copy_(host)
 
@@ -134,9 +136,10 @@ def the_host_waits_for_the_stream(launch: Any, *args: Any) -> None:
 # Work on another stream
 
 
-@fault("weights, views", device_tables, "upload")
+@fault("weights that change", device_tables, "upload")
 @fault("copies", flatten, "flatten")
-@fault("copies", unflatten, "unflatten")
+@fault("copies", unflatten.JointUnflatten, "__call__", steps=14)
+@fault("lazy buckets", unflatten, "unflatten")
 @fault("copies", AllReduce, "launch")
 def it_is_given_to_another_stream(function: Any, *args: Any) -> Any:
     with _side():
@@ -157,16 +160,11 @@ def the_side_stream_waits_for_nobody(_: Any, *args: Any) -> Iterator[None]:
         yield
 
 
-@fault("copies", DeviceTables, "update")
-def addresses_are_those_of_the_step_before(update: Any, self: Any, grads: Any, *args: Any) -> Any:
-    kept = vars(self).setdefault("kept", [[each.data_ptr() for each in grads], None])
-    if len(args) == 3 and kept[1] is None:
-        kept[1] = update(self, grads, *args)
-    # Gradients come and go: other memory is where they were.
-    words = self._table.words
-    words[: len(kept[0])] = [address + 2**40 for address in kept[0]]
-    device_tables.upload(self.dynamic, torch.tensor(words))
-    return grads[0].dtype
+@fault("copies", DeviceTables, "change")
+def addresses_are_those_of_the_step_before(change: Any, self: Any, *args: Any) -> Any:
+    dtype = change(self, *args)
+    self.dynamic[: len(self.addresses)] += 2**40  # other memory is where gradients were
+    return dtype
 
 
 # Collectives

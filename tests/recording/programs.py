@@ -87,6 +87,11 @@ def _without_sync(net: Any, x: Tensor) -> None:
         net(x).sum().backward()
 
 
+def _with_other_weights(net: Any) -> contextlib.AbstractContextManager[Any]:
+    """The scale of the gradients goes to the device anew."""
+    return net.weighted(3 + net.reducer.counters.reductions)
+
+
 def _with_hook(net: Any) -> None:
     net.register_comm_hook(None, default_hooks.allreduce_hook)
 
@@ -109,6 +114,7 @@ PROGRAMS = {
     "views, zeroed in place": Program(_VIEWS, keeps=True),
     "weights": Program(around=lambda net: net.weighted(3)),
     "weights, views": Program(_VIEWS, around=lambda net: net.weighted(3)),
+    "weights that change": Program(around=_with_other_weights),
     "unused parameters": Program(leaves_out=True),
     "unused parameters, views": Program(_VIEWS, leaves_out=True),
     "no_sync": Program(before=_without_sync),

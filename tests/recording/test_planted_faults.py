@@ -21,6 +21,10 @@ def test_a_planted_fault_is_found(name: str) -> None:
     assert not sound.races, sound.report()
     before = {each.place for each in sound.waits if not each.age}
     with fault.plant():
+        if fault.error is not None:
+            with pytest.raises(RuntimeError, match=fault.error):
+                play(PROGRAMS[fault.program], **options)
+            return
         found = play(PROGRAMS[fault.program], **options).recorder
     if fault.is_wait:
         assert {each.place for each in found.waits if not each.age} - before

@@ -89,7 +89,7 @@ def test_pinned_memory_is_read_when_the_copy_is_there(recorder: Recorder, waits:
     event.record()
     if waits:
         event.synchronize()
-    assert copy.tolist() == [1] * 4
+    assert bool((copy == 1).all()) == waits
     assert bool(recorder.races) == (not waits)
 
 

@@ -49,22 +49,22 @@ class Step:
 _SQUARES = ("reducer/reductions.py check_pending", "features/grad_norm.py report")
 _FLAGS = ("comm/reduction.py _read_flags",)
 STEADY = {
-    "copies": Step(2, 4, 2, moves=2),
-    "copies, zeroed in place": Step(2, 4, 2),
+    "copies": Step(2, 3, 2, moves=2),
+    "copies, zeroed in place": Step(2, 3, 2),
     "views": Step(2, 2, 2, moves=2),
     "views, zeroed in place": Step(2, 2, 2),
     "weights": Step(2, 4, 2, operations=6, moves=2),
     "weights, views": Step(2, 4, 2, operations=6, moves=4),
     "unused parameters": Step(2, 3, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS),
     "unused parameters, views": Step(2, 2, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS),
-    "no_sync": Step(2, 4, 2, moves=2),
-    "bf16 wire": Step(2, 4, 2, moves=2),
-    "bf16 wire, views": Step(2, 4, 2, moves=2),
+    "no_sync": Step(2, 3, 2, moves=2),
+    "bf16 wire": Step(2, 3, 2, moves=2),
+    "bf16 wire, views": Step(2, 3, 2, moves=2),
     "int8": Step(4, 10, 6, moves=4),
     "lazy buckets": Step(2, 4, 2, operations=4, moves=2),
     "communication hook": Step(2, 4, 3, operations=21, moves=2),
     "communication hook, views": Step(2, 4, 3, operations=21, moves=4),
-    "buffers": Step(2, 4, 3, operations=2, moves=2),
+    "buffers": Step(2, 3, 3, operations=2, moves=2),
     "left-out buckets": Step(2, 2, 1, moves=1),
     # Of each, 8 are of the backward; with views clipping multiplies once a bucket.
     "grad_norm": Step(2, 4, 2, operations=15, moves=2, readbacks=2, before=_SQUARES),
