@@ -33,7 +33,8 @@ STRUCK_AT = 2  # the step of most faults, counted from 0
 RUN = "tritonddp.comm.reduction:Reduction"
 # Through the process group, or through memory.
 MEMORY = "tritonddp.comm.host.memory_exchange:MemoryExchange"
-TRANSPORT = f"tritonddp.comm.all_reduce:AllReduce|{MEMORY}"
+_ALL_REDUCE = "tritonddp.comm.all_reduce"
+TRANSPORT = f"{_ALL_REDUCE}:AllReduce|{_ALL_REDUCE}:DirectSum|{MEMORY}"
 HOST = "tritonddp.coordination.host"
 SHARED = "tritonddp.comm.host.shared_broadcast:SharedBroadcast"
 CROSS_HOST = "tritonddp.comm.host.cross_host:CrossHost"
@@ -126,13 +127,11 @@ def point_of(at: str) -> Point:
 def strike_before(target: str, strike: Callable[[], None]) -> None:
     """Have ``strike`` called before each call of ``"module:name"`` or ``"module:Class.name"``.
 
-    ``"module:Class|module:Class.name"`` are methods of this name of both classes.
+    ``"module:Class|module:Class.name"`` are methods of this name of all these classes.
     """
-    if "|" in target:
-        one, _, other = target.partition("|")
-        strike_before(f"{one}.{other.rpartition('.')[2]}", strike)
-        strike_before(other, strike)
-        return
+    *others, target = target.split("|")
+    for each in others:
+        strike_before(f"{each}.{target.rpartition('.')[2]}", strike)
     module, _, path = target.partition(":")
     *classes, name = path.split(".")
     owner: Any = importlib.import_module(module)

@@ -41,7 +41,7 @@ ALIGNMENT = 16
 BLOCK, WARPS = 2048, 4
 
 ADDRESS_OF = Tensor.data_ptr
-_DTYPE_OF, _DEVICE_OF = attrgetter("dtype"), attrgetter("device")
+_DTYPE_OF = attrgetter("dtype")
 
 # Numbers of addresses that a launch may take as arguments: with each comes a kernel of its own. The
 # largest one takes 2 KiB of the 4 KiB of arguments that every GPU has; beyond it they are uploaded.
@@ -117,6 +117,7 @@ class DeviceTables:
         self.device_index = device.index if device.type == "cuda" else None
         self._layout = layout
         self._device = device
+        self._device_number = flat.data.get_device()
         self.dtype: torch.dtype | None = None
         self.addresses: list[int] = [0] * len(layout.numels)
         self.used: list[bool] = [False] * len(layout.numels)
@@ -183,7 +184,7 @@ class DeviceTables:
             # 0.0 equals -0.0.
             or (scale is not None and (scale != self.scale or not scale or self.is_captured))
         ):
-            self.change(grads, used, scale, headers)
+            self.change(grads, used, scale, headers, addresses)
         return dtype
 
     def change(
@@ -192,12 +193,14 @@ class DeviceTables:
         used: Sequence[bool] | None = None,
         scale: float | None = None,
         headers: Sequence[int] | None = None,
+        addresses: list[int] | None = None,
     ) -> torch.dtype | None:
-        """As :meth:`update`, where something seems to have changed: check everything."""
+        """As :meth:`update`, where something seems to have changed: check everything.
+
+        ``addresses`` are those of the gradients, if none is missing.
+        """
         present: Any = grads
-        try:
-            addresses = list(map(ADDRESS_OF, present))
-        except TypeError:  # one is missing
+        if addresses is None:
             addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
             present = [grad for grad in grads if grad is not None]
         dtype = present[0].dtype if present else None
@@ -219,7 +222,8 @@ class DeviceTables:
             # address faults on the device.
             if not (
                 {dtype}.issuperset(map(_DTYPE_OF, present))
-                and {self._device}.issuperset(map(_DEVICE_OF, present))
+                # (Numbers of devices: objects would take thrice the time.)
+                and {self._device_number}.issuperset(map(Tensor.get_device, present))
             ):
                 self._refuse(grads, dtype)
             self.aligned = not reduce(or_, addresses, 0) & 15

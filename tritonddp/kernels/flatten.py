@@ -208,7 +208,7 @@ def flatten(
             or not scale
             or tables.is_captured
         ):
-            tables.change(grads, used, scale, headers)
+            tables.change(grads, used, scale, headers, addresses)
     # (Where the buffer is: its storage may be anybody's who has a view of it.)
     key = _launch, flat.data.data_ptr(), dtype, tables.aligned
     found = tables.launches.get(key)

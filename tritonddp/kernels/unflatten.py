@@ -165,7 +165,7 @@ def unflatten(
         tables.in_place == (flat.data.data_ptr(), addresses) or tables.are_in_place(flat, addresses)
     )
     if not in_place and addresses and (addresses != tables.addresses or dtype is not tables.dtype):
-        tables.change(grads)
+        tables.change(grads, addresses=addresses)
     if dtype is None or tables.num_chunks == 0:
         return
     alignment = 0 if factor is None else factor.data_ptr() % 16
@@ -312,7 +312,7 @@ class JointUnflatten:
                 and addresses
                 and (addresses != tables.addresses or dtype is not tables.dtype)
             ):
-                tables.change(each)
+                tables.change(each, addresses=addresses)
             if dtype is None and not in_place:
                 has_none = True  # that goes with gradients of any dtype, but not with views
             elif first_kind == (None, False):
