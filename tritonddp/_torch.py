@@ -118,6 +118,23 @@ def is_checked(group: dist.ProcessGroup, device: torch.device) -> bool:
     return type(group._get_backend(device)).__name__ == "_ProcessGroupWrapper"
 
 
+def registered_memory(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int], Tensor] | None:
+    """What allocates memory on ``device`` that the backend of ``group`` has registered.
+
+    It takes a number of bytes, and returns uint8 ``(nbytes,)``. ``None`` where torch (before 2.7),
+    the backend or the device has none.
+    """
+    try:
+        backend: Any = group._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
+            return None
+    except (AttributeError, RuntimeError):
+        return None
+    return partial(backend.allocate_tensor, dtype=torch.uint8, device=device)
+
+
 def group_backend(group: dist.ProcessGroup) -> str:
     """Torch's name for the backend, or backends, of ``group``, which need not be registered."""
     try:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._arguments import check_flags
-from tritonddp._torch import STOCK, serving_device
+from tritonddp._torch import STOCK, backend_name, registered_memory, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat
 from tritonddp.comm.process_group import goes_by_messages
@@ -27,8 +27,8 @@ from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
 
 # How gradients may travel.
-PROCESS_GROUP, PEER_MEMORY = "process_group", "peer_memory"
-TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY)
+PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY = "process_group", "peer_memory", "registered_memory"
+TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY)
 
 # Options of the constructor that are on or off.
 FLAGS = (
@@ -87,6 +87,11 @@ class DDPConfig:
         check_mode(given.check_finite)
         check_mode(given.check_drift, "check_drift")
         check_transport(given.transport, group, devices)
+        if given.transport == REGISTERED_MEMORY and given.compression is not None:
+            raise ValueError(
+                "transport='registered_memory' is for buckets that NCCL sums, and compression="
+                f"{given.compression!r} has them summed otherwise: leave one of them out"
+            )
         check_flags({name: arguments[name] for name in FLAGS})
         syncs_buffers, syncs_initial_buffers = buffer_options(given)
         if given.mixed_precision is not None:
@@ -150,18 +155,32 @@ def check_transport(
         raise ValueError(
             f"transport should be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}"
         )
+    if transport == REGISTERED_MEMORY:
+        check_registered_memory(group, devices)
     if transport != PEER_MEMORY:
         return
     if any(device.type == "cuda" for device in devices):
         raise ValueError(
-            "transport='peer_memory' needs parameters on the CPU; on GPUs NCCL does the same with "
-            "registered memory: use 'auto'"
+            "transport='peer_memory' needs parameters on the CPU; on GPUs NCCL does the same: use "
+            "'auto' or 'registered_memory'"
         )
     if group.size() > 1 and not goes_by_messages(Group(group)):
         raise ValueError(
             "transport='peer_memory' needs a process group of gloo, without "
             f"TORCH_DISTRIBUTED_DEBUG=DETAIL, but the group is {group.name()}: use 'auto'"
         )
+
+
+def check_registered_memory(group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
+    """Raise a ValueError if ``group`` cannot register buckets on these devices."""
+    for device in sorted(set(devices), key=str):
+        if registered_memory(group, device) is None:
+            raise ValueError(
+                "transport='registered_memory' needs torch 2.7, NCCL and GPUs that it registers "
+                f"memory of (NVLink with multicast), but the process group is "
+                f"{backend_name(group, device)} for {str(device)!r}, and has no memory for tensors "
+                f"(torch {torch.__version__}): use 'auto'"
+            )
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:

@@ -128,7 +128,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             with ``"peer_memory"`` that is an error at the end of the first reduced backward.
             ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank,
             leaves it off. On GPUs ``"auto"`` is the process group, and ``"peer_memory"`` an error:
-            NCCL does the same there. See ``docs/one-host.md``.
+            NCCL does the same there. ``"registered_memory"``: buckets lie in memory that NCCL has
+            registered, an error where it cannot. See ``docs/one-host.md``, ``docs/gpus.md``.
         metrics: ranks tell each other, without a collective, how long the parts of their last step
             took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and

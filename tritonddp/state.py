@@ -23,7 +23,13 @@ from tritonddp.comm.comm_hook import Hook
 from tritonddp.comm.host.peer_memory import PeerMemory
 from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.compiled.operators import Traced
-from tritonddp.config import PEER_MEMORY, PROCESS_GROUP, DDPConfig, sendable
+from tritonddp.config import (
+    PEER_MEMORY,
+    PROCESS_GROUP,
+    REGISTERED_MEMORY,
+    DDPConfig,
+    sendable,
+)
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
@@ -190,6 +196,7 @@ class DDPState:
             lazy=config.lazy,
             check_finite=config.check_finite is not None,
             peer_memory=self._peer_memory(),
+            is_registered=config.transport == REGISTERED_MEMORY,
             reporters=list(self.reporters()),
         )
         core = self.core = Reducer(reductions, counts_dropped=not finds_unused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tritonddp._torch import MixedPrecision, backend_name
+from tritonddp._torch import MixedPrecision, backend_name, registered_memory
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.residuals import Left, add_to
@@ -23,7 +24,7 @@ from tritonddp.coordination.agreement import BYTES
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.dispatch import quantizing, select, select_quantized
-from tritonddp.kernels.flat_buffer import Marks
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals
 
 # What the constructor's ``reduce_dtype`` may be.
@@ -140,13 +141,16 @@ class BucketFactory:
     lazy: bool = False  # buckets have memory during backwards only
     check_finite: bool = False  # buckets record which gradients are not finite, on which ranks
     header_nbytes: int = BYTES  # bytes of the header of a rank, in the first bucket
+    is_registered: bool = False  # dense gradients: in memory that the backend has registered
     # Residuals (quantisation errors) of buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
     def temporary(self, transport: Transport, views: bool = False) -> BucketFactory:
         """A factory of buckets for one reduction by ``transport``, without quantisation."""
         wire = replace(self.wire, compression=None)
-        return replace(self, wire=wire, transport=transport, views=views, lazy=False)
+        return replace(
+            self, wire=wire, transport=transport, views=views, lazy=False, is_registered=False
+        )
 
     def use(self, transport: Transport) -> None:
         """Buckets that are made from now on go by ``transport``."""
@@ -190,6 +194,8 @@ class BucketFactory:
             wire_dtype = wire.reduce_dtype
         elif self.views:
             kind = ViewBucket
+        if self.is_registered:
+            kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
         bucket = kind(
             index,
             params,
@@ -207,6 +213,18 @@ class BucketFactory:
                 if (left := self.kept.pop(param, None)) is not None:
                     add_to(bucket, param, left)
         return bucket
+
+    def _registered_buffer(
+        self, make: Callable[..., FlatBuffer], layout: Layout, dtype: torch.dtype, device: Any
+    ) -> FlatBuffer:
+        """A buffer that ``make`` makes, in registered memory."""
+        allocate = registered_memory(self.group.process_group, device)
+        if allocate is None:
+            raise RuntimeError(
+                f"rank {self.group.rank}: the process group has no registered memory on {device}, "
+                "which transport='registered_memory' needs: use a group of NCCL"
+            )
+        return make(layout, dtype, device, allocate(layout.numel * dtype.itemsize).zero_())
 
     def _quantization(
         self, wire: WireFormat, params: Sequence[Parameter], names: Sequence[str], headers: int

@@ -62,6 +62,7 @@ class Reductions:
         check_finite: buckets record which gradients are not finite.
         peer_memory: makes what moves buckets to memory of one host, from the group, the transport
             and the counters; ``None`` if they shall not move.
+        is_registered: buckets lie in memory that the backend has registered.
         reporters: extensions that send reports to the other ranks, the same on every rank.
 
     Attributes:
@@ -91,6 +92,7 @@ class Reductions:
         lazy: bool = False,
         check_finite: bool = False,
         peer_memory: Callable[..., PeerMemory] | None = None,
+        is_registered: bool = False,
         reporters: Sequence[Extension] = (),
     ) -> None:
         self.counters = counters = counters or Counters()
@@ -103,7 +105,15 @@ class Reductions:
         wire = wire or WireFormat()
         transport = ProcessGroupTransport(group, counters)
         factory = BucketFactory(
-            wire, group, counters, transport, views, lazy, check_finite, self.agreement.nbytes
+            wire,
+            group,
+            counters,
+            transport,
+            views,
+            lazy,
+            check_finite,
+            self.agreement.nbytes,
+            is_registered,
         )
         self.manager = BucketManager(parameters, group, caps, factory, counters)
         self.memory: PeerMemory | None = None
