@@ -151,5 +151,6 @@ def _collectives() -> int:
     group: Any = dist.group.WORLD
     issued: int = group._get_sequence_number_for_group()
     # Exchanges through memory take the place of as many.
-    ours = sys.modules.get("tritonddp.coordination.group")
-    return issued if ours is None else issued + getattr(ours.Group(group).peers, "launched", 0)
+    groups = sys.modules.get("tritonddp.coordination.group")
+    sums = groups and getattr(groups.Group(group).peers, "background", None)
+    return issued if sums is None else issued + sums.launched

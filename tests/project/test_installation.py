@@ -41,8 +41,8 @@ for module, names in (
         if hasattr(module, name):
             delattr(module, name)
 import tritonddp
-from tritonddp.coordination import peers
-peers.sys = types.SimpleNamespace(platform="win32")  # theirs alone: torch asks for it as well
+from tritonddp.coordination.host import connect
+connect.sys = types.SimpleNamespace(platform="win32")  # theirs alone: torch asks for it as well
 
 def trained(wrap, **options):
     torch.manual_seed(0)

@@ -374,6 +374,7 @@ class Reduction:
         elif (
             (unpack := self.bucket_set.joint) is not None
             and not (self._is_logged or events.needs_buckets or self.skipped)
+            and self.buckets  # none with one rank, whose gradients are the mean
             and not (discards or self.done)
         ):
             # The works end in the order of their launch: wait for the last one, and unpack all.

@@ -80,7 +80,8 @@ def get_lr(step: int) -> float:
 def issued() -> int:
     """Collectives that the default group has run, whoever called them, or what took their place."""
     group: Any = dist.group.WORLD
-    through_memory = getattr(Group(group).peers, "launched", 0)
+    sums = getattr(Group(group).peers, "background", None)
+    through_memory = 0 if sums is None else sums.launched
     return group._get_sequence_number_for_group() + through_memory
 
 
