@@ -38,6 +38,7 @@ from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.weighted_mean import weight_of
 from tritonddp.reducer.checkpoint import comm_state
 from tritonddp.reducer.graph.backward import tensors_in, watch
+from tritonddp.reducer.on_demand import reduce_given
 from tritonddp.state import DDPState
 
 # Optimizers can step in the backward only if this module is imported.
@@ -418,7 +419,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
             named: list[tuple[str, Tensor]] = self._trainable()
-            return self._ddp_state.core.reduce_given(gradients, params, named)
+            core = self._ddp_state.core
+            return reduce_given(core.reductions, gradients, params, named, core.prepare_request)
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
         self._ddp_state.core.reduce_accumulated()

@@ -17,11 +17,10 @@ from modules import Layers
 from oracle import Alone, Net, assert_mean, in_step, one_per_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import delayed, drawn, filled, raises_if, train_step, wrap
+from training import delayed, filled, raises_if, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer.graph import readiness
-from tritonddp.reducer.graph.readiness import ReadyTracker, will_execute
+from tritonddp.reducer.graph.readiness import ReadyTracker
 
 
 @ranks(2, views=True)
@@ -68,64 +67,6 @@ def test_other_layers_in_each_step_cost_few_looks(rank: int, view: bool) -> None
             route = sorted(draw.sample(range(60), 15))
             ddp(torch.ones(1, 2), map(str, route)).sum().backward()
     assert 20 < looks < 20 * 8, looks
-
-
-# While all backwards reach all parameters, the engine is asked for one of them
-
-
-@contextlib.contextmanager
-def counted_questions() -> Iterator[list[Any]]:
-    """Context: the nodes for which the engine is asked."""
-    asked: list[Any] = []
-
-    def asks(node: Any) -> bool:
-        asked.append(node)
-        return will_execute(node)
-
-    with mock.patch.object(readiness, "will_execute", asks):
-        yield asked
-
-
-@pytest.mark.parametrize("keeps", [False, True], ids=["dropped", "zeroed in place"])
-@ranks(2, views=True)
-def test_what_was_assumed_to_be_reached_and_is_not_counts_as_unused(
-    rank: int, keeps: bool, view: bool
-) -> None:
-    """Of any layer, on one rank; from then on the engine is asked for each parameter again."""
-    for left_out in range(4):
-        ddp = wrap(Layers("abcd").double(), view, bucket_cap_mb=3e-4)
-        alone = one_per_rank(ddp.module)
-        route = "abcd".replace("abcd"[left_out], "")
-        usual, other = {0: "abcd", 1: "abcd"}, {0: "abcd", 1: route}
-        asked_for = []
-        for number, routes in enumerate([usual] * 4 + [other] * 2 + [usual, other]):
-            for net in (ddp, *alone):
-                net.zero_grad(set_to_none=not keeps)
-            with counted_questions() as asked:
-                for each, net in [*enumerate(alone), (rank, ddp)]:
-                    net(drawn(2, 4, step=number, rank=each).double(), routes[each]).sum().backward()
-            assert_mean(ddp, alone, f"without {route}, step {number}")
-            asked_for.append(len(asked))
-        print(left_out, rank, asked_for, flush=True)
-        assert asked_for[2:5] == ([1, 1, 1] if left_out or not rank else [1, 1, 9])
-        assert asked_for[5:] == ([8] * 3 if rank else [1] * 3)
-
-
-@ranks(2, views=True)
-def test_checkpoints_that_come_after_steps_that_reached_all_are_waited_for(
-    rank: int, view: bool
-) -> None:
-    """The engine would have announced only some of the parameters."""
-    ddp = wrap(Layers("abc").double(), view, bucket_cap_mb=3e-4)
-    alone = one_per_rank(ddp.module)
-    for number in range(8):
-        for net in (ddp.module, *(each.module for each in alone)):
-            net.checkpointed = "bc" if number in (4, 5, 7) else ""
-        for net in (ddp, *alone):
-            net.zero_grad()
-        for each, net in [*enumerate(alone), (rank, ddp)]:
-            net(drawn(2, 4, step=number, rank=each).double(), "abbc").sum().backward()
-        assert_mean(ddp, alone, f"step {number}")
 
 
 # Inner backwards, which no engine announces

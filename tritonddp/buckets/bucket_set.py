@@ -88,7 +88,10 @@ class BucketSet:
         exchanges = transport.exchanges(self.buckets)
         for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
-        shares = self.is_on_gpu and transport.ends_in_order and len(set(map(id, exchanges))) == 1
+        # NCCL has a stream for each device.
+        is_one = len({each.params[0].device for each in self.buckets}) == 1
+        shares = self.is_on_gpu and transport.ends_in_order and is_one
+        shares = shares and len(set(map(id, exchanges))) == 1
         if self.joint is not None:
             self.joint.let_go()
         self.joint = JointUnpack.of(self.buckets) if shares else None

@@ -384,8 +384,8 @@ class Reduction:
             except RuntimeError as error:
                 raise self.explain(last, error) from error
             if not self._has_headers and agreement.last_headers and not self.is_captured:
-                agreement.read_later(self.buckets[0].flat.headers)
                 self._has_headers = True
+                agreement.read_later(self.buckets[0].flat.headers)
             else:
                 self._read_headers()
             unpack(self.factor)
@@ -430,7 +430,7 @@ class Reduction:
             if not discards:
                 for call in events.on_reduced:
                     call(self, bucket)
-        if agreement.is_urgent:
+        if agreement.has_reports and agreement.pending:
             agreement.keep_order()
 
     def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:

@@ -227,8 +227,9 @@ class Agreement:
             were unanimous; on a GPU if there are no reports. On the CPU those who find the same
             need not call :meth:`read`.
         pending: on a GPU: the headers of the last reduction are not checked yet, as the host did
-            not wait for them. They have to be before the next reduction.
-        is_urgent: they have to be before the next forward; see :meth:`read_later` for the others.
+            not wait for them. They are in the next backward; before its forward if there are
+            reports. (All ranks have to find a mismatch at the same place.)
+        has_reports: headers come with reports.
     """
 
     def __init__(
@@ -245,7 +246,8 @@ class Agreement:
         self.is_unanimous = False
         self.scale = 1.0 / group.size
         self.unit = _FIRST_UNIT
-        self.pending = self.is_urgent = False
+        self.pending = False
+        self.has_reports = report_nbytes > 0
         self.last_headers = b""
         self._where = ""
         self._header = RankHeader(bytes(3), GradSource.BROKEN)  # in the last reduction
@@ -301,9 +303,9 @@ class Agreement:
         Args:
             headers: the reduced headers and reports of all ranks.
             where: this rank and step, for messages.
-            work: the collective that reduced them, if torch made it. On a GPU the headers are then
-                copied to the host as soon as this collective is done, and the host, which reads
-                them before the next forward, does not wait for the rest of the backward.
+            work: the collective that reduced them, if torch made it. On a GPU headers with reports
+                are then copied to the host as soon as this collective is done, and the host, which
+                reads them before the next forward, does not wait for the rest of the backward.
 
         Returns:
             The factor by which the sum over ranks has to be multiplied, fp64 ``(1,)``; ``None``
@@ -331,8 +333,8 @@ class Agreement:
             if self.is_unanimous:
                 self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
         elif not is_capturing():  # the host does not wait for the device here
-            self._readback.start(headers, work)
-            self.pending = self.is_urgent = True
+            self._readback.start(headers, work if self.has_reports else None)
+            self.pending = True
         return factor
 
     def read_later(self, headers: Tensor) -> None:
@@ -348,7 +350,7 @@ class Agreement:
         """Whether pending headers have come, and are those of the last reduction."""
         if not self.last_headers or string_at(*self._readback.memory) != self.last_headers:
             return False
-        self.pending = self.is_urgent = False
+        self.pending = False
         return True
 
     def check_pending(self) -> None:
@@ -356,9 +358,9 @@ class Agreement:
         if self.pending:
             headers = self._readback.peek() if is_capturing() else self._readback.wait()
             if headers is not None:
-                self.pending = self.is_urgent = False
+                self.pending = False
                 self._check(headers)
-                is_steady = self.is_unanimous and self.nbytes == BYTES
+                is_steady = self.is_unanimous and not self.has_reports
                 self.last_headers = string_at(*self._readback.memory) if is_steady else b""
 
     def look_again(self) -> None:

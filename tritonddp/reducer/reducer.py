@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
@@ -158,7 +158,7 @@ class Reducer:
             self.options.check_finalized(self.backward, self.where())
         if self.group.owners:
             self.group.recover()
-        if self.agreement.is_urgent:
+        if self.agreement.has_reports and self.agreement.pending:
             self.reductions.check_pending()
         if self.post_backward:
             self.wait_post_backward()
@@ -243,7 +243,10 @@ class Reducer:
         if self.group.owners:
             self.group.recover()
         tracker = self.tracker
-        reached = tracker.query(assumes=self.group.size > 1 and not self.events.needs_reached)
+        # A GPU alone has to be given work in time: elsewhere nothing is assumed.
+        is_captured = self.manager.current.is_on_gpu and is_capturing()
+        assumes = self.manager.current.is_on_gpu and not (is_captured or self.events.needs_reached)
+        reached = tracker.query(assumes and self.group.size > 1)
         if reached is None:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
@@ -266,9 +269,9 @@ class Reducer:
         is_around = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is not None:
-            self._open(source, forward is None, reached, missing)
+            self._open(source, forward is None, reached, missing, is_captured)
         else:
-            self._open_local(forward, reached, is_around)
+            self._open_local(forward, reached, is_around, is_captured)
 
     def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
         """A backward that was local so far goes through an output of a synchronised forward."""
@@ -280,7 +283,8 @@ class Reducer:
         missing = {number for number, comes in enumerate(reached) if not comes}
         for call in self.events.on_abort:
             call(None)
-        self._open(source, True, reached, missing, local)
+        is_captured = self.manager.current.is_on_gpu and is_capturing()
+        self._open(source, True, reached, missing, is_captured, local)
         for param in arrived:
             self._note_early(param)
 
@@ -290,12 +294,12 @@ class Reducer:
         is_late: bool,
         reached: list[bool],
         missing: Collection[int],
+        is_captured: bool,
         local: Backward | None = None,
     ) -> None:
         """A backward begins that is reduced; or ``local``, which has begun, is reduced too."""
         manager, tracker, group = self.manager, self.tracker, self.group
         current = manager.current
-        is_captured = current.is_on_gpu and is_capturing()
         if is_captured:
             capture.begin(self.reductions, tracker.streams, missing, is_reduced=True)
         if noted:
@@ -381,9 +385,11 @@ class Reducer:
         self.statistics.is_static = self.statistics.is_static and self.missing is None
         self.missing = missing
 
-    def _open_local(self, forward: Forward | None, reached: list[bool], is_around: bool) -> None:
+    def _open_local(
+        self, forward: Forward | None, reached: list[bool], is_around: bool, is_captured: bool
+    ) -> None:
         """A backward begins that only accumulates."""
-        if self.manager.current.is_on_gpu and is_capturing():
+        if is_captured:
             capture.begin(self.reductions, self.tracker.streams, (), is_reduced=False)
         may_be_reduced = self.sync.enabled and self.sync.join is None
         is_doubted = False
@@ -475,11 +481,13 @@ class Reducer:
             self.wait_post_backward()
             return
         if not reduction.is_alone:
-            if not arrived_as_usual or self.manager.is_provisional:
+            is_left = len(reduction.works) < len(reduction.buckets)
+            is_new = not arrived_as_usual or self.manager.is_provisional
+            if is_new:
                 self._look_back(reduction)
-                if self.tracker.streams:
-                    self.tracker.join_streams()
-            if len(reduction.works) < len(reduction.buckets):
+            if self.tracker.streams and (is_new or is_left):
+                self.tracker.join_streams()
+            if is_left:
                 with self.launching:
                     reduction.launch_ready(rest=True)
             if self.options.finalizes_manually and any(reduction.works):
@@ -500,7 +508,7 @@ class Reducer:
         self.unreduced.add(used)
         if backward.is_doubted:
             current = self.manager.current
-            named = zip(current.names, current.params, backward.reached, strict=True)
+            named = zip(current.names, current.params, used, strict=True)
             left = [(name, param) for name, param, comes in named if comes]
             ends = EndsOfBackward.of(backward.graph_task)
             ends.local.append((self.unreduced, left, backward.where, not backward.may_be_reduced))
@@ -688,17 +696,6 @@ class Reducer:
         capture.refuse(self.manager.current, self.where(), message)
         problem = f"gradients cannot be {what} while a backward runs: wait for its end"
         self.settle_outside_backward(problem, waits=False)
-
-    def reduce_given(
-        self,
-        gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None],
-        params: Iterable[Tensor] | None,
-        named: Sequence[tuple[str, Tensor]],
-    ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
-        """The means of gradients; see :func:`on_demand.reduce_given`."""
-        return on_demand.reduce_given(
-            self.reductions, gradients, params, named, self.prepare_request
-        )
 
     def reduce_accumulated(self) -> None:
         """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""

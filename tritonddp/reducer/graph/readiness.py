@@ -140,14 +140,14 @@ class ReadyTracker:
             self._reach_all = all(reached)
         return reached
 
-    def assumed_too_much(self) -> list[int]:
+    def assumed_too_much(self) -> set[int]:
         """At the end: parameters that were assumed to be reached, and were not.
 
         From now on each backward is asked for all parameters, if there are any.
         """
         if not self.is_assumed:
-            return []
-        missing = sorted({*range(len(self._params))}.difference(self.arrivals()))
+            return set()
+        missing = {*range(len(self._params))}.difference(self.arrivals())
         self._reach_all = self._reach_all and not missing
         return missing
 

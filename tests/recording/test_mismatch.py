@@ -1,0 +1,43 @@
+"""On a GPU all ranks find at the same place that they do not reduce the same: none hangs."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import ranks
+
+from recording.device import recording
+from recording.programs import WARM_UP, Net
+from tritonddp import DistributedDataParallel
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("weighted", "the mean is weighted on some ranks only"), ("frozen", "third.weight")],
+)
+@ranks(2, interprets=True, timeout=60)
+def test_a_step_that_one_rank_makes_otherwise(what: str, said: str) -> None:
+    """Its header alone is new. The buffers' broadcast in the next forward needs both ranks."""
+    with recording():
+        torch.manual_seed(0)
+        net = DistributedDataParallel(Net(batch_norm=True).to("cuda"), bucket_cap_mb=6e-4)
+        x = torch.randn(5, 6).to("cuda")
+
+        def step() -> None:
+            net.zero_grad()
+            net(x).sum().backward()
+
+        for _ in range(WARM_UP):
+            step()
+        is_other = dist.get_rank() == 0
+        if is_other and what == "frozen":
+            net.module.third.requires_grad_(False)
+        with contextlib.ExitStack() as stack:
+            if is_other and what == "weighted":
+                stack.enter_context(net.weighted(2))
+            step()
+        output = net(x)
+        with pytest.raises(RuntimeError, match=said):
+            output.sum().backward()
+        torch.cuda.synchronize()
