@@ -104,14 +104,14 @@ def the_event_of_a_copy_comes_before_it(
     self._copy.copy_(tensor, non_blocking=True)
 
 
-_pinned: dict[int, Tensor] = {}
+_pinned: list[Tensor] = []  # for the tables of all buckets
 
 
 @fault("weights that change", device_tables, "upload")
 def a_pinned_table_is_written_while_it_is_copied(_: Any, target: Tensor, host: Tensor) -> None:
-    place = _pinned.get(host.numel())
-    if place is None or not place.is_pinned():  # of another recording
-        place = _pinned[host.numel()] = torch.empty_like(host, pin_memory=True)
+    if not _pinned or not _pinned[0].is_pinned():  # of another recording
+        _pinned[:] = [torch.empty(4096, dtype=host.dtype, pin_memory=True)]
+    place = _pinned[0][: host.numel()]
     place.copy_(host)
     target.copy_(place, non_blocking=True)
 

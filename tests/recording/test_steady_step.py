@@ -31,8 +31,8 @@ class Step:
         uploads: copies to the device, at most.
         readbacks: copies to the host.
         waits: of the host for what the device was given in this step: where.
-        before: likewise in the step before. (Before its forward it waits for the headers of the
-            last one, which are there long before that one's end.)
+        before: likewise in the step before. (As its backward begins it waits for the headers of the
+            last one, if they are not there; before its forward, if there are reports.)
     """
 
     buckets: int
@@ -55,8 +55,10 @@ STEADY = {
     "views, zeroed in place": Step(2, 2, 2),
     "weights": Step(2, 4, 2, operations=6, moves=2),
     "weights, views": Step(2, 4, 2, operations=6, moves=4),
-    "unused parameters": Step(2, 3, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS),
-    "unused parameters, views": Step(2, 2, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS),
+    "unused parameters": Step(2, 3, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS, before=()),
+    "unused parameters, views": Step(
+        2, 2, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS, before=()
+    ),
     "no_sync": Step(2, 3, 2, moves=2),
     "bf16 wire": Step(2, 3, 2, moves=2),
     "bf16 wire, views": Step(2, 3, 2, moves=2),

@@ -30,7 +30,7 @@ def test_peer_memory_is_refused_where_parameters_are_on_a_gpu() -> None:
     with recording():
         layer = nn.Linear(2, 2).to("cuda")
         for module in (layer, nn.Sequential(layer, nn.Linear(2, 2))):
-            with pytest.raises(ValueError, match="on GPUs NCCL does the same with registered memo"):
+            with pytest.raises(ValueError, match="on GPUs NCCL does the same: use "):
                 DistributedDataParallel(module, transport="peer_memory")
 
 
