@@ -124,7 +124,7 @@ def test_gradients_on_request(device: torch.device, view: bool) -> None:
 
 @VIEW
 @in_worlds(CPU, NCCL_2)
-def test_ranks_that_disagree_know_it_at_the_next_forward_at_the_latest(
+def test_ranks_that_disagree_know_it_in_the_next_backward_at_the_latest(
     device: torch.device, view: bool
 ) -> None:
     ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
@@ -132,13 +132,13 @@ def test_ranks_that_disagree_know_it_at_the_next_forward_at_the_latest(
     loss = ddp(batch(device, 1)).mean()
     weighted = ddp.weighted(2) if dist.get_rank() else contextlib.nullcontext()
 
-    def backward_and_forward() -> None:
+    def two_backwards() -> None:
         with weighted:
             loss.backward()
-        ddp(batch(device, 2))
+        ddp(batch(device, 2)).mean().backward()
 
     with pytest.raises(RuntimeError, match="rank 0: no weight; rank 1: weight 2") as raised:
-        backward_and_forward()
+        two_backwards()
     assert all("bucket 0" in text for text in gather(str(raised.value)))
     assert_step(ddp, 3, None)
 
