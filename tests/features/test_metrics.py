@@ -186,7 +186,8 @@ def test_each_thread_has_its_own_queue_and_its_file_is_closed() -> None:
     thread.start()
     thread.join()
     found.append(queue.seconds())
-    assert found == sorted(found)
+    pairs = zip(found, found[1:], strict=False)
+    assert all(later >= one - 1e-9 for one, later in pairs)  # sums of floats
     del queue
     assert files() == before
 
