@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -186,7 +187,7 @@ def test_each_thread_has_its_own_queue_and_its_file_is_closed() -> None:
     thread.start()
     thread.join()
     found.append(queue.seconds())
-    pairs = zip(found, found[1:], strict=False)
+    pairs = pairwise(found)
     assert all(later >= one - 1e-9 for one, later in pairs)  # sums of floats
     del queue
     assert files() == before
