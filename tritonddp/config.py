@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._arguments import check_flags
-from tritonddp._torch import STOCK, backend_name, registered_memory, serving_device
+from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.formats import ExactParams, WireFormat
+from tritonddp.buckets.formats import ExactParams, WireFormat, registering
 from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.coordination.group import Group
 from tritonddp.features.buffer_sync import BROADCAST, MODES, OFF
@@ -156,7 +156,8 @@ def check_transport(
             f"transport should be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}"
         )
     if transport == REGISTERED_MEMORY:
-        check_registered_memory(group, devices)
+        for device in sorted(set(devices), key=str):
+            registering(group, device)
     if transport != PEER_MEMORY:
         return
     if any(device.type == "cuda" for device in devices):
@@ -169,18 +170,6 @@ def check_transport(
             "transport='peer_memory' needs a process group of gloo, without "
             f"TORCH_DISTRIBUTED_DEBUG=DETAIL, but the group is {group.name()}: use 'auto'"
         )
-
-
-def check_registered_memory(group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
-    """Raise a ValueError if ``group`` cannot register buckets on these devices."""
-    for device in sorted(set(devices), key=str):
-        if registered_memory(group, device) is None:
-            raise ValueError(
-                "transport='registered_memory' needs torch 2.7, NCCL and GPUs that it registers "
-                f"memory of (NVLink with multicast), but the process group is "
-                f"{backend_name(group, device)} for {str(device)!r}, and has no memory for tensors "
-                f"(torch {torch.__version__}): use 'auto'"
-            )
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:

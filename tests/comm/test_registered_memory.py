@@ -10,7 +10,7 @@ from distributed import ranks
 from recording.programs import Program, play
 from torch import Tensor, nn
 
-from tritonddp import DistributedDataParallel, config
+from tritonddp import DistributedDataParallel
 from tritonddp.buckets import formats
 
 OPTION = {"transport": "registered_memory"}
@@ -19,10 +19,7 @@ OPTION = {"transport": "registered_memory"}
 @contextlib.contextmanager
 def registering(allocate: Callable[[int], Tensor]) -> Iterator[None]:
     """Context: the process group allocates by this function."""
-    with (
-        mock.patch.object(config, "registered_memory", return_value=allocate),
-        mock.patch.object(formats, "registered_memory", return_value=allocate),
-    ):
+    with mock.patch.object(formats, "registered_memory", return_value=allocate):
         yield
 
 

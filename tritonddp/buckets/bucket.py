@@ -188,8 +188,7 @@ class Bucket:
         self.packed = flat
         flat.squares = self.squares  # before parts are made
         for segment in self.segments:
-            whole = segment.is_whole
-            segment.flat = flat if whole else flat.part(segment.first, segment.last)
+            segment.flat = flat if segment.is_whole else flat.part(segment.first, segment.last)
 
     def connect(self, exchange: BucketExchange) -> None:
         """Go to the other ranks by ``exchange``, from the flat buffer."""

@@ -28,6 +28,7 @@ class BucketSet:
             same time; gradients that are views of them move.
         sparse: parameters with sparse gradients, each of which gets a bucket of its own.
         wire_of: wire format of a bucket, by its index; ``None`` for that of the factory.
+        is_temporary: they are for one reduction: what would pay only later is not made.
 
     Attributes:
         names, params: by parameter number.
@@ -53,11 +54,13 @@ class BucketSet:
         former: BucketSet | None = None,
         sparse: Collection[Tensor] = (),
         wire_of: Callable[[int], WireFormat | None] = lambda index: None,
+        is_temporary: bool = False,
     ) -> None:
         assignment = assign(named_params, caps, sparse)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
         self.is_on_gpu = any(param.is_cuda for param in self.params)
+        self._is_temporary = is_temporary
         self.buckets: list[Bucket] = []
         self.segments: list[tuple[Bucket, Segment]] = []
         self.ranges: list[range] = []
@@ -88,13 +91,13 @@ class BucketSet:
         exchanges = transport.exchanges(self.buckets)
         for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
-        # NCCL has a stream for each device.
-        is_one = len({each.params[0].device for each in self.buckets}) == 1
-        shares = self.is_on_gpu and transport.ends_in_order and is_one
-        shares = shares and len(set(map(id, exchanges))) == 1
         if self.joint is not None:
             self.joint.let_go()
-        self.joint = JointUnpack.of(self.buckets) if shares else None
+            self.joint = None
+        if self.is_on_gpu and transport.ends_in_order and not self._is_temporary:
+            devices = {param.device for param in self.params}  # NCCL has a stream for each
+            if len(devices) == len(set(map(id, exchanges))) == 1:
+                self.joint = JointUnpack.of(self.buckets)
 
     def make_views(self) -> None:
         """Make gradients views of their buckets, where those want it and nothing is exchanged."""

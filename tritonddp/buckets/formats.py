@@ -218,12 +218,7 @@ class BucketFactory:
         self, make: Callable[..., FlatBuffer], layout: Layout, dtype: torch.dtype, device: Any
     ) -> FlatBuffer:
         """A buffer that ``make`` makes, in registered memory."""
-        allocate = registered_memory(self.group.process_group, device)
-        if allocate is None:
-            raise RuntimeError(
-                f"rank {self.group.rank}: the process group has no registered memory on {device}, "
-                "which transport='registered_memory' needs: use a group of NCCL"
-            )
+        allocate = registering(self.group.process_group, device)
         return make(layout, dtype, device, allocate(layout.numel * dtype.itemsize).zero_())
 
     def _quantization(
@@ -244,6 +239,23 @@ class BucketFactory:
         message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
         residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
         return Quantization(message, numbers, rank, residuals)
+
+
+def registering(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Tensor]:
+    """What allocates so many bytes that ``group`` has registered, uint8 ``(nbytes,)``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    allocate = registered_memory(group, device)
+    if allocate is None:
+        raise ValueError(
+            "transport='registered_memory' needs torch 2.7, NCCL and GPUs that it registers memory "
+            f"of (NVLink with multicast), but the process group is {backend_name(group, device)} "
+            f"for {str(device)!r}, and has no memory for tensors (torch {torch.__version__}): use "
+            "'auto'"
+        )
+    return allocate
 
 
 class ExactParams:

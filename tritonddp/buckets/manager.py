@@ -138,9 +138,10 @@ class BucketManager:
         sparse: Collection[Tensor] | None = None,
     ) -> BucketSet:
         sparse = self._parameters.sparse if sparse is None else sparse
-        planner = self.planner if factory is self.factory else None
+        is_temporary = factory is not self.factory
+        planner = None if is_temporary else self.planner
         wire_of = planner.wire_of if planner is not None else lambda index: None
-        built = BucketSet(named_params, self._caps, factory, former, sparse, wire_of)
+        built = BucketSet(named_params, self._caps, factory, former, sparse, wire_of, is_temporary)
         if logger.isEnabledFor(logging.DEBUG):
             where = f"rank {self._group.rank}, step {self._counters.reductions}"
             for bucket in built.buckets:

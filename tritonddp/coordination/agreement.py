@@ -380,7 +380,7 @@ class Agreement:
 
     def _check(self, headers: Tensor) -> None:
         """On the host: check the headers, then hand the reports on."""
-        if self.nbytes == BYTES:
+        if not self.has_reports:
             self._check_headers(headers)
             return
         in_bytes = headers.to(torch.uint8)
