@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from launched import in_two_ranks
 from recording.device import recording
 from steady_step import WARM_UP
 from torch import Tensor, nn
@@ -129,10 +129,8 @@ def step_calls(
     return found
 
 
-def main(rank: int, port: int) -> None:
+def main(rank: int) -> None:
     """Print what is called, on rank 0."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for views in (False, True):
         for moves in (False, True):
             few, many = (
@@ -148,13 +146,7 @@ def main(rank: int, port: int) -> None:
                 if "-v" in sys.argv:
                     for each in sorted({*two, *four}):
                         print(f"    {(four[each] - two[each]) / 2:5} {two[each]:4}", *each)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        chosen = free.getsockname()[1]
-    torch.multiprocessing.spawn(main, (chosen,), 2)
+    in_two_ranks(main)

@@ -8,20 +8,23 @@ in another room.
 """
 
 import contextlib
-import socket
 import sys
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-HERE = Path(__file__).parent
-# (The ranks are spawned with the same arguments.)
-TREE = Path(sys.argv[1]).resolve() if sys.argv[1:] else HERE.parent
-sys.path[:0] = [str(TREE), str(HERE), str(HERE / "reducer")]
+sys.path.insert(0, str(Path(__file__).parent))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+from launched import in_two_ranks
+
+# (The ranks are spawned with the same arguments.)
+TREE = Path(sys.argv[1]).resolve() if sys.argv[1:] else Path(__file__).parents[1]
+TESTS = TREE / "tests"  # what fakes the GPU has to fit the package
+sys.path[:0] = [str(TREE), str(TESTS), str(TESTS / "reducer")]
+
+import tritonddp  # noqa: E402  (before a test module puts its own tree first)
 
 WAYS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "process group": ({"transport": "process_group"}, 1, False),
@@ -33,8 +36,6 @@ WAYS: dict[str, tuple[dict[str, Any], int, bool]] = {
 def walk(buckets: int, size: int = 64, **options: Any) -> list[tuple[str, str]]:
     """File and function of each call that the backward of a steady step makes, in order."""
     from steady_step import WARM_UP, Vectors
-
-    import tritonddp
 
     library = str(Path(tritonddp.__file__).parent)
     cap = size * 4 / 2**20
@@ -60,13 +61,9 @@ def walk(buckets: int, size: int = 64, **options: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _ranks(rank: int, port: int) -> None:
+def _walk_all(rank: int) -> None:
     from test_call_budget import without_a_gpu
 
-    import tritonddp  # noqa: F401  (before a test module puts its own tree first)
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for name, (options, buckets, is_gpu) in WAYS.items():
         with without_a_gpu() if is_gpu else contextlib.nullcontext():
             found = walk(buckets, **options)
@@ -81,11 +78,7 @@ def _ranks(rank: int, port: int) -> None:
                     one for one, other in zip(rooms, ["", *rooms], strict=False) if one != other
                 )
             )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        chosen = free.getsockname()[1]
-    torch.multiprocessing.spawn(_ranks, (chosen,), 2)
+    in_two_ranks(_walk_all)

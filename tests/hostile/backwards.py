@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hostile.table import program
+from hostile.training import Head, steps
 
 
 def _fisher_information(DDP, record, batches):
@@ -136,12 +137,8 @@ def old_wrapper_on_one_rank(DDP, record):
         ddp = DDP(net)
         if rank == 0:
             watched.append(ddp)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        for step in range(10):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 16, generator=generator)).pow(2).mean().backward()
+        for step in steps(ddp, 10, 8, 16, generator=generator):
             record.model(f"phase {phase}, step {step}", net)
-            optimizer.step()
 
 
 @program()
@@ -157,10 +154,8 @@ def personal_steps(DDP, record):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(rank)
     for round_ in range(4):
-        for _ in range(6):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 16, generator=generator)).pow(2).mean().backward()
-            optimizer.step()
+        for _ in steps(ddp, 6, 8, 16, generator=generator):
+            pass
         of_all = copy.deepcopy(net.state_dict())
         for _ in range(4):
             optimizer.zero_grad()
@@ -194,16 +189,6 @@ def saliency_on_one_rank(DDP, record):
             net(picture).max(1).values.sum().backward()
             record("saliency map", picture.grad)
             optimizer.zero_grad()
-
-
-class Head(nn.Module):
-    def __init__(self, encoder: nn.Module, outputs: int) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(32, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.encoder(x)))
 
 
 @program()

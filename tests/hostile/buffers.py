@@ -9,6 +9,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from hostile.table import program
+from hostile.training import steps
 
 
 @program()
@@ -212,12 +213,9 @@ def recalibrated_on_one_rank(DDP, record):
     rank = dist.get_rank()
     net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
     ddp = DDP(net)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(40):
-        optimizer.zero_grad()
-        ddp(torch.randn(8, 16, generator=generator)).pow(2).mean().backward()
-        optimizer.step()
+    for _ in steps(ddp, 40, 8, 16, generator=generator):
+        pass
     if rank == 0:
         with torch.no_grad():
             for _ in range(10):

@@ -7,24 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hostile.table import program
+from hostile.training import steps
 
 OUR_NAMES = """
     config group sync core caps traced buffer_sync state_broadcast
     metrics grad_norm _window _low _figures _config _core _group
 """
-
-
-def _train(ddp: nn.Module) -> None:
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(4):
-        optimizer.zero_grad()
-        ddp(torch.randn(8, 16, generator=generator)).pow(2).mean().backward()
-        optimizer.step()
 
 
 @program()
@@ -39,7 +30,8 @@ def attributes_on_the_wrapper(DDP, record):
         ddp = DDP(net)
         try:
             setattr(ddp, name, {"hidden": 32})
-            _train(ddp)
+            for _ in steps(ddp, 4, 8, 16):
+                pass
             copy.deepcopy(ddp)
         except (AttributeError, TypeError, KeyError) as error:
             record(f"with ddp.{name} set", f"{type(error).__name__}: {error}")
@@ -91,13 +83,8 @@ def forwarding_subclass(DDP, record):
         is_its = getattr(ddp, name) is getattr(ddp.module, name)
         record(f"ddp.{name} is the module's", is_its)
     record("ddp.body", type(ddp.body).__name__)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(20):
-        optimizer.zero_grad()
-        ddp(torch.randn(8, 16, generator=generator)).pow(2).mean().backward()
+    for step in steps(ddp, 20, 8, 16):
         record.model(f"step {step}", ddp.module)
-        optimizer.step()
     record("hidden", ddp.config.hidden)
 
 
@@ -111,13 +98,8 @@ def scripted_module(DDP, record):
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     ddp = DDP(scripted)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(6):
-        optimizer.zero_grad()
-        ddp(torch.randn(4, 8, generator=generator)).pow(2).mean().backward()
+    for step in steps(ddp, 6, 4, 8):
         record.model(f"step {step}", ddp.module)
-        optimizer.step()
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -140,10 +122,5 @@ def scripted_parts(DDP, record):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.jit is deprecated
             ddp = DDP(convert(plain))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for step in range(22):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 64, generator=generator)).pow(2).mean().backward()
+        for step in steps(ddp, 22, 8, 64):
             record.model(f"{title}, step {step}", ddp.module)
-            optimizer.step()

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hostile.table import Expected, program
@@ -37,28 +37,34 @@ def ring_of_pairs(DDP, record):
         optimizer.step()
 
 
+def _steps_of_two(DDP, nets, count, width, loss_of, is_in_order):
+    """Steps of two nets with a group each; yields the number of each behind its backward."""
+    rank = dist.get_rank()
+    wrapped = [DDP(net, process_group=dist.new_group()) for net in nets]
+    params = [param for net in nets for param in net.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(count):
+        optimizer.zero_grad()
+        x = torch.randn(8, width, generator=generator)
+        order = [0, 1] if is_in_order(step) or (rank + step) % 2 else [1, 0]
+        outputs = {number: wrapped[number](x) for number in order}
+        loss_of(outputs[0] * outputs[1]).backward()
+        yield step
+        optimizer.step()
+
+
 @program()
 def two_groups(DDP, record):
     """Two encoders, each with a group of its own, one loss over both.
 
     Ranks take them in any order. Stock: works, since each group has its own collectives.
     """
-    rank = dist.get_rank()
     nets = [nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(2)]
-    wrapped = [DDP(net, process_group=dist.new_group()) for net in nets]
-    params = [param for net in nets for param in net.parameters()]
-    optimizer = torch.optim.SGD(params, lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(20):
-        optimizer.zero_grad()
-        x = torch.randn(8, 16, generator=generator)
-        # (In the second forward stock's wrappers agree on their buckets: there the order counts.)
-        order = [0, 1] if step == 1 or (rank + step) % 2 else [1, 0]
-        outputs = {number: wrapped[number](x) for number in order}
-        (outputs[0] * outputs[1]).sum().backward()
+    # (In the second forward stock's wrappers agree on their buckets: there the order counts.)
+    for step in _steps_of_two(DDP, nets, 20, 16, Tensor.sum, lambda step: step == 1):
         for number, net in enumerate(nets):
             record.model(f"step {step}, net {number}", net)
-        optimizer.step()
 
 
 @program(ranks=4)
@@ -67,22 +73,11 @@ def two_groups_of_four_ranks(DDP, record):
 
     Stock: works, since each group has its own collectives.
     """
-    rank = dist.get_rank()
     nets = [nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(2)]
-    wrapped = [DDP(net, process_group=dist.new_group()) for net in nets]
-    params = [param for net in nets for param in net.parameters()]
-    optimizer = torch.optim.SGD(params, lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(12):
-        optimizer.zero_grad()
-        x = torch.randn(8, 256, generator=generator)
-        order = [0, 1] if step < 4 or (rank + step) % 2 else [1, 0]
-        outputs = {number: wrapped[number](x) for number in order}
-        (outputs[0] * outputs[1]).mean().backward()
+    for step in _steps_of_two(DDP, nets, 12, 256, Tensor.mean, lambda step: step < 4):
         for number, net in enumerate(nets):
             for name, param in net.named_parameters():
                 record.near(f"step {step}, net {number}, norm of {name}", param.grad.norm())
-        optimizer.step()
 
 
 BEHIND_ITS_OWN = Expected(

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hostile.table import Expected, program
+from hostile.training import Head
 
 
 class Denoiser(nn.Module):
@@ -129,16 +130,6 @@ def separate_regulariser(DDP, record):
         (0.01 * penalty).backward()
         record.model(f"step {step}", net)
         optimizer.step()
-
-
-class Head(nn.Module):
-    def __init__(self, encoder: nn.Module, outputs: int) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(32, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.encoder(x)))
 
 
 @program()
