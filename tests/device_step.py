@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from launched import in_two_ranks
 from recording.device import recording
-from steady_step import WARM_UP
+from steady_step import WARM_UP, noting
 from torch import Tensor, nn
 
 import tritonddp
@@ -121,11 +121,8 @@ def step_calls(
         ddp.zero_grad()
         recorder.step_begins()
         found = Calls()
-        sys.setprofile(found.note)
-        try:
+        with noting(found.note):
             ddp(inputs).backward()
-        finally:
-            sys.setprofile(None)
     return found
 
 

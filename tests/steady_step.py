@@ -1,6 +1,7 @@
 """What one steady step of a wrapped model calls in the package: functions and files, counted."""
 
 import contextlib
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,6 +44,22 @@ def uncounted() -> Iterator[None]:
         sys.setprofile(note)
 
 
+@contextlib.contextmanager
+def noting(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Context: ``note`` is the profile function, and nobody frees what was left before.
+
+    Wrappers of earlier tests are freed by the garbage collector, and that calls the package.
+    """
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
 def calls(function: Callable[[], Any]) -> Counter[tuple[str, str]]:
     """Calls of functions of the package on this thread, by file and name."""
     found: Counter[tuple[str, str]] = Counter()
@@ -53,11 +70,8 @@ def calls(function: Callable[[], Any]) -> Counter[tuple[str, str]]:
             name = getattr(code, "co_qualname", code.co_name)  # of Python 3.11
             found[code.co_filename[len(LIBRARY) + 1 :], name] += 1
 
-    sys.setprofile(note)
-    try:
+    with noting(note):
         function()
-    finally:
-        sys.setprofile(None)
     return found
 
 
