@@ -48,10 +48,8 @@ def uncounted() -> Iterator[None]:
 def noting(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """Context: ``note`` is the profile function, and nobody frees what was left before.
 
-    Wrappers of earlier tests are freed by the garbage collector, and that calls the package. Their
-    groups, if they were frozen between two tests, live on: then each wait calls what they might do.
+    Wrappers of earlier tests are freed by the garbage collector, and that calls the package.
     """
-    gc.unfreeze()
     gc.collect()
     gc.disable()
     sys.setprofile(note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -80,8 +81,11 @@ HOOKS: dict[str, tuple[Callable[[Player, Tensor], None], slice]] = {
 
 def add_hook(player: Player, name: str) -> None:
     hook, which = HOOKS[name]
+    # (Autograd holds hooks where the garbage collector does not see them: a player in them would
+    # outlive its program, and so would its wrappers and their groups.)
+    known = weakref.proxy(player)
     for param in player.params[which]:
-        param.register_post_accumulate_grad_hook(partial(hook, player))
+        param.register_post_accumulate_grad_hook(partial(hook, known))
 
 
 # What is done with gradients after a backward.
