@@ -197,6 +197,8 @@ class DDPState:
             check_finite=config.check_finite is not None,
             peer_memory=self._peer_memory(),
             is_registered=config.transport == REGISTERED_MEMORY,
+            # Sums of squares are those of buffers; the planner compares buffers.
+            is_in_place=not config.grad_norm and config.wire.compression is None,
             reporters=list(self.reporters()),
         )
         core = self.core = Reducer(reductions, counts_dropped=not finds_unused)

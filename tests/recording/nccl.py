@@ -42,6 +42,8 @@ _METHODS = {
     "reduce": ((0,), (0,)),
 }
 
+_ALL_REDUCE = dist.ProcessGroup.allreduce
+
 
 class _Method:
     """A method that does not pass for one written in Python: torch's own works' are not."""
@@ -160,7 +162,10 @@ def patched(device: Device) -> Iterator[None]:
 
             def work() -> None:
                 with device.without_modes():
-                    original(group, *arguments, **options).wait()
+                    if name == "allreduce_coalesced":
+                        _all_reduce_coalesced(group, *arguments)
+                    else:
+                        original(group, *arguments, **options).wait()
 
             work()
             recorder.replayable(work)
@@ -193,6 +198,26 @@ def patched(device: Device) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, fake))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
         yield
+
+
+def _all_reduce_coalesced(
+    group: Any, tensors: list[Tensor], options: dist.AllreduceCoalescedOptions
+) -> None:
+    """NCCL multiplies by 1 / world_size before it adds, where it averages; gloo cannot average."""
+    size, dtype = group.size(), tensors[0].dtype
+    for tensor in tensors:
+        assert tensor.dtype == dtype, "tensors of one dtype"
+        assert tensor.is_contiguous() or _is_dense(tensor), "tensors without gaps"
+        line = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+        if options.reduceOp == dist.ReduceOp.AVG:
+            line.mul_(1 / size)  # rounded to the dtype
+        if line.numel():
+            _ALL_REDUCE(group, [line], dist.AllreduceOptions()).wait()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def _hold(tensors: list[Tensor], device: Device, timeline: Timeline) -> None:

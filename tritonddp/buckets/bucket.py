@@ -2,7 +2,8 @@
 
 A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is the only difference
 between the classes of buckets: :class:`Bucket` copies them in and out,
-:class:`~tritonddp.buckets.view_bucket.ViewBucket` leaves them in the buffer.
+:class:`~tritonddp.buckets.view_bucket.ViewBucket` leaves them in the buffer, and
+:class:`~tritonddp.buckets.in_place_bucket.InPlaceBucket` leaves large ones where autograd made them.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class Bucket:
         is_lazy: see above.
         is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
             sent in their own dtype and are no views: an exchange may sum them in their memory.
+        is_in_place: gradients are reduced where they lie, those of ``beside``.
+        beside: tensors that are reduced with the buffer, once the bucket is packed.
         has_to_prepare: :meth:`prepare` has to be called before each backward.
         squares: receives sums of squares from the kernels, see :meth:`sum_squares`; else ``None``.
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
@@ -117,6 +120,8 @@ class Bucket:
     _flags_on_host: Sequence[float] | None = None
     is_sparse = False
     has_views = False
+    is_in_place = False
+    beside: Sequence[Tensor] = ()
     squares: Squares | None = None
 
     def __init__(
@@ -344,10 +349,11 @@ class Bucket:
         if self._kernels.by_address:
             # Three C loops, 0.15 us a parameter: they find gradients in the memory order of slots.
             try:
+                layout = self._layout if segment.is_whole else flat.layout
                 strides = tuple(map(Tensor.stride, grads))
                 fits = (
-                    (strides == flat.layout.strides or strides == segment.strides)
-                    and tuple(map(Tensor.numel, grads)) == flat.layout.numels
+                    (strides == layout.strides or strides == segment.strides)
+                    and tuple(map(Tensor.numel, grads)) == layout.numels
                     and set(map(_dtype_of, grads)) == self._dtypes
                 )
             except (TypeError, AttributeError, RuntimeError):
@@ -359,6 +365,8 @@ class Bucket:
         sources = grads if scale else [None] * len(grads)
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
+        if self.is_in_place:
+            grads, sources, scale = self._set_beside(grads, sources, scale)
         # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
         # check below raises an error that names it.
         try:
@@ -376,6 +384,16 @@ class Bucket:
 
     def _become_views(self, segment: Segment, grads: Sequence[Any]) -> None:
         """Replace used gradients, which are packed, by views of the buffer; some are not used."""
+
+    def _set_beside(self, grads: list[Any], sources: list[Any], scale: float) -> tuple[Any, ...]:
+        """Set :attr:`beside`; returns what is flattened."""
+        raise NotImplementedError
+
+    def finish_beside(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
+        """The tensors of :attr:`beside` are reduced: see :meth:`unpack`."""
+
+    def copy_beside(self) -> None:
+        """Do not reduce the gradients that are packed next where they lie: others read them."""
 
     def let_go_of(self, segment: Segment) -> None:
         """Drop the references to the gradients of a packed segment, until :meth:`take_up`."""
@@ -493,7 +511,7 @@ class Bucket:
 
     def _empty_gradient(self, slot: int) -> Tensor:
         param = self.params[slot]
-        strides = self.flat.layout.strides[slot]
+        strides = self._layout.strides[slot]
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
     def _stash(self, slot: int, grad: Tensor) -> Tensor:
@@ -593,6 +611,8 @@ class JointUnpack:
                 buckets[0]._counters.unflattens += 1
                 unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
             for bucket, size in zip(buckets, sizes, strict=True):
+                if bucket.is_in_place:
+                    bucket.finish_beside(factor)
                 bucket._grads, bucket.before = [None] * size, {}
 
     def let_go(self) -> None:

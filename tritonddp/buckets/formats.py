@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from tritonddp._torch import MixedPrecision, backend_name, registered_memory
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import Transport
+from tritonddp.buckets.in_place_bucket import InPlaceBucket, may_be_in_place
 from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.buckets.view_bucket import ViewBucket
@@ -142,15 +143,15 @@ class BucketFactory:
     check_finite: bool = False  # buckets record which gradients are not finite, on which ranks
     header_nbytes: int = BYTES  # bytes of the header of a rank, in the first bucket
     is_registered: bool = False  # dense gradients: in memory that the backend has registered
+    is_in_place: bool = False  # large gradients are reduced where they lie, where that is possible
     # Residuals (quantisation errors) of buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
     def temporary(self, transport: Transport, views: bool = False) -> BucketFactory:
         """A factory of buckets for one reduction by ``transport``, without quantisation."""
         wire = replace(self.wire, compression=None)
-        return replace(
-            self, wire=wire, transport=transport, views=views, lazy=False, is_registered=False
-        )
+        factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
+        return replace(factory, is_registered=False, is_in_place=False)
 
     def use(self, transport: Transport) -> None:
         """Buckets that are made from now on go by ``transport``."""
@@ -186,7 +187,7 @@ class BucketFactory:
                 self.group.rank, self.group.size, *args, headers=headers, first=first
             )
         quantization = self._quantization(wire, params, names, headers)
-        kind: type[Bucket] = Bucket
+        kind: Callable[..., Bucket] = Bucket
         wire_dtype = None
         if quantization is not None:
             kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
@@ -194,6 +195,8 @@ class BucketFactory:
             wire_dtype = wire.reduce_dtype
         elif self.views:
             kind = ViewBucket
+        elif self._is_in_place(params):
+            kind = partial(InPlaceBucket, self.group.size)
         if self.is_registered:
             kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
         bucket = kind(
@@ -213,6 +216,17 @@ class BucketFactory:
                 if (left := self.kept.pop(param, None)) is not None:
                     add_to(bucket, param, left)
         return bucket
+
+    def _is_in_place(self, params: Sequence[Parameter]) -> bool:
+        """Whether large gradients of a bucket that sends these in their dtype are not copied."""
+        is_plain = not (self.lazy or self.check_finite or self.is_registered)
+        return (
+            self.is_in_place
+            and is_plain
+            and params[0].is_cuda
+            and self.transport.averages_in_place
+            and may_be_in_place(params, self.group.size)
+        )
 
     def _registered_buffer(
         self, make: Callable[..., FlatBuffer], layout: Layout, dtype: torch.dtype, device: Any

@@ -128,7 +128,10 @@ class BucketManager:
     def use(self, transport: Transport) -> None:
         """Reduce backwards by ``transport`` from now on, but no temporary buckets."""
         self.factory.use(transport)
-        self.current.use(transport)
+        if any(bucket.is_in_place for bucket in self.current.buckets):
+            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
+        else:
+            self.current.use(transport)
 
     def _build(
         self,
@@ -236,6 +239,10 @@ class BucketManager:
             is_rewired = self.planner.choose(planned, sparse)
         if not is_rewired and self.current.fits(named, self._caps, sparse):
             return False
+        self._rebuild(named)
+        return True
+
+    def _rebuild(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.former_counts = [(params, counts.clone()) for params, counts in self.rank_counts()]
         self.has_moved = True
         number_of = {param: number for number, param in enumerate(self.current.params)}
@@ -247,4 +254,3 @@ class BucketManager:
             self.factory.keep({})
         if self._listener is not None:
             self._listener([number_of.get(param) for param in self.current.params])
-        return True

@@ -26,6 +26,10 @@ class AllReduce:
     ``sum_r(w_r g_r) / sum_r(w_r)`` takes ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
     in the unflatten kernel: the weights are in the headers of the ranks. For a mean over the ranks
     that have inputs, the headers hold the number of those ranks too.
+
+    If large gradients are reduced where they lie, they go with the buffer in one grouped call, by
+    AVG: NCCL multiplies by ``1 / world_size`` before it adds, which is exact for a power of two.
+    With one rank there is nothing to multiply by, and SUM leaves out a pass.
     """
 
     before_pack: Callable[[], None] | None = None
@@ -36,6 +40,8 @@ class AllReduce:
         self._size = group.size
         self._counters = counters
         self._options = dist.AllreduceOptions()
+        self._grouped = dist.AllreduceCoalescedOptions()
+        self._grouped.reduceOp = dist.ReduceOp.AVG if group.size > 1 else dist.ReduceOp.SUM
         # A plain process group is called without Python code, and its work objects need no wrapper.
         self._is_plain = type(self._group) is dist.ProcessGroup
 
@@ -46,7 +52,10 @@ class AllReduce:
         counters.wire_bytes += nbytes
         counters.sent_bytes -= -2 * (size - 1) * nbytes // size
         data, group = bucket.flat.data, self._group
-        if self._is_plain:
+        if bucket.is_in_place:
+            tensors = [data, *bucket.beside]
+            works.extend(map(group.allreduce_coalesced, (tensors,), (self._grouped,)))
+        elif self._is_plain:
             # Python handles signals between two instructions. So one instruction both launches the
             # collective and appends its work.
             works.extend(map(group.allreduce, ([data],), (self._options,)))

@@ -76,7 +76,7 @@ class CommHook:
     """
 
     averages = False
-    ends_in_order = False
+    ends_in_order = averages_in_place = False
     before_pack: Callable[[], None] | None = None
     after_unpack: Callable[[], None] | None = None
 

@@ -50,12 +50,22 @@ class ProcessGroupTransport:
 
         If the host waits for each of them, an error names the bucket.
         """
-        group = self._group.process_group
         return (
-            type(group) is dist.ProcessGroup
-            and backend_name(group, torch.device("cuda")) == "nccl"
+            self._goes_by_nccl
             and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
         )
+
+    @property
+    def averages_in_place(self) -> bool:
+        """See :class:`Transport`. NCCL divides by a power of two without rounding."""
+        size = self._group.size
+        return size & (size - 1) == 0 and self._goes_by_nccl
+
+    @property
+    def _goes_by_nccl(self) -> bool:
+        group = self._group.process_group
+        is_torchs = type(group) is dist.ProcessGroup
+        return is_torchs and backend_name(group, torch.device("cuda")) == "nccl"
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """See :meth:`Transport.exchanges`."""

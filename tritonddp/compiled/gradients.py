@@ -173,6 +173,7 @@ class GraphGradients(Extension):
             return
         for param, grad in zip(segment.params, grads, strict=True):
             param.grad = grad
+        bucket.copy_beside()  # the graph may still read them
         try:
             core.on_segment_ready(number)
         finally:

@@ -14,7 +14,7 @@ for 256.)
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from operator import attrgetter, or_
 from struct import pack, unpack
@@ -68,7 +68,7 @@ class DeviceTables:
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
+            (0 or 1) and m headers, both times ``Layout.trailer_unit``, the bits of the scale as fp64. One copy uploads everything, and no
             launch depends on the scale's value.
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten without a factor.
         num_chunks: number of rows of ``chunks``.
@@ -240,7 +240,10 @@ class DeviceTables:
         if is_uploaded or has_moved:
             self._is_known, self.addresses = False, []  # until the device has been given all of it
         if is_uploaded:
-            words = [*addresses, *map(int, map(bool, used)), *headers, *unpack("<q", bits)]
+            trailer: Iterable[int] = (*map(int, map(bool, used)), *headers)
+            if (unit := self._layout.trailer_unit) != 1:
+                trailer = (unit * word for word in trailer)
+            words = [*addresses, *trailer, *unpack("<q", bits)]
             pinned = upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
             self.uploads += 1
             if self.is_captured and is_capturing():

@@ -100,6 +100,7 @@ class Layout:
     marks_offset: int  # first element after the headers, which is the first mark
     numel: int  # length of the whole buffer, trailer included
     marks: Marks | None = None  # None if gradients are not checked for being finite
+    trailer_unit: int = 1  # flags and headers are written so many times as large
 
     @classmethod
     def of(
@@ -309,6 +310,8 @@ class FlatBuffer:
         encoded = torch.empty_like(self.trailer)
         if content:
             encoded.copy_(torch.frombuffer(content, dtype=torch.uint8))
+        if self.layout.trailer_unit != 1:
+            encoded.mul_(self.layout.trailer_unit)
         self.encoded = None  # not valid if an interrupt comes before the end
         # A copy, since callers change their list in place.
         self.encoded_flags, self.encoded_headers = list(used), own_headers

@@ -63,6 +63,7 @@ class Reductions:
         peer_memory: makes what moves buckets to memory of one host, from the group, the transport
             and the counters; ``None`` if they shall not move.
         is_registered: buckets lie in memory that the backend has registered.
+        is_in_place: large gradients are reduced where they lie, where that is possible.
         reporters: extensions that send reports to the other ranks, the same on every rank.
 
     Attributes:
@@ -93,6 +94,7 @@ class Reductions:
         check_finite: bool = False,
         peer_memory: Callable[..., PeerMemory] | None = None,
         is_registered: bool = False,
+        is_in_place: bool = False,
         reporters: Sequence[Extension] = (),
     ) -> None:
         self.counters = counters = counters or Counters()
@@ -114,6 +116,7 @@ class Reductions:
             check_finite,
             self.agreement.nbytes,
             is_registered,
+            is_in_place,
         )
         self.manager = BucketManager(parameters, group, caps, factory, counters)
         self.memory: PeerMemory | None = None

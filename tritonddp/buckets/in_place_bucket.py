@@ -1,0 +1,184 @@
+"""A bucket whose large gradients are reduced where autograd made them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp._device import let_go
+from tritonddp._torch import foreach_mul_, is_shared
+from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.kernels.dispatch import Kernels
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
+
+# Gradients of so many bytes are worth a part of their own in the grouped collective.
+LARGE = 2**20
+
+
+def may_be_in_place(params: Sequence[Parameter], world_size: int) -> bool:
+    """Whether an :class:`InPlaceBucket` can hold these, and some are large."""
+    dtype = params[0].dtype
+    # A header is at most 255, and written ``world_size`` times as large.
+    fits = not dtype.is_complex and 255 * world_size <= torch.finfo(dtype).max
+    return fits and any(param.nbytes >= LARGE for param in params)
+
+
+class InPlaceBucket(Bucket):
+    """Large gradients are not copied: an average over the ranks is written over them.
+
+    In the buffer they have their flags and no elements. The collective divides by the number of
+    ranks, so nothing is divided before it. A large gradient is copied all the same where writing
+    over it would be seen: if another tensor lies in its memory, or no backward of this rank has
+    made it. Then its mean is copied back. One that is missing is sent as zeros.
+
+    Args:
+        world_size: a power of two, by which division is exact.
+        index, params, names, kernels: see :class:`Bucket`, also for the others.
+    """
+
+    is_in_place = True
+
+    def __init__(
+        self,
+        world_size: int,
+        index: int,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        kernels: Kernels,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._size = world_size
+        self._large = [slot for slot, param in enumerate(params) if param.nbytes >= LARGE]
+        make = partial(_without, set(self._large), kernels, world_size)
+        super().__init__(index, params, names, replace(kernels, buffer=make), *args, **kwargs)
+        self.nbytes += sum(params[slot].nbytes for slot in self._large)
+        self._nothing = torch.empty(0, dtype=params[0].dtype, device=params[0].device)
+        # By slot: copies that are sent, and the gradients that get their means, if there are any.
+        self._copies: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._copies_next = False
+
+    def _set_beside(self, grads: list[Any], sources: list[Any], scale: float) -> tuple[Any, ...]:
+        """See :meth:`Bucket._set_beside`."""
+        grads, sources, beside, self._copies = list(grads), list(sources), [], {}
+        seen: set[int] = set()
+        for slot in self._large:
+            grad, source = grads[slot], sources[slot]
+            sent = source
+            if source is None:
+                sent = self._empty_gradient(slot).zero_()
+            elif (
+                self._copies_next
+                or not self.used[slot]
+                or source.requires_grad  # a graph of its own may hold it
+                or id(source) in seen
+                or is_shared(source)
+            ):
+                sent = source.detach().clone()
+            if sent is not grad:
+                self._copies[slot] = sent, None if grad is None else grad.detach()
+            seen.add(id(sent))
+            beside.append(sent)
+            grads[slot] = sources[slot] = self._nothing
+        self._copies_next = False
+        scale *= self._size
+        if scale not in (0, 1):
+            foreach_mul_(beside, scale)
+        self.beside = beside
+        return grads, sources, scale
+
+    def copy_beside(self) -> None:
+        """See :meth:`Bucket.copy_beside`."""
+        self._copies_next = True
+
+    def let_go_of(self, segment: Segment) -> None:
+        """See :meth:`Bucket.let_go_of`."""
+        super().let_go_of(segment)
+        self._copies = {slot: (copy, None) for slot, (copy, _) in self._copies.items()}
+
+    def take_up(self, segment: Segment) -> None:
+        """See :meth:`Bucket.take_up`."""
+        super().take_up(segment)
+        for slot in self._large:
+            self._copies[slot] = self._copies[slot][0], self._grads[slot]
+            self._grads[slot] = self._nothing
+
+    def fill_nan(self, header: bytes = b"") -> None:
+        """See :meth:`Bucket.fill_nan`."""
+        super().fill_nan(header)
+        self._copies = {slot: (self._nan(slot), None) for slot in self._large}
+        self.beside = [copy for copy, _ in self._copies.values()]
+
+    def overwrite_nan(self) -> None:
+        """See :meth:`Bucket.overwrite_nan`."""
+        super().overwrite_nan()
+        for slot, sent in zip(self._large, self.beside, strict=True):
+            target = self._copies[slot][1] if slot in self._copies else sent
+            self._copies[slot] = self._nan(slot), target
+        self.beside = [self._copies[slot][0] for slot in self._large]
+
+    def _nan(self, slot: int) -> Tensor:
+        return self._empty_gradient(slot).fill_(torch.nan)
+
+    def unpack(self, factor: Tensor | None = None) -> None:
+        """See :meth:`Bucket.unpack`."""
+        flags: Sequence[float] = ()
+        if self.wants_flags:
+            flags = self._take_flags()
+            self.set_flags(flags)
+        self.finish_beside(factor, flags)
+        super().unpack(factor)
+
+    def finish_beside(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
+        """See :meth:`Bucket.finish_beside`. ``flags`` are needed where a gradient is missing."""
+        beside, copies = self.beside, self._copies
+        if factor is not None or copies:
+            with Uninterrupted():  # what was multiplied once must not be again
+                if factor is not None:
+                    # With a dimension: else torch rounds it to the dtype of the gradients first.
+                    wide = torch.promote_types(self.params[0].dtype, torch.float32)
+                    factor = factor.to(wide)
+                    for each in beside:
+                        each.mul_(factor)
+                for slot, (copy, grad) in copies.items():
+                    if grad is not None:
+                        kept = copy
+                        if not self.used[slot]:  # another rank may have
+                            kept = torch.where(self.flat.flags[slot] != 0, copy, grad)
+                        grad.copy_(kept)
+                    elif flags and flags[slot]:
+                        self.params[slot].grad = copy
+                self._drop()
+        self.beside = ()
+
+    def _drop(self) -> None:
+        let_go(*(copy for copy, _ in self._copies.values()))  # of the streams of gradients
+        self.beside, self._copies = (), {}
+
+    def discard(self) -> None:
+        """See :meth:`Bucket.discard`. Gradients that are on their way become the mean."""
+        super().discard()
+        self._drop()
+
+
+def _without(
+    large: Collection[int],
+    kernels: Kernels,
+    trailer_unit: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: Tensor | None = None,
+) -> FlatBuffer:
+    """A buffer of ``kernels`` in which the ``large`` slots of ``layout`` have no elements."""
+    shapes = [(0,) if slot in large else each for slot, each in enumerate(layout.shapes)]
+    strides = [(1,) if slot in large else each for slot, each in enumerate(layout.strides)]
+    small = Layout.of(shapes, strides, kernels.alignment, layout.headers, layout.marks)
+    return kernels.buffer(replace(small, trailer_unit=trailer_unit), dtype, device, memory)
