@@ -135,9 +135,23 @@ def registered_memory(
     return partial(backend.allocate_tensor, dtype=torch.uint8, device=device)
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor lies in the memory of ``tensor``: a view of it, for example."""
-    return _holders_of(tensor) > _HOLDERS
+def is_shared(gradient: Tensor, incoming: Sequence[Tensor | None] = ()) -> bool:
+    """Whether another tensor lies in the memory of ``gradient``, which is a ``.grad``.
+
+    Args:
+        gradient: the gradient.
+        incoming: those that the engine hands on now. ``.grad`` may be made of one, in its memory.
+            The engine drops it then, and what it is a view of if nobody else holds that.
+    """
+    count = _holders_of(gradient)
+    if count > _HOLDERS and incoming:
+        place = gradient.untyped_storage().data_ptr()
+        for each in incoming:
+            if each is not None and each.untyped_storage().data_ptr() == place:
+                count -= 1
+                if each._is_view() and _holders_of_base(each) <= _HOLDERS_OF_BASE:
+                    count -= 1
+    return count > _HOLDERS
 
 
 def _holders_of(tensor: Tensor) -> int:
@@ -145,8 +159,17 @@ def _holders_of(tensor: Tensor) -> int:
     return count
 
 
-# The tensor, and the object that is asked: measured, since nothing promises it. (2 in torch 2.13.)
-_HOLDERS = _holders_of(torch.empty(0, device="cpu"))
+def _holders_of_base(view: Tensor) -> int:
+    """In C++ and in Python."""
+    base: Any = view._base
+    count: int = base._use_count() + sys.getrefcount(base)
+    return count
+
+
+# Of a tensor that shares its memory with nobody, and of one that a view alone holds: measured,
+# since nothing promises it, and releases count in other ways.
+_HOLDERS = _holders_of(torch.empty(1, device="cpu"))
+_HOLDERS_OF_BASE = _holders_of_base(torch.empty(1, 1, device="cpu").t())
 
 
 def group_backend(group: dist.ProcessGroup) -> str:

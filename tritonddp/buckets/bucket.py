@@ -392,6 +392,9 @@ class Bucket:
     def finish_beside(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
         """The tensors of :attr:`beside` are reduced: see :meth:`unpack`."""
 
+    def note_incoming(self, incoming: Sequence[Tensor | None]) -> None:
+        """Gradients that the engine hands to ``.grad`` of a packed parameter now, and drops then."""
+
     def copy_beside(self) -> None:
         """Do not reduce the gradients that are packed next where they lie: others read them."""
 

@@ -64,6 +64,7 @@ class InPlaceBucket(Bucket):
         # By slot: copies that are sent, and the gradients that get their means, if there are any.
         self._copies: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._copies_next = False
+        self._incoming: Sequence[Tensor | None] = ()
 
     def _set_beside(self, grads: list[Any], sources: list[Any], scale: float) -> tuple[Any, ...]:
         """See :meth:`Bucket._set_beside`."""
@@ -79,7 +80,7 @@ class InPlaceBucket(Bucket):
                 or not self.used[slot]
                 or source.requires_grad  # a graph of its own may hold it
                 or id(source) in seen
-                or is_shared(source)
+                or is_shared(source, self._incoming)
             ):
                 sent = source.detach().clone()
             if sent is not grad:
@@ -87,12 +88,16 @@ class InPlaceBucket(Bucket):
             seen.add(id(sent))
             beside.append(sent)
             grads[slot] = sources[slot] = self._nothing
-        self._copies_next = False
+        self._copies_next, self._incoming = False, ()
         scale *= self._size
         if scale not in (0, 1):
             foreach_mul_(beside, scale)
         self.beside = beside
         return grads, sources, scale
+
+    def note_incoming(self, incoming: Sequence[Tensor | None]) -> None:
+        """See :meth:`Bucket.note_incoming`."""
+        self._incoming = incoming
 
     def copy_beside(self) -> None:
         """See :meth:`Bucket.copy_beside`."""

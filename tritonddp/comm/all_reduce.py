@@ -41,7 +41,8 @@ class AllReduce:
         self._counters = counters
         self._options = dist.AllreduceOptions()
         self._grouped = dist.AllreduceCoalescedOptions()
-        self._grouped.reduceOp = dist.ReduceOp.AVG if group.size > 1 else dist.ReduceOp.SUM
+        op = dist.ReduceOp.AVG if group.size > 1 else dist.ReduceOp.SUM
+        self._grouped.reduceOp = dist.ReduceOp(op)
         # A plain process group is called without Python code, and its work objects need no wrapper.
         self._is_plain = type(self._group) is dist.ProcessGroup
 

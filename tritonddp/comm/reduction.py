@@ -210,12 +210,15 @@ class Reduction:
 
     # Into the buckets
 
-    def pack(self, number: int, launches: bool = False) -> None:
+    def pack(
+        self, number: int, launches: bool = False, incoming: Sequence[Tensor | None] = ()
+    ) -> None:
         """The gradients of a segment are final: flatten them into its bucket.
 
         Args:
             number: of the segment.
             launches: launch the bucket too, and those behind it, as far as they are full.
+            incoming: see :meth:`Bucket.note_incoming`.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -229,6 +232,8 @@ class Reduction:
         if bucket.before:
             for slot in bucket.unchanged_slots(segment):
                 self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
+        if bucket.is_in_place:
+            bucket.note_incoming(incoming)
         if bucket.quantization is not None:
             bucket.quantization.rescale(self.agreement.unit)
         for call in self.events.on_pack:

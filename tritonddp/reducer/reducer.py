@@ -435,8 +435,8 @@ class Reducer:
             bucket.note_early(number - bucket.first)
         self.tracker.log.append(param)
 
-    def on_segment_ready(self, number: int) -> None:
-        """All gradients of a segment are ready."""
+    def on_segment_ready(self, number: int, incoming: Sequence[Tensor | None] = ()) -> None:
+        """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
         backward = self.backward
         reduction = None if backward is None else backward.reduction
         if backward is None or reduction is None or reduction.filled[number]:
@@ -449,7 +449,7 @@ class Reducer:
         with self.launching:
             if self.tracker.streams_beside:
                 self.tracker.join_streams(number)
-            reduction.pack(number, launches=True)
+            reduction.pack(number, launches=True, incoming=incoming)
 
     def on_unusual_order(self, number: int) -> None:
         """Gradients came in another order than last time: launch the segment if it is full."""
