@@ -28,6 +28,7 @@ from differential.player import Player
 from differential.scenario import Forward, Options, Replace, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
+from tritonddp.buckets import in_place_bucket
 from tritonddp.comm import process_group
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import drift
@@ -72,10 +73,12 @@ def play_all(
 
 
 def play_recorded(seeds: Sequence[int]) -> list[Played]:
-    """Likewise on the recorded device alone, see :mod:`recording`.
+    """Likewise on the recorded device alone, see :mod:`recording`, and with large gradients.
+
+    (Which are reduced where they lie, to the same bits.)
 
     Raises:
-        RuntimeError: also where a GPU might do something else.
+        RuntimeError: also where a GPU might do something else, or where large gradients do.
     """
     from recording.device import recording  # and Triton, which no other scenario needs
 
@@ -84,13 +87,23 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     found = []
     for seed in seeds:
         scenario = scenario_of(seed, dist.get_world_size())
-        drift._keys.cache_clear()  # another recording is another device
-        with warnings.catch_warnings(), recording(everywhere=True) as recorder:
-            warnings.simplefilter("ignore")
-            trace = play(scenario, RECORDED, DistributedDataParallel, scenario.options)
-            torch.cuda.synchronize()
-        if recorder.races:
-            raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
+        traces = []
+        for large in (in_place_bucket.LARGE, 100):
+            drift._keys.cache_clear()  # another recording is another device
+            with (
+                warnings.catch_warnings(),
+                patch.object(in_place_bucket, "LARGE", large),
+                recording(everywhere=True) as recorder,
+            ):
+                warnings.simplefilter("ignore")
+                traces.append(play(scenario, RECORDED, DistributedDataParallel, scenario.options))
+                torch.cuda.synchronize()
+            if recorder.races:
+                raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
+        trace, with_large = traces
+        for one, other in zip(trace, with_large, strict=True):
+            if one != other:
+                raise RuntimeError(f"seed {seed}, {one.place}: {other.seen}, and not {one.seen}")
         found.append({RECORDED: trace})
     return found
 
