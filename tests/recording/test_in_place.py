@@ -1,6 +1,8 @@
 """Large gradients are reduced where they lie: on the recorded device, beside ordinary buckets."""
 
 import contextlib
+import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,11 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import ranks
+import torch.distributed as dist
+from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from training import breaking_off, drawn, gradients
 
+from benchmarks.models.architectures import ARCHITECTURES, Llama3Layer
+from recording import kernels
 from recording.device import recording
-from recording.programs import PROGRAMS, play
+from recording.programs import PROGRAMS, Program, Run, play
+from recording.recorder import Recorder
+from recording.test_captured import capture_a_step, running
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets import in_place_bucket
 
@@ -20,13 +29,29 @@ LARGE = 128  # bytes: weights of the programs, and no biases
 
 
 @contextlib.contextmanager
-def limit(nbytes: int) -> Iterator[None]:
+def limit(nbytes: int = LARGE) -> Iterator[None]:
     with mock.patch.object(in_place_bucket, "LARGE", nbytes):
         yield
 
 
-def in_place_of(net: DistributedDataParallel) -> list[bool]:
-    return [bucket.is_in_place for bucket in net.reducer.buckets]
+@contextlib.contextmanager
+def in_place(nbytes: int = LARGE) -> Iterator[Recorder]:
+    """Context: the recorded device; there is no race on it."""
+    with limit(nbytes), recording() as recorder:
+        yield recorder
+        torch.cuda.synchronize()
+        assert not recorder.races, recorder.report()
+        assert not recorder.rounded, recorder.rounded
+
+
+def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """One bucket."""
+    net = DistributedDataParallel(module.to("cuda"), **options)
+    assert [bucket.is_in_place for bucket in net.reducer.buckets] == [True]
+    return net
+
+
+# Bits
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["", "elsewhere"])
@@ -34,10 +59,376 @@ def in_place_of(net: DistributedDataParallel) -> list[bool]:
 @ranks(2, interprets=True)
 def test_gradients_have_the_bits_of_ordinary_buckets(name: str, elsewhere: bool) -> None:
     ordinary = play(PROGRAMS[name], elsewhere=elsewhere)
-    with limit(LARGE):
+    with limit():
         played = play(PROGRAMS[name], elsewhere=elsewhere)
     assert not played.recorder.races, played.recorder.report()
     assert not played.recorder.rounded, played.recorder.rounded
-    assert len(played.gradients) == len(ordinary.gradients)
-    for one, other in zip(played.gradients, ordinary.gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert_same_bits(played.gradients, ordinary.gradients)
+
+
+class Vectors(nn.Module):
+    """Gradients are the inputs times 1, 2, 4; the last one is small."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, count: int = 3) -> None:
+        super().__init__()
+        sizes = [64] * count + [4]
+        self.vectors = nn.ParameterList(torch.ones(size, dtype=dtype) for size in sizes)
+
+    def forward(self, x: Tensor, without: tuple[int, ...] = ()) -> Tensor:
+        used = [(2**n, each) for n, each in enumerate(self.vectors) if n not in without]
+        return torch.stack([(each * x[: len(each)] * n).sum() for n, each in used]).sum()
+
+
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@ranks(2, 4, interprets=True)
+def test_gradients_of_each_dtype_have_the_bits_of_a_sum(
+    dtype: torch.dtype, is_weighted: bool
+) -> None:
+    """Of integers where there are more than two: no order of the ring rounds them."""
+    ranks = dist.get_world_size()
+    x = drawn(64).mul(8).round() if ranks > 2 and not is_weighted else drawn(64)
+    found = []
+    for nbytes in (2**20, 64):
+        with in_place(nbytes):
+            net = DistributedDataParallel(Vectors(dtype).to("cuda"))
+            rank = dist.get_rank()
+            for number in range(3):
+                weight = net.weighted(rank + 3 * number) if is_weighted else None
+                net.zero_grad()
+                with weight or contextlib.nullcontext():
+                    net(x.to("cuda", dtype)).backward()
+            assert net.reducer.buckets[0].is_in_place == (nbytes == 64)
+            found.append([grad.cpu() for grad in gradients(net)])
+    if ranks == 2 or not is_weighted:
+        assert_same_bits(*found)
+    else:
+        rtol = 10 * torch.finfo(dtype).eps
+        torch.testing.assert_close(*found, rtol=rtol, atol=rtol)
+
+
+# What moves, and what does not
+
+
+class Small(Llama3Layer):
+    """The shapes of a layer of Llama 3 8B, each dimension divided by 64."""
+
+    width, hidden, head_size, query_heads, key_heads = 64, 224, 16, 4, 1
+
+
+@ranks(2, interprets=True)
+def test_of_a_layer_of_llama_a_twentieth_is_moved_at_most() -> None:
+    moved, memory = [], []
+    at_address = kernels.Kernels.at_address
+
+    def counting(self: Any, address: int, nbytes: int, writes: bool, what: str) -> bool:
+        counted[what] += nbytes
+        return at_address(self, address, nbytes, writes, what)
+
+    for nbytes in (2**20, 2**20 // 64**2):
+        with (
+            in_place(nbytes) as recorder,
+            mock.patch.object(kernels.Kernels, "at_address", counting),
+        ):
+            net = DistributedDataParallel(Small().to("cuda"), bucket_cap_mb=0.06)
+            for number in range(3):
+                net.zero_grad()
+                recorder.step_begins()
+                counted = Counter[str]()
+                net(drawn(1, 4, 64, step=number).to("cuda")).square().sum().backward()
+            moved.append(counted["flatten"] + counted["unflatten"])
+            memory.append(sum(bucket.flat.data.nbytes for bucket in net.reducer.buckets))
+            buckets = len(net.reducer.buckets)
+            assert buckets >= 3
+            sent = net.reducer.buckets[-1].nbytes
+            assert sent > 10_000
+    assert recorder.collectives == {"allreduce_coalesced": buckets}
+    assert not [each for each in recorder.launches if each.startswith("aten::")]
+    assert moved[1] <= 0.05 * moved[0], moved
+    assert memory[1] <= 0.05 * memory[0], memory
+
+
+@pytest.mark.parametrize(("name", "most"), [("llama3_8b_layer", 0.001), ("gpt2_small", 0.01)])
+def test_of_a_model_hardly_anything_is_small(name: str, most: float) -> None:
+    with torch.device("meta"):
+        sizes = [param.nbytes for param in ARCHITECTURES[name]().parameters()]
+    small = sum(size for size in sizes if size < in_place_bucket.LARGE)
+    assert small <= most * sum(sizes), (small, sum(sizes))
+
+
+@ranks(2, interprets=True)
+def test_a_steady_step_copies_no_large_gradient() -> None:
+    """Also not the one that fills the bucket: the engine holds it until its node is through."""
+    with limit():
+        for name in ("copies", "copies, zeroed in place", "no_sync", "buffers"):
+            recorder = play(PROGRAMS[name]).recorder
+            launches = recorder.launches
+            assert recorder.collectives["allreduce_coalesced"] == 2
+            assert launches["flatten"] == 2
+            assert launches["unflatten"] == 1
+            assert not {"aten::clone", "aten::copy_", "aten::zero_"} & set(launches), launches
+
+
+# Who else has the memory
+
+
+class Shared(nn.Module):
+    """The gradient of ``p`` lies in the memory of one that goes on to ``first``."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 8))
+        self.p = nn.Parameter(torch.randn(64))
+        self.after = nn.Parameter(torch.randn(64))
+        self.is_last = is_last  # its gradient comes last in its bucket
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first * x * 2  # whose backward comes last, since it was made first
+        if self.is_last:
+            p, after = self.p.view(8, 8), self.after.view(8, 8)
+        else:
+            after, p = self.after.view(8, 8), self.p.view(8, 8)
+        return (y + p) * after
+
+
+def means(module: nn.Module, step: Callable[[nn.Module, int], None]) -> list[Tensor]:
+    """Of the gradients that each rank would have."""
+    found = []
+    for rank in range(dist.get_world_size()):
+        alone = copy.deepcopy(module).cpu()
+        step(alone, rank)
+        found.append([param.grad for param in alone.parameters()])
+    return [torch.stack(each).mean(0) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("checks", [True, False], ids=["", "unchecked"])
+@pytest.mark.parametrize("is_last", [True, False], ids=["last", "among others"])
+@ranks(2, interprets=True)
+def test_a_gradient_in_whose_memory_the_backward_goes_on_is_not_written_to(
+    is_last: bool, checks: bool
+) -> None:
+    """Without the check the gradients behind it are wrong."""
+    module = Shared(is_last)
+
+    def step(net: nn.Module, rank: int) -> None:
+        x = drawn(8, 8, rank=rank).to(next(net.parameters()).device)
+        net(x).square().sum().backward()
+
+    expected = means(module, step)
+    unchecked = mock.patch.object(in_place_bucket, "is_shared", return_value=False)
+    with (
+        limit(),
+        recording() as recorder,
+        contextlib.nullcontext() if checks else unchecked,
+    ):
+        # A bucket for ``first``, which comes last, and one for the others.
+        net = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=500 / 2**20)
+        for _ in range(3):
+            net.zero_grad()
+            step(net, dist.get_rank())
+        found = [grad.cpu() for grad in gradients(net)]
+        assert [bucket.is_in_place for bucket in net.reducer.buckets] == [True, True]
+        torch.cuda.synchronize()
+    assert all(map(torch.allclose, found, expected)) == checks
+    assert (not recorder.races) == checks, recorder.report()
+
+
+@ranks(2, interprets=True)
+def test_gradients_in_one_memory_become_the_mean_once() -> None:
+    with in_place():
+        net = wrap(Vectors(count=3))
+        x = drawn(64).to("cuda")
+        shared = torch.zeros(2, 64, device="cuda")
+        first, second, third, _ = net.module.vectors
+        for number in range(3):
+            net.zero_grad()
+            if number == 1:  # views of one tensor
+                first.grad, second.grad = shared[0], shared[1]
+            elif number == 2:  # one tensor
+                first.grad = second.grad = torch.zeros(64, device="cuda")
+            with net.weighted(1):
+                net(x).backward()
+        expected = torch.stack([drawn(64, rank=rank) for rank in range(2)]).mean(0)
+        assert_same_bits(third.grad.cpu(), 4 * expected)
+        assert first.grad is second.grad
+        torch.testing.assert_close(first.grad.cpu(), 3 * expected)
+
+
+@ranks(2, interprets=True)
+def test_a_gradient_of_another_memory_order_is_copied() -> None:
+    with in_place():
+        net = wrap(nn.Linear(8, 6))
+        weight = net.module.weight
+
+        def turn(param: Tensor) -> None:
+            param.grad = param.grad.t().contiguous().t()  # type: ignore[union-attr]
+
+        weight.register_post_accumulate_grad_hook(turn)
+        for _ in range(3):
+            net.zero_grad()
+            net(drawn(4, 8).to("cuda")).sum().backward()
+        expected = torch.stack([drawn(4, 8, rank=rank).sum(0) for rank in range(2)]).mean(0)
+        torch.testing.assert_close(weight.grad.cpu(), expected.expand(6, 8))  # type: ignore[union-attr]
+        assert weight.grad.stride() == weight.stride()  # type: ignore[union-attr]
+
+
+@ranks(2, interprets=True)
+def test_gradients_may_be_dropped_while_they_are_on_their_way() -> None:
+    """What holds them until the sum is there is the bucket."""
+    with in_place(64):
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        net = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=0.0003)
+
+        def drop(_: Any) -> None:
+            for layer in module[2:]:
+                layer.weight.grad = None  # type: ignore[assignment]
+            torch.empty(8, 8, device="cuda").fill_(1)
+
+        for _ in range(3):
+            net.zero_grad()
+            y = module[0](drawn(4, 8).to("cuda"))
+            y.register_hook(drop)
+            module_out = net(drawn(4, 8).to("cuda")) + module[1](y)
+            module_out.sum().backward()
+        assert len(net.reducer.buckets) > 2
+
+
+# Gradients that are missing
+
+
+@ranks(2, interprets=True)
+def test_missing_gradients_count_as_zero_and_stay_missing_where_nobody_has_them() -> None:
+    with in_place():
+        net = wrap(Vectors(count=3), find_unused_parameters=True)
+        x, rank = drawn(64).to("cuda"), dist.get_rank()
+        for _ in range(3):
+            net.zero_grad()
+            net(x, without=(0, 1) if rank else (1,)).backward()
+        first, second, third, _ = net.module.vectors
+        assert second.grad is None
+        of_rank = [drawn(64, rank=each) for each in range(2)]
+        assert_same_bits(first.grad.cpu(), of_rank[0] / 2)
+        assert_same_bits(third.grad.cpu(), 4 * (of_rank[0] / 2 + of_rank[1] / 2))
+
+
+@ranks(2, interprets=True)
+def test_an_older_gradient_counts_and_stays_where_nobody_has_a_new_one() -> None:
+    with in_place():
+        net = wrap(Vectors(count=3), find_unused_parameters=True)
+        x, rank = drawn(64).to("cuda"), dist.get_rank()
+        net(x).backward()
+        first, second, third, _ = net.module.vectors
+        third.grad = None
+        kept = [torch.full((64,), float(number + rank), device="cuda") for number in range(2)]
+        first.grad, second.grad = kept
+        net(x, without=(0, 1, 2) if rank else (1, 2)).backward()
+        assert first.grad is kept[0]
+        assert second.grad is kept[1]
+        assert third.grad is None
+        assert_same_bits(first.grad.cpu(), (drawn(64, rank=0) + 0.0) / 2 + 0.5)
+        assert_same_bits(second.grad.cpu(), torch.full((64,), 1.0 + rank))
+
+
+# Backwards that fail, accumulate, are captured
+
+
+@ranks(2, interprets=True)
+def test_a_rank_whose_backward_fails_sends_nan_and_keeps_its_gradients(rank: int) -> None:
+    with in_place():
+        net = wrap(Vectors(count=3))
+        x = drawn(64).to("cuda")
+        net(x).backward()
+        first, _, third, _ = net.module.vectors
+        first.grad = third.grad = None
+        with breaking_off(first, rank == 0):
+            net(x).backward()
+        if rank:
+            assert first.grad.isnan().all()
+            assert third.grad.isnan().all()
+        else:
+            assert first.grad is None
+            assert third.grad is None or not third.grad.isnan().any()
+        net.zero_grad()
+        net(x).backward()
+        expected = torch.stack([drawn(64, rank=each) for each in range(2)]).mean(0)
+        assert_same_bits(first.grad.cpu(), expected)
+
+
+@ranks(2, interprets=True)
+def test_backwards_accumulate_in_the_memory_that_was_reduced() -> None:
+    with in_place():
+        net = wrap(Vectors(count=2))
+        x = drawn(64).to("cuda")
+        loss = net(x)
+        loss.backward(retain_graph=True)
+        grad = net.module.vectors[0].grad
+        with net.no_sync():
+            loss.backward(retain_graph=True)
+        net(x).backward()
+        loss = net(x)
+        loss.backward()
+        of_rank = [drawn(64, rank=each) for each in range(2)]
+        mean = torch.stack(of_rank).mean(0)
+        assert net.module.vectors[0].grad is grad
+        torch.testing.assert_close(grad.cpu(), 4 * mean)
+
+
+@pytest.mark.parametrize("name", ["copies", "copies, zeroed in place", "buffers"])
+@ranks(2, interprets=True)
+def test_a_step_is_captured(name: str) -> None:
+    with limit(), running(PROGRAMS[name]) as run:
+        run.step()
+        capture_a_step(run)
+        assert run.recorder.collectives["allreduce_coalesced"] == 2
+        assert not run.recorder.waits
+        expected = run.gradients()
+        run.step()
+        assert_same_bits(run.gradients(), expected)
+
+
+# Who wants the whole buffer
+
+
+@ranks(2, interprets=True)
+def test_a_communication_hook_gets_all_gradients_also_after_some_steps() -> None:
+    seen: list[int] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.buffer().numel())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    with in_place():
+        net = wrap(Vectors(count=2))
+        x = drawn(64).to("cuda")
+        net(x).backward()
+        net.register_comm_hook(None, hook)
+        net.zero_grad()
+        net(x).backward()
+        expected = torch.stack([drawn(64, rank=each) for each in range(2)]).mean(0)
+        assert_same_bits(net.module.vectors[0].grad.cpu(), expected)
+        assert seen == [2 * 64 + 4]
+
+
+OTHERS: dict[str, Program] = {
+    name: PROGRAMS[name]
+    for name in ("views", "bf16 wire", "int8", "lazy buckets", "grad_norm", "check_finite")
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+@ranks(2, interprets=True)
+def test_buckets_are_ordinary_with(name: str) -> None:
+    with limit(), recording() as recorder:
+        run = Run(OTHERS[name], recorder)
+        run.step()
+        assert not any(bucket.is_in_place for bucket in run.net.reducer.buckets)
+        torch.cuda.synchronize()
+
+
+@ranks(3, interprets=True)
+def test_buckets_are_ordinary_where_an_average_rounds() -> None:
+    with limit(), recording() as recorder:
+        run = Run(replace(PROGRAMS["copies"]), recorder)
+        run.step()
+        assert not any(bucket.is_in_place for bucket in run.net.reducer.buckets)
+        torch.cuda.synchronize()
