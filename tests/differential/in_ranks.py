@@ -28,7 +28,7 @@ from differential.player import Player
 from differential.scenario import Forward, Options, Replace, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets import in_place_bucket
+from tritonddp.buckets.memory import in_place_bucket
 from tritonddp.comm import process_group
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import drift

@@ -19,7 +19,7 @@ from tritonddp.coordination.agreement import GradSource
 MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 
 _WRAPPER = "ddp:DistributedDataParallel"
-_BUCKETS = ("buckets.bucket:Bucket", "buckets.view_bucket:ViewBucket")
+_BUCKETS = ("buckets.bucket:Bucket", "buckets.memory.view_bucket:ViewBucket")
 _UNPACK = tuple(f"{bucket}.unpack" for bucket in _BUCKETS)
 _UNPACK_ALL = (*_UNPACK, "buckets.sparse_bucket:SparseBucket.unpack")
 

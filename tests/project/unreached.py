@@ -55,7 +55,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
             "a parameter of a loaded state is quantised no more: its dtype is another one now",
         ),
     },
-    "buckets/view_bucket.py": {
+    "buckets/memory/view_bucket.py": {
         "ViewBucket.in_buffer": (1, "a lazy bucket, when buckets are renewed"),
     },
     "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},

@@ -23,7 +23,7 @@ from recording.programs import PROGRAMS, Program, Run, play
 from recording.recorder import Recorder
 from recording.test_captured import capture_a_step, running
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets import in_place_bucket
+from tritonddp.buckets.memory import in_place_bucket
 
 LARGE = 128  # bytes: weights of the programs, and no biases
 
@@ -47,7 +47,7 @@ def in_place(nbytes: int = LARGE) -> Iterator[Recorder]:
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """One bucket."""
     net = DistributedDataParallel(module.to("cuda"), **options)
-    assert [bucket.is_in_place for bucket in net.reducer.buckets] == [True]
+    assert [bucket.beside is not None for bucket in net.reducer.buckets] == [True]
     return net
 
 
@@ -98,7 +98,7 @@ def test_gradients_of_each_dtype_have_the_bits_of_a_sum(
                 net.zero_grad()
                 with weight or contextlib.nullcontext():
                     net(x.to("cuda", dtype)).backward()
-            assert net.reducer.buckets[0].is_in_place == (nbytes == 64)
+            assert (net.reducer.buckets[0].beside is not None) == (nbytes == 64)
             found.append([grad.cpu() for grad in gradients(net)])
     if ranks == 2 or not is_weighted:
         assert_same_bits(*found)
@@ -227,7 +227,7 @@ def test_a_gradient_in_whose_memory_the_backward_goes_on_is_not_written_to(
             net.zero_grad()
             step(net, dist.get_rank())
         found = [grad.cpu() for grad in gradients(net)]
-        assert [bucket.is_in_place for bucket in net.reducer.buckets] == [True, True]
+        assert [bucket.beside is not None for bucket in net.reducer.buckets] == [True, True]
         torch.cuda.synchronize()
     assert all(map(torch.allclose, found, expected)) == checks
     assert (not recorder.races) == checks, recorder.report()
@@ -421,7 +421,7 @@ def test_buckets_are_ordinary_with(name: str) -> None:
     with limit(), recording() as recorder:
         run = Run(OTHERS[name], recorder)
         run.step()
-        assert not any(bucket.is_in_place for bucket in run.net.reducer.buckets)
+        assert not any(bucket.beside is not None for bucket in run.net.reducer.buckets)
         torch.cuda.synchronize()
 
 
@@ -430,5 +430,5 @@ def test_buckets_are_ordinary_where_an_average_rounds() -> None:
     with limit(), recording() as recorder:
         run = Run(replace(PROGRAMS["copies"]), recorder)
         run.step()
-        assert not any(bucket.is_in_place for bucket in run.net.reducer.buckets)
+        assert not any(bucket.beside is not None for bucket in run.net.reducer.buckets)
         torch.cuda.synchronize()

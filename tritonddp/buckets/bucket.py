@@ -2,8 +2,8 @@
 
 A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is the only difference
 between the classes of buckets: :class:`Bucket` copies them in and out,
-:class:`~tritonddp.buckets.view_bucket.ViewBucket` leaves them in the buffer, and
-:class:`~tritonddp.buckets.in_place_bucket.InPlaceBucket` leaves large ones where autograd made them.
+:class:`~tritonddp.buckets.memory.view_bucket.ViewBucket` leaves them in the buffer, and
+:class:`~tritonddp.buckets.memory.in_place_bucket.InPlaceBucket` large ones where autograd made them.
 """
 
 from __future__ import annotations
@@ -101,14 +101,13 @@ class Bucket:
         before: gradients from before the backward, and their versions, by slot.
         used: for each packed slot, whether this rank has a gradient for it.
         quantization: how its gradients are quantised; ``None`` if they are not.
-        no_header: zeros, as many as there are bytes of headers.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
         is_lazy: see above.
         is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
             sent in their own dtype and are no views: an exchange may sum them in their memory.
-        is_in_place: gradients are reduced where they lie, those of ``beside``.
-        beside: tensors that are reduced with the buffer, once the bucket is packed.
+        beside: tensors that are reduced with the buffer, once the bucket is packed: large gradients
+            where they lie. ``None`` in other buckets than an ``InPlaceBucket``.
         has_to_prepare: :meth:`prepare` has to be called before each backward.
         squares: receives sums of squares from the kernels, see :meth:`sum_squares`; else ``None``.
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
@@ -120,8 +119,7 @@ class Bucket:
     _flags_on_host: Sequence[float] | None = None
     is_sparse = False
     has_views = False
-    is_in_place = False
-    beside: Sequence[Tensor] = ()
+    beside: Sequence[Tensor] | None = None
     squares: Squares | None = None
 
     def __init__(
@@ -142,7 +140,6 @@ class Bucket:
         self.names = list(names)
         self.first = first
         self.quantization = quantization
-        self.no_header = bytes(headers)
         self.before: dict[int, tuple[Tensor, int]] = {}
         self._kernels = kernels
         self._counters = counters
@@ -365,7 +362,7 @@ class Bucket:
         sources = grads if scale else [None] * len(grads)
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
-        if self.is_in_place:
+        if self.beside is not None:
             grads, sources, scale = self._set_beside(grads, sources, scale)
         # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
         # check below raises an error that names it.
@@ -393,7 +390,7 @@ class Bucket:
         """The tensors of :attr:`beside` are reduced: see :meth:`unpack`."""
 
     def note_incoming(self, incoming: Sequence[Tensor | None]) -> None:
-        """Gradients that the engine hands to ``.grad`` of a packed parameter now, and drops then."""
+        """Gradients that the engine is handing to ``.grad``, and will drop."""
 
     def copy_beside(self) -> None:
         """Do not reduce the gradients that are packed next where they lie: others read them."""
@@ -614,7 +611,7 @@ class JointUnpack:
                 buckets[0]._counters.unflattens += 1
                 unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
             for bucket, size in zip(buckets, sizes, strict=True):
-                if bucket.is_in_place:
+                if bucket.beside is not None:
                     bucket.finish_beside(factor)
                 bucket._grads, bucket.before = [None] * size, {}
 

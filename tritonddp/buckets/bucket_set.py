@@ -104,7 +104,8 @@ class BucketSet:
         for bucket in self.buckets:
             if bucket.has_views:
                 for segment in bucket.segments:
-                    bucket.pack(segment, [True] * len(segment.params), 1.0, bucket.no_header)
+                    header = bytes(bucket._layout.headers)
+                    bucket.pack(segment, [True] * len(segment.params), 1.0, header)
                 if bucket.wants_flags:  # else it holds nothing
                     bucket.discard()
 

@@ -17,10 +17,10 @@ from torch.nn import Parameter
 from tritonddp._torch import MixedPrecision, backend_name, registered_memory
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import Transport
-from tritonddp.buckets.in_place_bucket import InPlaceBucket, may_be_in_place
+from tritonddp.buckets.memory.in_place_bucket import InPlaceBucket, may_be_in_place
+from tritonddp.buckets.memory.view_bucket import ViewBucket
 from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.buckets.view_bucket import ViewBucket
 from tritonddp.coordination.agreement import BYTES
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group

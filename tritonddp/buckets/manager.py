@@ -128,7 +128,7 @@ class BucketManager:
     def use(self, transport: Transport) -> None:
         """Reduce backwards by ``transport`` from now on, but no temporary buckets."""
         self.factory.use(transport)
-        if any(bucket.is_in_place for bucket in self.current.buckets):
+        if any(bucket.beside is not None for bucket in self.current.buckets):
             self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
         else:
             self.current.use(transport)

@@ -53,7 +53,7 @@ class AllReduce:
         counters.wire_bytes += nbytes
         counters.sent_bytes -= -2 * (size - 1) * nbytes // size
         data, group = bucket.flat.data, self._group
-        if bucket.is_in_place:
+        if bucket.beside is not None:
             tensors = [data, *bucket.beside]
             works.extend(map(group.allreduce_coalesced, (tensors,), (self._grouped,)))
         elif self._is_plain:

@@ -51,8 +51,7 @@ class ProcessGroupTransport:
         If the host waits for each of them, an error names the bucket.
         """
         return (
-            self._goes_by_nccl
-            and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
+            self._goes_by_nccl and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
         )
 
     @property

@@ -232,7 +232,7 @@ class Reduction:
         if bucket.before:
             for slot in bucket.unchanged_slots(segment):
                 self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
-        if bucket.is_in_place:
+        if bucket.beside is not None:
             bucket.note_incoming(incoming)
         if bucket.quantization is not None:
             bucket.quantization.rescale(self.agreement.unit)

@@ -68,8 +68,8 @@ class DeviceTables:
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1) and m headers, both times ``Layout.trailer_unit``, the bits of the scale as fp64. One copy uploads everything, and no
-            launch depends on the scale's value.
+            (0 or 1) and m headers, both times ``Layout.trailer_unit``, the bits of the scale as
+            fp64. One copy uploads everything, and no launch depends on the scale's value.
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten without a factor.
         num_chunks: number of rows of ``chunks``.
         block: largest number of elements of a chunk, a power of two and a multiple of 16.

@@ -43,7 +43,7 @@ class InPlaceBucket(Bucket):
         index, params, names, kernels: see :class:`Bucket`, also for the others.
     """
 
-    is_in_place = True
+    beside: Sequence[Tensor]
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class InPlaceBucket(Bucket):
         self._large = [slot for slot, param in enumerate(params) if param.nbytes >= LARGE]
         make = partial(_without, set(self._large), kernels, world_size)
         super().__init__(index, params, names, replace(kernels, buffer=make), *args, **kwargs)
+        self.beside = ()
         self.nbytes += sum(params[slot].nbytes for slot in self._large)
         self._nothing = torch.empty(0, dtype=params[0].dtype, device=params[0].device)
         # By slot: copies that are sent, and the gradients that get their means, if there are any.

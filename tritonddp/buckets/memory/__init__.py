@@ -1,0 +1,1 @@
+"""IN WHOSE MEMORY gradients are reduced if they are not copied: the bucket's, or their own."""
