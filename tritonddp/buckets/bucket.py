@@ -3,7 +3,7 @@
 A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is the only difference
 between the classes of buckets: :class:`Bucket` copies them in and out,
 :class:`~tritonddp.buckets.memory.view_bucket.ViewBucket` leaves them in the buffer, and
-:class:`~tritonddp.buckets.memory.in_place_bucket.InPlaceBucket` large ones where autograd made them.
+:class:`~tritonddp.buckets.memory.in_place_bucket.InPlaceBucket` large ones where they are.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._device import let_go
-from tritonddp._torch import foreach_mul_, is_shared
+from tritonddp._torch import is_shared
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.kernels.dispatch import Kernels
@@ -34,9 +34,9 @@ class InPlaceBucket(Bucket):
     """Large gradients are not copied: an average over the ranks is written over them.
 
     In the buffer they have their flags and no elements. The collective divides by the number of
-    ranks, so nothing is divided before it. A large gradient is copied all the same where writing
-    over it would be seen: if another tensor lies in its memory, or no backward of this rank has
-    made it. Then its mean is copied back. One that is missing is sent as zeros.
+    ranks, so nothing is divided before it. A large gradient is copied all the same if it has a
+    weight, or where writing over it would be seen: if another tensor lies in its memory, or it is
+    of an earlier backward. Then its mean is copied back. One that is missing is sent as zeros.
 
     Args:
         world_size: a power of two, by which division is exact.
@@ -70,6 +70,7 @@ class InPlaceBucket(Bucket):
     def _set_beside(self, grads: list[Any], sources: list[Any], scale: float) -> tuple[Any, ...]:
         """See :meth:`Bucket._set_beside`."""
         grads, sources, beside, self._copies = list(grads), list(sources), [], {}
+        scale *= self._size
         seen: set[int] = set()
         for slot in self._large:
             grad, source = grads[slot], sources[slot]
@@ -77,22 +78,20 @@ class InPlaceBucket(Bucket):
             if source is None:
                 sent = self._empty_gradient(slot).zero_()
             elif (
-                self._copies_next
+                scale != 1  # what Ctrl-C cuts short is repeated
+                or self._copies_next
                 or not self.used[slot]
                 or source.requires_grad  # a graph of its own may hold it
                 or id(source) in seen
                 or is_shared(source, self._incoming)
             ):
-                sent = source.detach().clone()
+                sent = source.detach() * scale
             if sent is not grad:
                 self._copies[slot] = sent, None if grad is None else grad.detach()
             seen.add(id(sent))
             beside.append(sent)
             grads[slot] = sources[slot] = self._nothing
         self._copies_next, self._incoming = False, ()
-        scale *= self._size
-        if scale not in (0, 1):
-            foreach_mul_(beside, scale)
         self.beside = beside
         return grads, sources, scale
 
@@ -144,25 +143,30 @@ class InPlaceBucket(Bucket):
 
     def finish_beside(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
         """See :meth:`Bucket.finish_beside`. ``flags`` are needed where a gradient is missing."""
-        beside, copies = self.beside, self._copies
-        if factor is not None or copies:
+        if factor is not None or self._copies:
             with Uninterrupted():  # what was multiplied once must not be again
                 if factor is not None:
                     # With a dimension: else torch rounds it to the dtype of the gradients first.
-                    wide = torch.promote_types(self.params[0].dtype, torch.float32)
-                    factor = factor.to(wide)
-                    for each in beside:
-                        each.mul_(factor)
-                for slot, (copy, grad) in copies.items():
-                    if grad is not None:
-                        kept = copy
-                        if not self.used[slot]:  # another rank may have
-                            kept = torch.where(self.flat.flags[slot] != 0, copy, grad)
-                        grad.copy_(kept)
-                    elif flags and flags[slot]:
-                        self.params[slot].grad = copy
+                    factor = factor.to(torch.promote_types(self.params[0].dtype, torch.float32))
+                for slot, sent in zip(self._large, self.beside, strict=False):
+                    self._finish(slot, sent, factor, flags)
                 self._drop()
         self.beside = ()
+
+    def _finish(
+        self, slot: int, sent: Tensor, factor: Tensor | None, flags: Sequence[float]
+    ) -> None:
+        grad = self._copies[slot][1] if slot in self._copies else sent
+        into = grad if grad is not None and self.used[slot] else sent
+        if factor is not None:
+            torch.mul(sent, factor, out=into)
+        elif into is not sent:
+            into.copy_(sent)
+        if grad is None:
+            if flags and flags[slot]:
+                self.params[slot].grad = sent
+        elif not self.used[slot]:  # another rank may have used it
+            grad.copy_(torch.where(self.flat.flags[slot] != 0, sent, grad))
 
     def _drop(self) -> None:
         let_go(*(copy for copy, _ in self._copies.values()))  # of the streams of gradients
