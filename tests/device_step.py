@@ -75,15 +75,19 @@ class _Scaled(torch.autograd.Function):
 
 
 class Vectors(nn.Module):
-    """Parameters whose gradients lie where they lay so many steps before."""
+    """Parameters whose gradients lie where they lay so many steps before; ``own``: anywhere."""
 
-    def __init__(self, count: int, size: int, period: int) -> None:
+    def __init__(self, count: int, size: int, period: int, own: bool = False) -> None:
         super().__init__()
         self.vectors = nn.ParameterList(nn.Parameter(torch.ones(size)) for _ in range(count))
-        self._period, self._steps = period, 0
+        self._period, self._steps, self._own = period, 0, own
         self._memory: list[list[Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._own:
+            for vector in self.vectors:
+                x = x * vector
+            return x.sum()
         if not self._memory:
             self._memory = [
                 [torch.empty_like(x) for _ in self.vectors] for _ in range(self._period)
@@ -96,16 +100,22 @@ class Vectors(nn.Module):
 
 
 def step_calls(
-    count: int, buckets: int, moves: bool = False, size: int = 64, **options: Any
+    count: int,
+    buckets: int,
+    moves: bool = False,
+    size: int = 64,
+    own: bool = False,
+    **options: Any,
 ) -> Calls:
     """What a steady step of ``count`` parameters in so many buckets calls.
 
     Args:
         moves: gradients lie elsewhere than in the steps before.
+        own: nobody else holds the memory of a gradient.
     """
     cap = size * 4 * count / buckets / 2**20
     with recording() as recorder:
-        module = Vectors(count, size, period=7 if moves else 1).to("cuda")
+        module = Vectors(count, size, period=7 if moves else 1, own=own).to("cuda")
         ddp = DistributedDataParallel(module, bucket_cap_mb=cap, **options)
         inputs = torch.ones(size, device="cuda")
 
