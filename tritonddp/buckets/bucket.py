@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ _packed_of, _views_of = attrgetter("_grads"), attrgetter("flat.views")
 
 class GradientError(RuntimeError):
     """A gradient cannot be put into its bucket."""
+
+
+class Owner(NamedTuple):
+    """The rank that the gradients of a bucket are reduced to."""
+
+    rank: int
+    is_here: bool  # it is this rank
 
 
 class Segment:
@@ -103,6 +110,8 @@ class Bucket:
         no_header: zeros, as many as there are bytes of headers.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
+        owner: the gradients are reduced to this rank: on the others ``.grad`` becomes ``None``.
+            ``None``: to all ranks.
         is_lazy: see above.
         is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
             sent in their own dtype and are no views: an exchange may sum them in their memory.
@@ -116,6 +125,7 @@ class Bucket:
     wants_flags = False
     _flags_on_host: Sequence[float] | None = None
     is_sparse = False
+    owner: Owner | None = None
     has_views = False
     squares: Squares | None = None
 
@@ -416,6 +426,9 @@ class Bucket:
         One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
         Only then the host has to read the flags.
         """
+        if self.owner is not None and not self.owner.is_here:
+            self._drop()
+            return
         grads, has_missing = self._grads, self.wants_flags
         made: dict[int, Tensor] = {}
         in_kernel = self._kernels.by_address or self._casts or self.large_sums is not None
@@ -440,6 +453,12 @@ class Bucket:
             self.params[slot].grad = grad
         # References here would outlive zero_grad. (Until now: what Ctrl-C cuts short is repeated.)
         self._grads, self.before, self.wants_flags = [None] * len(grads), {}, False
+
+    def _drop(self) -> None:
+        """Another rank has the means."""
+        for param in self.params:
+            param.grad = None
+        self.discard()
 
     def set_flags(self, flags: Sequence[float]) -> None:
         """The reduced flags, which have been read for several buckets together."""
@@ -576,7 +595,7 @@ class JointUnpack:
     def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
         """For these buckets; ``None`` if some have to be unpacked one by one."""
         is_possible = not any(
-            each.is_lazy or each.is_sparse or each._kernels.joint_unflatten is None
+            each.is_lazy or each.is_sparse or each.owner or each._kernels.joint_unflatten is None
             for each in buckets
         )
         return cls(buckets) if is_possible else None

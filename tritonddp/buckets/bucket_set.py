@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp.buckets.assignment import UNLIMITED, BucketCaps, assign_buckets
+from tritonddp.buckets.assignment import NO_OWNERS, UNLIMITED, BucketCaps, assign_buckets
 from tritonddp.buckets.bucket import Bucket, JointUnpack, Segment
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
@@ -56,7 +56,7 @@ class BucketSet:
         wire_of: Callable[[int], WireFormat | None] = lambda index: None,
         is_temporary: bool = False,
     ) -> None:
-        assignment = assign(named_params, caps, sparse)
+        assignment = assign(named_params, caps, sparse, factory.owners)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
         self.is_on_gpu = any(param.is_cuda for param in self.params)
@@ -113,13 +113,15 @@ class BucketSet:
         named_params: Sequence[tuple[str, Parameter]],
         caps: BucketCaps,
         sparse: Collection[Tensor] = (),
+        owners: Mapping[Tensor, int] = NO_OWNERS,
     ) -> bool:
         """Whether buckets for these parameters would be the same as the current ones."""
-        assignment = assign(named_params, caps, sparse)
+        assignment = assign(named_params, caps, sparse, owners)
         order = [named_params[index][1] for indices in assignment for index in indices]
-        return list(map(id, order)) == list(map(id, self.params)) and list(
-            map(len, assignment)
-        ) == [len(bucket.params) for bucket in self.buckets]
+        cuts = [(len(each), owners.get(named_params[each[0]][1])) for each in assignment]
+        return list(map(id, order)) == list(map(id, self.params)) and cuts == [
+            (len(bucket.params), bucket.owner and bucket.owner.rank) for bucket in self.buckets
+        ]
 
     def let_go(self) -> dict[Parameter, Tensor]:
         """Drop all buckets; returns the gradients that are views of them.
@@ -140,7 +142,10 @@ class BucketSet:
 
 
 def assign(
-    named_params: Sequence[tuple[str, Tensor]], caps: BucketCaps, sparse: Collection[Tensor]
+    named_params: Sequence[tuple[str, Tensor]],
+    caps: BucketCaps,
+    sparse: Collection[Tensor],
+    owners: Mapping[Tensor, int] = NO_OWNERS,
 ) -> list[list[int]]:
     """The indices of the parameters that share a bucket, in launch order."""
     params = [param for _, param in named_params]
@@ -148,6 +153,6 @@ def assign(
     first = [index for index, delayed in enumerate(is_delayed) if not delayed]
     last = [index for index, delayed in enumerate(is_delayed) if delayed]
     return [
-        *assign_buckets(params, first, caps, sparse),
-        *assign_buckets(params, last, UNLIMITED, sparse),
+        *assign_buckets(params, first, caps, sparse, owners),
+        *assign_buckets(params, last, UNLIMITED, sparse, owners),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp._torch import MixedPrecision, backend_name, registered_memory
-from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket import Bucket, Owner
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
@@ -142,6 +142,8 @@ class BucketFactory:
     check_finite: bool = False  # buckets record which gradients are not finite, on which ranks
     header_nbytes: int = BYTES  # bytes of the header of a rank, in the first bucket
     is_registered: bool = False  # dense gradients: in memory that the backend has registered
+    # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
+    owners: Mapping[Tensor, int] = field(default_factory=dict)
     # Residuals (quantisation errors) of buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
@@ -149,7 +151,13 @@ class BucketFactory:
         """A factory of buckets for one reduction by ``transport``, without quantisation."""
         wire = replace(self.wire, compression=None)
         return replace(
-            self, wire=wire, transport=transport, views=views, lazy=False, is_registered=False
+            self,
+            wire=wire,
+            transport=transport,
+            views=views,
+            lazy=False,
+            is_registered=False,
+            owners={},
         )
 
     def use(self, transport: Transport) -> None:
@@ -208,6 +216,9 @@ class BucketFactory:
             first,
             quantization,
         )
+        owner = self.owners.get(params[0])
+        if owner is not None:
+            bucket.owner = Owner(owner, owner == self.group.rank)
         if quantization is not None:
             for param in bucket.params:
                 if (left := self.kept.pop(param, None)) is not None:

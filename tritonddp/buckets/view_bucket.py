@@ -45,6 +45,9 @@ class ViewBucket(Bucket):
 
     def unpack(self, factor: Tensor | None = None) -> None:
         """Used gradients are in place already. Gradients of other ranks only become views too."""
+        if self.owner is not None and not self.owner.is_here:
+            self._drop()
+            return
         views = self.flat.views
         if factor is not None:
             self._counters.unflattens += 1

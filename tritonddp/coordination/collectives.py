@@ -42,6 +42,17 @@ def all_reduce(
     return _known(group.allreduce([tensor], options), tensor)
 
 
+def reduce(tensor: Tensor, group: dist.ProcessGroup, group_dst: int) -> Work:
+    """Begin to sum ``tensor``, not complex, over all ranks into that of rank ``group_dst``.
+
+    On the other ranks it may have any content afterwards.
+    """
+    options = dist.ReduceOptions()
+    options.rootRank = group_dst
+    options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+    return _known(group.reduce([tensor], options), tensor)
+
+
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> Work:
     """Begin to overwrite ``tensor``, which is not complex, with that of rank ``group_src``."""
     options = dist.BroadcastOptions()

@@ -11,7 +11,7 @@ touched before all have packed::
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
 cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
 the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
-twice. With several hosts of several ranks each, the ranks with the same share exchange it between
+twice. Of a bucket with an owner that rank alone adds up the gradients, the others the trailer. With several hosts of several ranks each, the ranks with the same share exchange it between
 the two shots: see ``cross_host.py``.
 """
 
@@ -185,11 +185,14 @@ class MemoryExchange(WaitPoint):
         self.taken = self.started = self.summed = 0
         self.content = progress.wrapper, bucket.index, bucket.nbytes
         is_large = bucket.nbytes >= _BYTES_OF_SHARES
-        is_shared = is_large and len(memory) >= _RANKS_OF_SHARES
+        is_shared = is_large and len(memory) >= _RANKS_OF_SHARES and bucket.owner is None
         self.has_shares = is_shared or len(peers.hosts) > 1
         if self.has_shares:
             self._sums.add(self, peers)
-        self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large, self.has_shares)
+        # Of gradients that another rank owns the sum is not needed here.
+        is_elsewhere = bucket.owner is not None and not bucket.owner.is_here
+        into_grads = bucket.is_large or is_elsewhere
+        self.buffers = RankBuffers(bucket.flat, memory, into_grads, self.has_shares)
         if not self.buffers.into_grads:
             self.after_unpack = None  # type: ignore[method-assign,assignment]
         self._future: torch.futures.Future[None] | None = None
