@@ -98,9 +98,8 @@ def count_unscaling() -> None:
     scaler._unscale_grads_ = counted
 
 
-def _combine_overflow(optimizer: Any, found: Any, default: Any) -> Any:
-    """See :func:`agree_on_overflow`."""
-    return found
+# See agree_on_overflow.
+_combine_overflow: Callable[[Any, Any, Any], Any] = lambda optimizer, found, default: found  # noqa: E731
 
 
 def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:

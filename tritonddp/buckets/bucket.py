@@ -83,7 +83,7 @@ class Bucket:
     """Parameters whose gradients are reduced together, copied into the flat buffer and out of it.
 
     Args:
-        index, params, names, first, quantization: see below.
+        index, params, names, first, quantization, owner: see below.
         kernels: for the gradients' device and dtype.
         counters: count launches.
         headers: bytes of the headers of all ranks, which are sent in this bucket.
@@ -107,7 +107,6 @@ class Bucket:
         before: gradients from before the backward, and their versions, by slot.
         used: for each packed slot, whether this rank has a gradient for it.
         quantization: how its gradients are quantised; ``None`` if they are not.
-        no_header: zeros, as many as there are bytes of headers.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
         owner: the gradients are reduced to this rank: on the others ``.grad`` becomes ``None``.
@@ -125,7 +124,6 @@ class Bucket:
     wants_flags = False
     _flags_on_host: Sequence[float] | None = None
     is_sparse = False
-    owner: Owner | None = None
     has_views = False
     squares: Squares | None = None
 
@@ -141,13 +139,14 @@ class Bucket:
         lazy: bool = False,
         first: int = 0,
         quantization: Quantization | None = None,
+        owner: Owner | None = None,
     ) -> None:
         self.index = index
+        self.owner = owner
         self.params = list(params)
         self.names = list(names)
         self.first = first
         self.quantization = quantization
-        self.no_header = bytes(headers)
         self.before: dict[int, tuple[Tensor, int]] = {}
         self._kernels = kernels
         self._counters = counters

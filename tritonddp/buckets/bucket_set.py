@@ -103,8 +103,9 @@ class BucketSet:
         """Make gradients views of their buckets, where those want it and nothing is exchanged."""
         for bucket in self.buckets:
             if bucket.has_views:
+                header = bytes(bucket.flat.layout.headers)
                 for segment in bucket.segments:
-                    bucket.pack(segment, [True] * len(segment.params), 1.0, bucket.no_header)
+                    bucket.pack(segment, [True] * len(segment.params), 1.0, header)
                 if bucket.wants_flags:  # else it holds nothing
                     bucket.discard()
 

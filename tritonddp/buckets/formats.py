@@ -164,6 +164,10 @@ class BucketFactory:
         """Buckets that are made from now on go by ``transport``."""
         self.transport = transport
 
+    def own(self, owners: Mapping[Tensor, int]) -> None:
+        """Buckets that are made from now on are reduced to these ranks."""
+        self.owners = owners
+
     def keep(self, residuals: dict[Tensor, Left]) -> None:
         """Give the buckets that are made next these residuals, of buckets that they replace."""
         self.kept = residuals
@@ -204,6 +208,7 @@ class BucketFactory:
             kind = ViewBucket
         if self.is_registered:
             kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
+        owner = self.owners.get(params[0])
         bucket = kind(
             index,
             params,
@@ -215,10 +220,8 @@ class BucketFactory:
             self.lazy,
             first,
             quantization,
+            None if owner is None else Owner(owner, owner == self.group.rank),
         )
-        owner = self.owners.get(params[0])
-        if owner is not None:
-            bucket.owner = Owner(owner, owner == self.group.rank)
         if quantization is not None:
             for param in bucket.params:
                 if (left := self.kept.pop(param, None)) is not None:

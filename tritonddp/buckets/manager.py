@@ -136,7 +136,7 @@ class BucketManager:
         If the order is not known yet, from the second reduction on: the first one brings new
         buckets anyway. All ranks call this alike, between backwards.
         """
-        self.factory.owners = owners
+        self.factory.own(owners)
         if not self.is_provisional:
             current = self.current
             self._replace(list(zip(current.names, current.params, strict=True)))

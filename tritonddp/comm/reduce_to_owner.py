@@ -35,9 +35,8 @@ class ReduceToOwner:
         flat, counters, size = bucket.flat, self._counters, self._size
         first = flat.layout.flags_offset
         payload, trailer = flat.data[:first], flat.data[first:]
-        counters.collectives += 2
-        counters.wire_bytes += bucket.nbytes
-        counters.sent_bytes += ((size - 1) * payload.nbytes + 2 * (size - 1) * trailer.nbytes) // size
+        counters.collective(payload.nbytes, size)
+        counters.collective(trailer.nbytes, size, passes=2)
         with Uninterrupted():
             to_owner = collectives.reduce(payload, self._group, bucket.owner.rank)
             works.append(_Both(to_owner, collectives.all_reduce(trailer, self._group)))

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
@@ -767,12 +767,6 @@ class Reducer:
         self.options.use_comm_hook(state, hook, self.manager.factory.wire.compression)
         self.reductions.stay_with_process_group()
         self.manager.use(CommHook(hook, state, self.group, self.counters))
-
-    def own(self, owners: Mapping[Tensor, int]) -> None:
-        """See :meth:`BucketManager.own`. All ranks call this alike, between backwards."""
-        self.manager.own(owners)
-        if not self.manager.is_provisional:
-            self.reductions.move_buckets()
 
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""

@@ -31,10 +31,9 @@ def add_owners(
     for param, rank in owners.items():
         load[rank] += param.numel()
     share = -(-sum(param.numel() for param in new) // (_RUNS_A_RANK * world_size))
-    run_numel = run_bytes = 0
-    rank = None
+    rank, run_numel, run_bytes = load.index(min(load)), 0, 0
     for param in new:
-        if rank is None or run_numel + param.numel() > share or run_bytes >= most_bytes:
+        if run_numel and (run_numel + param.numel() > share or run_bytes >= most_bytes):
             rank, run_numel, run_bytes = load.index(min(load)), 0, 0
         owners[param] = rank
         load[rank] += param.numel()

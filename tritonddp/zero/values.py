@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,7 +62,8 @@ class ValueBroadcast:
             for rank, shared in enumerate(self._shared):
                 if self._of_ranks[rank]:
                     part = self._part(rank, messages[rank], where)
-                    shared.send(part, self._number, rank, lambda of=rank: self._go({of: messages[of]}, where))
+                    by_group = partial(self._go, {rank: messages[rank]}, where)
+                    shared.send(part, self._number, rank, by_group)
         else:
             self._go(dict(enumerate(messages)), where)
         others = [
@@ -75,12 +77,12 @@ class ValueBroadcast:
     def _connect(self) -> bool:
         """Whether values go through memory: on all ranks alike."""
         peers = self._group.peers
-        if self._uses_memory and not self._shared and isinstance(peers, Peers):
-            if len(peers.hosts) == 1:
-                ranks = range(self._group.size)
-                self._shared = [
-                    SharedBroadcast(self._group, peers, peers.next_wrapper()) for _ in ranks
-                ]
+        is_new = self._uses_memory and not self._shared
+        if is_new and isinstance(peers, Peers) and len(peers.hosts) == 1:
+            ranks = range(self._group.size)
+            self._shared = [
+                SharedBroadcast(self._group, peers, peers.next_wrapper()) for _ in ranks
+            ]
         return bool(self._shared)
 
     def _part(self, rank: int, messages: list[Message], where: str) -> Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -65,10 +65,13 @@ class ZeroRedundancyOptimizer(Optimizer):
     Example::
 
         model = tritonddp.DistributedDataParallel(module)
-        optimizer = tritonddp.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        params = model.parameters()
+        optimizer = tritonddp.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
         loss_function(model(inputs), targets).backward()
         optimizer.step()
     """
+
+    live: ClassVar[WeakSet[ZeroRedundancyOptimizer]] = WeakSet()  # all of this process
 
     def __init__(
         self,
@@ -94,14 +97,14 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise ValueError("process_group is not that of the wrapper: leave it out")
         _check(state, self._named())
         self._owners: dict[Tensor, int] = {}
-        self._consolidated: dict[str, Any] | None = None
+        self._consolidated: dict[int, Any] | None = None
         self._assign()
         groups = [self._local_group(group) for group in self.param_groups]
         self.optim = optimizer_class(groups, **defaults)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._is_made = True
-        _live.add(self)
+        self.live.add(self)
         agree_on_overflow(_combine_overflow)
         combine_total_norms(_total_norm)
 
@@ -125,7 +128,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._take_options(self.optim.param_groups, self.param_groups)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the parameters that this rank owns, and give all ranks the new values.
 
         Args:
@@ -183,8 +186,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._consolidated is None:
             raise RuntimeError(
                 f"Optimizer state has not been consolidated on this rank ({self._group.rank}): "
-                "call `consolidate_state_dict(to=rank)` on all ranks beforehand if you want to save "
-                "the global state"
+                "call `consolidate_state_dict(to=rank)` on all ranks before, if you want to save the "
+                "state of all"
             )
         number = 0
         groups = []
@@ -232,18 +235,18 @@ class ZeroRedundancyOptimizer(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _named(self) -> list[tuple[str, Tensor]]:
-        names = {param: name for name, param in self._state.parameters.params}
+        names: dict[Tensor, str] = {p: name for name, p in self._state.parameters.params}
         return [(names.get(param, "?"), param) for param in self._all_params()]
 
     def _assign(self) -> None:
         """Give parameters owners, and have gradients reduced to them."""
         core, state = self._core, self._state
         core.settle_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
-        params = {param: None for param in self._all_params()}
+        params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
         add_owners(self._owners, order, self._group.size, max(state.config.caps.limits))
-        core.own(self._owners)
+        core.reductions.own(self._owners)
         ranks = range(self._group.size)
         named = self._named()
         of_ranks = [[each for each in named if self._owners[each[1]] == rank] for rank in ranks]
@@ -301,9 +304,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         return found
 
 
-_live: WeakSet[ZeroRedundancyOptimizer] = WeakSet()
-
-
 def _combine_overflow(
     optimizer: Any, found: dict[Any, Tensor], default: Tensor
 ) -> dict[Any, Tensor]:
@@ -314,7 +314,7 @@ def _combine_overflow(
 
 def _total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
     """The norm over all owners; ``None`` if these tensors are not of such an optimizer."""
-    for each in _live:
+    for each in ZeroRedundancyOptimizer.live:
         if not tensors or each.owns_any(tensors):  # (without any: this rank owns none of them)
             return each.total_norm(tensors, norm_type)
     return None

@@ -11,8 +11,9 @@ touched before all have packed::
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
 cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
 the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
-twice. Of a bucket with an owner that rank alone adds up the gradients, the others the trailer. With several hosts of several ranks each, the ranks with the same share exchange it between
-the two shots: see ``cross_host.py``.
+twice. With several hosts of several ranks each, the ranks with the same share exchange it between
+the two shots: see ``cross_host.py``. Of a bucket with an owner, that rank alone adds up gradients,
+in one shot; the others add up the trailer.
 """
 
 from __future__ import annotations
