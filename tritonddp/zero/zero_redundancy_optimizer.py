@@ -186,7 +186,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._consolidated is None:
             raise RuntimeError(
                 f"Optimizer state has not been consolidated on this rank ({self._group.rank}): "
-                "call `consolidate_state_dict(to=rank)` on all ranks before, if you want to save the "
+                "call `consolidate_state_dict(to=rank)` on all ranks before, to save the "
                 "state of all"
             )
         number = 0
