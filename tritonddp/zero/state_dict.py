@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from tritonddp.coordination.group import Group
+from tritonddp.zero.masters import MasterWeights
+
+# Name of the fp32 copy of a parameter in its state.
+MASTER = "master_weight"
 
 
-def local_part(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[int, Any]:
+def local_part(
+    states: Mapping[Tensor, Any], params: Sequence[Tensor], masters: MasterWeights | None
+) -> dict[int, Any]:
     """The state of this rank's optimizer, on the CPU, by number of the parameter in ``params``."""
-    numbers = {param: number for number, param in enumerate(params)}
-    return {numbers[param]: _on_cpu(state) for param, state in optimizer.state.items()}
+    found: dict[int, Any] = {}
+    for number, param in enumerate(params):
+        stepped = param if masters is None else masters.of.get(param, param)
+        if stepped in states:
+            found[number] = _on_cpu(states[stepped])
+            if stepped is not param:
+                found[number][MASTER] = _on_cpu(stepped)
+    return found
 
 
 def gathered(mine: dict[int, Any], group: Group, to: int) -> dict[int, Any] | None:

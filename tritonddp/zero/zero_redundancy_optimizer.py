@@ -21,8 +21,9 @@ from tritonddp.config import PROCESS_GROUP
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
 from tritonddp.state import DDPState
+from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.partition import add_owners
-from tritonddp.zero.state_dict import gathered, local_part
+from tritonddp.zero.state_dict import MASTER, gathered, local_part
 from tritonddp.zero.values import ValueBroadcast
 
 _WRAP = "wrap the module with tritonddp.DistributedDataParallel before making the optimizer"
@@ -51,6 +52,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_group: that of the wrapper, or ``None``.
         parameters_as_bucket_view, overlap_with_ddp: accepted, without effect: a step needs no
             further memory, and gradients are reduced during the backward in any case.
+        master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
+            and give all ranks the rounded values. Gradients have the dtype of their parameters.
         defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -80,6 +83,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        *,
+        master_weights: bool = False,
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -97,6 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise ValueError("process_group is not that of the wrapper: leave it out")
         _check(state, self._named())
         self._owners: dict[Tensor, int] = {}
+        self._masters = MasterWeights() if master_weights else None
         self._consolidated: dict[int, Any] | None = None
         self._assign()
         groups = [self._local_group(group) for group in self.param_groups]
@@ -160,7 +166,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         core.settle_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
         self._consolidated = None
         self._take_options(self.param_groups, self.optim.param_groups)
+        if self._masters is not None:
+            self._masters.before_step()
         self.optim.step(**kwargs)
+        if self._masters is not None:
+            self._masters.after_step()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._values.send(f"{core.where()}, optimizer step")
@@ -173,7 +183,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         All ranks call it. State is moved to the CPU.
         """
-        mine = local_part(self.optim, self._all_params())
+        mine = local_part(self.optim.state, self._all_params(), self._masters)
         self._consolidated = gathered(mine, self._group, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,16 +226,22 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
         state: dict[Any, Any] = {}
         groups, mine = [], 0
+        copies: dict[Tensor, Tensor] = {}
         for group, theirs in zip(self.param_groups, saved, strict=True):
             numbers = []
             for param, number in zip(group["params"], theirs["params"], strict=True):
                 if self._owners[param] == self._group.rank:
                     if number in state_dict["state"]:
-                        state[mine] = state_dict["state"][number]
+                        state[mine] = dict(state_dict["state"][number])
+                        if (copy := state[mine].pop(MASTER, None)) is not None:
+                            copies[param] = copy
                     numbers.append(mine)
                     mine += 1
             groups.append({**theirs, "params": numbers})
         self.optim.load_state_dict({"state": state, "param_groups": groups})
+        if self._masters is not None:
+            for param, copy in copies.items():
+                self._masters.load(param, copy)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state, self._consolidated = self.optim.state, None
 
@@ -256,6 +272,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _local_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         mine = [param for param in group["params"] if self._owners[param] == self._group.rank]
+        if self._masters is not None:
+            self._masters.add(mine)
+            mine = [self._masters.of[param] for param in mine]
         options = {key: group[key] for key in group if key not in ("params", "param_names")}
         return {**options, "params": mine}
 
