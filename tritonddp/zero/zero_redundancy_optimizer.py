@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from tritonddp._torch import (
     agree_on_overflow,
     combine_total_norms,
+    foreach_norm,
     optimizers_in_backward,
 )
 from tritonddp.config import PROCESS_GROUP
@@ -299,20 +301,24 @@ class ZeroRedundancyOptimizer(Optimizer):
         As ``torch.nn.utils.get_total_norm`` of the gradients of all ranks, with the same bits if it
         were given those in the order of the optimizer.
         """
-        params = self._all_params()
-        given = {id(each): each for each in tensors}
-        device = self._core.manager.current.params[0].device
-        norms = torch.zeros(2, len(params), dtype=torch.float64, device=device)
-        dtype = torch.float32
+        params, given = self._all_params(), {id(each): each for each in tensors}
+        mine: dict[int, Tensor] = {}
         for number, param in enumerate(params):
             grad = None if param.grad is None else given.pop(id(param.grad), None)
             if grad is not None and self._owners[param] == self._group.rank:
-                norm = torch.linalg.vector_norm(grad, norm_type)
-                norms[0, number], norms[1, number], dtype = norm, 1, norm.dtype
+                mine[number] = grad
+        dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params))
+        device = self._core.manager.current.params[0].device
+        # Each norm has a place of its own, so that their sum over ranks is exact.
+        norms = torch.zeros(2, len(params), dtype=torch.float64, device=device)
+        if mine:
+            found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
+            norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
         collectives.all_reduce(norms, self._group.process_group).wait()
-        found = norms[0][norms[1] != 0].to(dtype)
-        others = [torch.linalg.vector_norm(each, norm_type).to(found) for each in given.values()]
-        return torch.linalg.vector_norm(torch.cat([found, *(o.view(1) for o in others)]), norm_type)
+        parts = [norms[0][norms[1] != 0].to(dtype)]
+        if given:
+            parts.append(torch.stack(foreach_norm(list(given.values()), norm_type)).to(parts[0]))
+        return torch.linalg.vector_norm(torch.cat(parts), norm_type)
 
     def combine_overflow(self, found: dict[Any, Tensor], default: Tensor) -> dict[Any, Tensor]:
         """Whether a gradient of any owner is not finite, by device: alike on all ranks."""
