@@ -87,7 +87,7 @@ class ValueBroadcast:
 
     def _part(self, rank: int, messages: list[Message], where: str) -> Part:
         named = self._of_ranks[rank]
-        return Part(messages, self._layouts[rank], self._nbytes[rank], named, where)
+        return Part(messages, self._layouts[rank], self._nbytes[rank], named, where, "parameters")
 
     def _go(self, messages: dict[int, list[Message]], where: str) -> None:
         """Broadcast through the process group: all of it is under way before any of it is taken."""
