@@ -139,9 +139,9 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
 
-    A bucket holds parameters of one dtype, device and owner, or one ``sparse`` parameter alone.
-    Buckets are in the order in which they become full, so that no launch waits longer than
-    necessary.
+    A bucket holds parameters of one dtype and device, all with an owner or all without one, or one
+    ``sparse`` parameter alone. Buckets are in the order in which they become full, so that no
+    launch waits longer than necessary.
     """
     sizes = [param.numel() * param.element_size() for param in params]
     buckets = [[index] for index in order if sparse and params[index] in sparse]
@@ -149,7 +149,7 @@ def assign_buckets(
     for index in order:
         param = params[index]
         if not (sparse and param in sparse):
-            alike[param.dtype, param.device, owners.get(param)].append(index)
+            alike[param.dtype, param.device, param in owners].append(index)
     for indices in alike.values():
         buckets += caps.cut(indices, sizes)
     position = {index: place for place, index in enumerate(order)}

@@ -38,11 +38,21 @@ class GradientError(RuntimeError):
     """A gradient cannot be put into its bucket."""
 
 
-class Owner(NamedTuple):
-    """The rank that the gradients of a bucket are reduced to."""
+class Owned(NamedTuple):
+    """Which rank the gradient of each slot of a bucket is reduced to.
 
-    rank: int
-    is_here: bool  # it is this rank
+    Attributes:
+        slots: of each rank, one range after the other; some may be empty.
+        mine: those of this rank.
+    """
+
+    slots: tuple[range, ...]
+    mine: range
+
+    def elements(self, layout: Layout) -> list[tuple[int, int]]:
+        """Of each rank: first element in the flat buffer, and end."""
+        starts = [*layout.offsets, layout.flags_offset]
+        return [(starts[slots.start], starts[slots.stop]) for slots in self.slots]
 
 
 class Segment:
@@ -83,7 +93,7 @@ class Bucket:
     """Parameters whose gradients are reduced together, copied into the flat buffer and out of it.
 
     Args:
-        index, params, names, first, quantization, owner: see below.
+        index, params, names, first, quantization, owned: see below.
         kernels: for the gradients' device and dtype.
         counters: count launches.
         headers: bytes of the headers of all ranks, which are sent in this bucket.
@@ -109,7 +119,7 @@ class Bucket:
         quantization: how its gradients are quantised; ``None`` if they are not.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
-        owner: the gradients are reduced to this rank: on the others ``.grad`` becomes ``None``.
+        owned: each gradient is reduced to one rank: on the others ``.grad`` becomes ``None``. Or
             ``None``: to all ranks.
         is_lazy: see above.
         is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
@@ -139,10 +149,10 @@ class Bucket:
         lazy: bool = False,
         first: int = 0,
         quantization: Quantization | None = None,
-        owner: Owner | None = None,
+        owned: Owned | None = None,
     ) -> None:
         self.index = index
-        self.owner = owner
+        self.owned = owned
         self.params = list(params)
         self.names = list(names)
         self.first = first
@@ -425,9 +435,8 @@ class Bucket:
         One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
         Only then the host has to read the flags.
         """
-        if self.owner is not None and not self.owner.is_here:
-            self._drop()
-            return
+        if self.owned is not None and not self._kernels.by_address:
+            self._drop_others()
         grads, has_missing = self._grads, self.wants_flags
         made: dict[int, Tensor] = {}
         in_kernel = self._kernels.by_address or self._casts or self.large_sums is not None
@@ -436,8 +445,9 @@ class Bucket:
                 self.flat.payload.mul_(factor.item())
             factor = None
         if has_missing:
+            mine = range(len(grads)) if self.owned is None else self.owned.mine
             for slot, flag in enumerate(self._take_flags()):
-                if flag and grads[slot] is None:
+                if flag and grads[slot] is None and slot in mine:
                     if in_kernel:
                         grads[slot] = made[slot] = self._empty_gradient(slot)
                     else:  # on the CPU a copy here costs no more
@@ -452,12 +462,18 @@ class Bucket:
             self.params[slot].grad = grad
         # References here would outlive zero_grad. (Until now: what Ctrl-C cuts short is repeated.)
         self._grads, self.before, self.wants_flags = [None] * len(grads), {}, False
+        if self.owned is not None:
+            self._drop_others()
 
-    def _drop(self) -> None:
-        """Another rank has the means."""
-        for param in self.params:
-            param.grad = None
-        self.discard()
+    def _drop_others(self) -> None:
+        """Drop the gradients that other ranks own.
+
+        (On a GPU they are unflattened before: a table without them would have to be uploaded.)
+        """
+        assert self.owned is not None
+        for slot, param in enumerate(self.params):
+            if slot not in self.owned.mine:
+                param.grad = self._grads[slot] = None
 
     def set_flags(self, flags: Sequence[float]) -> None:
         """The reduced flags, which have been read for several buckets together."""
@@ -594,7 +610,7 @@ class JointUnpack:
     def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
         """For these buckets; ``None`` if some have to be unpacked one by one."""
         is_possible = not any(
-            each.is_lazy or each.is_sparse or each.owner or each._kernels.joint_unflatten is None
+            each.is_lazy or each.is_sparse or each.owned or each._kernels.joint_unflatten is None
             for each in buckets
         )
         return cls(buckets) if is_possible else None

@@ -119,9 +119,9 @@ class BucketSet:
         """Whether buckets for these parameters would be the same as the current ones."""
         assignment = assign(named_params, caps, sparse, owners)
         order = [named_params[index][1] for indices in assignment for index in indices]
-        cuts = [(len(each), owners.get(named_params[each[0]][1])) for each in assignment]
+        cuts = [(len(each), named_params[each[0]][1] in owners) for each in assignment]
         return list(map(id, order)) == list(map(id, self.params)) and cuts == [
-            (len(bucket.params), bucket.owner and bucket.owner.rank) for bucket in self.buckets
+            (len(bucket.params), bucket.owned is not None) for bucket in self.buckets
         ]
 
     def let_go(self) -> dict[Parameter, Tensor]:
@@ -148,12 +148,19 @@ def assign(
     sparse: Collection[Tensor],
     owners: Mapping[Tensor, int] = NO_OWNERS,
 ) -> list[list[int]]:
-    """The indices of the parameters that share a bucket, in launch order."""
+    """The indices of the parameters that share a bucket, in launch order.
+
+    In a bucket those of one owner are neighbours.
+    """
     params = [param for _, param in named_params]
     is_delayed = [name in caps.delayed for name, _ in named_params]
     first = [index for index, delayed in enumerate(is_delayed) if not delayed]
     last = [index for index, delayed in enumerate(is_delayed) if delayed]
-    return [
+    assignment = [
         *assign_buckets(params, first, caps, sparse, owners),
         *assign_buckets(params, last, UNLIMITED, sparse, owners),
     ]
+    if owners:
+        for indices in assignment:
+            indices.sort(key=lambda index: owners.get(params[index], 0))
+    return assignment

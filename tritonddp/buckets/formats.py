@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp._torch import MixedPrecision, backend_name, registered_memory
-from tritonddp.buckets.bucket import Bucket, Owner
+from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
@@ -208,7 +208,6 @@ class BucketFactory:
             kind = ViewBucket
         if self.is_registered:
             kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
-        owner = self.owners.get(params[0])
         bucket = kind(
             index,
             params,
@@ -220,13 +219,24 @@ class BucketFactory:
             self.lazy,
             first,
             quantization,
-            None if owner is None else Owner(owner, owner == self.group.rank),
+            self._owned(params),
         )
         if quantization is not None:
             for param in bucket.params:
                 if (left := self.kept.pop(param, None)) is not None:
                     add_to(bucket, param, left)
         return bucket
+
+    def _owned(self, params: Sequence[Parameter]) -> Owned | None:
+        """What each rank owns of these parameters; ``None`` if they have no owners."""
+        if params[0] not in self.owners:
+            return None
+        ranks = [self.owners[param] for param in params]
+        ranges, first = [], 0
+        for rank in range(self.group.size):
+            ranges.append(range(first, first + ranks.count(rank)))
+            first = ranges[-1].stop
+        return Owned(tuple(ranges), ranges[self.group.rank])
 
     def _registered_buffer(
         self, make: Callable[..., FlatBuffer], layout: Layout, dtype: torch.dtype, device: Any

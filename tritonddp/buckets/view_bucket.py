@@ -45,9 +45,6 @@ class ViewBucket(Bucket):
 
     def unpack(self, factor: Tensor | None = None) -> None:
         """Used gradients are in place already. Gradients of other ranks only become views too."""
-        if self.owner is not None and not self.owner.is_here:
-            self._drop()
-            return
         views = self.flat.views
         if factor is not None:
             self._counters.unflattens += 1
@@ -68,6 +65,8 @@ class ViewBucket(Bucket):
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
         self.before = {}
+        if self.owned is not None:
+            self._drop_others()
 
     def discard(self) -> None:
         """See :meth:`Bucket.discard`."""

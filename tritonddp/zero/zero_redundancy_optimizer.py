@@ -26,7 +26,7 @@ from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import MASTER, gathered, local_part
-from tritonddp.zero.values import ValueBroadcast
+from tritonddp.zero.values import OwnedValues
 
 _WRAP = "wrap the module with tritonddp.DistributedDataParallel before making the optimizer"
 
@@ -263,14 +263,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
-        add_owners(self._owners, order, self._group.size, max(state.config.caps.limits))
+        add_owners(self._owners, order, self._group.size)
         core.reductions.own(self._owners)
         ranks = range(self._group.size)
         named = self._named()
         of_ranks = [[each for each in named if self._owners[each[1]] == rank] for rank in ranks]
         is_on_cpu = all(param.is_cpu for _, param in named)
         uses_memory = is_on_cpu and state.config.transport != PROCESS_GROUP
-        self._values = ValueBroadcast(self._group, of_ranks, uses_memory, state.counters)
+        self._values = OwnedValues(self._group, of_ranks, uses_memory, state.counters)
 
     def _local_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         mine = [param for param in group["params"] if self._owners[param] == self._group.rank]

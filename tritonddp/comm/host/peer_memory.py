@@ -41,7 +41,7 @@ _ALIGNMENT = 4096
 class PeerMemory:
     """Moves the buckets of one wrapper to memory that the other ranks of this host can read.
 
-    Buckets that are lazy, sparse or quantised, and those of an owner if there are several hosts, go
+    Buckets that are lazy, sparse or quantised, and those with owners if there are several hosts, go
     through the process group.
 
     Args:
@@ -153,7 +153,7 @@ class PeerMemory:
             bucket
             for bucket in current.buckets
             if not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
-            and not (bucket.owner and len(self._peers.hosts) > 1)
+            and not (bucket.owned and len(self._peers.hosts) > 1)
         ]
         starts = [0]
         for bucket in found:
@@ -181,7 +181,7 @@ class PeerMemory:
     def _share_bucket(self, bucket: Bucket, memory: Sequence[Tensor]) -> None:
         """``memory`` of all ranks of this host is that of the bucket from now on."""
         assert self._peers is not None
-        if bucket.is_large or (bucket.owner and not bucket.owner.is_here):
+        if bucket.is_large:
             bucket.leave_payload()
         exchange = MemoryExchange(
             self._progress, self._group, self._peers, memory, bucket, self._counters
