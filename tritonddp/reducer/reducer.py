@@ -764,7 +764,8 @@ class Reducer:
         self.settle_outside_backward(
             "a communication hook cannot be registered during a backward, or inside trace()"
         )
-        self.options.use_comm_hook(state, hook, self.manager.factory.wire.compression)
+        factory = self.manager.factory
+        self.options.use_comm_hook(state, hook, factory.wire.compression, bool(factory.owners))
         self.reductions.stay_with_process_group()
         self.manager.use(CommHook(hook, state, self.group, self.counters))
 

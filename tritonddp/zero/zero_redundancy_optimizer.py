@@ -24,10 +24,15 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
+from tritonddp.zero.means import EarlierMeans
 from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import MASTER, gathered, local_part
 from tritonddp.zero.values import OwnedValues
 
+_NO_JOIN = (
+    "ZeroRedundancyOptimizer inside join(): a rank that has no inputs left would not take part in "
+    "its steps. Use a plain optimizer with join()"
+)
 _WRAP = "wrap the module with tritonddp.DistributedDataParallel before making the optimizer"
 
 
@@ -111,6 +116,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.optim = optimizer_class(groups, **defaults)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
+        self._core.events.install(EarlierMeans(self._owners, self._group.rank))
         self._is_made = True
         self.live.add(self)
         agree_on_overflow(_combine_overflow)
@@ -161,10 +167,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "the optimizer again"
             )
         if self._state.sync.join is not None:
-            raise RuntimeError(
-                f"{core.where()}: ZeroRedundancyOptimizer.step() inside join(): a rank that has no "
-                "inputs left would not take part. Use a plain optimizer with join()"
-            )
+            raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
         core.settle_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
         self._consolidated = None
         self._take_options(self.param_groups, self.optim.param_groups)
@@ -177,6 +180,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.state = self.optim.state
         self._values.send(f"{core.where()}, optimizer step")
         return loss
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Not supported.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{self._core.where()}: {_NO_JOIN}")
 
     # Checkpoints
 
