@@ -113,6 +113,12 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             ValueError: a parameter is of another wrapper, or of none.
+
+        Example::
+
+            params, AdamW = list(model.parameters()), torch.optim.AdamW
+            optimizer = tritonddp.ZeroRedundancyOptimizer(params[:2], AdamW, lr=1e-3)
+            optimizer.add_param_group({"params": params[2:], "lr": 1e-4})
         """
         super().add_param_group(param_group)
         if not self._is_made:
@@ -172,6 +178,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Gather the state of all ranks on rank ``to``, for :meth:`state_dict` there.
 
         All ranks call it. State is moved to the CPU.
+
+        Example::
+
+            params = model.parameters()
+            optimizer = tritonddp.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.consolidate_state_dict(to=0)
+            saved = [optimizer.state_dict() if rank == 0 else None]  # torch.save(), for example
+            dist.broadcast_object_list(saved)
+            optimizer.load_state_dict(saved[0])
         """
         mine = local_part(self.optim, self._all_params())
         self._consolidated = gathered(mine, self._group, to)
