@@ -49,8 +49,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         optimizer_class: class of the optimizer of each rank, for parameters that are stepped
             independently of each other.
         process_group: that of the wrapper, or ``None``.
-        parameters_as_bucket_view, overlap_with_ddp: accepted, without effect: a step needs no
-            further memory, and gradients are reduced during the backward in any case.
+        parameters_as_bucket_view: accepted, without effect: a step needs no further memory.
+        overlap_with_ddp: accepted, without effect: the backward reduces gradients in any case.
         defaults: arguments of ``optimizer_class``.
 
     Attributes:
