@@ -53,7 +53,7 @@ class ReducerOptions:
         """
         if have_owners:
             raise RuntimeError(
-                "ZeroRedundancyOptimizer has gradients reduced to their owners, and a communication "
+                "ZeroRedundancyOptimizer has gradients reduced to their owners, a communication "
                 "hook to all ranks: leave one of them out"
             )
         if compression is not None:

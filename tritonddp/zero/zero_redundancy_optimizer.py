@@ -57,8 +57,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         optimizer_class: class of the optimizer of each rank, for parameters that are stepped
             independently of each other.
         process_group: that of the wrapper, or ``None``.
-        parameters_as_bucket_view, overlap_with_ddp: accepted, without effect: a step needs no
-            further memory, and gradients are reduced during the backward in any case.
+        parameters_as_bucket_view: accepted, without effect: a step needs no further memory.
+        overlap_with_ddp: accepted, without effect: the backward reduces gradients in any case.
         master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
             and give all ranks the rounded values. Gradients have the dtype of their parameters.
         defaults: arguments of ``optimizer_class``.
@@ -127,6 +127,12 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             ValueError: a parameter is of another wrapper, or of none.
+
+        Example::
+
+            params, AdamW = list(model.parameters()), torch.optim.AdamW
+            optimizer = tritonddp.ZeroRedundancyOptimizer(params[:2], AdamW, lr=1e-3)
+            optimizer.add_param_group({"params": params[2:], "lr": 1e-4})
         """
         super().add_param_group(param_group)
         if not self._is_made:
@@ -195,6 +201,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Gather the state of all ranks on rank ``to``, for :meth:`state_dict` there.
 
         All ranks call it. State is moved to the CPU.
+
+        Example::
+
+            params = model.parameters()
+            optimizer = tritonddp.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.consolidate_state_dict(to=0)
+            saved = [optimizer.state_dict() if rank == 0 else None]  # torch.save(), for example
+            dist.broadcast_object_list(saved)
+            optimizer.load_state_dict(saved[0])
         """
         mine = local_part(self.optim.state, self._all_params(), self._masters)
         self._consolidated = gathered(mine, self._group, to)
