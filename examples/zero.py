@@ -1,41 +1,106 @@
-"""ZeroRedundancyOptimizer: each rank keeps the optimizer's state of its share of the parameters.
+"""ZeroRedundancyOptimizer: each rank keeps the optimizer state of its share of the parameters.
 
     torchrun --standalone --nproc-per-node 2 examples/zero.py
 
-It needs no adapter: it steps on the gradients that the wrapper has averaged.
+The digits are learnt with AdamW, with torch's class on stock DDP and with tritonddp's on its own.
+In the middle a checkpoint is saved, and loaded into a new model and a new optimizer, which go on.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from beside_stock import Trained, run
 from tasks import Task
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer as StockZero
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from train import batch_loss, shards
 
 from tritonddp import DistributedDataParallel as TritonDDP
+from tritonddp import ZeroRedundancyOptimizer as TritonZero
 
 
 def train(task: Task, use_tritonddp: bool, steps: int) -> Trained:
-    ddp = (TritonDDP if use_tritonddp else StockDDP)(task.make_model())
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(), optimizer_class=torch.optim.AdamW, lr=task.lr
-    )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = shards(len(task.inputs), task.batch_size, rank, world_size, seed=0)
-    for indices in itertools.islice(batches, steps):
-        optimizer.zero_grad()
-        batch_loss(ddp(task.inputs[indices]), task.targets[indices]).backward()
-        optimizer.step()  # of this rank's share, which it then sends to the others
-    if rank == 0 and use_tritonddp:
-        mine, total = len(optimizer.optim.state), len(list(ddp.parameters()))
-        print(f"rank 0 holds the optimizer's state of {mine} of {total} parameters")
+    ddp, optimizer = make(task, use_tritonddp)
+    first = steps // 2
+    loss = train_steps(task, ddp, optimizer, itertools.islice(batches, first))
+    with tempfile.TemporaryDirectory(prefix="tritonddp-zero-") as folder:
+        path = Path(from_rank_0(folder)) / "checkpoint.pt"  # on a disk that all ranks see
+        save(path, ddp, optimizer)
+        ddp, optimizer = make(task, use_tritonddp)
+        whole = load(path, ddp, optimizer)
+        dist.barrier()  # nobody reads the file any more
+    loss = train_steps(task, ddp, optimizer, itertools.islice(batches, steps - first))
+    of_ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(of_ranks, nbytes(optimizer.optim.state))
+    if rank == 0:
+        each = ", ".join(f"rank {number} {size}" for number, size in enumerate(of_ranks))
+        print(f"{'tritonddp' if use_tritonddp else 'torch'}: loss of the last batch {loss:.4f}")
+        print(f"bytes of optimizer state: {each}; with plain AdamW each rank {whole}")
     return Trained(ddp.module, type(ddp))
+
+
+def make(task: Task, use_tritonddp: bool) -> tuple[Any, Any]:
+    """The wrapped model, and the optimizer of its parameters."""
+    wrapper, zero = (TritonDDP, TritonZero) if use_tritonddp else (StockDDP, StockZero)
+    ddp = wrapper(task.make_model())
+    return ddp, zero(ddp.parameters(), optimizer_class=torch.optim.AdamW, lr=task.lr)
+
+
+def train_steps(task: Task, ddp: Any, optimizer: Any, batches: Any) -> float:
+    """Train on these batches; the loss of the last one on this rank."""
+    loss = torch.tensor(torch.nan)
+    for indices in batches:
+        optimizer.zero_grad()
+        loss = batch_loss(ddp(task.inputs[indices]), task.targets[indices])
+        loss.backward()  # tritonddp: the mean of a gradient goes to the rank that steps it
+        optimizer.step()  # each rank its share, whose new values it sends to the others
+    return loss.item()
+
+
+def save(path: Path, ddp: Any, optimizer: Any) -> None:
+    """Rank 0 writes the model and the state of the whole optimizer. All ranks call it."""
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, path)
+    dist.barrier()
+
+
+def load(path: Path, ddp: Any, optimizer: Any) -> int:
+    """Each rank takes over the state of its share, of as many ranks as have saved or of others.
+
+    Returns:
+        The bytes of the state of the whole optimizer.
+    """
+    checkpoint = torch.load(path, weights_only=True)
+    whole = nbytes(checkpoint["optimizer"]["state"])
+    ddp.module.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return whole
+
+
+def nbytes(state: Mapping[Any, dict[str, Any]]) -> int:
+    """Of all tensors in the state of an optimizer."""
+    values = [value for each in state.values() for value in each.values()]
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def from_rank_0(value: Any) -> Any:
+    """What rank 0 has given, on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
 """A drop-in replacement for torch's DistributedDataParallel that flattens whole buckets at once."""
 
+from typing import TYPE_CHECKING, Any
+
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.diagnostics.trace import trace
 from tritonddp.integrations.replacement import instead_of_stock, replace_stock
 
+if TYPE_CHECKING:
+    from tritonddp.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
 __all__ = [
     "DistributedDataParallel",
+    "ZeroRedundancyOptimizer",
     "__version__",
     "instead_of_stock",
     "replace_stock",
@@ -13,3 +19,16 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``ZeroRedundancyOptimizer`` when it is used: it imports all of torch's optimizers."""
+    if name == "ZeroRedundancyOptimizer":
+        from tritonddp.zero import zero_redundancy_optimizer
+
+        return zero_redundancy_optimizer.ZeroRedundancyOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -86,15 +86,63 @@ def count_unscaling() -> None:
         return
 
     @functools.wraps(unscale)
-    def counted(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, fp16: Any) -> Any:
         try:
-            return unscale(self, optimizer, *args, **kwargs)
+            found = unscale(self, optimizer, inv_scale, found_inf, fp16)
         finally:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]
             torch.autograd.graph.increment_version([g for g in grads if not g.is_inference()])
+        return _combine_overflow(optimizer, found, found_inf)
 
     scaler._unscale_grads_ = counted
+
+
+# See agree_on_overflow.
+_combine_overflow: Callable[[Any, Any, Any], Any] = lambda optimizer, found, default: found  # noqa: E731
+
+
+def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
+    """Have ``combine`` decide whether GradScaler has found a gradient that is not finite.
+
+    ``combine(optimizer, found, default)`` gets by device a tensor that is not zero if so, or
+    nothing where the optimizer has no gradient; ``default`` is such a tensor of zero.
+    """
+    global _combine_overflow
+    _combine_overflow = combine
+    count_unscaling()
+
+
+def combine_total_norms(combine: Callable[[Sequence[Tensor], float], Tensor | None]) -> None:
+    """Have ``combine`` compute norms of several gradients for ``torch.nn.utils.clip_grad_norm_``.
+
+    If it returns ``None``, torch does. ``clip_grad_norm_`` looks the function up in its module, so
+    this also holds where users have imported it by name. Patched once per process.
+    """
+    clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
+    compute = clip_grad._get_total_norm
+    if hasattr(compute, "combine"):
+        compute.combine = combine
+        return
+
+    @functools.wraps(compute)
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with torch.no_grad():
+            total = total_norm.combine(tensors, float(norm_type))  # type: ignore[attr-defined]
+        if total is None:
+            return compute(tensors, norm_type, error_if_nonfinite, foreach)
+        if error_if_nonfinite:
+            compute([total], 2.0, True)  # raises
+        return total
+
+    total_norm.combine = combine  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
 
 
 # What a communication hook may return: ``Work.get_future()`` returns the C++ class.

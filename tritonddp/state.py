@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,7 @@ class DDPState:
     """
 
     wrapped: ClassVar[int] = 0  # number of modules wrapped in this process
+    live: ClassVar[WeakSet[DDPState]] = WeakSet()  # those of all wrappers with a reducer
 
     config: DDPConfig
     device: torch.device
@@ -221,6 +223,7 @@ class DDPState:
         core.finalize_manually(self.finalizes_manually)
         self.logger = Logger(wrapper)
         core.options.log_errors(self.logger)
+        DDPState.live.add(self)
 
     def _peer_memory(self) -> Callable[..., PeerMemory] | None:
         """The transport through shared memory; ``None`` for the process group alone."""

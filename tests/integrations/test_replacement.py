@@ -14,7 +14,9 @@ import launched
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from distributed import assert_same_bits, ranks
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritonddp
@@ -145,6 +147,33 @@ def test_a_context_inside_which_it_is_replaced_for_good_leaves_it_so() -> None:
     with replacement.stock_replaced():
         tritonddp.replace_stock()
     assert names() == [OURS, OURS]
+
+
+def trained_with_zero() -> tuple[nn.Module, list[Tensor]]:
+    """With torch's own classes, by their names; the wrapper, and its parameters at the end."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
+    ddp = torch.nn.parallel.DistributedDataParallel(layers)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        ddp(torch.randn(5, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+    assert 0 < len(optimizer.optim.state) < 6
+    return ddp, list(ddp.parameters())
+
+
+@ranks(2)
+def test_torchs_zero_redundancy_optimizer_stays_torchs_and_finds_all_gradients() -> None:
+    with instead_of_stock():
+        ours, params = trained_with_zero()
+    stock, expected = trained_with_zero()
+    assert (type(ours), type(stock)) == (OURS, STOCK)
+    assert ZeroRedundancyOptimizer.__module__.startswith("torch.")
+    for param, other in zip(params, expected, strict=True):
+        assert_same_bits(param, other)
+        assert_same_bits(param.grad, other.grad)  # there on all ranks
 
 
 def test_somebody_else_may_set_the_name_again() -> None:

@@ -106,6 +106,16 @@ def _clipped(net: Any) -> None:
     net.clip_grad_norm_(0.01)
 
 
+def _with_owners(net: Any) -> None:
+    kinds = torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}
+    net.optimizer = tritonddp.ZeroRedundancyOptimizer(net.parameters(), kinds[0], **kinds[1])
+
+
+def _stepped(net: Any) -> None:
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    net.optimizer.step()
+
+
 _VIEWS = {"gradient_as_bucket_view": True}
 PROGRAMS = {
     "copies": Program(),
@@ -135,6 +145,11 @@ PROGRAMS = {
     ),
     "grad_norm, unused parameters": Program(
         {"grad_norm": True}, leaves_out=True, after=lambda net: net.grad_norm()
+    ),
+    "owners": Program(prepare=_with_owners, after=_stepped),
+    "owners, views": Program(_VIEWS, prepare=_with_owners, after=_stepped),
+    "owners, bf16 wire, unused parameters": Program(
+        {"reduce_dtype": torch.bfloat16}, prepare=_with_owners, leaves_out=True, after=_stepped
     ),
     "sparse": Program(net={"sparse": True}),
     "reduce_gradients": Program(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from types import MappingProxyType
+from typing import Any
 
-import torch
 from torch import Tensor
 
 MIB = 1024 * 1024
@@ -126,6 +127,7 @@ class BucketCaps:
 
 
 UNLIMITED = BucketCaps((sys.maxsize,))
+NO_OWNERS: Mapping[Tensor, int] = MappingProxyType({})
 
 
 def assign_buckets(
@@ -133,18 +135,21 @@ def assign_buckets(
     order: Sequence[int],
     caps: BucketCaps,
     sparse: Collection[Tensor] = (),
+    owners: Mapping[Tensor, int] = NO_OWNERS,
 ) -> list[list[int]]:
     """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
 
-    A bucket holds parameters of one (dtype, device), or one ``sparse`` parameter alone. Buckets are
-    in the order in which they become full, so that no launch waits longer than necessary.
+    A bucket holds parameters of one dtype and device, all with an owner or all without one, or one
+    ``sparse`` parameter alone. Buckets are in the order in which they become full, so that no
+    launch waits longer than necessary.
     """
     sizes = [param.numel() * param.element_size() for param in params]
     buckets = [[index] for index in order if sparse and params[index] in sparse]
-    alike: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index in order:
-        if not (sparse and params[index] in sparse):
-            alike[params[index].dtype, params[index].device].append(index)
+        param = params[index]
+        if not (sparse and param in sparse):
+            alike[param.dtype, param.device, param in owners].append(index)
     for indices in alike.values():
         buckets += caps.cut(indices, sizes)
     position = {index: place for place, index in enumerate(order)}

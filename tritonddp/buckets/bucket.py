@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,23 @@ _packed_of, _views_of = attrgetter("_grads"), attrgetter("flat.views")
 
 class GradientError(RuntimeError):
     """A gradient cannot be put into its bucket."""
+
+
+class Owned(NamedTuple):
+    """Which rank the gradient of each slot of a bucket is reduced to.
+
+    Attributes:
+        slots: of each rank, one range after the other; some may be empty.
+        mine: those of this rank.
+    """
+
+    slots: tuple[range, ...]
+    mine: range
+
+    def elements(self, layout: Layout) -> list[tuple[int, int]]:
+        """Of each rank: first element in the flat buffer, and end."""
+        starts = [*layout.offsets, layout.flags_offset]
+        return [(starts[slots.start], starts[slots.stop]) for slots in self.slots]
 
 
 class Segment:
@@ -77,7 +94,7 @@ class Bucket:
     """Parameters whose gradients are reduced together, copied into the flat buffer and out of it.
 
     Args:
-        index, params, names, first, quantization: see below.
+        index, params, names, first, quantization, owned: see below.
         kernels: for the gradients' device and dtype.
         counters: count launches.
         headers: bytes of the headers of all ranks, which are sent in this bucket.
@@ -103,6 +120,8 @@ class Bucket:
         quantization: how its gradients are quantised; ``None`` if they are not.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
+        owned: each gradient is reduced to one rank: on the others ``.grad`` becomes ``None``. Or
+            ``None``: to all ranks.
         is_lazy: see above.
         is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
             sent in their own dtype and are no views: an exchange may sum them in their memory.
@@ -134,8 +153,10 @@ class Bucket:
         lazy: bool = False,
         first: int = 0,
         quantization: Quantization | None = None,
+        owned: Owned | None = None,
     ) -> None:
         self.index = index
+        self.owned = owned
         self.params = list(params)
         self.names = list(names)
         self.first = first
@@ -151,8 +172,8 @@ class Bucket:
         self._grads: list[Tensor | None] = [None] * len(params)
         self._layout = self._make_layout(headers)
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
-        self._casts = self._wire_dtype not in self._dtypes
-        self.is_large = kernels.are_large(self._layout) and not self._casts and not self.has_views
+        casts = self._wire_dtype not in self._dtypes
+        self.is_large = kernels.are_large(self._layout) and not casts and not self.has_views
         self.flat: Any = None
         self._counts: Tensor | None = None  # reduced used flags of a released buffer
         self._tables: DeviceTables | None = None  # of a released buffer
@@ -226,7 +247,9 @@ class Bucket:
     def sum_squares(self) -> None:
         """From now on kernels write sums of squares of the gradients to :attr:`squares`."""
         # On the CPU a pass over the buffer, which holds all means, is faster than one a gradient.
-        self.squares = Squares(of_unflattened=self._kernels.by_address or self._casts)
+        self.squares = Squares(
+            of_unflattened=self._kernels.by_address or self._wire_dtype not in self._dtypes
+        )
         if self.flat is not None:
             self.flat.squares = self.squares
             if (tables := self._kernels.tables(self.flat)) is not None:
@@ -434,16 +457,20 @@ class Bucket:
         One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
         Only then the host has to read the flags.
         """
+        if self.owned is not None and not self._kernels.by_address:
+            self._drop_others()
         grads, has_missing = self._grads, self.wants_flags
         made: dict[int, Tensor] = {}
-        in_kernel = self._kernels.by_address or self._casts or self.large_sums is not None
+        casts = self._wire_dtype not in self._dtypes
+        in_kernel = self._kernels.by_address or casts or self.large_sums is not None
         if factor is not None and not in_kernel:  # one call is less than one for each gradient
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
             factor = None
         if has_missing:
+            mine = range(len(grads)) if self.owned is None else self.owned.mine
             for slot, flag in enumerate(self._take_flags()):
-                if flag and grads[slot] is None:
+                if flag and grads[slot] is None and slot in mine:
                     if in_kernel:
                         grads[slot] = made[slot] = self._empty_gradient(slot)
                     else:  # on the CPU a copy here costs no more
@@ -458,6 +485,18 @@ class Bucket:
             self.params[slot].grad = grad
         # References here would outlive zero_grad. (Until now: what Ctrl-C cuts short is repeated.)
         self._grads, self.before, self.wants_flags = [None] * len(grads), {}, False
+        if self.owned is not None:
+            self._drop_others()
+
+    def _drop_others(self) -> None:
+        """Drop the gradients that other ranks own.
+
+        (On a GPU they are unflattened before: a table without them would have to be uploaded.)
+        """
+        assert self.owned is not None
+        for slot, param in enumerate(self.params):
+            if slot not in self.owned.mine:
+                param.grad = self._grads[slot] = None
 
     def set_flags(self, flags: Sequence[float]) -> None:
         """The reduced flags, which have been read for several buckets together."""
@@ -594,7 +633,7 @@ class JointUnpack:
     def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
         """For these buckets; ``None`` if some have to be unpacked one by one."""
         is_possible = not any(
-            each.is_lazy or each.is_sparse or each._kernels.joint_unflatten is None
+            each.is_lazy or each.is_sparse or each.owned or each._kernels.joint_unflatten is None
             for each in buckets
         )
         return cls(buckets) if is_possible else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp.buckets.assignment import UNLIMITED, BucketCaps, assign_buckets
+from tritonddp.buckets.assignment import NO_OWNERS, UNLIMITED, BucketCaps, assign_buckets
 from tritonddp.buckets.bucket import Bucket, JointUnpack, Segment
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
@@ -56,7 +56,7 @@ class BucketSet:
         wire_of: Callable[[int], WireFormat | None] = lambda index: None,
         is_temporary: bool = False,
     ) -> None:
-        assignment = assign(named_params, caps, sparse)
+        assignment = assign(named_params, caps, sparse, factory.owners)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
         self.is_on_gpu = any(param.is_cuda for param in self.params)
@@ -103,8 +103,8 @@ class BucketSet:
         """Make gradients views of their buckets, where those want it and nothing is exchanged."""
         for bucket in self.buckets:
             if bucket.has_views:
+                header = bytes(bucket.flat.layout.headers)
                 for segment in bucket.segments:
-                    header = bytes(bucket._layout.headers)
                     bucket.pack(segment, [True] * len(segment.params), 1.0, header)
                 if bucket.wants_flags:  # else it holds nothing
                     bucket.discard()
@@ -114,13 +114,15 @@ class BucketSet:
         named_params: Sequence[tuple[str, Parameter]],
         caps: BucketCaps,
         sparse: Collection[Tensor] = (),
+        owners: Mapping[Tensor, int] = NO_OWNERS,
     ) -> bool:
         """Whether buckets for these parameters would be the same as the current ones."""
-        assignment = assign(named_params, caps, sparse)
+        assignment = assign(named_params, caps, sparse, owners)
         order = [named_params[index][1] for indices in assignment for index in indices]
-        return list(map(id, order)) == list(map(id, self.params)) and list(
-            map(len, assignment)
-        ) == [len(bucket.params) for bucket in self.buckets]
+        cuts = [(len(each), named_params[each[0]][1] in owners) for each in assignment]
+        return list(map(id, order)) == list(map(id, self.params)) and cuts == [
+            (len(bucket.params), bucket.owned is not None) for bucket in self.buckets
+        ]
 
     def let_go(self) -> dict[Parameter, Tensor]:
         """Drop all buckets; returns the gradients that are views of them.
@@ -141,14 +143,24 @@ class BucketSet:
 
 
 def assign(
-    named_params: Sequence[tuple[str, Tensor]], caps: BucketCaps, sparse: Collection[Tensor]
+    named_params: Sequence[tuple[str, Tensor]],
+    caps: BucketCaps,
+    sparse: Collection[Tensor],
+    owners: Mapping[Tensor, int] = NO_OWNERS,
 ) -> list[list[int]]:
-    """The indices of the parameters that share a bucket, in launch order."""
+    """The indices of the parameters that share a bucket, in launch order.
+
+    In a bucket those of one owner are neighbours.
+    """
     params = [param for _, param in named_params]
     is_delayed = [name in caps.delayed for name, _ in named_params]
     first = [index for index, delayed in enumerate(is_delayed) if not delayed]
     last = [index for index, delayed in enumerate(is_delayed) if delayed]
-    return [
-        *assign_buckets(params, first, caps, sparse),
-        *assign_buckets(params, last, UNLIMITED, sparse),
+    assignment = [
+        *assign_buckets(params, first, caps, sparse, owners),
+        *assign_buckets(params, last, UNLIMITED, sparse, owners),
     ]
+    if owners:
+        for indices in assignment:
+            indices.sort(key=lambda index: owners.get(params[index], 0))
+    return assignment

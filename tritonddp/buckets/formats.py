@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp._torch import MixedPrecision, backend_name, registered_memory
-from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.memory.in_place_bucket import InPlaceBucket, may_be_in_place
 from tritonddp.buckets.memory.view_bucket import ViewBucket
@@ -144,6 +144,8 @@ class BucketFactory:
     header_nbytes: int = BYTES  # bytes of the header of a rank, in the first bucket
     is_registered: bool = False  # dense gradients: in memory that the backend has registered
     is_in_place: bool = False  # large gradients are reduced where they lie, where that is possible
+    # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
+    owners: Mapping[Tensor, int] = field(default_factory=dict)
     # Residuals (quantisation errors) of buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
@@ -151,11 +153,15 @@ class BucketFactory:
         """A factory of buckets for one reduction by ``transport``, without quantisation."""
         wire = replace(self.wire, compression=None)
         factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
-        return replace(factory, is_registered=False, is_in_place=False)
+        return replace(factory, is_registered=False, is_in_place=False, owners={})
 
     def use(self, transport: Transport) -> None:
         """Buckets that are made from now on go by ``transport``."""
         self.transport = transport
+
+    def own(self, owners: Mapping[Tensor, int]) -> None:
+        """Buckets that are made from now on are reduced to these ranks."""
+        self.owners = owners
 
     def keep(self, residuals: dict[Tensor, Left]) -> None:
         """Give the buckets that are made next these residuals, of buckets that they replace."""
@@ -210,6 +216,7 @@ class BucketFactory:
             self.lazy,
             first,
             quantization,
+            self._owned(params),
         )
         if quantization is not None:
             for param in bucket.params:
@@ -225,8 +232,20 @@ class BucketFactory:
             and is_plain
             and params[0].is_cuda
             and self.transport.averages_in_place
+            and params[0] not in self.owners
             and may_be_in_place(params, self.group.size)
         )
+
+    def _owned(self, params: Sequence[Parameter]) -> Owned | None:
+        """What each rank owns of these parameters; ``None`` if they have no owners."""
+        if params[0] not in self.owners:
+            return None
+        ranks = [self.owners[param] for param in params]
+        ranges, first = [], 0
+        for rank in range(self.group.size):
+            ranges.append(range(first, first + ranks.count(rank)))
+            first = ranges[-1].stop
+        return Owned(tuple(ranges), ranges[self.group.rank])
 
     def _registered_buffer(
         self, make: Callable[..., FlatBuffer], layout: Layout, dtype: torch.dtype, device: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -133,6 +133,17 @@ class BucketManager:
         else:
             self.current.use(transport)
 
+    def own(self, owners: Mapping[Tensor, int]) -> None:
+        """From now on reduce the gradients of these parameters to one rank each, their owner.
+
+        If the order is not known yet, from the second reduction on: the first one brings new
+        buckets anyway. All ranks call this alike, between backwards.
+        """
+        self.factory.own(owners)
+        if not self.is_provisional:
+            current = self.current
+            self._replace(list(zip(current.names, current.params, strict=True)))
+
     def _build(
         self,
         named_params: Sequence[tuple[str, Parameter]],
@@ -234,10 +245,11 @@ class BucketManager:
             return False
         sparse, is_rewired = self._parameters.sparse, False
         if self.planner is not None:
-            assignment = assign(named, self._caps, sparse)
+            assignment = assign(named, self._caps, sparse, self.factory.owners)
             planned = [[named[number] for number in bucket] for bucket in assignment]
             is_rewired = self.planner.choose(planned, sparse)
-        if not is_rewired and self.current.fits(named, self._caps, sparse):
+        owners = self.factory.owners
+        if not is_rewired and self.current.fits(named, self._caps, sparse, owners):
             return False
         self._rebuild(named)
         return True

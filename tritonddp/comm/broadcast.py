@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._torch import foreach_copy_
-from tritonddp.coordination.collectives import all_reduce, broadcast
+from tritonddp.coordination.collectives import Work, all_reduce, broadcast
 from tritonddp.coordination.group import Group
 
 # Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
@@ -211,15 +211,24 @@ def broadcast_coalesced(
     is_source = group.rank() == group_src
     with torch.no_grad():
         for each in (messages or Messages()).of(tensors, max_bytes):
-            if is_source:
-                each.fill()
-            message = each.flat
-            broadcast(message, group, group_src).wait()
-            if is_source:
-                continue
-            if len(each.pieces) > 1:
-                foreach_copy_(each.pieces, message.split(each.sizes))
-            each.copy_back()
+            receive(each, send(each, group, group_src), is_source)
+
+
+def send(message: Message, group: dist.ProcessGroup, group_src: int) -> Work:
+    """Begin to send a message from rank ``group_src`` to all."""
+    if group.rank() == group_src:
+        message.fill()
+    return broadcast(message.flat, group, group_src)
+
+
+def receive(message: Message, work: Work, is_source: bool) -> None:
+    """Wait for the message, and write it to its tensors, except on the rank that has sent it."""
+    work.wait()
+    if is_source:
+        return
+    if len(message.pieces) > 1:
+        foreach_copy_(message.pieces, message.flat.split(message.sizes))
+    message.copy_back()
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:

@@ -13,6 +13,7 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.comm.all_reduce import AllReduce, DirectSum
 from tritonddp.comm.quantized import QuantizedAllReduce, SecondStep
+from tritonddp.comm.reduce_to_owners import ReduceToOwners
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
@@ -81,6 +82,8 @@ class ProcessGroupTransport:
             if self._second_step is None:
                 self._second_step = SecondStep(self._group)
             return QuantizedAllReduce(self._group, self._counters, self._second_step)
+        if bucket.owned is not None:
+            return ReduceToOwners(self._group, self._counters)
         if nbytes <= self._most_direct and bucket.params[0].is_cpu:
             return DirectSum(self._group, self._counters)
         return self._all_reduce

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import AllgatherOptions, all_gather_single
+from tritonddp._torch import ALL_TO_ALL_SINGLE, AllgatherOptions, all_gather_single
 
 # torch's own classes read this as "the timeout of the group".
 _NO_TIMEOUT = timedelta(0)
@@ -42,6 +42,25 @@ def all_reduce(
     return _known(group.allreduce([tensor], options), tensor)
 
 
+def all_to_all(
+    received: Tensor, tensor: Tensor, sizes: list[int], group: dist.ProcessGroup
+) -> Work:
+    """Begin to send ``sizes[r]`` elements of ``tensor``, 1-D, to each rank ``r``.
+
+    ``received`` gets a row from each rank; all rows have one length.
+    """
+    rows = [received.shape[1]] * len(received)
+    exchange = getattr(group, ALL_TO_ALL_SINGLE)
+    return _known(exchange(received.view(-1), tensor, rows, sizes, dist.AllToAllOptions()))
+
+
+def reduce_scatter(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> Work:
+    """Begin to sum ``parts[r]`` over all ranks into ``output`` of rank ``r``: its own part."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+    return _known(group.reduce_scatter([output], [parts], options), output)
+
+
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> Work:
     """Begin to overwrite ``tensor``, which is not complex, with that of rank ``group_src``."""
     options = dist.BroadcastOptions()
@@ -54,6 +73,11 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     _known(group.allgather([gathered], [tensor], AllgatherOptions())).wait()
     return gathered
+
+
+def begin_all_gather(rows: list[Tensor], tensor: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to gather every rank's ``tensor`` in ``rows``, one a rank."""
+    return _known(group.allgather([rows], [tensor], AllgatherOptions()))
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Work:

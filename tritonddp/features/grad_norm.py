@@ -307,7 +307,8 @@ class GradientNorms:
         """See :meth:`tritonddp.DistributedDataParallel.grad_norm`."""
         self._check_complete("grad_norm()")
         if not per_parameter:
-            return _Measured(module, self._last).total
+            return self._total(module, _Measured(module, self._last))
+        self._refuse_owners()
         named = [each for each in module.named_parameters() if each[1].grad is not None]
         grads: list[Any] = [param.grad for _, param in named]
         return {name: each for (name, _), each in zip(named, norms_of(grads), strict=True)}
@@ -317,7 +318,7 @@ class GradientNorms:
         """See :meth:`tritonddp.DistributedDataParallel.clip_grad_norm_`."""
         self._check_complete("clip_grad_norm_()")
         measured = _Measured(module, self._last)
-        total = measured.total
+        total = self._total(module, measured)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"{self._core.where()}: the total norm of order 2 for gradients is non-finite, so "
@@ -331,8 +332,33 @@ class GradientNorms:
             measured.scale(factor)
         return total
 
+    def _total(self, module: nn.Module, measured: _Measured) -> Tensor:
+        """The norm of all gradients, of those too that other ranks own."""
+        core, owners = self._core, self._core.manager.factory.owners
+        if not owners:
+            return measured.total
+        with_grad = [param for param in module.parameters() if param.grad is not None]
+        total, rank = measured.total, core.group.rank
+        # A gradient without an owner is there on all ranks, and counts on one. Before the first
+        # reduction has brought buckets with owners, all are.
+        mine: list[Any] = [p.grad for p in with_grad if owners.get(p, 0) == rank]
+        if len(mine) < len(with_grad):
+            total = torch.stack(norms_of(mine)).norm() if mine else torch.zeros(())
+        squares = total.to(core.manager.current.params[0].device, torch.float64).square()
+        core.group.all_reduce(squares, core.where(), "sum of the squares of all owners' gradients")
+        return squares.sqrt().to(measured.total.dtype)
+
+    def _refuse_owners(self) -> None:
+        if self._core.manager.factory.owners:
+            raise RuntimeError(
+                f"{self._core.where()}: grad_norm(per_parameter=True) and grad_noise_scale() with "
+                "ZeroRedundancyOptimizer: each rank has the gradients that it owns alone. "
+                "grad_norm() gives the norm of all"
+            )
+
     def noise_scale(self) -> float:
         """See :meth:`tritonddp.DistributedDataParallel.grad_noise_scale`."""
+        self._refuse_owners()
         if self._last is None:
             raise RuntimeError(
                 f"rank {self._core.group.rank}: grad_noise_scale() needs grad_norm=True when the "

@@ -43,12 +43,19 @@ class ReducerOptions:
 
     # Communication hooks
 
-    def use_comm_hook(self, state: Any, hook: Hook, compression: str | None) -> None:
+    def use_comm_hook(
+        self, state: Any, hook: Hook, compression: str | None, have_owners: bool
+    ) -> None:
         """A communication hook is registered.
 
         Raises:
-            RuntimeError: there is one already; or gradients are compressed.
+            RuntimeError: there is one already; or gradients are compressed, or have owners.
         """
+        if have_owners:
+            raise RuntimeError(
+                "ZeroRedundancyOptimizer has gradients reduced to their owners, a communication "
+                "hook to all ranks: leave one of them out"
+            )
         if compression is not None:
             raise RuntimeError(
                 f"compression={compression!r} and a communication hook both decide "

@@ -717,7 +717,8 @@ class Reducer:
         if self.is_detached or self.counters.reductions == self.statistics.own_gradients_at:
             return set()
         pairs = zip(self.manager.current.params, self.unreduced.used, strict=True)
-        return {param for param, is_accumulated in pairs if not is_accumulated}
+        owners = self.manager.factory.owners
+        return {param for param, accumulated in pairs if not accumulated and param not in owners}
 
     def load_comm_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from this state; see :func:`checkpoint.load_comm_state`."""
@@ -764,7 +765,8 @@ class Reducer:
         self.settle_outside_backward(
             "a communication hook cannot be registered during a backward, or inside trace()"
         )
-        self.options.use_comm_hook(state, hook, self.manager.factory.wire.compression)
+        factory = self.manager.factory
+        self.options.use_comm_hook(state, hook, factory.wire.compression, bool(factory.owners))
         self.reductions.stay_with_process_group()
         self.manager.use(CommHook(hook, state, self.group, self.counters))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -170,6 +170,12 @@ class Reductions:
         """See :meth:`BucketManager.temporary`."""
         self.announce_buckets()
         return self.manager.temporary(named_params, views, sparse)
+
+    def own(self, owners: Mapping[Tensor, int]) -> None:
+        """See :meth:`BucketManager.own`."""
+        self.manager.own(owners)
+        if not self.manager.is_provisional:
+            self.move_buckets()
 
     def stay_with_process_group(self) -> None:
         """Do not move buckets to memory of the host any more."""

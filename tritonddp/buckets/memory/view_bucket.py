@@ -65,6 +65,8 @@ class ViewBucket(Bucket):
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
         self.before = {}
+        if self.owned is not None:
+            self._drop_others()
 
     def discard(self) -> None:
         """See :meth:`Bucket.discard`."""

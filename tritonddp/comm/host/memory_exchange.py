@@ -12,7 +12,8 @@ With few ranks, or little data, each rank adds up whole buckets (*one shot*). Ot
 cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
 the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
 twice. With several hosts of several ranks each, the ranks with the same share exchange it between
-the two shots: see ``cross_host.py``.
+the two shots: see ``cross_host.py``. Of a bucket whose gradients have owners, each rank adds up the
+gradients that it owns, and the trailer, in one shot.
 """
 
 from __future__ import annotations
@@ -185,11 +186,13 @@ class MemoryExchange(WaitPoint):
         self.taken = self.started = self.summed = 0
         self.content = progress.wrapper, bucket.index, bucket.nbytes
         is_large = bucket.nbytes >= _BYTES_OF_SHARES
-        is_shared = is_large and len(memory) >= _RANKS_OF_SHARES
+        is_shared = is_large and len(memory) >= _RANKS_OF_SHARES and bucket.owned is None
         self.has_shares = is_shared or len(peers.hosts) > 1
         if self.has_shares:
             self._sums.add(self, peers)
-        self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large, self.has_shares)
+        owned = None if bucket.owned is None else bucket.owned.elements(bucket.flat.layout)
+        mine = None if owned is None else owned[group.rank]
+        self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large, self.has_shares, mine)
         if not self.buffers.into_grads:
             self.after_unpack = None  # type: ignore[method-assign,assignment]
         self._future: torch.futures.Future[None] | None = None

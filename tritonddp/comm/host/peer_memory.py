@@ -41,7 +41,8 @@ _ALIGNMENT = 4096
 class PeerMemory:
     """Moves the buckets of one wrapper to memory that the other ranks of this host can read.
 
-    Buckets that are lazy, sparse or quantised go through the process group.
+    Buckets that are lazy, sparse or quantised, and those with owners if there are several hosts, go
+    through the process group.
 
     Args:
         group: all ranks.
@@ -152,6 +153,7 @@ class PeerMemory:
             bucket
             for bucket in current.buckets
             if not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
+            and not (bucket.owned and len(self._peers.hosts) > 1)
         ]
         starts = [0]
         for bucket in found:

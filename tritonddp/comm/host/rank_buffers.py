@@ -32,17 +32,24 @@ class RankBuffers:
         flat: the bucket's buffer.
         memory: of each rank, uint8 ``(nbytes,)``.
         into_grads, has_shares: see below, and above.
+        mine: first element and end of the gradients that this rank owns: only their sum is needed,
+            and that of the trailer. ``None``: all of it.
 
     Attributes:
         packed: the buffers, 1-D, of the dtype that is sent.
         has_shares: see above.
         into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
-        result: the part of the bucket's buffer that :meth:`sum` writes.
+        result: the part of the bucket's buffer that :meth:`sum` writes to.
         pair: of two ranks, the two parts whose sum that is; else ``None``.
     """
 
     def __init__(
-        self, flat: FlatBuffer, memory: Sequence[Tensor], into_grads: bool, has_shares: bool
+        self,
+        flat: FlatBuffer,
+        memory: Sequence[Tensor],
+        into_grads: bool,
+        has_shares: bool,
+        mine: tuple[int, int] | None = None,
     ) -> None:
         layout = flat.layout
         self.packed = [each.view(flat.data.dtype) for each in memory]
@@ -52,7 +59,15 @@ class RankBuffers:
         first = layout.flags_offset if self.into_grads else 0
         self.result = flat.data[first:]
         self._parts = self._parts_of(first, len(flat.data))
-        whole = len(self._parts) == 1 and self._parts[0][2]
+        if mine is not None and not self.into_grads:
+            start, end = layout.flags_offset, len(flat.data)
+            self._parts = [
+                (at + a, at + b, terms)
+                for at, cut in ((mine[0], mine), (start, (start, end)))
+                for a, b, terms in self._parts_of(*cut)
+            ]
+        is_whole = len(self._parts) == 1 and self._parts[0][:2] == (0, len(self.result))
+        whole = is_whole and self._parts[0][2]
         self.pair = whole if whole and len(whole) == 2 else None
         # For each gradient: tensors of its shape, whose sum it is; or the parts it is made of.
         self._terms: list[Sequence[Tensor]] = []

@@ -1,4 +1,7 @@
-"""Module buffers of one rank, the *source*, get to the others through memory of this host."""
+"""Module buffers, or new values of parameters, of one rank, the *source*, get to the others.
+
+Through memory of this host.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ class Part(NamedTuple):
         nbytes: bytes of the tensors.
         named: the tensors with their names, for errors.
         where: rank and step, for errors.
+        kind: what the tensors are, for errors.
     """
 
     messages: list[Message]
@@ -55,10 +59,11 @@ class Part(NamedTuple):
     nbytes: int
     named: Sequence[tuple[str, Tensor]]
     where: str
+    kind: str = "buffers"
 
     def __str__(self) -> str:
         names = listed([name for name, _ in self.named])
-        return f"{len(self.named)} buffers ({names}), {self.nbytes} bytes"
+        return f"{len(self.named)} {self.kind} ({names}), {self.nbytes} bytes"
 
 
 class _Point(WaitPoint):
@@ -78,7 +83,8 @@ class _Point(WaitPoint):
         if late.counts[PACKED, ANY] > HostSums.of(self.peers).launched:
             raise PeerError(
                 f"rank {late.rank} reduces gradients already and has made no such broadcast: make "
-                "the same forwards of the same wrapped modules on all ranks"
+                "the same forwards of the same wrapped modules, and the same optimizer steps, on "
+                "all ranks"
             )
 
 

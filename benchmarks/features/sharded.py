@@ -1,0 +1,170 @@
+"""A sharded optimizer beside a replicated one, and beside torch's with stock DDP: time and memory.
+
+    python benchmarks/features/sharded.py [--over host | line] [--rate BITS]
+        [--only OPTIMIZER] [--rounds N] [--out FILE]
+
+An MLP of 25 million parameters on two ranks over gloo, with AdamW and with Muon. *replicated*: this
+package's wrapper, each rank steps all parameters. *sharded*: its ZeroRedundancyOptimizer. *torch*:
+torch's of that name, with stock DDP. All are timed in turns, in the same processes: the backward
+with the forward before it, and the step with its exchange.
+
+The ranks are on this ``host``, or on two hosts (namespaces.py) with a ``line`` of ``--rate`` bit/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+
+from benchmarks.base import command, machine, processes
+from benchmarks.base.command import Output
+from benchmarks.base.deadline import interleaved
+from benchmarks.base.ranks import process_group
+from benchmarks.network.namespaces import network, rank_environment
+from benchmarks.report.table import Table, ms, text
+from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
+
+LAYERS, WIDTH, BATCH = 6, 2041, 16  # 25 million parameters, all of them matrices
+LIMIT = 900.0  # seconds, of the ranks
+OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {"AdamW": (torch.optim.AdamW, {"lr": 1e-3})}
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["Muon"] = torch.optim.Muon, {"lr": 1e-3}
+# Of which two ways, and of which seconds.
+RATIOS = {
+    "step, sharded / replicated": ("sharded", "replicated", "step"),
+    "whole, sharded / replicated": ("sharded", "replicated", "whole"),
+    "whole, sharded / torch": ("sharded", "torch", "whole"),
+}
+
+
+class Training:
+    """Steps of a wrapped net."""
+
+    def __init__(self, wrap: Any, optimize: Any) -> None:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(LAYERS):
+            layers += [nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()]
+        self.model = wrap(nn.Sequential(*layers))
+        self.optimizer = optimize(self.model.parameters())
+        self.inputs = torch.randn(BATCH, WIDTH)
+
+    def seconds(self) -> dict[str, float]:
+        """Of one step, on this rank, until all ranks are through each of its parts."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self.model(self.inputs).square().mean().backward()
+        dist.barrier()
+        between = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.barrier()
+        end = time.perf_counter()
+        return {"step": end - between, "whole": end - begin}
+
+    def state_nbytes(self) -> int:
+        """Of the optimizer state of this rank."""
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        values = (value for state in optimizer.state.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def of_ranks(options: argparse.Namespace) -> None:
+    """What each of the two ranks does."""
+    result: dict[str, Any] = {}
+    with process_group("gloo") as ranks:
+        for name, (kind, defaults) in OPTIMIZERS.items():
+            if options.only not in (None, name):
+                continue
+            plain = partial(kind, **defaults)
+            ours = partial(ZeroRedundancyOptimizer, optimizer_class=kind, **defaults)
+            theirs = partial(TorchZero, optimizer_class=kind, **defaults)
+            ways = {
+                "replicated": Training(DistributedDataParallel, plain),
+                "sharded": Training(DistributedDataParallel, ours),
+                "torch": Training(Stock, theirs),
+            }
+            timed = {way: each.seconds for way, each in ways.items()}
+            # Discarded: in the first ones buckets are made anew, and ranks connect.
+            rounds = interleaved(timed, range(-5, options.rounds))
+            times = {
+                part: {way: [each[part] for each in found] for way, found in rounds.items()}
+                for part in ("step", "whole")
+            }
+            found = {
+                ratio: vars(paired_ratio(times[part][a], times[part][b]))
+                for ratio, (a, b, part) in RATIOS.items()
+            }
+            nbytes = {way: each.state_nbytes() for way, each in ways.items()}
+            result[name] = {"seconds": times, "ratios": found, "state_nbytes": nbytes}
+        if ranks.rank == 0:
+            machine.write_json(options.out, result)
+
+
+def on_two_hosts(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """What the ranks have found, behind lines of a rate."""
+    with tempfile.TemporaryDirectory() as folder, network(2, rate=options.rate) as hosts:
+        out = Path(folder) / "result.json"
+        line = [sys.executable, __file__, *arguments, "--out", str(out)]
+        ranks = [
+            host.start(line, env=os.environ | rank_environment(hosts, rank))
+            for rank, host in enumerate(hosts)
+        ]
+        end = time.monotonic() + LIMIT
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.2)
+        if set(codes := [rank.poll() for rank in ranks]) != {0}:
+            raise SystemExit(f"the ranks ended with {codes}")
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    parser = command.parser(__doc__, rounds=20)
+    parser.add_argument("--over", choices=["host", "line"], default="host")
+    parser.add_argument("--rate", type=float, default=1e9, help="of the line, bit/s (default 1e9)")
+    parser.add_argument("--only", choices=list(OPTIMIZERS), help="the other one is left out")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        of_ranks(options)
+        return
+    is_one = options.over == "host"
+    where = "one host" if is_one else f"2 hosts, {options.rate:g} bit/s"
+    output = Output("sharded", options.out, over=where)
+    arguments = ["--rounds", str(options.rounds)]
+    arguments += ["--only", options.only] if options.only else []
+    run = partial(processes.run_ranks, 2, *arguments, limit=LIMIT)
+    optimizers = run() if is_one else on_two_hosts(options, arguments)
+    output.write({"optimizers": optimizers})
+    for name, each in optimizers.items():
+        rows = [
+            (
+                way,
+                *(ms(Spread.of(each["seconds"][part][way]).median) for part in ("step", "whole")),
+                f"{each['state_nbytes'][way] / 1e6:.1f}",
+            )
+            for way in each["state_nbytes"]
+        ]
+        title = f"{name}, 2 ranks, {where}"
+        output.say(*text([Table((title, "step, ms", "whole, ms", "state of rank 0, MB"), rows)]))
+        output.say("; ".join(f"{ratio}: {Ratio(**one)}" for ratio, one in each["ratios"].items()))
+    output.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The new values of parameters get from their owners to all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tritonddp._torch import foreach_copy_
+from tritonddp.comm.broadcast import Message, Messages, receive, send
+from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast
+from tritonddp.coordination import collectives
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.failures import listed
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.host.peers import Peers
+
+_MAX_BYTES = 250 * 1024 * 1024  # of one message
+# Bytes of a rank in an all-gather. On the CPU smaller ones take more time at 1 Gbit/s, and so do
+# larger ones, whose directions do not overlap.
+_PIECE = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
+
+_Named = Sequence[tuple[str, Tensor]]
+
+
+class OwnedValues:
+    """Gives all ranks the values of parameters that their owners have.
+
+    On one host, once its ranks are connected, values go through memory that they share: it takes
+    the memory of the parameters once for the host.
+
+    Args:
+        group: all ranks.
+        of_ranks: for each rank, the parameters that it owns, with their names.
+        uses_memory: they may go through memory.
+        counters: count the bytes.
+    """
+
+    def __init__(
+        self, group: Group, of_ranks: Sequence[_Named], uses_memory: bool, counters: Counters
+    ) -> None:
+        self._group, self._uses_memory, self._counters = group, uses_memory, counters
+        self._of_ranks = [list(named) for named in of_ranks]
+        self._device = next(param.device for named in of_ranks for _, param in named)
+        self._caches = [Messages() for _ in of_ranks]
+        self._layouts = [_layout_of(named) for named in of_ranks]
+        self._nbytes = [sum(param.nbytes for _, param in named) for named in of_ranks]
+        self._shared: list[SharedBroadcast] = []
+        self._number = 0
+
+    @torch.no_grad()
+    def send(self, where: str) -> None:
+        """Overwrite all parameters with those of their owners. All ranks call this.
+
+        Raises:
+            RuntimeError: a rank is missing; the message names it.
+        """
+        self._number += 1
+        messages = [
+            cache.of([param.detach() for _, param in named], _MAX_BYTES)
+            for cache, named in zip(self._caches, self._of_ranks, strict=True)
+        ]
+        if self._connect():
+            for rank, shared in enumerate(self._shared):
+                if self._of_ranks[rank]:
+                    part = self._part(rank, messages[rank], where)
+                    by_group = partial(self._broadcast, rank, messages[rank], where)
+                    shared.send(part, self._number, rank, by_group)
+        else:
+            self._gather(messages, where)
+        others = [
+            param
+            for rank, named in enumerate(self._of_ranks)
+            for _, param in named
+            if rank != self._group.rank
+        ]
+        torch.autograd.graph.increment_version(others)
+
+    def _connect(self) -> bool:
+        """Whether values go through memory: on all ranks alike."""
+        peers = self._group.peers
+        is_new = self._uses_memory and not self._shared
+        if is_new and isinstance(peers, Peers) and len(peers.hosts) == 1:
+            ranks = range(self._group.size)
+            self._shared = [
+                SharedBroadcast(self._group, peers, peers.next_wrapper()) for _ in ranks
+            ]
+        return bool(self._shared)
+
+    def _part(self, rank: int, messages: list[Message], where: str) -> Part:
+        named = self._of_ranks[rank]
+        return Part(messages, self._layouts[rank], self._nbytes[rank], named, where, "parameters")
+
+    def _broadcast(self, rank: int, messages: list[Message], where: str) -> None:
+        """Send the values of one rank through the process group."""
+        group = self._group
+        with group.guard(where, self._what(rank)):
+            for each in messages:
+                self._counters.collective(sum(each.sizes), group.size)
+                receive(each, send(each, group.process_group, rank), rank == group.rank)
+
+    def _gather(self, messages: list[list[Message]], where: str) -> None:
+        """Send the values of all ranks through the process group, cut into pieces.
+
+        So all ranks send at the same time. (Of two large broadcasts in opposite directions gloo
+        makes one after the other.) Where fewer than half of them have a piece, each of these is
+        broadcast; else the others pad theirs.
+        """
+        group, rank = self._group, self._group.rank
+        most = max(self._nbytes)
+        size = _PIECE[self._device.type]
+        received = torch.empty(group.size, most, dtype=torch.uint8, device=self._device)
+        mine = received[rank, : self._nbytes[rank]]
+        if len(mine):
+            torch.cat([piece for each in messages[rank] for piece in each.pieces], out=mine)
+        with group.guard(where, self._what(rank)):
+            works = []
+            for start in range(0, most, size):
+                rows = list(received[:, start : start + size].unbind())
+                there = [number for number, size in enumerate(self._nbytes) if size > start]
+                if 2 * len(there) > group.size:
+                    self._counters.collective(sum(map(len, rows)), group.size)
+                    work = collectives.begin_all_gather(rows, rows[rank], group.process_group)
+                    works.append(work)
+                    continue
+                for number in there:
+                    self._counters.collective(len(rows[number]), group.size)
+                    works.append(collectives.broadcast(rows[number], group.process_group, number))
+            for work in works:
+                work.wait()
+        for number, some in enumerate(messages):
+            if number != rank and some:
+                pieces = [piece for each in some for piece in each.pieces]
+                row = received[number, : self._nbytes[number]]
+                foreach_copy_(pieces, row.split(list(map(len, pieces))))
+                for each in some:
+                    each.copy_back()
+
+    def _what(self, rank: int) -> str:
+        names = listed([name for name, _ in self._of_ranks[rank]])
+        return f"exchange of new values of parameters (of this rank: {names})"
+
+
+def _layout_of(named: _Named) -> int:
+    """A hash of names, shapes and dtypes, see :class:`Part`."""
+    kinds = [(name, param.shape, param.dtype) for name, param in named]
+    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:4], "little") or 1

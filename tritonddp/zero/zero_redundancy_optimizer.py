@@ -1,0 +1,425 @@
+"""The optimizer class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer as Stock
+from torch.optim import Optimizer
+
+from tritonddp._torch import (
+    agree_on_overflow,
+    combine_total_norms,
+    foreach_norm,
+    optimizers_in_backward,
+)
+from tritonddp.config import PROCESS_GROUP
+from tritonddp.coordination import collectives
+from tritonddp.coordination.failures import listed
+from tritonddp.state import DDPState
+from tritonddp.zero.masters import MasterWeights
+from tritonddp.zero.means import EarlierMeans
+from tritonddp.zero.partition import add_owners
+from tritonddp.zero.state_dict import MASTER, gathered, local_part
+from tritonddp.zero.values import OwnedValues
+
+_NO_JOIN = (
+    "ZeroRedundancyOptimizer inside join(): a rank that has no inputs left would not take part in "
+    "its steps. Use a plain optimizer with join()"
+)
+_WRAP = "wrap the module with tritonddp.DistributedDataParallel before making the optimizer"
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """Steps each parameter on one rank alone, its *owner*: optimizer state takes ``1/W`` a rank.
+
+    A drop-in for :class:`torch.distributed.optim.ZeroRedundancyOptimizer`, for the parameters of a
+    module wrapped by :class:`tritonddp.DistributedDataParallel`, which reduces each gradient to its
+    owner instead of to all ranks. So a step sends as many bytes as without it: half of an
+    all-reduce for gradients, and as much for the new values of parameters. (ZeRO, Rajbhandari et
+    al., 2019, arXiv 1910.02054, stages 1 and 2, with whole tensors.)
+
+    Each parameter lies whole on its owner, so that optimizers that look at matrices work. On other
+    ranks ``.grad`` is ``None`` after a reduced backward. ``torch.nn.utils.clip_grad_norm_`` and
+    ``model.clip_grad_norm_()`` give the norm over all owners, ``torch.amp.GradScaler`` skips a step
+    on all ranks or on none.
+
+    Make it on all ranks alike, after the module is wrapped. All ranks have to make the same calls.
+
+    Args:
+        params: parameters or parameter groups, as for any optimizer: all of one wrapper.
+        optimizer_class: class of the optimizer of each rank, for parameters that are stepped
+            independently of each other.
+        process_group: that of the wrapper, or ``None``.
+        parameters_as_bucket_view: accepted, without effect: a step needs no further memory.
+        overlap_with_ddp: accepted, without effect: the backward reduces gradients in any case.
+        master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
+            and give all ranks the rounded values. Gradients have the dtype of their parameters.
+        defaults: arguments of ``optimizer_class``.
+
+    Attributes:
+        optim: the optimizer of this rank, with the parameters that it owns.
+
+    Raises:
+        TypeError: ``params`` are no parameters, or ``optimizer_class`` is no optimizer class.
+        ValueError: parameters are of no wrapper, or of several; the wrapper cannot have owners, as
+            with ``compression``, sparse gradients, a communication hook or ``mixed_precision``; it
+            has another such optimizer; ``process_group`` is not its group.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module)
+        params = model.parameters()
+        optimizer = tritonddp.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
+        loss_function(model(inputs), targets).backward()
+        optimizer.step()
+    """
+
+    live: ClassVar[WeakSet[ZeroRedundancyOptimizer]] = WeakSet()  # all of this process
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        master_weights: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise TypeError(f"optimizer_class should be an optimizer class, got {optimizer_class}")
+        if issubclass(optimizer_class, torch.optim.LBFGS):
+            raise ValueError(
+                "torch.optim.LBFGS looks at all parameters together, and would see only those of "
+                "one rank: use it without ZeroRedundancyOptimizer"
+            )
+        self._is_made = False
+        super().__init__(params, defaults)
+        self._state = state = _state_of(self._all_params())
+        self._core, self._group = state.core, state.core.group
+        if process_group is not None and process_group is not self._group.process_group:
+            raise ValueError("process_group is not that of the wrapper: leave it out")
+        _check(state, self._named())
+        self._owners: dict[Tensor, int] = {}
+        self._masters = MasterWeights() if master_weights else None
+        self._consolidated: dict[int, Any] | None = None
+        self._assign()
+        groups = [self._local_group(group) for group in self.param_groups]
+        self.optim = optimizer_class(groups, **defaults)
+        self._take_options(self.optim.param_groups, self.param_groups)
+        self.state = self.optim.state
+        self._core.events.install(EarlierMeans(self._owners, self._group.rank))
+        self._is_made = True
+        self.live.add(self)
+        agree_on_overflow(_combine_overflow)
+        combine_total_norms(_total_norm)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any optimizer; parameters are those of the same wrapper. All ranks call it.
+
+        Raises:
+            ValueError: a parameter is of another wrapper, or of none.
+
+        Example::
+
+            params, AdamW = list(model.parameters()), torch.optim.AdamW
+            optimizer = tritonddp.ZeroRedundancyOptimizer(params[:2], AdamW, lr=1e-3)
+            optimizer.add_param_group({"params": params[2:], "lr": 1e-4})
+        """
+        super().add_param_group(param_group)
+        if not self._is_made:
+            return
+        group = self.param_groups[-1]
+        try:
+            _check_held(self._state, group["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._assign()
+        self.optim.add_param_group(self._local_group(group))
+        self._take_options(self.optim.param_groups, self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the parameters that this rank owns, and give all ranks the new values.
+
+        Args:
+            closure: evaluates the model again and returns the loss. It is called once.
+            kwargs: for ``step()`` of the optimizer of this rank.
+
+        Returns:
+            The loss that ``closure`` has returned, ``None`` without one.
+
+        Raises:
+            RuntimeError: during a backward or inside ``join()``, or the wrapper was given another
+                process group; or a rank is missing.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        core = self._core
+        if self._state.core is not core:
+            raise RuntimeError(
+                f"{core.where()}: the wrapper was given another process group, or was copied: make "
+                "the optimizer again"
+            )
+        if self._state.sync.join is not None:
+            raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
+        core.settle_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
+        self._consolidated = None
+        self._take_options(self.param_groups, self.optim.param_groups)
+        if self._masters is not None:
+            self._masters.before_step()
+        self.optim.step(**kwargs)
+        if self._masters is not None:
+            self._masters.after_step()
+        self._take_options(self.optim.param_groups, self.param_groups)
+        self.state = self.optim.state
+        self._values.send(f"{core.where()}, optimizer step")
+        return loss
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Not supported.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{self._core.where()}: {_NO_JOIN}")
+
+    # Checkpoints
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the state of all ranks on rank ``to``, for :meth:`state_dict` there.
+
+        All ranks call it. State is moved to the CPU.
+
+        Example::
+
+            params = model.parameters()
+            optimizer = tritonddp.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.consolidate_state_dict(to=0)
+            saved = [optimizer.state_dict() if rank == 0 else None]  # torch.save(), for example
+            dist.broadcast_object_list(saved)
+            optimizer.load_state_dict(saved[0])
+        """
+        mine = local_part(self.optim.state, self._all_params(), self._masters)
+        self._consolidated = gathered(mine, self._group, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parameters, as the plain optimizer would have it.
+
+        Raises:
+            RuntimeError: :meth:`consolidate_state_dict` was not called since the last step, or not
+                with this rank.
+        """
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"Optimizer state has not been consolidated on this rank ({self._group.rank}): "
+                "call `consolidate_state_dict(to=rank)` on all ranks before, to save the "
+                "state of all"
+            )
+        number = 0
+        groups = []
+        for group in self.param_groups:
+            count = len(group["params"])
+            numbers = list(range(number, number + count))
+            groups.append({**group, "params": numbers})
+            number += count
+        return {"state": dict(self._consolidated), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of all parameters: of this class, or of the plain optimizer.
+
+        Each rank keeps what belongs to the parameters that it owns. The number of ranks may be
+        another than that of the run that has saved it.
+
+        Raises:
+            ValueError: number or sizes of the parameter groups differ.
+        """
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in saved]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                "loaded state dict has a different number of parameter groups, or groups of "
+                "different sizes"
+            )
+        state: dict[Any, Any] = {}
+        groups, mine = [], 0
+        copies: dict[Tensor, Tensor] = {}
+        for group, theirs in zip(self.param_groups, saved, strict=True):
+            numbers = []
+            for param, number in zip(group["params"], theirs["params"], strict=True):
+                if self._owners[param] == self._group.rank:
+                    if number in state_dict["state"]:
+                        state[mine] = dict(state_dict["state"][number])
+                        if (copy := state[mine].pop(MASTER, None)) is not None:
+                            copies[param] = copy
+                    numbers.append(mine)
+                    mine += 1
+            groups.append({**theirs, "params": numbers})
+        self.optim.load_state_dict({"state": state, "param_groups": groups})
+        if self._masters is not None:
+            for param, copy in copies.items():
+                self._masters.load(param, copy)
+        self._take_options(self.optim.param_groups, self.param_groups)
+        self.state, self._consolidated = self.optim.state, None
+
+    # Parameters and groups
+
+    def _all_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        names: dict[Tensor, str] = {p: name for name, p in self._state.parameters.params}
+        return [(names.get(param, "?"), param) for param in self._all_params()]
+
+    def _assign(self) -> None:
+        """Give parameters owners, and have gradients reduced to them."""
+        core, state = self._core, self._state
+        core.settle_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
+        params = dict.fromkeys(self._all_params())
+        # In the order in which their gradients become ready; parameters without a bucket go last.
+        order = [*(p for p in core.manager.current.params if p in params), *params]
+        add_owners(self._owners, order, self._group.size)
+        core.reductions.own(self._owners)
+        ranks = range(self._group.size)
+        named = self._named()
+        of_ranks = [[each for each in named if self._owners[each[1]] == rank] for rank in ranks]
+        is_on_cpu = all(param.is_cpu for _, param in named)
+        uses_memory = is_on_cpu and state.config.transport != PROCESS_GROUP
+        self._values = OwnedValues(self._group, of_ranks, uses_memory, state.counters)
+
+    def _local_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        mine = [param for param in group["params"] if self._owners[param] == self._group.rank]
+        if self._masters is not None:
+            self._masters.add(mine)
+            mine = [self._masters.of[param] for param in mine]
+        options = {key: group[key] for key in group if key not in ("params", "param_names")}
+        return {**options, "params": mine}
+
+    @staticmethod
+    def _take_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+        """Copy all but the parameters, which schedulers and users may change, or the optimizer."""
+        for one, other in zip(source, target, strict=True):
+            for key, value in one.items():
+                if key not in ("params", "param_names"):
+                    other[key] = value
+
+    # What is combined over owners
+
+    def owns_any(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of these is the gradient of a parameter that a rank owns."""
+        grads = {id(param.grad) for param in self._owners if param.grad is not None}
+        return any(id(each) in grads for each in tensors)
+
+    def total_norm(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+        """The norm of these gradients, and of those that other ranks own.
+
+        As ``torch.nn.utils.get_total_norm`` of the gradients of all ranks, with the same bits if it
+        were given those in the order of the optimizer.
+        """
+        params, given = self._all_params(), {id(each): each for each in tensors}
+        mine: dict[int, Tensor] = {}
+        for number, param in enumerate(params):
+            grad = None if param.grad is None else given.pop(id(param.grad), None)
+            if grad is not None and self._owners[param] == self._group.rank:
+                mine[number] = grad
+        dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params))
+        device = self._core.manager.current.params[0].device
+        # Each norm has a place of its own, so that their sum over ranks is exact.
+        norms = torch.zeros(2, len(params), dtype=torch.float64, device=device)
+        if mine:
+            found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
+            norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
+        collectives.all_reduce(norms, self._group.process_group).wait()
+        parts = [norms[0][norms[1] != 0].to(dtype)]
+        if given:
+            parts.append(torch.stack(foreach_norm(list(given.values()), norm_type)).to(parts[0]))
+        return torch.linalg.vector_norm(torch.cat(parts), norm_type)
+
+    def combine_overflow(self, found: dict[Any, Tensor], default: Tensor) -> dict[Any, Tensor]:
+        """Whether a gradient of any owner is not finite, by device: alike on all ranks."""
+        if not found:  # this rank owns no gradient
+            found = {default.device: default}
+        for each in found.values():
+            collectives.all_reduce(each, self._group.process_group, dist.ReduceOp.MAX).wait()
+        return found
+
+
+def _combine_overflow(
+    optimizer: Any, found: dict[Any, Tensor], default: Tensor
+) -> dict[Any, Tensor]:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.combine_overflow(found, default)
+    return found
+
+
+def _total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
+    """The norm over all owners; ``None`` if these tensors are not of such an optimizer."""
+    for each in ZeroRedundancyOptimizer.live:
+        if not tensors or each.owns_any(tensors):  # (without any: this rank owns none of them)
+            return each.total_norm(tensors, norm_type)
+    return None
+
+
+def _state_of(params: Sequence[Tensor]) -> DDPState:
+    """What is behind the wrapper that has these parameters."""
+    states = [each for each in DDPState.live if _holds(each, params[:1])]
+    if not states:
+        raise ValueError(f"the parameters belong to no wrapper of this process: {_WRAP}")
+    # (A wrapper may be inside another one, or the module wrapped again: the last one counts.)
+    state = max(states, key=lambda each: each.parameters.number)
+    _check_held(state, params)
+    return state
+
+
+def _holds(state: DDPState, params: Sequence[Tensor]) -> bool:
+    held = {param for _, param in state.parameters.params}
+    return all(param in held for param in params)
+
+
+def _check_held(state: DDPState, params: Sequence[Tensor]) -> None:
+    held = {param for _, param in state.parameters.params}
+    strange = [tuple(param.shape) for param in params if param not in held]
+    if strange:
+        raise ValueError(
+            f"{len(strange)} of {len(params)} parameters (the first of shape {strange[0]}) are not "
+            f"of the same wrapper as the others: {_WRAP}, and give it those of one wrapper"
+        )
+
+
+def _check(state: DDPState, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise a ValueError if gradients of this wrapper cannot have owners."""
+    core, wire = state.core, state.config.wire
+    sparse = [name for name, param in named if param in state.parameters.sparse]
+    in_backward = [name for name, param in named if optimizers_in_backward(param)]
+    reasons = {
+        "the wrapper has a ZeroRedundancyOptimizer already: give it all parameters, in groups": (
+            bool(core.manager.factory.owners)
+        ),
+        f"compression={wire.compression!r} has no owners: use reduce_dtype": (
+            wire.compression is not None
+        ),
+        "a communication hook reduces the gradients": core.options.comm_hook is not None,
+        "the wrapper has mixed_precision: use torch.autocast": state.low_precision is not None,
+        f"gradients of {listed(sparse)} are sparse: use sparse=False": bool(sparse),
+        f"optimizers step {listed(in_backward)} in the backward": bool(in_backward),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"ZeroRedundancyOptimizer: {reason}")
+
+
+# Make isinstance(optimizer, torch's class) true.
+Stock.register(ZeroRedundancyOptimizer)
