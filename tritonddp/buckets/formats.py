@@ -153,7 +153,8 @@ class BucketFactory:
         """A factory of buckets for one reduction by ``transport``, without quantisation."""
         wire = replace(self.wire, compression=None)
         factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
-        return replace(factory, is_registered=False, is_in_place=False, owners={})
+        is_in_place = self.is_in_place and not views
+        return replace(factory, is_registered=False, is_in_place=is_in_place, owners={})
 
     def use(self, transport: Transport) -> None:
         """Buckets that are made from now on go by ``transport``."""
