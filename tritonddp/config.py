@@ -43,6 +43,7 @@ FLAGS = (
     "grad_norm",
     "lazy_bucket_allocation",
     "metrics",
+    "reduce_in_place",
     "skip_all_reduce_unused_params",
     "static_graph",
 )
@@ -59,6 +60,7 @@ class DDPConfig:
     output_device: int | None  # None where it has no effect
     views: bool  # gradient_as_bucket_view
     lazy: bool  # lazy_bucket_allocation
+    in_place: bool  # reduce_in_place
     skip_unused: bool  # skip_all_reduce_unused_params
     check_finite: str | None
     check_drift: str | None
@@ -125,7 +127,8 @@ class DDPConfig:
             options["delayed"] = sorted(caps.delayed)
         plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift", "buffer_sync")
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
-        options |= {name: True for name in ("metrics", "grad_norm") if arguments[name]}
+        switches = ("metrics", "grad_norm", "reduce_in_place")
+        options |= {name: True for name in switches if arguments[name]}
         return cls(
             wire,
             caps,
@@ -134,6 +137,8 @@ class DDPConfig:
             output_device,
             views=bool(given.gradient_as_bucket_view),
             lazy=bool(given.lazy_bucket_allocation),
+            # Sums of squares are those of buffers; compression="auto" compares buffers.
+            in_place=bool(given.reduce_in_place) and not (given.grad_norm or given.compression),
             skip_unused=bool(given.skip_all_reduce_unused_params),
             check_finite=given.check_finite,
             check_drift=given.check_drift,

@@ -138,6 +138,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``. ``"mean"``: before
             the same forwards floating-point buffers that have changed on a rank get their mean.
             ``"off"``: as ``forward_sync_buffers=False``.
+        reduce_in_place: on GPUs, over NCCL with a power of two of ranks, gradients of 1 MiB and
+            more are averaged where they lie, not copied into a bucket and back. Code in a backward
+            must not read ``.grad`` of other parameters then. Elsewhere it has no effect: see
+            ``docs/gpus.md``.
 
     Attributes:
         module: the wrapped module.
@@ -193,6 +197,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         metrics: bool = False,
         grad_norm: bool = False,
         buffer_sync: str | None = None,
+        reduce_in_place: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):

@@ -199,8 +199,7 @@ class DDPState:
             check_finite=config.check_finite is not None,
             peer_memory=self._peer_memory(),
             is_registered=config.transport == REGISTERED_MEMORY,
-            # Sums of squares are those of buffers; the planner compares buffers.
-            is_in_place=not config.grad_norm and config.wire.compression is None,
+            is_in_place=config.in_place,
             reporters=list(self.reporters()),
         )
         core = self.core = Reducer(reductions, counts_dropped=not finds_unused)

@@ -88,11 +88,13 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     for seed in seeds:
         scenario = scenario_of(seed, dist.get_world_size())
         traces = []
-        for large in (in_place_bucket.LARGE, 100):
+        defaults = DistributedDataParallel.__init__.__kwdefaults__
+        for in_place in (False, True):
             drift._keys.cache_clear()  # another recording is another device
             with (
                 warnings.catch_warnings(),
-                patch.object(in_place_bucket, "LARGE", large),
+                patch.object(in_place_bucket, "LARGE", 100),
+                patch.dict(defaults, reduce_in_place=in_place),
                 recording(everywhere=True) as recorder,
             ):
                 warnings.simplefilter("ignore")

@@ -28,8 +28,9 @@ def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: 
 def test_a_bucket_of_large_gradients_and_each_of_them_call_few_functions() -> None:
     """As many as a bucket of small ones, some for its large ones, and few for each of these."""
     with mock.patch.object(in_place_bucket, "LARGE", 1):
-        few, many = (step_calls(16, buckets, own=True) for buckets in (2, 4))
-        more = step_calls(32, 2, own=True)
+        options = {"own": True, "reduce_in_place": True}
+        few, many = (step_calls(16, buckets, **options) for buckets in (2, 4))
+        more = step_calls(32, 2, **options)
     for name, most, most_of_gradient in (("of_package", 9, 2), ("of_others", 17, 6)):
         calls, with_more = getattr(few, name), getattr(more, name)
         bucket = (getattr(many, name).total() - calls.total()) / 2

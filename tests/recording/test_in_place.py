@@ -30,8 +30,21 @@ LARGE = 128  # bytes: weights of the programs, and no biases
 
 @contextlib.contextmanager
 def limit(nbytes: int = LARGE) -> Iterator[None]:
-    with mock.patch.object(in_place_bucket, "LARGE", nbytes):
+    """Context: ``reduce_in_place=True`` unless a wrapper is told otherwise."""
+    defaults = DistributedDataParallel.__init__.__kwdefaults__
+    with (
+        mock.patch.object(in_place_bucket, "LARGE", nbytes),
+        mock.patch.dict(defaults, reduce_in_place=True),
+    ):
         yield
+
+
+@ranks(2, interprets=True)
+def test_nothing_is_in_place_unless_it_is_asked_for() -> None:
+    with limit(), recording():
+        for asked in (False, True):
+            net = DistributedDataParallel(nn.Linear(32, 32).to("cuda"), reduce_in_place=asked)
+            assert [each.beside is not None for each in net.reducer.buckets] == [asked]
 
 
 @contextlib.contextmanager
