@@ -186,7 +186,7 @@ def test_dtypes_may_be_mixed(view: bool, transport: str, kind: str) -> None:
         optimizer_class,
         wrapper={**TRANSPORTS[transport], "gradient_as_bucket_view": view},
         tolerance={"rtol": 2e-2, "atol": 2e-2} if tolerance(transport) else None,
-        **{**options, "lr": 0.01},
+        **{**options, "lr": 1e-4},
     )
     for number in range(5):
         pair.step(drawn(5, 3, step=number))

@@ -119,6 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._core.events.install(EarlierMeans(self._owners, self._group.rank))
+        self.defaults = dict(self.optim.defaults)  # schedulers look for momentum there
         self._is_made = True
         self.number = ZeroRedundancyOptimizer.made
         ZeroRedundancyOptimizer.made += 1
