@@ -121,7 +121,8 @@ def test_a_state_is_loaded_and_saved_as_it_was(rank: int, kind: str) -> None:
         squares(plain(drawn(5, 4, step=number, rank=0))).backward()
         oracle.step()
     state = copy.deepcopy(oracle.state_dict())
-    optimizer = ZeroRedundancyOptimizer(wrap(module()).parameters(), optimizer_class, **options)
+    net = wrap(module())
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class, **options)
     optimizer.load_state_dict(state)
     assert_same_state(state, oracle.state_dict())  # it is not changed
     optimizer.consolidate_state_dict(2)

@@ -238,4 +238,4 @@ def test_all_ranks_skip_a_step_in_which_one_owner_overflows(count: int, unscales
         assert scalers[0].get_scale() == scalers[1].get_scale(), number
         found.append(torch.tensor(scalers[0].get_scale()))
     assert_same_on_all_ranks(found)
-    assert len({each.item() for each in found}) > 3
+    assert len({each.item() for each in found}) > 2
