@@ -22,8 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "metrics": {"metrics": True},
     "norm": {"grad_norm": True},
     "finite": {"check_finite": "raise"},
-    "drift": {"check_drift": 2},
-    "sync": {"check_sync": True},
+    "drift": {"check_drift": "raise"},
     "small buckets": {"bucket_cap_mb": 1e-4},
     "one bucket": {"bucket_cap_mb": 100},
     "no broadcast": {"broadcast_buffers": False, "init_sync": True},
@@ -112,7 +111,7 @@ def test_a_gradient_that_is_not_finite_is_reported_on_all_ranks(
             if number == 2:
                 weight = net.module[at].weight
                 bad = weight.register_hook(lambda grad: grad * (float("nan") if rank else 1))
-                with pytest.raises(RuntimeError, match=f"{at}.weight"):
+                with pytest.raises(FloatingPointError, match=f"{at}.weight"):
                     squares(net(x)).backward()
                 bad.remove()
             else:
@@ -125,7 +124,7 @@ def test_a_gradient_that_is_not_finite_is_reported_on_all_ranks(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2)
 def test_drift_of_a_parameter_is_noticed(rank: int, transport: str) -> None:
-    pair = Pair(mlp(4, 8, 2), params=lambda net: [net.module[0].weight], wrapper={**TRANSPORTS[transport], "check_drift": 1})
+    pair = Pair(mlp(4, 8, 2), params=lambda net: [net.module[0].weight], wrapper={**TRANSPORTS[transport], "check_drift": "raise"})
     x = drawn(5, 4)
     for number in range(3):
         pair.step(x)
@@ -133,7 +132,7 @@ def test_drift_of_a_parameter_is_noticed(rank: int, transport: str) -> None:
     with torch.no_grad():
         pair.zero.module[2].weight += rank
     with pytest.raises(RuntimeError, match=r"2\.weight"):
-        for _ in range(4):
+        for _ in range(70):
             squares(pair.zero(x)).backward()
 
 
@@ -153,6 +152,22 @@ def test_evaluation_between_steps(rank: int) -> None:
         with torch.no_grad():
             outputs = [net(drawn(5, 3, step=7)) for net, _ in pair.each()]
         assert_same_bits(*outputs)
+
+
+@ranks(2)
+def test_check_sync_compares_what_is_alike(rank: int) -> None:
+    """Of gradients that have an owner there is one."""
+    pair = Pair(mlp(4, 8, 2))
+    for number in range(4):
+        squares(pair.zero(drawn(5, 4, step=number))).backward()
+        pair.zero.check_sync()
+        pair.optimizer.step()
+        pair.zero.check_sync()
+        pair.optimizer.zero_grad()
+    with torch.no_grad():
+        pair.zero.module[0].weight += rank
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        pair.zero.check_sync()
 
 
 # Bytes
