@@ -60,8 +60,11 @@ class ReduceToOwners:
         if self._received is not None:
             assert bucket.owned is not None
             start, end = bucket.owned.elements(bucket.flat.layout)[self._rank]
-            mine, (first, second, *others) = bucket.flat.data[start:end], self._received.unbind()
-            torch.add(first, second, out=mine)
+            mine, (first, *others) = bucket.flat.data[start:end], self._received.unbind()
+            if others:
+                torch.add(first, others.pop(0), out=mine)
+            else:  # a world of one
+                mine.copy_(first)
             for other in others:
                 mine.add_(other)
             self._received = None
