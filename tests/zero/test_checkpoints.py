@@ -145,6 +145,6 @@ def test_consolidating_on_a_rank_that_is_none_is_an_error(rank: int) -> None:
     pair = Pair(module())
     for number in range(2):
         pair.step(drawn(5, 4, step=number))
-    with pytest.raises(ValueError):
+    with pytest.raises((ValueError, RuntimeError)):
         pair.optimizer.consolidate_state_dict(2)
     pair.step(drawn(5, 4, step=2))

@@ -173,8 +173,32 @@ def test_a_matrix_optimizer_with_vectors_is_refused_on_all_ranks(rank: int) -> N
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     net = wrap(mlp(4, 8, 2))
-    refused(net, "2D", optimizer_class=torch.optim.Muon)
+    error = "ValueError: Muon only supports 2D|Muon only supports 2D"
+    with pytest.raises((RuntimeError, ValueError), match=error):
+        ZeroRedundancyOptimizer(net.parameters(), torch.optim.Muon)
     trains(net)
+    ZeroRedundancyOptimizer([p for p in net.parameters() if p.dim() == 2], torch.optim.Muon)
+
+
+@pytest.mark.parametrize("what", ["class", "order", "number", "groups"])
+@ranks(2)
+def test_ranks_that_differ_are_told_apart(rank: int, what: str) -> None:
+    net = wrap(mlp(4, 8, 2))
+    params: Any = list(net.parameters())
+    optimizer_class: Any = AdamW
+    if rank == 1:
+        if what == "class":
+            optimizer_class = torch.optim.SGD
+        elif what == "order":
+            params.reverse()
+        elif what == "number":
+            params.pop()
+        else:
+            params = [{"params": params[:2]}, {"params": params[2:]}]
+    with pytest.raises(RuntimeError, match="rank 1"):
+        ZeroRedundancyOptimizer(params, optimizer_class, lr=0.1)
+    trains(net)
+    ZeroRedundancyOptimizer(net.parameters(), AdamW)
 
 
 @ranks(2)

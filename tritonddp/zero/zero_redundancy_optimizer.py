@@ -22,6 +22,7 @@ from tritonddp._torch import (
 from tritonddp.config import PROCESS_GROUP
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
+from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
@@ -71,6 +72,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         ValueError: parameters are of no wrapper, or of several; the wrapper cannot have owners, as
             with ``compression``, sparse gradients, a communication hook or ``mixed_precision``; it
             has another such optimizer; ``process_group`` is not its group.
+        RuntimeError: ranks give different parameters, groups or optimizer classes, or only some of
+            them can make theirs.
 
     Example::
 
@@ -108,13 +111,26 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._core, self._group = state.core, state.core.group
         if process_group is not None and process_group is not self._group.process_group:
             raise ValueError("process_group is not that of the wrapper: leave it out")
-        _check(state, self._named())
         self._owners: dict[Tensor, int] = {}
         self._masters = MasterWeights() if master_weights else None
         self._consolidated: dict[int, Any] | None = None
-        self._add_owners()
-        groups = [self._local_group(group) for group in self.param_groups]
-        self.optim = optimizer_class(groups, **defaults)  # may raise
+        device = self._core.manager.current.params[0].device
+        try:
+            _check(state, self._named())
+            self._add_owners()
+            groups = [self._local_group(group) for group in self.param_groups]
+            self.optim = optimizer_class(groups, **defaults)
+        except Exception as error:  # on some ranks perhaps, such as those that own vectors
+            tell_failure(error, self._group, device)
+            raise
+        named = self._named()
+        alike = {
+            "optimizer_class": optimizer_class.__qualname__,
+            "sizes of groups": [len(group["params"]) for group in self.param_groups],
+            "parameters": [name for name, _ in named],
+        }
+        where = f"{self._core.where()}, ZeroRedundancyOptimizer"
+        verify_same(describe(named, [], alike), self._group, device, where)
         self._own()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
