@@ -45,8 +45,7 @@ def test_a_step_that_raises_on_one_rank_ends_the_others(rank: int, transport: st
     else:
         with pytest.raises(RuntimeError, match="rank 1") as caught:
             pair.optimizer.step()
-        assert "optimizer step" in str(caught.value)
-        assert "rank 1 has not reported" in str(caught.value)
+        assert "optimizer step" in str(caught.value), str(caught.value)
         store.set("told", "")
 
 
@@ -85,6 +84,8 @@ def die_before_a_step(transport: str, rank: int, store: str, answers: Any) -> No
         pair.optimizer.step()
     except RuntimeError as error:
         answers.put(str(error))
+        answers.close()
+        answers.join_thread()
     os._exit(0)
 
 

@@ -23,16 +23,17 @@ class EarlierMeans(Extension):
     Args:
         owners: by parameter, the rank.
         rank: this one.
+        is_reduced: no backward has added to the gradients since the last reduction.
     """
 
     reads_device = "which gradients are means already (ZeroRedundancyOptimizer)"
 
-    def __init__(self, owners: Mapping[Tensor, int], rank: int) -> None:
+    def __init__(self, owners: Mapping[Tensor, int], rank: int, is_reduced: bool) -> None:
         self._owners, self._rank = owners, rank
         self._means: dict[Tensor, Tensor] = {}
         # What the last local backward has left: gradients with a mean in them, and their versions.
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
-        self._is_reduced = False  # no backward has added to the gradients since the last reduction
+        self._is_reduced = is_reduced
         self._is_out = False  # the means are not in .grad
 
     def on_begin(self, backward: Backward) -> None:

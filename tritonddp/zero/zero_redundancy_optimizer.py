@@ -134,7 +134,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._own()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
-        self._core.events.install(EarlierMeans(self._owners, self._group.rank))
+        means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced))
+        self._core.events.install(means)
         self.defaults = dict(self.optim.defaults)  # schedulers look for momentum there
         self._is_made = True
         self.number = ZeroRedundancyOptimizer.made
@@ -317,11 +318,16 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
+        self._reduced = core.reduced_parameters()  # (it leaves out those that have owners)
         add_owners(self._owners, order, self._group.size)
 
     def _own(self) -> None:
         """Have gradients reduced to the owners, and values broadcast from there."""
-        state = self._state
+        state, rank = self._state, self._group.rank
+        # Means that all ranks have: those of the owner count.
+        for param in self._reduced:
+            if self._owners.get(param, rank) != rank:
+                param.grad = None
         self._core.reductions.own(self._owners)
         ranks = range(self._group.size)
         named = self._named()
@@ -426,7 +432,8 @@ def _total_norm(
     if given:
         others = foreach_norm(list(given.values()), norm_type)
         norms.append(torch.stack(others).to(norms[0].device))
-    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    found = torch.cat(norms)
+    return torch.linalg.vector_norm(found, norm_type) if len(found) else found.new_zeros(())
 
 
 def _state_of(params: Sequence[Tensor]) -> DDPState:
