@@ -117,8 +117,9 @@ def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor
     """Have ``combine`` compute norms of several gradients for ``torch.nn.utils.clip_grad_norm_``.
 
     ``combine(gradients, norm_type, parameters)`` gets ``None`` for the parameters if the user has
-    called ``get_total_norm`` with gradients. If it returns ``None``, torch computes the norm. ``clip_grad_norm_`` looks the function up in its module, so
-    this also holds where users have imported it by name. Patched once per process.
+    called ``get_total_norm`` with gradients. If it returns ``None``, torch computes the norm.
+    ``clip_grad_norm_`` looks the function up in its module, so this also holds where users have
+    imported it by name. Patched once per process.
     """
     clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
     compute = clip_grad._get_total_norm

@@ -69,7 +69,9 @@ class Pair:
         yield self.zero, self.optimizer
         yield self.plain, self.oracle
 
-    def step(self, *inputs: Any, between: Callable[[Any, Any], Any] | None = None, **kwargs: Any) -> None:
+    def step(
+        self, *inputs: Any, between: Callable[[Any, Any], Any] | None = None, **kwargs: Any
+    ) -> None:
         """One step of both, which end alike.
 
         Args:

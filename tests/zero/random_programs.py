@@ -86,7 +86,10 @@ def play(program: dict[str, Any]) -> str:
         if program["groups"] == "all":
             return [p for each in layers for p in each]
         if program["groups"] == "two":
-            return [{"params": layers[0], "lr": 0.01}, {"params": sum(layers[1:], [])}]
+            return [
+                {"params": layers[0], "lr": 0.01},
+                {"params": [p for each in layers[1:] for p in each]},
+            ]
         return [p for each in layers[1:] for p in each]
 
     pair = Pair(

@@ -68,7 +68,9 @@ def trained(steps: int, saved: Any = None, plain: bool = False) -> Any:
     net = wrap(module())
     kind = torch.optim.AdamW
     params = net.parameters()
-    optimizer: Any = kind(params, lr=0.05) if plain else ZeroRedundancyOptimizer(params, kind, lr=0.05)
+    optimizer: Any = (
+        kind(params, lr=0.05) if plain else ZeroRedundancyOptimizer(params, kind, lr=0.05)
+    )
     begin = 0
     if saved is not None:
         begin, values, state = saved
@@ -88,6 +90,7 @@ def trained(steps: int, saved: Any = None, plain: bool = False) -> Any:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "worlds",
     [

@@ -90,7 +90,7 @@ def test_a_group_that_is_refused_leaves_no_trace(rank: int) -> None:
     pair = Pair(mlp(4, 8, 8, 2), params=lambda net: list(net.module[4].parameters()))
     other = nn.Parameter(torch.ones(3))
     for net, optimizer in pair.each():
-        with pytest.raises(ValueError, match="duplicate|more than one|some parameters appear"):
+        with pytest.raises(ValueError, match=r"duplicate|more than one|some parameters appear"):
             optimizer.add_param_group({"params": [net.module[4].weight]})
     with pytest.raises(ValueError, match="same wrapper"):
         pair.optimizer.add_param_group({"params": [other]})
@@ -123,7 +123,9 @@ def test_a_closure_is_called_once_with_gradients(rank: int) -> None:
         for net, optimizer in pair.each():
             calls = []
 
-            def closure(net: Any = net, optimizer: Any = optimizer, calls: Any = calls) -> Any:
+            def closure(
+                net: Any = net, optimizer: Any = optimizer, calls: Any = calls, number: int = number
+            ) -> Any:
                 calls.append(torch.is_grad_enabled())
                 optimizer.zero_grad()
                 loss = squares(net(drawn(5, 4, step=number)))

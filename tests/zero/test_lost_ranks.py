@@ -27,6 +27,7 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, timeout=60)
 def test_a_step_that_raises_on_one_rank_ends_the_others(rank: int, transport: str) -> None:
@@ -89,6 +90,7 @@ def die_before_a_step(transport: str, rank: int, store: str, answers: Any) -> No
     os._exit(0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_dies_before_the_step_is_named(transport: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")

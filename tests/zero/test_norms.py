@@ -73,7 +73,7 @@ def test_the_norm_of_gradients_is_over_all_ranks(rank: int) -> None:
 def test_a_norm_that_is_not_finite_raises_on_all_ranks(rank: int, bad: float) -> None:
     net = wrap(Squares((3, 3), (4,), (2,)))
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    for number in range(3):
+    for _ in range(3):
         net.zero_grad()
         net().backward()
         for param in net.parameters():
@@ -100,12 +100,13 @@ def test_values_are_clipped_where_they_are(rank: int) -> None:
 @pytest.mark.parametrize("grad_norm", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, views=True)
-def test_the_wrappers_own_norm_is_that_of_all(
-    view: bool, transport: str, grad_norm: bool
-) -> None:
+def test_the_wrappers_own_norm_is_that_of_all(view: bool, transport: str, grad_norm: bool) -> None:
     options = {"grad_norm": grad_norm, "gradient_as_bucket_view": view}
     pair = Pair(
-        mlp(4, 8, 8, 2), torch.optim.SGD, wrapper={**TRANSPORTS[transport], **options}, lr=0.01,
+        mlp(4, 8, 8, 2),
+        torch.optim.SGD,
+        wrapper={**TRANSPORTS[transport], **options},
+        lr=0.01,
         tolerance={"rtol": 1e-4, "atol": 1e-5},
     )
     for number in range(5):

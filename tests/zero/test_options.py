@@ -32,9 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2)
-def test_the_options_of_a_wrapper_mean_what_they_do_without_it(
-    transport: str, option: str
-) -> None:
+def test_the_options_of_a_wrapper_mean_what_they_do_without_it(transport: str, option: str) -> None:
     pair = Pair(mlp(4, 8, 8, 8, 2), wrapper={**TRANSPORTS[transport], **OPTIONS[option]})
     for number in range(6):
         pair.step(drawn(5, 4, step=number))
@@ -68,7 +66,9 @@ def test_skipped_parameters_are_the_same_on_all_ranks(rank: int, transport: str)
     wrapper = {"skip_all_reduce_unused_params": True, "find_unused_parameters": True}
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if dist.get_world_size() > 2 else None
     pair = Pair(
-        Layers("abcd"), torch.optim.SGD, wrapper={**TRANSPORTS[transport], **wrapper},
+        Layers("abcd"),
+        torch.optim.SGD,
+        wrapper={**TRANSPORTS[transport], **wrapper},
         tolerance=tolerance,
     )
     for number, order in enumerate(["abcd", "ab", "ab", "cd", "d", "abcd"]):
@@ -78,11 +78,9 @@ def test_skipped_parameters_are_the_same_on_all_ranks(rank: int, transport: str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, views=True)
 def test_weighted_backwards(rank: int, view: bool, transport: str) -> None:
-    pair = Pair(
-        mlp(4, 8, 8, 2), wrapper={**TRANSPORTS[transport], "gradient_as_bucket_view": view}
-    )
+    pair = Pair(mlp(4, 8, 8, 2), wrapper={**TRANSPORTS[transport], "gradient_as_bucket_view": view})
     for number in range(6):
-        for net, optimizer in pair.each():
+        for net, _ in pair.each():
             if number % 2:
                 with net.no_sync(), net.weighted(1 + rank):
                     net(drawn(1 + rank, 4, step=50 + number)).square().mean().backward()
@@ -91,7 +89,7 @@ def test_weighted_backwards(rank: int, view: bool, transport: str) -> None:
                 net(drawn(3 - rank, 4, step=number)).square().mean().backward()
         if number:
             pair.check_gradients(f"step {number}")
-        for net, optimizer in pair.each():
+        for _, optimizer in pair.each():
             optimizer.step()
             optimizer.zero_grad()
         pair.check(f"step {number}")
@@ -124,14 +122,18 @@ def test_a_gradient_that_is_not_finite_is_reported_on_all_ranks(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2)
 def test_drift_of_a_parameter_is_noticed(rank: int, transport: str) -> None:
-    pair = Pair(mlp(4, 8, 2), params=lambda net: [net.module[0].weight], wrapper={**TRANSPORTS[transport], "check_drift": "raise"})
+    pair = Pair(
+        mlp(4, 8, 2),
+        params=lambda net: [net.module[0].weight],
+        wrapper={**TRANSPORTS[transport], "check_drift": "raise"},
+    )
     x = drawn(5, 4)
-    for number in range(3):
+    for _ in range(3):
         pair.step(x)
         pair.zero.zero_grad(), pair.plain.zero_grad()
     with torch.no_grad():
         pair.zero.module[2].weight += rank
-    with pytest.raises(RuntimeError, match=r"2\.weight"):
+    with pytest.raises(RuntimeError, match=r"2\.weight"):  # noqa: PT012
         for _ in range(70):
             squares(pair.zero(x)).backward()
 
@@ -141,7 +143,9 @@ def test_buffers_are_synchronized(rank: int) -> None:
     pair = Pair(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
     for number in range(5):
         pair.step(drawn(5, 4, step=number))
-        assert_same_bits(dict(pair.zero.module.named_buffers()), dict(pair.plain.module.named_buffers()))
+        assert_same_bits(
+            dict(pair.zero.module.named_buffers()), dict(pair.plain.module.named_buffers())
+        )
 
 
 @ranks(2)
@@ -178,7 +182,9 @@ def test_a_step_sends_no_more_than_that_of_the_plain_optimizer(rank: int) -> Non
     """Gradients take half of an all-reduce, values as much; flags a little."""
     module = linears(*[256] * 13, bias=False)
     tolerance = {"rtol": 1, "atol": 1}
-    pair = Pair(module, torch.optim.SGD, wrapper=TRANSPORTS["process group"], lr=1e-6, tolerance=tolerance)
+    pair = Pair(
+        module, torch.optim.SGD, wrapper=TRANSPORTS["process group"], lr=1e-6, tolerance=tolerance
+    )
     for number in range(4):
         pair.step(drawn(5, 256, step=number))
     sent = []
@@ -210,7 +216,10 @@ def _traffic(calls: Any) -> float:
 def test_torchs_own_sends_half_as_much_again(rank: int) -> None:
     """Counted by the collectives that both ask for, as tensors."""
     pair = Pair(
-        linears(*[64] * 13, bias=False), torch.optim.SGD, wrapper=TRANSPORTS["process group"], lr=1e-6,
+        linears(*[64] * 13, bias=False),
+        torch.optim.SGD,
+        wrapper=TRANSPORTS["process group"],
+        lr=1e-6,
         tolerance={"rtol": 1, "atol": 1},
     )
     for number in range(3):

@@ -17,11 +17,9 @@ from tritonddp import ZeroRedundancyOptimizer
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, views=True)
 def test_backwards_under_no_sync_accumulate(view: bool, transport: str) -> None:
-    pair = Pair(
-        mlp(4, 8, 8, 2), wrapper={**TRANSPORTS[transport], "gradient_as_bucket_view": view}
-    )
+    pair = Pair(mlp(4, 8, 8, 2), wrapper={**TRANSPORTS[transport], "gradient_as_bucket_view": view})
     for number in range(5):
-        for net, optimizer in pair.each():
+        for net, _ in pair.each():
             with net.no_sync():
                 for part in range(number % 3):
                     squares(net(drawn(3, 4, step=10 * number + part))).backward()
@@ -84,7 +82,7 @@ def test_layers_may_be_used_on_some_ranks_alone(rank: int, view: bool, transport
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
     pair = Pair(Layers("abcd"), wrapper={**TRANSPORTS[transport], **options})
     for number, orders in enumerate([*used, *used]):
-        for net, optimizer in pair.each():
+        for net, _ in pair.each():
             squares(net(drawn(3, 4, step=number), orders[rank])).backward()
         if number:
             pair.check_gradients(f"step {number}")
@@ -96,17 +94,17 @@ def test_layers_may_be_used_on_some_ranks_alone(rank: int, view: bool, transport
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, views=True)
-def test_what_only_a_local_backward_used_is_reduced(
-    rank: int, view: bool, transport: str
-) -> None:
+def test_what_only_a_local_backward_used_is_reduced(rank: int, view: bool, transport: str) -> None:
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
     pair = Pair(Layers("abcd"), wrapper={**TRANSPORTS[transport], **options})
     for number in range(6):
-        for net, optimizer in pair.each():
+        for net, _ in pair.each():
             with net.no_sync():
                 order = "abcd" if number == 0 else ("ab", "cd")[(rank + number) % 2]
                 squares(net(drawn(3, 4, step=10 * number), order)).backward()
-            squares(net(drawn(3, 4, step=10 * number + 1), "abcd" if number == 0 else "d")).backward()
+            squares(
+                net(drawn(3, 4, step=10 * number + 1), "abcd" if number == 0 else "d")
+            ).backward()
         if number:
             pair.check_gradients(f"step {number}")
         for _, optimizer in pair.each():
@@ -118,7 +116,11 @@ def test_what_only_a_local_backward_used_is_reduced(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, 3)
 def test_a_parameter_that_nobody_uses_keeps_its_value_and_has_no_state(transport: str) -> None:
-    pair = Pair(OnDemand(4, 8), wrapper={**TRANSPORTS[transport], "find_unused_parameters": True}, tolerance=None if dist.get_world_size() == 2 else {"rtol": 1e-2, "atol": 1e-2})
+    pair = Pair(
+        OnDemand(4, 8),
+        wrapper={**TRANSPORTS[transport], "find_unused_parameters": True},
+        tolerance=None if dist.get_world_size() == 2 else {"rtol": 1e-2, "atol": 1e-2},
+    )
     before = pair.zero.module.unused.weight.clone()
     for number in range(5):
         pair.step(drawn(3, 4, step=number), extra=number > 2)

@@ -34,9 +34,7 @@ def tolerance(transport: str) -> Any:
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, 3, 4, views=True)
-def test_the_values_are_those_of_the_plain_optimizer(
-    view: bool, transport: str, kind: str
-) -> None:
+def test_the_values_are_those_of_the_plain_optimizer(view: bool, transport: str, kind: str) -> None:
     optimizer_class, options = CLASSES[kind]
     is_sharp = optimizer_class is not torch.optim.SGD  # divides by the size of a gradient
     wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
@@ -44,7 +42,12 @@ def test_the_values_are_those_of_the_plain_optimizer(
     if within and is_sharp:
         within = {"rtol": 1e-2, "atol": 1e-2}
     pair = Pair(
-        mlp(4, 16, 16, 8, 2), optimizer_class, wrapper=wrapper, tolerance=within, lr=0.01, **{**options}
+        mlp(4, 16, 16, 8, 2),
+        optimizer_class,
+        wrapper=wrapper,
+        tolerance=within,
+        lr=0.01,
+        **options,
     )
     for number in range(8):
         pair.step(drawn(5, 4, step=number))
@@ -110,9 +113,7 @@ def test_gradients_travel_in_bf16(view: bool, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, 3, views=True)
-def test_a_gradient_is_there_on_its_owner_alone(
-    view: bool, transport: str
-) -> None:
+def test_a_gradient_is_there_on_its_owner_alone(view: bool, transport: str) -> None:
     wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
     pair = Pair(linears(4, 8, 8, 2), wrapper=wrapper)
     for number in range(3):
@@ -196,7 +197,10 @@ def test_dtypes_may_be_mixed(view: bool, transport: str, kind: str) -> None:
 def test_a_world_of_one_steps_all(rank: int) -> None:
     pair = Pair(mlp(4, 8, 2))
     for number in range(4):
-        pair.step(drawn(5, 4, step=number), between=lambda net, _: nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+        pair.step(
+            drawn(5, 4, step=number),
+            between=lambda net, _: nn.utils.clip_grad_norm_(net.parameters(), 0.1),
+        )
     pair.optimizer.consolidate_state_dict()
     assert pair.optimizer.state_dict()["param_groups"] == pair.oracle.state_dict()["param_groups"]
 

@@ -313,7 +313,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _add_owners(self) -> None:
         """Give parameters that have no owner one."""
-        core, state = self._core, self._state
+        core = self._core
         core.settle_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
