@@ -113,11 +113,13 @@ def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
     count_unscaling()
 
 
-def combine_total_norms(combine: Callable[[Sequence[Tensor], float], Tensor | None]) -> None:
+def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor | None]) -> None:
     """Have ``combine`` compute norms of several gradients for ``torch.nn.utils.clip_grad_norm_``.
 
-    If it returns ``None``, torch does. ``clip_grad_norm_`` looks the function up in its module, so
-    this also holds where users have imported it by name. Patched once per process.
+    ``combine(gradients, norm_type, parameters)`` gets ``None`` for the parameters if the user has
+    called ``get_total_norm`` with gradients. If it returns ``None``, torch computes the norm.
+    ``clip_grad_norm_`` looks the function up in its module, so this also holds where users have
+    imported it by name. Patched once per process.
     """
     clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
     compute = clip_grad._get_total_norm
@@ -133,8 +135,13 @@ def combine_total_norms(combine: Callable[[Sequence[Tensor], float], Tensor | No
         foreach: bool | None = None,
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        # Which gradients there are depends on the rank, but which parameters are clipped does not.
+        caller = sys._getframe(1)
+        is_clip = caller.f_code.co_name == "clip_grad_norm_" and caller.f_globals is vars(clip_grad)
+        params = caller.f_locals.get("parameters") if is_clip else None
         with torch.no_grad():
-            total = total_norm.combine(tensors, float(norm_type))  # type: ignore[attr-defined]
+            combined = total_norm.combine  # type: ignore[attr-defined]
+            total = combined(tensors, float(norm_type), params)
         if total is None:
             return compute(tensors, norm_type, error_if_nonfinite, foreach)
         if error_if_nonfinite:

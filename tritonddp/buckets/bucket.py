@@ -23,7 +23,7 @@ from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.kernels.dispatch import Kernels
-from tritonddp.kernels.flat_buffer import Layout, Squares
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Squares
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
 
@@ -50,9 +50,10 @@ class Owned(NamedTuple):
     slots: tuple[range, ...]
     mine: range
 
-    def elements(self, layout: Layout) -> list[tuple[int, int]]:
-        """Of each rank: first element in the flat buffer, and end."""
-        starts = [*layout.offsets, layout.flags_offset]
+    def elements(self, flat: FlatBuffer) -> list[tuple[int, int]]:
+        """Of each rank: first element in ``flat.data``, and end."""
+        width = flat.dtype.itemsize // flat.data.element_size()  # (a complex one is two real ones)
+        starts = [*(width * offset for offset in flat.layout.offsets), len(flat.payload)]
         return [(starts[slots.start], starts[slots.stop]) for slots in self.slots]
 
 

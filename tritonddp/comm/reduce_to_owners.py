@@ -40,8 +40,8 @@ class ReduceToOwners:
         """See :meth:`BucketExchange.launch`."""
         assert bucket.owned is not None
         flat, counters, size, group = bucket.flat, self._counters, self._size, self._group
-        trailer = flat.data[flat.layout.flags_offset :]
-        parts = [flat.data[a:b] for a, b in bucket.owned.elements(flat.layout)]
+        trailer = flat.data[len(flat.payload) :]
+        parts = [flat.data[a:b] for a, b in bucket.owned.elements(flat)]
         mine = parts[self._rank]
         counters.collective(flat.payload.nbytes, size)
         counters.collective(trailer.nbytes, size, passes=2)
@@ -59,9 +59,12 @@ class ReduceToOwners:
         work.wait()
         if self._received is not None:
             assert bucket.owned is not None
-            start, end = bucket.owned.elements(bucket.flat.layout)[self._rank]
-            mine, (first, second, *others) = bucket.flat.data[start:end], self._received.unbind()
-            torch.add(first, second, out=mine)
+            start, end = bucket.owned.elements(bucket.flat)[self._rank]
+            mine, (first, *others) = bucket.flat.data[start:end], self._received.unbind()
+            if others:
+                torch.add(first, others.pop(0), out=mine)
+            else:  # a world of one
+                mine.copy_(first)
             for other in others:
                 mine.add_(other)
             self._received = None

@@ -23,14 +23,17 @@ class EarlierMeans(Extension):
     Args:
         owners: by parameter, the rank.
         rank: this one.
+        is_reduced: no backward has added to the gradients since the last reduction.
     """
 
     reads_device = "which gradients are means already (ZeroRedundancyOptimizer)"
 
-    def __init__(self, owners: Mapping[Tensor, int], rank: int) -> None:
+    def __init__(self, owners: Mapping[Tensor, int], rank: int, is_reduced: bool) -> None:
         self._owners, self._rank = owners, rank
         self._means: dict[Tensor, Tensor] = {}
-        self._is_reduced = False  # no backward has added to the gradients since the last reduction
+        # What the last local backward has left: gradients with a mean in them, and their versions.
+        self._left: dict[Tensor, tuple[Tensor, int]] = {}
+        self._is_reduced = is_reduced
         self._is_out = False  # the means are not in .grad
 
     def on_begin(self, backward: Backward) -> None:
@@ -51,6 +54,16 @@ class EarlierMeans(Extension):
             # Copies: a backward adds to the tensor itself, and it may be a view of its bucket.
             self._means = {p: p.grad.clone() for p in mine if p.grad is not None}
             self._is_reduced = False
+        else:
+            for param in [param for param in self._means if self._was_dropped(param)]:
+                del self._means[param]
+
+    def _was_dropped(self, param: Tensor) -> bool:
+        """The user has dropped the mean, or set it to zero, since a local backward."""
+        grad, version = self._left.get(param, (None, 0))
+        if param.grad is None or param.grad is not grad:
+            return True
+        return grad._version != version and not grad.any()
 
     @torch.no_grad()
     def _take_out(self) -> None:
@@ -70,14 +83,18 @@ class EarlierMeans(Extension):
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Add the earlier means. (The first reduction leaves the mean on all ranks: drop it.)"""
         self._put_back()
-        for param, rank in self._owners.items():
-            if rank != self._rank:
+        # (Not those of a layer that was frozen until now: they are reduced after all buckets.)
+        for param in (param for bucket in reduction.buckets for param in bucket.params):
+            if self._owners.get(param, self._rank) != self._rank:
                 param.grad = None
 
     def on_close(self, reduction: Reduction | None) -> None:
         """From here on ``.grad`` holds means, until a backward adds to it."""
         if reduction is not None:
             self._is_reduced = True
+        else:
+            pairs = ((param, param.grad) for param in self._means)
+            self._left = {p: (grad, grad._version) for p, grad in pairs if grad is not None}
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """The gradients are as the backward has left them."""

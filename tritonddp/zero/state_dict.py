@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -16,11 +16,17 @@ MASTER = "master_weight"
 
 
 def local_part(
-    states: Mapping[Tensor, Any], params: Sequence[Tensor], masters: MasterWeights | None
+    states: Mapping[Tensor, Any], params: Mapping[int, Tensor], masters: MasterWeights | None
 ) -> dict[int, Any]:
-    """The state of this rank's optimizer, on the CPU, by number of the parameter in ``params``."""
+    """The state of this rank's optimizer, on the CPU, by number of the parameter in ``params``.
+
+    Args:
+        states: by parameter; who looks up that of another rank there makes an empty one.
+        params: those that this rank owns.
+        masters: their copies.
+    """
     found: dict[int, Any] = {}
-    for number, param in enumerate(params):
+    for number, param in params.items():
         stepped = param if masters is None else masters.of.get(param, param)
         if stepped in states:
             found[number] = _on_cpu(states[stepped])

@@ -59,6 +59,7 @@ class OwnedValues:
             RuntimeError: a rank is missing; the message names it.
         """
         self._number += 1
+        # (Users may have given a parameter other memory since the last step, by ``.data``.)
         messages = [
             cache.of([param.detach() for _, param in named], _MAX_BYTES)
             for cache, named in zip(self._caches, self._of_ranks, strict=True)

@@ -22,6 +22,7 @@ from tritonddp._torch import (
 from tritonddp.config import PROCESS_GROUP
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
+from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
@@ -71,6 +72,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         ValueError: parameters are of no wrapper, or of several; the wrapper cannot have owners, as
             with ``compression``, sparse gradients, a communication hook or ``mixed_precision``; it
             has another such optimizer; ``process_group`` is not its group.
+        RuntimeError: ranks give different parameters, groups or optimizer classes, or only some of
+            them can make theirs.
 
     Example::
 
@@ -82,6 +85,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     """
 
     live: ClassVar[WeakSet[ZeroRedundancyOptimizer]] = WeakSet()  # all of this process
+    made: ClassVar[int] = 0  # how many of them there were
 
     def __init__(
         self,
@@ -107,17 +111,35 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._core, self._group = state.core, state.core.group
         if process_group is not None and process_group is not self._group.process_group:
             raise ValueError("process_group is not that of the wrapper: leave it out")
-        _check(state, self._named())
         self._owners: dict[Tensor, int] = {}
         self._masters = MasterWeights() if master_weights else None
         self._consolidated: dict[int, Any] | None = None
-        self._assign()
-        groups = [self._local_group(group) for group in self.param_groups]
-        self.optim = optimizer_class(groups, **defaults)
+        device = self._core.manager.current.params[0].device
+        try:
+            _check(state, self._named())
+            self._add_owners()
+            groups = [self._local_group(group) for group in self.param_groups]
+            self.optim = optimizer_class(groups, **defaults)
+        except Exception as error:  # on some ranks perhaps, such as those that own vectors
+            tell_failure(error, self._group, device)
+            raise
+        named = self._named()
+        alike = {
+            "optimizer_class": optimizer_class.__qualname__,
+            "sizes of groups": [len(group["params"]) for group in self.param_groups],
+            "parameters": [name for name, _ in named],
+        }
+        where = f"{self._core.where()}, ZeroRedundancyOptimizer"
+        verify_same(describe(named, [], alike), self._group, device, where)
+        self._own()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
-        self._core.events.install(EarlierMeans(self._owners, self._group.rank))
+        means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced))
+        self._core.events.install(means)
+        self.defaults = dict(self.optim.defaults)  # schedulers look for momentum there
         self._is_made = True
+        self.number = ZeroRedundancyOptimizer.made
+        ZeroRedundancyOptimizer.made += 1
         self.live.add(self)
         agree_on_overflow(_combine_overflow)
         combine_total_norms(_total_norm)
@@ -137,14 +159,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         super().add_param_group(param_group)
         if not self._is_made:
             return
-        group = self.param_groups[-1]
+        group, former = self.param_groups[-1], set(self._owners)
         try:
             _check_held(self._state, group["params"])
-        except ValueError:
+            self._add_owners()
+            self.optim.add_param_group(self._local_group(group))
+        except BaseException:
             self.param_groups.pop()
+            for param in self._owners.keys() - former:
+                del self._owners[param]
             raise
-        self._assign()
-        self.optim.add_param_group(self._local_group(group))
+        self._own()
         self._take_options(self.optim.param_groups, self.param_groups)
 
     @torch.no_grad()
@@ -213,7 +238,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             dist.broadcast_object_list(saved)
             optimizer.load_state_dict(saved[0])
         """
-        mine = local_part(self.optim.state, self._all_params(), self._masters)
+        numbered = enumerate(self._all_params())
+        params = {n: param for n, param in numbered if self._owners[param] == self._group.rank}
+        mine = local_part(self.optim.state, params, self._masters)
         self._consolidated = gathered(mine, self._group, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,15 +311,24 @@ class ZeroRedundancyOptimizer(Optimizer):
         names: dict[Tensor, str] = {p: name for name, p in self._state.parameters.params}
         return [(names.get(param, "?"), param) for param in self._all_params()]
 
-    def _assign(self) -> None:
-        """Give parameters owners, and have gradients reduced to them."""
-        core, state = self._core, self._state
+    def _add_owners(self) -> None:
+        """Give parameters that have no owner one."""
+        core = self._core
         core.settle_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
+        self._reduced = core.reduced_parameters()  # (it leaves out those that have owners)
         add_owners(self._owners, order, self._group.size)
-        core.reductions.own(self._owners)
+
+    def _own(self) -> None:
+        """Have gradients reduced to the owners, and values broadcast from there."""
+        state, rank = self._state, self._group.rank
+        # Means that all ranks have: those of the owner count.
+        for param in self._reduced:
+            if self._owners.get(param, rank) != rank:
+                param.grad = None
+        self._core.reductions.own(self._owners)
         ranks = range(self._group.size)
         named = self._named()
         of_ranks = [[each for each in named if self._owners[each[1]] == rank] for rank in ranks]
@@ -323,13 +359,20 @@ class ZeroRedundancyOptimizer(Optimizer):
         grads = {id(param.grad) for param in self._owners if param.grad is not None}
         return any(id(each) in grads for each in tensors)
 
-    def total_norm(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-        """The norm of these gradients, and of those that other ranks own.
+    def has_any(self, params: Iterable[Tensor]) -> bool:
+        """Whether a rank owns one of these parameters."""
+        return not self._owners.keys().isdisjoint(params)
 
-        As ``torch.nn.utils.get_total_norm`` of the gradients of all ranks, with the same bits if it
-        were given those in the order of the optimizer.
+    def norms(self, given: dict[int, Tensor], norm_type: float) -> Tensor:
+        """The norm of each of these gradients that is owned, of those too that other ranks own.
+
+        In the order of the optimizer. All ranks call this.
+
+        Args:
+            given: gradients by their ids; those of parameters of this optimizer are removed.
+            norm_type: the order of the norm.
         """
-        params, given = self._all_params(), {id(each): each for each in tensors}
+        params = self._all_params()
         mine: dict[int, Tensor] = {}
         for number, param in enumerate(params):
             grad = None if param.grad is None else given.pop(id(param.grad), None)
@@ -343,10 +386,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
             norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
         collectives.all_reduce(norms, self._group.process_group).wait()
-        parts = [norms[0][norms[1] != 0].to(dtype)]
-        if given:
-            parts.append(torch.stack(foreach_norm(list(given.values()), norm_type)).to(parts[0]))
-        return torch.linalg.vector_norm(torch.cat(parts), norm_type)
+        return norms[0][norms[1] != 0].to(dtype)
 
     def combine_overflow(self, found: dict[Any, Tensor], default: Tensor) -> dict[Any, Tensor]:
         """Whether a gradient of any owner is not finite, by device: alike on all ranks."""
@@ -365,12 +405,35 @@ def _combine_overflow(
     return found
 
 
-def _total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-    """The norm over all owners; ``None`` if these tensors are not of such an optimizer."""
-    for each in ZeroRedundancyOptimizer.live:
-        if not tensors or each.owns_any(tensors):  # (without any: this rank owns none of them)
-            return each.total_norm(tensors, norm_type)
-    return None
+def _total_norm(
+    tensors: Sequence[Tensor], norm_type: float, params: Sequence[Tensor] | None
+) -> Tensor | None:
+    """The norm over all owners; ``None`` if these gradients are not of such an optimizer.
+
+    As ``torch.nn.utils.get_total_norm`` of the gradients of all ranks, with the same bits if it
+    were given those in the order of the optimizer.
+
+    Args:
+        tensors: gradients, as many as this rank has.
+        norm_type: the order of the norm.
+        params: all parameters, where these are known: alike on all ranks.
+    """
+    live = sorted(ZeroRedundancyOptimizer.live, key=lambda each: each.number)
+    if params is not None:
+        optimizers = [each for each in live if each.has_any(params)]
+    elif tensors or len(live) > 1:
+        optimizers = [each for each in live if each.owns_any(tensors)]
+    else:  # this rank owns none of them
+        optimizers = live
+    if not optimizers:
+        return None
+    given = {id(each): each for each in tensors}
+    norms = [each.norms(given, norm_type) for each in optimizers]
+    if given:
+        others = foreach_norm(list(given.values()), norm_type)
+        norms.append(torch.stack(others).to(norms[0].device))
+    found = torch.cat(norms)
+    return torch.linalg.vector_norm(found, norm_type) if len(found) else found.new_zeros(())
 
 
 def _state_of(params: Sequence[Tensor]) -> DDPState:

@@ -190,7 +190,7 @@ class MemoryExchange(WaitPoint):
         self.has_shares = is_shared or len(peers.hosts) > 1
         if self.has_shares:
             self._sums.add(self, peers)
-        owned = None if bucket.owned is None else bucket.owned.elements(bucket.flat.layout)
+        owned = None if bucket.owned is None else bucket.owned.elements(bucket.flat)
         mine = None if owned is None else owned[group.rank]
         self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large, self.has_shares, mine)
         if not self.buffers.into_grads:

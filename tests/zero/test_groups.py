@@ -1,0 +1,238 @@
+"""What programs do with an optimizer: groups, schedulers, closures, hooks, its state."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_replicated import TRANSPORTS, Pair, owner_of
+from distributed import assert_same_bits, ranks
+from modules import mlp
+from torch import nn
+from training import drawn, squares, wrap
+
+from tritonddp import ZeroRedundancyOptimizer
+
+
+def decayed(net: nn.Module) -> list[dict[str, Any]]:
+    """Weights and biases in groups of their own."""
+    params = list(net.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1, "lr": 0.02},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "name": "biases"},
+    ]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_groups_have_their_own_options_which_schedulers_change(transport: str) -> None:
+    pair = Pair(mlp(4, 8, 8, 2), params=decayed, wrapper=TRANSPORTS[transport])
+    warm = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=20)
+        for _, optimizer in pair.each()
+    ]
+    for number in range(8):
+        pair.step(drawn(5, 4, step=number))
+        for each in warm:
+            each.step()
+        mine, theirs = pair.optimizer.param_groups, pair.oracle.param_groups
+        for one, other in zip(mine, theirs, strict=True):
+            keys = set(one) - {"params"}
+            assert keys == set(other) - {"params"}
+            assert {k: one[k] for k in keys} == {k: other[k] for k in keys}
+        if number == 4:
+            for _, optimizer in pair.each():
+                optimizer.param_groups[1]["weight_decay"] = 0.3
+                optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+
+
+@ranks(2)
+def test_the_learning_rate_may_be_a_tensor(rank: int) -> None:
+    module = mlp(4, 8, 8, 2)
+    other = copy.deepcopy(module)
+    nets = wrap(module), wrap(other)
+    rates = torch.tensor(0.1), torch.tensor(0.1)
+    mine = ZeroRedundancyOptimizer(nets[0].parameters(), torch.optim.Adam, lr=rates[0])
+    theirs = torch.optim.Adam(nets[1].parameters(), lr=rates[1])
+    for number in range(4):
+        for net, rate, optimizer in zip(nets, rates, (mine, theirs), strict=True):
+            squares(net(drawn(5, 4, step=number))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.mul_(0.5)
+        assert_same_bits(list(nets[0].parameters()), list(nets[1].parameters()))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 3)
+def test_a_group_may_be_added_later(transport: str) -> None:
+    tolerance = None if dist.get_world_size() == 2 else {"rtol": 1e-2, "atol": 1e-2}
+    pair = Pair(
+        mlp(4, 8, 8, 2),
+        params=lambda net: list(net.module[4].parameters()),
+        wrapper=TRANSPORTS[transport],
+        tolerance=tolerance,
+        lr=0.01,
+    )
+    for number in range(9):
+        pair.step(drawn(5, 4, step=number))
+        for net, optimizer in pair.each():
+            net.zero_grad()
+            if number in (0, 3):
+                layer = net.module[number - number // 3]  # 0, then 2
+                optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.003})
+
+
+@ranks(2)
+def test_a_group_that_is_refused_leaves_no_trace(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2), params=lambda net: list(net.module[4].parameters()))
+    other = nn.Parameter(torch.ones(3))
+    for net, optimizer in pair.each():
+        with pytest.raises(ValueError, match=r"duplicate|more than one|some parameters appear"):
+            optimizer.add_param_group({"params": [net.module[4].weight]})
+    with pytest.raises(ValueError, match="same wrapper"):
+        pair.optimizer.add_param_group({"params": [other]})
+    for net, optimizer in pair.each():
+        optimizer.add_param_group({"params": net.module[0].weight})
+    for number in range(4):
+        pair.step(drawn(5, 4, step=number))
+        pair.zero.zero_grad()
+        pair.plain.zero_grad()
+    assert len(pair.optimizer.param_groups) == 2
+
+
+@ranks(2)
+def test_parameters_may_come_with_their_names(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2), params=lambda net: net.named_parameters())
+    for number in range(3):
+        pair.step(drawn(5, 4, step=number))
+    pair.optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        mine, theirs = pair.optimizer.state_dict(), pair.oracle.state_dict()
+        assert mine["param_groups"] == theirs["param_groups"]
+        pair.oracle.load_state_dict(mine)
+
+
+@ranks(2)
+def test_a_closure_is_called_once_with_gradients(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    for number in range(4):
+        losses = []
+        for net, optimizer in pair.each():
+            calls = []
+
+            def closure(
+                net: Any = net, optimizer: Any = optimizer, calls: Any = calls, number: int = number
+            ) -> Any:
+                calls.append(torch.is_grad_enabled())
+                optimizer.zero_grad()
+                loss = squares(net(drawn(5, 4, step=number)))
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+            assert calls == [True]
+        assert torch.equal(*losses)
+        pair.check(f"step {number}")
+
+
+@ranks(2)
+def test_hooks_of_a_step_run_once(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    seen: dict[Any, list[str]] = {}
+    for net, optimizer in pair.each():
+        optimizer.register_step_pre_hook(lambda o, *_: seen.setdefault(type(o), []).append("pre"))
+        optimizer.register_step_post_hook(lambda o, *_: seen.setdefault(type(o), []).append("post"))
+
+        def halve(_: Any, args: Any, kwargs: Any, net: Any = net) -> None:
+            with torch.no_grad():
+                for param in net.parameters():
+                    param.mul_(0.5)
+
+        optimizer.register_step_post_hook(halve)
+    for number in range(3):
+        pair.step(drawn(5, 4, step=number))
+    assert [*map(len, seen.values())] == [6, 6]
+    assert {*map(tuple, seen.values())} == {("pre", "post") * 3}
+
+
+@ranks(2)
+def test_the_state_of_a_parameter_is_on_its_owner(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    for number in range(3):
+        pair.step(drawn(5, 4, step=number))
+    pairs = zip(pair.zero.parameters(), pair.plain.parameters(), strict=True)
+    for mine, theirs in pairs:
+        if owner_of(pair.optimizer, mine) == rank:
+            assert_same_bits(pair.optimizer.state[mine], pair.oracle.state[theirs])
+        else:
+            assert not pair.optimizer.state[mine]
+    # Who looks one up on another rank leaves nothing in a checkpoint.
+    pair.optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        for number, state in pair.optimizer.state_dict()["state"].items():
+            assert_same_bits(state, pair.oracle.state_dict()["state"][number])
+    pair.step(drawn(5, 4, step=3))
+
+
+@ranks(2)
+def test_an_ordinary_wrapper_beside_it_notices_nothing(rank: int) -> None:
+    def counters(net: Any) -> Any:
+        return vars(net.reducer.counters).copy()
+
+    def run(is_beside: bool) -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        net, pair = wrap(mlp(4, 8, 2)), Pair(mlp(4, 8, 2)) if is_beside else None
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for number in range(5):
+            if pair is not None:
+                pair.step(drawn(5, 4, step=number))
+            squares(net(drawn(5, 4, step=number))).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in net.parameters()], counters(net)
+
+    torch.manual_seed(1)
+    alone, beside = run(False), run(True)
+    assert_same_bits(beside[0], alone[0])
+    assert beside[1] == alone[1]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@ranks(2)
+def test_a_copy_of_the_wrapper_is_an_ordinary_one(rank: int, how: str) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    for number in range(3):
+        pair.step(drawn(5, 4, step=number))
+    is_copied = how == "deepcopy"
+    other = copy.deepcopy(pair.zero) if is_copied else pickle.loads(pickle.dumps(pair.zero))
+    plain = copy.deepcopy(pair.plain)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (other, plain)]
+    for number in range(4):
+        for net, optimizer in zip((other, plain), optimizers, strict=True):
+            squares(net(drawn(5, 4, step=number))).backward()
+            optimizer.step()
+        for mine, theirs in zip(other.parameters(), plain.parameters(), strict=True):
+            assert_same_bits(mine, theirs, f"step {number}")
+            assert_same_bits(mine.grad, theirs.grad, f"step {number}")
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        pair.step(drawn(5, 4, step=10 + number))
+    again = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1)
+    assert {owner_of(again, param) for param in other.parameters()} == {0, 1}
+
+
+@ranks(2)
+def test_a_constructor_that_raised_may_be_called_again(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    with pytest.raises(ValueError, match="learning rate"):
+        ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=-1)
+    with pytest.raises(TypeError):
+        ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, learning_rate=1)
+    squares(net(drawn(5, 4))).backward()
+    squares(net(drawn(5, 4))).backward()
+    assert all(param.grad is not None for param in net.parameters())
+    ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1)

@@ -1,0 +1,242 @@
+"""Norms of gradients that several ranks own, and what clips them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from beside_replicated import TRANSPORTS, Pair, owner_of
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from modules import Squares, mlp
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from training import assert_close, drawn, squares, wrap
+
+from tritonddp import ZeroRedundancyOptimizer
+
+INF = float("inf")
+
+
+def backwards(pair: Pair, number: int, factor: float = 1.0) -> None:
+    for net, _ in pair.each():
+        squares(factor * net(drawn(5, 4, step=number))).backward()
+
+
+def end(pair: Pair, what: str = "") -> None:
+    for _, optimizer in pair.each():
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.check(what)
+
+
+@pytest.mark.parametrize("norm_type", [2, 2.0, 1.0, INF, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_torchs_function_clips_by_the_norm_of_all(transport: str, norm_type: float) -> None:
+    """Also the one that was imported by name before there was an optimizer."""
+    pair = Pair(mlp(4, 8, 8, 2), wrapper=TRANSPORTS[transport])
+    for number in range(4):
+        backwards(pair, number)
+        clip = clip_grad_norm_ if number % 2 else nn.utils.clip_grad_norm_
+        norms = [clip(list(net.parameters()), 0.1, norm_type) for net, _ in pair.each()]
+        assert_same_bits(*norms)
+        assert_same_on_all_ranks([norms[0]])
+        end(pair)
+
+
+@ranks(3)
+def test_at_three_ranks_too(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2))
+    for number in range(4):
+        backwards(pair, number)
+        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
+        assert_same_bits(*norms)
+        end(pair)
+
+
+@ranks(2)
+def test_the_norm_of_gradients_is_over_all_ranks(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2))
+    for number in range(3):
+        backwards(pair, number)
+        norms = []
+        for net, _ in pair.each():
+            grads = [param.grad for param in net.parameters() if param.grad is not None]
+            norms.append(nn.utils.get_total_norm(grads))
+            nn.utils.clip_grads_with_norm_(net.parameters(), 0.2, norms[-1])
+        assert_same_bits(*norms)
+        end(pair)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+@ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_all_ranks(rank: int, bad: float) -> None:
+    net = wrap(Squares((3, 3), (4,), (2,)))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        net.zero_grad()
+        net().backward()
+        for param in net.parameters():
+            if param.grad is not None and param.numel() == 4 and owner_of(optimizer, param) == rank:
+                param.grad[1] = bad
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+        total = clip_grad_norm_(net.parameters(), 1.0)
+        assert not total.isfinite()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            net.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@ranks(2)
+def test_values_are_clipped_where_they_are(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2))
+    for number in range(4):
+        backwards(pair, number)
+        for net, _ in pair.each():
+            clip_grad_value_(net.parameters(), 0.05)
+        end(pair)
+
+
+@pytest.mark.parametrize("grad_norm", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, views=True)
+def test_the_wrappers_own_norm_is_that_of_all(view: bool, transport: str, grad_norm: bool) -> None:
+    options = {"grad_norm": grad_norm, "gradient_as_bucket_view": view}
+    pair = Pair(
+        mlp(4, 8, 8, 2),
+        torch.optim.SGD,
+        wrapper={**TRANSPORTS[transport], **options},
+        lr=0.01,
+        tolerance={"rtol": 1e-4, "atol": 1e-5},
+    )
+    for number in range(5):
+        backwards(pair, number)
+        assert_close(*[net.grad_norm() for net, _ in pair.each()])
+        norms = [net.clip_grad_norm_(0.5) for net, _ in pair.each()]
+        assert_close(*norms)
+        assert_same_on_all_ranks([norms[0]])
+        with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer"):
+            pair.zero.grad_norm(per_parameter=True)
+        end(pair, f"step {number}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_gradients_of_no_optimizer_count_once(transport: str) -> None:
+    pair = Pair(
+        mlp(4, 8, 8, 2),
+        params=lambda net: [net.module[0].weight],  # owned by one rank, so the other owns none
+        wrapper=TRANSPORTS[transport],
+        tolerance={"rtol": 1e-4, "atol": 1e-5},
+    )
+    for number in range(4):
+        backwards(pair, number)
+        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
+        assert_close(*norms)
+        backs = [net.grad_norm() for net, _ in pair.each()]
+        assert_close(*backs)
+        for net, optimizer in pair.each():
+            optimizer.step()
+            net.zero_grad()
+        pair.check()
+
+
+@ranks(2)
+def test_parts_of_the_parameters_are_clipped_by_their_own_norm(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2))
+    parts: list[Callable[[Any], list[Tensor]]] = [
+        lambda net: [net.module[0].weight],
+        lambda net: [net.module[4].bias],
+        lambda net: list(net.module[2].parameters()),
+    ]
+    for number in range(4):
+        backwards(pair, number)
+        for part in parts:
+            assert_same_bits(*[clip_grad_norm_(part(net), 0.05) for net, _ in pair.each()])
+        end(pair)
+
+
+@ranks(2)
+def test_a_single_tensor_may_be_clipped(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2))
+    for number in range(3):
+        backwards(pair, number)
+        for param in range(6):
+            assert_same_bits(
+                *[clip_grad_norm_(list(net.parameters())[param], 0.05) for net, _ in pair.each()]
+            )
+        end(pair)
+
+
+@ranks(2)
+def test_several_models_have_norms_of_their_own_and_one_of_all(rank: int) -> None:
+    """Some have fewer parameters than there are ranks."""
+    pairs = [Pair(mlp(4, 8, 2)), Pair(nn.Linear(4, 3, bias=False)), Pair(mlp(4, 4, 4, 4))]
+    for number in range(4):
+        for pair in pairs:
+            backwards(pair, number)
+        for pair in pairs:
+            assert_close(*[clip_grad_norm_(net.parameters(), 3.0) for net, _ in pair.each()])
+        sides = zip(*[[net for net, _ in pair.each()] for pair in pairs], strict=True)
+        norms = [clip_grad_norm_([p for n in nets for p in n.parameters()], 0.1) for nets in sides]
+        assert_close(*norms, rtol=1e-6, atol=0)
+        for pair in pairs:
+            pair.tolerance = {"rtol": 1e-4, "atol": 1e-5}
+            end(pair)
+
+
+@ranks(2)
+def test_other_tensors_have_the_norm_of_this_rank(rank: int) -> None:
+    """On one rank alone too: nobody waits for another one."""
+    net = wrap(mlp(4, 8, 2))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    squares(net(drawn(5, 4))).backward()
+    other = nn.Linear(3, 2)
+    if rank == 0:
+        assert clip_grad_norm_(other.parameters(), 1.0) == 0
+        other(torch.ones(1, 3)).sum().backward()
+        expected = torch.stack([p.grad.norm() for p in other.parameters()]).norm()
+        assert_close(clip_grad_norm_(other.parameters(), 1.0), expected)
+        assert_close(get_total_norm([torch.ones(4)]), torch.tensor(2.0))
+        assert clip_grad_norm_([], 1.0) == 0
+        with pytest.raises(RuntimeError, match="non-finite"):
+            get_total_norm([torch.tensor([INF])], error_if_nonfinite=True)
+    optimizer.step()
+
+
+# GradScaler
+
+
+class Overflows(nn.Module):
+    """The gradient of one of its parameters, of one element each, is not finite in a call."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.ones(1) for _ in range(count))
+
+    def forward(self, at: int | None) -> Tensor:
+        factors = [INF if number == at else 1.0 for number in range(len(self.params))]
+        return torch.stack([p * f for p, f in zip(self.params, factors, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale"])
+@pytest.mark.parametrize("count", [1, 4])
+@ranks(2, 3)
+def test_all_ranks_skip_a_step_in_which_one_owner_overflows(count: int, unscales: bool) -> None:
+    pair = Pair(Overflows(count), torch.optim.SGD, lr=1.0)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) for _ in range(2)]
+    found = []
+    for number, at in enumerate([None, 0, count - 1, None, None, None, None, 0, None]):
+        for (net, optimizer), scaler in zip(pair.each(), scalers, strict=True):
+            scaler.scale(net(at)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        pair.check(f"step {number}")
+        assert scalers[0].get_scale() == scalers[1].get_scale(), number
+        found.append(torch.tensor(scalers[0].get_scale()))
+    assert_same_on_all_ranks(found)
+    assert len({each.item() for each in found}) > 2

@@ -1,0 +1,207 @@
+"""What cannot have owners is refused by name, and breaks nothing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_replicated import Pair
+from distributed import ranks
+from modules import mlp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel.distributed import _MixedPrecision
+from training import drawn, squares, wrap
+
+from tritonddp import ZeroRedundancyOptimizer
+
+AdamW = torch.optim.AdamW
+
+
+def refused(net: Any, match: str, **options: Any) -> None:
+    """The optimizer is; and the wrapper trains as before."""
+    params = options.pop("params", None) or net.parameters()
+    with pytest.raises(ValueError, match=match):
+        ZeroRedundancyOptimizer(params, options.pop("optimizer_class", AdamW), **options)
+
+
+def trains(net: Any) -> None:
+    for number in range(3):
+        net.zero_grad()
+        squares(net(drawn(5, 4, step=number))).backward()
+        assert all(param.grad is not None for param in net.parameters())
+
+
+@ranks(2)
+def test_an_optimizer_that_looks_at_all_parameters(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    refused(net, "LBFGS", optimizer_class=torch.optim.LBFGS)
+    trains(net)
+    with pytest.raises(TypeError, match="optimizer class"):
+        ZeroRedundancyOptimizer(net.parameters(), "AdamW")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer class"):
+        ZeroRedundancyOptimizer(net.parameters(), nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="empty"):
+        ZeroRedundancyOptimizer([], AdamW)
+
+
+@pytest.mark.parametrize("compression", ["int8", "fp8", "auto"])
+@ranks(2)
+def test_compression(rank: int, compression: str) -> None:
+    net = wrap(mlp(4, 8, 2), compression=compression)
+    refused(net, "compression")
+    trains(net)
+
+
+@ranks(2)
+def test_mixed_precision(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2), mixed_precision=_MixedPrecision(torch.bfloat16, torch.float32))
+    refused(net, "mixed_precision")
+    trains(net)
+
+
+@ranks(2)
+def test_sparse_gradients(rank: int) -> None:
+    net = wrap(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)))
+    refused(net, "0.weight")
+    dense = ZeroRedundancyOptimizer(net.module[1].parameters(), AdamW)
+    for _ in range(3):
+        net.zero_grad()
+        squares(net(torch.tensor([rank, 3]))).backward()
+        assert net.module[0].weight.grad.is_sparse
+        dense.step()
+
+
+@ranks(2)
+def test_a_communication_hook_before(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    net.register_comm_hook(None, allreduce_hook)
+    refused(net, "hook")
+    trains(net)
+
+
+@ranks(2)
+def test_a_communication_hook_after(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    pair.step(drawn(5, 4))
+    with pytest.raises((RuntimeError, ValueError), match="ZeroRedundancyOptimizer"):
+        pair.zero.register_comm_hook(None, allreduce_hook)
+    for number in range(3):
+        pair.step(drawn(5, 4, step=number))
+
+
+@ranks(2)
+def test_an_optimizer_in_the_backward_after(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    pair.step(drawn(5, 4))
+    with pytest.raises((RuntimeError, ValueError), match="ZeroRedundancyOptimizer"):
+        pair.zero._register_fused_optim(torch.optim.SGD, lr=0.1)
+
+
+@ranks(2)
+def test_parameters_of_no_wrapper_and_of_two(rank: int) -> None:
+    refused(mlp(4, 8, 2), "no wrapper")
+    one, two = wrap(mlp(4, 8, 2)), wrap(mlp(4, 8, 2))
+    both = [*one.parameters(), *two.parameters()]
+    refused(one, "same wrapper", params=both)
+    refused(one, "same wrapper", params=[*one.parameters(), nn.Parameter(torch.ones(2))])
+    trains(one)
+    trains(two)
+
+
+@ranks(2)
+def test_a_second_optimizer_of_one_wrapper(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2), params=lambda net: [net.module[0].weight])
+    refused(pair.zero, "already", params=[pair.zero.module[2].weight])
+    pair.step(drawn(5, 4))
+
+
+@ranks(2)
+def test_another_group(rank: int) -> None:
+    net, other = wrap(mlp(4, 8, 2)), dist.new_group([0, 1])
+    refused(net, "process_group", process_group=other)
+    ZeroRedundancyOptimizer(net.parameters(), AdamW, process_group=dist.group.WORLD)
+
+
+@ranks(2)
+def test_a_step_during_a_backward(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    pair.step(drawn(5, 4))
+    errors = []
+
+    def step(grad: Any) -> None:
+        try:
+            pair.optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    x = drawn(5, 4).requires_grad_()
+    for net, _ in pair.each():
+        handle = net.module[2].weight.register_hook(step) if net is pair.zero else None
+        squares(net(x)).backward()
+        if handle is not None:
+            handle.remove()
+    assert "while a backward runs" in errors[0]
+    for _, optimizer in pair.each():
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.check()
+
+
+@ranks(2)
+def test_a_constructor_during_a_backward(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    errors = []
+
+    def make(grad: Any) -> None:
+        try:
+            ZeroRedundancyOptimizer(net.parameters(), AdamW)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    handle = net.module[2].weight.register_hook(make)
+    squares(net(drawn(5, 4))).backward()
+    handle.remove()
+    assert "backward" in errors[0]
+    trains(net)
+    ZeroRedundancyOptimizer(net.parameters(), AdamW)
+
+
+@ranks(2)
+def test_a_matrix_optimizer_with_vectors_is_refused_on_all_ranks(rank: int) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    net = wrap(mlp(4, 8, 2))
+    error = "ValueError: Muon only supports 2D|Muon only supports 2D"
+    with pytest.raises((RuntimeError, ValueError), match=error):
+        ZeroRedundancyOptimizer(net.parameters(), torch.optim.Muon)
+    trains(net)
+    ZeroRedundancyOptimizer([p for p in net.parameters() if p.dim() == 2], torch.optim.Muon)
+
+
+@pytest.mark.parametrize("what", ["class", "order", "number", "groups"])
+@ranks(2)
+def test_ranks_that_differ_are_told_apart(rank: int, what: str) -> None:
+    net = wrap(mlp(4, 8, 2))
+    params: Any = list(net.parameters())
+    optimizer_class: Any = AdamW
+    if rank == 1:
+        if what == "class":
+            optimizer_class = torch.optim.SGD
+        elif what == "order":
+            params.reverse()
+        elif what == "number":
+            params.pop()
+        else:
+            params = [{"params": params[:2]}, {"params": params[2:]}]
+    with pytest.raises(RuntimeError, match="rank 1"):
+        ZeroRedundancyOptimizer(params, optimizer_class, lr=0.1)
+    trains(net)
+    ZeroRedundancyOptimizer(net.parameters(), AdamW)
+
+
+@ranks(2)
+def test_a_copied_optimizer_class_default_is_checked(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    assert copy.deepcopy(pair.optimizer.defaults) == pair.oracle.defaults

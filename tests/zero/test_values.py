@@ -1,0 +1,281 @@
+"""Values after steps of owners are those of the plain optimizer on all ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_replicated import TRANSPORTS, Pair, owner_of
+from distributed import ranks
+from modules import Given, Layers, Squares, linears, mlp
+from torch import nn
+from training import drawn, squares, wrap
+
+from tritonddp import ZeroRedundancyOptimizer
+
+# Classes of optimizers, with their options.
+CLASSES: dict[str, Any] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "no momentum": (torch.optim.SGD, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True, "foreach": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+}
+# The order in which gloo adds up numbers of three ranks depends on the collective.
+ROUNDED = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def tolerance(transport: str) -> Any:
+    """Of values, by this transport."""
+    return ROUNDED if transport == "process group" and dist.get_world_size() > 2 else None
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 3, 4, views=True)
+def test_the_values_are_those_of_the_plain_optimizer(view: bool, transport: str, kind: str) -> None:
+    optimizer_class, options = CLASSES[kind]
+    is_sharp = optimizer_class is not torch.optim.SGD  # divides by the size of a gradient
+    wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
+    within = tolerance(transport)
+    if within and is_sharp:
+        within = {"rtol": 1e-2, "atol": 1e-2}
+    pair = Pair(
+        mlp(4, 16, 16, 8, 2),
+        optimizer_class,
+        wrapper=wrapper,
+        tolerance=within,
+        lr=0.01,
+        **options,
+    )
+    for number in range(8):
+        pair.step(drawn(5, 4, step=number))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "steps", [pytest.param(50, marks=pytest.mark.quick), pytest.param(200, marks=pytest.mark.long)]
+)
+@ranks(2)
+def test_many_steps_stay_together(steps: int, transport: str) -> None:
+    pair = Pair(mlp(4, 16, 8, 2), wrapper=TRANSPORTS[transport], lr=0.01)
+    for number in range(steps):
+        pair.step(drawn(5, 4, step=number))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 3)
+def test_an_optimizer_that_looks_at_whole_matrices_steps_them(transport: str) -> None:
+    pair = Pair(
+        linears(4, 16, 16, 2, bias=False),
+        torch.optim.Muon,
+        wrapper=TRANSPORTS[transport],
+        tolerance=tolerance(transport),
+        lr=0.02,
+    )
+    for number in range(6):
+        pair.step(drawn(5, 4, step=number))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 4)
+def test_integers_have_the_same_bits(transport: str) -> None:
+    """In any order in which they are added: a quarter of each is exact."""
+    shapes = [(3,), (4, 2), (5,), (1,), (2, 2)]
+    pair = Pair(Given(*shapes), torch.optim.SGD, wrapper=TRANSPORTS[transport], momentum=0.5, lr=1)
+    for number in range(6):
+        seed = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        grads = [torch.randint(-9, 9, shape, generator=seed).float() for shape in shapes]
+        for net, optimizer in pair.each():
+            net(*grads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check(f"step {number}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 3, views=True)
+def test_gradients_travel_in_bf16(view: bool, transport: str) -> None:
+    wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
+    within = {"rtol": 2e-2, "atol": 2e-2} if tolerance(transport) else None
+    pair = Pair(
+        mlp(4, 16, 16, 2),
+        torch.optim.SGD,
+        wrapper={**wrapper, "reduce_dtype": torch.bfloat16},
+        tolerance=within,
+        lr=0.001,
+    )
+    for number in range(6):
+        pair.step(drawn(5, 4, step=number))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 3, views=True)
+def test_a_gradient_is_there_on_its_owner_alone(view: bool, transport: str) -> None:
+    wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
+    pair = Pair(linears(4, 8, 8, 2), wrapper=wrapper)
+    for number in range(3):
+        for net, _ in pair.each():
+            squares(net(drawn(5, 4, step=number))).backward()
+        if tolerance(transport) is None:
+            pair.check_gradients(f"step {number}")
+        grads = [param.grad is not None for param in pair.zero.parameters()]
+        mine = [pair.owner(param) == dist.get_rank() for param in pair.zero.parameters()]
+        assert grads == mine
+        for _, optimizer in pair.each():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 4)
+def test_large_and_tiny_parameters_are_whole(transport: str) -> None:
+    """One that is larger than a bucket, and others of one element and of none."""
+    pair = Pair(
+        Squares((700, 500), (), (0,), (1,), (3, 3)),
+        torch.optim.SGD,
+        wrapper={**TRANSPORTS[transport], "bucket_cap_mb": 0.5},
+        lr=0.25,
+    )
+    for number in range(4):
+        for net, optimizer in pair.each():
+            net(0.5 + dist.get_rank() + number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check(f"step {number}")
+
+
+@pytest.mark.parametrize("shapes", [[(3,)], [(40, 40)], [(2,), (3,)]], ids=["one", "huge", "two"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(3)
+def test_there_may_be_fewer_parameters_than_ranks(transport: str, shapes: Any) -> None:
+    pair = Pair(Squares(*shapes), torch.optim.AdamW, wrapper=TRANSPORTS[transport])
+    clip = torch.nn.utils.clip_grad_norm_
+    for number in range(4):
+        for net, optimizer in pair.each():
+            net(2 + number).backward()
+            norm = clip(net.parameters(), 1.0)
+            assert norm > 0
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check(f"step {number}")
+
+
+class Mixed(nn.Module):
+    """Parameters of four dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.wide = nn.Linear(3, 5), nn.Linear(5, 4).double()
+        self.low = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.phase = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.wide(self.single(x).double().tanh()) * self.low
+        return y.abs().mean() + (self.phase * (1 + 2j)).real.square().sum()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "momentum"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 3, views=True)
+def test_dtypes_may_be_mixed(view: bool, transport: str, kind: str) -> None:
+    optimizer_class, options = CLASSES[kind]
+    pair = Pair(
+        Mixed(),
+        optimizer_class,
+        wrapper={**TRANSPORTS[transport], "gradient_as_bucket_view": view},
+        tolerance={"rtol": 2e-2, "atol": 2e-2} if tolerance(transport) else None,
+        **{**options, "lr": 1e-4},
+    )
+    for number in range(5):
+        pair.step(drawn(5, 3, step=number))
+
+
+@ranks(1)
+def test_a_world_of_one_steps_all(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 2))
+    for number in range(4):
+        pair.step(
+            drawn(5, 4, step=number),
+            between=lambda net, _: nn.utils.clip_grad_norm_(net.parameters(), 0.1),
+        )
+    pair.optimizer.consolidate_state_dict()
+    assert pair.optimizer.state_dict()["param_groups"] == pair.oracle.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("world", [(0, 2), (1, 2)])
+@ranks(3)
+def test_the_wrapper_may_have_a_part_of_the_ranks(rank: int, world: tuple[int, int]) -> None:
+    group = dist.new_group(list(world))
+    if rank not in world:
+        return
+    net = wrap(mlp(4, 8, 2), process_group=group)
+    other = wrap(mlp(4, 8, 2), process_group=group)
+    other.load_state_dict(net.state_dict())
+    ours = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, group, lr=0.1)
+    plain = torch.optim.AdamW(other.parameters(), lr=0.1)
+    for number in range(4):
+        for each, optimizer in ((net, ours), (other, plain)):
+            squares(each(drawn(5, 4, step=number))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, two in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+    ours.consolidate_state_dict(1)
+    if group.rank() == 1:
+        assert ours.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+
+
+@ranks(2)
+def test_a_parameter_may_be_given_other_memory(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2))
+    for number in range(5):
+        pair.step(drawn(5, 4, step=number))
+        if number >= 2:
+            for net, _ in pair.each():
+                for param in net.parameters():
+                    param.data = param.data.clone()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_values_that_a_user_writes_count(rank: int, transport: str) -> None:
+    """As a checkpoint does: on all ranks, or on the one that owns them alone."""
+    pair = Pair(mlp(4, 8, 2), wrapper=TRANSPORTS[transport])
+    for number in range(5):
+        pair.step(drawn(5, 4, step=number))
+        for net, _ in pair.each():
+            net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2, 3)
+def test_the_state_of_a_rank_is_an_even_share_and_one_parameter(rank: int, transport: str) -> None:
+    net = wrap(mlp(7, 90, 3, 50, 50, 50, 2), **TRANSPORTS[transport])
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW)
+    for number in range(2):
+        squares(net(drawn(5, 7, step=number))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    size = dist.get_world_size()
+    total = sum(param.numel() for param in net.parameters())
+    largest = max(param.numel() for param in net.parameters())
+    states = optimizer.state.values()
+    mine = sum(state["exp_avg"].numel() for state in states)
+    assert 0 < mine <= total / size + largest
+    owned = [param for param in net.parameters() if owner_of(optimizer, param) == rank]
+    assert set(optimizer.state) == set(owned)
+    counts: list[Any] = [None] * size
+    dist.all_gather_object(counts, mine)
+    assert sum(counts) == total
+
+
+@ranks(2)
+def test_layers_that_share_a_parameter_are_stepped_once(rank: int) -> None:
+    module = Layers("abc")
+    module.layers["c"].weight = module.layers["a"].weight
+    pair = Pair(module)
+    for number in range(4):
+        pair.step(drawn(5, 4, step=number))
