@@ -53,8 +53,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     Parameters that a backward does not reach need no flag. ``torch.distributed`` must be
     initialised first.
 
-    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order.
-    Arguments that stock does not have follow, by name only.
+    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order;
+    those that stock does not have follow, by name only.
 
     Args:
         module: the module to train, available as ``.module``; at least one parameter requires
@@ -73,8 +73,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             1 for the first bucket; with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, and 8.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically.
             ``False``: an unused parameter is an error at the next forward.
-        gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves one copy of all
-            gradients and their memory.
+        gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves a copy and memory.
         static_graph: accepted; all that it makes possible in stock DDP works without it here.
         delay_all_reduce_named_params: parameters of the module, with any names, whose gradients are
             sent after all others, in one bucket for each dtype and device.
@@ -138,10 +137,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``. ``"mean"``: before
             the same forwards floating-point buffers that have changed on a rank get their mean.
             ``"off"``: as ``forward_sync_buffers=False``.
-        reduce_in_place: on GPUs, over NCCL with a power of two of ranks, gradients of 1 MiB and
-            more are averaged where they lie, not copied into a bucket and back. Code in a backward
-            must not read ``.grad`` of other parameters then. Elsewhere it has no effect: see
-            ``docs/gpus.md``.
+        reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
+            copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
 
     Attributes:
         module: the wrapped module.
@@ -396,9 +393,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Args:
             gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
-                overwritten. Or a gradient or ``None`` for each of ``params``, as
-                ``torch.autograd.grad`` returns them. Or a mapping from names of parameters, as
-                the wrapped module has them, to gradients; one that is missing counts as ``None``.
+                overwritten. Or one, or ``None``, for each of ``params``, as from
+                ``torch.autograd.grad``. Or a mapping from names of parameters, as the wrapped
+                module has them, to gradients; one that is missing counts as ``None``.
             params: the parameters of the gradients, by default all parameters of the module that
                 require gradients, in the order of ``module.parameters()``. One more small
                 collective verifies that they are the same on all ranks.
@@ -500,10 +497,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def suggested_shares(self) -> list[float]:
         """How to split a global batch over ranks of different speed, so that all end together.
 
-        Returns one share for each rank; they add up to 1. Shares are proportional to the number of
-        items that a rank processes in a millisecond of forward and backward, averaged over about
-        ten measured steps. Items are the ``n`` of ``weighted(n)``, else one for each backward. So
-        use ``weighted(n)`` if batches differ in size already. Needs ``metrics=True``.
+        Returns one share for each rank, proportional to the number of items that it processes in a
+        millisecond of forward and backward, averaged over about ten measured steps. Items are the
+        ``n`` of ``weighted(n)``, for batches that differ in size, else one for each backward.
 
         Raises:
             RuntimeError: the module was wrapped without ``metrics=True``, or no step is known yet.
@@ -598,7 +594,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         :meth:`no_sync` count as one batch.
 
         Raises:
-            RuntimeError: the module was wrapped without that, or nothing is known yet.
+            RuntimeError: the module was wrapped without it, or nothing is known yet.
 
         Example::
 
