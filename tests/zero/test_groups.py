@@ -82,6 +82,7 @@ def test_a_group_may_be_added_later(transport: str) -> None:
             net.zero_grad()
             if number in (0, 3):
                 layer = net.module[number - number // 3]  # 0, then 2
+                optimizer.param_groups[0]["lr"] *= 0.5  # since the last step, as by a scheduler
                 optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.003})
 
 

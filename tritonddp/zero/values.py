@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -119,8 +120,9 @@ class OwnedValues:
             torch.cat([piece for each in messages[rank] for piece in each.pieces], out=mine)
         with group.guard(where, self._what(rank)):
             works = []
-            for start in range(0, most, size):
-                rows = list(received[:, start : start + size].unbind())
+            # Cut where the values of a rank end too: of each piece a rank has all or nothing.
+            for start, end in pairwise(sorted({*range(0, most, size), *self._nbytes, most})):
+                rows = list(received[:, start:end].unbind())
                 there = [number for number, size in enumerate(self._nbytes) if size > start]
                 if 2 * len(there) > group.size:
                     self._counters.collective(sum(map(len, rows)), group.size)

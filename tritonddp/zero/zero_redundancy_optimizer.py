@@ -170,7 +170,8 @@ class ZeroRedundancyOptimizer(Optimizer):
                 del self._owners[param]
             raise
         self._own()
-        self._take_options(self.optim.param_groups, self.param_groups)
+        # Options of the others may have changed since the last step.
+        self._take_options(self.optim.param_groups[-1:], self.param_groups[-1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -238,6 +239,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             dist.broadcast_object_list(saved)
             optimizer.load_state_dict(saved[0])
         """
+        if not 0 <= to < self._group.size:
+            raise ValueError(f"there are {self._group.size} ranks, but to={to}")
         numbered = enumerate(self._all_params())
         params = {n: param for n, param in numbered if self._owners[param] == self._group.rank}
         mine = local_part(self.optim.state, params, self._masters)
