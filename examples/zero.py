@@ -41,10 +41,11 @@ def train(task: Task, use_tritonddp: bool, steps: int) -> Trained:
         whole = load(path, ddp, optimizer)
         dist.barrier()  # nobody reads the file any more
     loss = train_steps(task, ddp, optimizer, itertools.islice(batches, steps - first))
-    of_ranks: list[Any] = [None] * world_size
-    dist.all_gather_object(of_ranks, nbytes(optimizer.optim.state))
+    of_ranks = torch.zeros(world_size, dtype=torch.int64)
+    of_ranks[rank] = nbytes(optimizer.optim.state)
+    dist.all_reduce(of_ranks)
     if rank == 0:
-        each = ", ".join(f"rank {number} {size}" for number, size in enumerate(of_ranks))
+        each = ", ".join(f"rank {number} {size}" for number, size in enumerate(of_ranks.tolist()))
         print(f"{'tritonddp' if use_tritonddp else 'torch'}: loss of the last batch {loss:.4f}")
         print(f"bytes of optimizer state: {each}; with plain AdamW each rank {whole}")
     return Trained(ddp.module, type(ddp))
@@ -96,11 +97,13 @@ def nbytes(state: Mapping[Any, dict[str, Any]]) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
-def from_rank_0(value: Any) -> Any:
+def from_rank_0(text: str) -> str:
     """What rank 0 has given, on all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
+    content = torch.zeros(512, dtype=torch.uint8)
+    encoded = text.encode()
+    content[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    dist.broadcast(content, src=0)
+    return bytes(content.tolist()).rstrip(b"\0").decode()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -48,16 +49,19 @@ def uncounted() -> Iterator[None]:
 def noting(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """Context: ``note`` is the profile function, and nobody frees what was left before.
 
-    Wrappers of earlier tests are freed by the garbage collector, and that calls the package.
+    Wrappers of earlier tests are freed by the garbage collector, and that calls the package. And
+    each forward looks for optimizers in the backward if an earlier test has imported their module.
     """
     gc.collect()
     gc.disable()
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+    with mock.patch.dict(sys.modules):
+        sys.modules.pop("torch.distributed.optim.apply_optimizer_in_backward", None)
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            gc.enable()
 
 
 def calls(function: Callable[[], Any]) -> Counter[tuple[str, str]]:

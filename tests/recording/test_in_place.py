@@ -173,7 +173,8 @@ def test_of_a_model_hardly_anything_is_small(name: str, most: float) -> None:
 def test_a_steady_step_copies_no_large_gradient() -> None:
     """Also not the one that fills the bucket: the engine holds it until its node is through."""
     with limit():
-        for name in ("copies", "copies, zeroed in place", "no_sync", "buffers"):
+        # (Not of one that is zeroed in place: gloo's threads may hold it from the step before.)
+        for name in ("copies", "no_sync", "buffers"):
             recorder = play(PROGRAMS[name]).recorder
             launches = recorder.launches
             assert recorder.collectives["allreduce_coalesced"] == 2

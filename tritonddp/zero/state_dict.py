@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ctypes import string_at
+from io import BytesIO
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
+from tritonddp.coordination import collectives
 from tritonddp.coordination.group import Group
 from tritonddp.zero.masters import MasterWeights
 
@@ -35,15 +38,31 @@ def local_part(
     return found
 
 
-def gathered(mine: dict[int, Any], group: Group, to: int) -> dict[int, Any] | None:
-    """The parts of all ranks together, on rank ``to``; ``None`` elsewhere. All ranks call this."""
-    parts: list[Any] | None = [None] * group.size if group.rank == to else None
-    if group.size == 1:
-        return mine if to == 0 else None
-    dist.gather_object(mine, parts, group=group.process_group, group_dst=to)
-    if parts is None:
-        return None
-    return {number: part[number] for part in parts for number in part}
+def gathered(
+    mine: dict[int, Any], group: Group, to: int, device: torch.device
+) -> dict[int, Any] | None:
+    """The parts of all ranks together, on rank ``to``; ``None`` elsewhere. All ranks call this.
+
+    They are read with ``weights_only=True``: tensors, numbers and containers. ``device`` is that of
+    the messages.
+    """
+    rank = group.rank
+    encoded = BytesIO()
+    torch.save(mine, encoded)
+    content = torch.frombuffer(bytearray(encoded.getbuffer()), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(content)], device=device)
+    sizes = [int(each) for each in collectives.all_gather(size, group.process_group)]
+    found = dict(mine) if rank == to else None
+    for other in range(group.size):
+        if other == to:
+            continue
+        message = content if other == rank else content.new_empty(sizes[other])
+        collectives.broadcast(message, group.process_group, other).wait()
+        if found is not None:
+            message = message.cpu()
+            read = BytesIO(string_at(message.data_ptr(), len(message)))
+            found.update(torch.load(read, weights_only=True))
+    return found
 
 
 def _on_cpu(value: Any) -> Any:

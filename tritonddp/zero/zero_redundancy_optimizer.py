@@ -244,7 +244,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         numbered = enumerate(self._all_params())
         params = {n: param for n, param in numbered if self._owners[param] == self._group.rank}
         mine = local_part(self.optim.state, params, self._masters)
-        self._consolidated = gathered(mine, self._group, to)
+        device = self._core.manager.current.params[0].device
+        self._consolidated = gathered(mine, self._group, to, device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters, as the plain optimizer would have it.
