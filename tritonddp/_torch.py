@@ -86,9 +86,9 @@ def count_unscaling() -> None:
         return
 
     @functools.wraps(unscale)
-    def counted(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, fp16: Any) -> Any:
+    def counted(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: Any) -> Any:
         try:
-            found = unscale(self, optimizer, inv_scale, found_inf, fp16)
+            found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
         finally:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None]

@@ -12,7 +12,7 @@ from modules import mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import drawn, squares, wrap
+from training import drawn, squares, train_step, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
 
@@ -112,9 +112,52 @@ def test_parameters_of_no_wrapper_and_of_two(rank: int) -> None:
 
 @ranks(2)
 def test_a_second_optimizer_of_one_wrapper(rank: int) -> None:
+    """The last one counts, whatever becomes of the first."""
     pair = Pair(mlp(4, 8, 2), params=lambda net: [net.module[0].weight])
-    refused(pair.zero, "already", params=[pair.zero.module[2].weight])
     pair.step(drawn(5, 4))
+    for net, _ in pair.each():
+        net.zero_grad()
+    former = pair.optimizer
+    pair.optimizer = ZeroRedundancyOptimizer(pair.zero.parameters(), AdamW, lr=0.05)
+    pair.oracle = AdamW(pair.plain.parameters(), lr=0.05)
+    for number in range(4):
+        pair.step(drawn(5, 4, step=number), between=clipped)
+    with pytest.raises(RuntimeError, match="another ZeroRedundancyOptimizer"):
+        former.step()
+
+
+def clipped(net: nn.Module, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+@ranks(2)
+def test_an_optimizer_that_is_gone(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), AdamW)
+    train_step(net, drawn(5, 4))
+    optimizer.step()
+    del optimizer
+    with pytest.raises(RuntimeError, match="is gone"):
+        train_step(net, drawn(5, 4))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), AdamW)
+    net.zero_grad()
+    train_step(net, drawn(5, 4))
+    optimizer.step()
+    net.check_sync()
+
+
+@ranks(2)
+def test_a_module_that_is_wrapped_again(rank: int) -> None:
+    """Only rank 0 keeps the former optimizer, of which nobody asks any more."""
+    module = mlp(4, 8, 2)
+    net = wrap(module)
+    former = ZeroRedundancyOptimizer([*net.parameters()][:1], AdamW)
+    kept = former if rank == 0 else None
+    del former
+    pair = Pair(module, lr=0.05)
+    for number in range(3):
+        pair.step(drawn(5, 4, step=number), between=clipped)
+    del kept
 
 
 @ranks(2)

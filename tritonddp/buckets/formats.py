@@ -154,7 +154,7 @@ class BucketFactory:
         wire = replace(self.wire, compression=None)
         factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
         # A rank that makes another reduction than the others is found by the header in the first
-        # bucket: so that is sent in the same way, where gradients may be overwritten.
+        # bucket: so that is sent in the same way, unless gradients are the user's own.
         is_in_place = self.is_in_place and not views
         return replace(factory, is_registered=False, is_in_place=is_in_place, owners={})
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from tritonddp._torch import foreach_copy_
 
 _LOW = (torch.bfloat16, torch.float16)
+_UNKNOWN = -1  # no version of a tensor
 
 
 class MasterWeights:
@@ -59,8 +60,10 @@ class MasterWeights:
             self._versions[param] = param._version
 
     def load(self, param: Tensor, value: Tensor) -> None:
-        """Go on with this copy of ``param``, fp32, if its rounded values are those of ``param``."""
+        """Go on with this copy of ``param``, fp32, where its rounded values are those of ``param``.
+
+        By the next step: the parameters may be loaded later.
+        """
         if param in self._versions:
-            value = value.to(param.device, torch.float32)
-            if torch.equal(value.to(param.dtype), param.detach()):
-                self.of[param].data.copy_(value)
+            self.of[param].data.copy_(value)
+            self._versions[param] = _UNKNOWN

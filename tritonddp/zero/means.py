@@ -7,7 +7,7 @@ mean would count on one rank of all. It has to count as on all of them, as witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,11 +24,19 @@ class EarlierMeans(Extension):
         owners: by parameter, the rank.
         rank: this one.
         is_reduced: no backward has added to the gradients since the last reduction.
+        optimizer: weak reference to the optimizer whose owners they are.
     """
 
     reads_device = "which gradients are means already (ZeroRedundancyOptimizer)"
 
-    def __init__(self, owners: Mapping[Tensor, int], rank: int, is_reduced: bool) -> None:
+    def __init__(
+        self,
+        owners: Mapping[Tensor, int],
+        rank: int,
+        is_reduced: bool,
+        optimizer: Callable[[], object],
+    ) -> None:
+        self._optimizer = optimizer
         self._owners, self._rank = owners, rank
         self._means: dict[Tensor, Tensor] = {}
         # What the last local backward has left: gradients with a mean in them, and their versions.
@@ -38,6 +46,12 @@ class EarlierMeans(Extension):
 
     def on_begin(self, backward: Backward) -> None:
         """Note the means, and take them out if the backward is reduced."""
+        if backward.reduction is not None and self._optimizer() is None:
+            raise RuntimeError(
+                f"{backward.where}: the ZeroRedundancyOptimizer of this wrapper is gone, and no "
+                "other rank would get the gradients of those that it owns: make another one, or "
+                "wrap the module again"
+            )
         self._note()
         if backward.reduction is not None:
             self._take_out()

@@ -14,6 +14,7 @@ from tritonddp._torch import foreach_copy_
 from tritonddp.comm.broadcast import Message, Messages, receive, send
 from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast
 from tritonddp.coordination import collectives
+from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
@@ -22,7 +23,8 @@ from tritonddp.coordination.host.peers import Peers
 _MAX_BYTES = 250 * 1024 * 1024  # of one message
 # Bytes of a rank in an all-gather. On the CPU smaller ones take more time at 1 Gbit/s, and so do
 # larger ones, whose directions do not overlap.
-_PIECE = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
+_PIECE = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
+_UNDER_WAY = 8  # so many pieces of each rank are on their way at once
 
 _Named = Sequence[tuple[str, Tensor]]
 
@@ -112,35 +114,44 @@ class OwnedValues:
         broadcast; else the others pad theirs.
         """
         group, rank = self._group, self._group.rank
-        most = max(self._nbytes)
-        size = _PIECE[self._device.type]
-        received = torch.empty(group.size, most, dtype=torch.uint8, device=self._device)
-        mine = received[rank, : self._nbytes[rank]]
-        if len(mine):
-            torch.cat([piece for each in messages[rank] for piece in each.pieces], out=mine)
+        most, size = max(self._nbytes), _PIECE[self._device.type]
+        pieces = [[piece for each in some for piece in each.pieces] for some in messages]
+        received = torch.empty(
+            group.size, min(most, _UNDER_WAY * size), dtype=torch.uint8, device=self._device
+        )
+        # Cut where the values of a rank end too: of each piece a rank has all or nothing.
+        cuts = sorted({*range(0, most, size), *self._nbytes})
         with group.guard(where, self._what(rank)):
-            works = []
-            # Cut where the values of a rank end too: of each piece a rank has all or nothing.
-            for start, end in pairwise(sorted({*range(0, most, size), *self._nbytes, most})):
-                rows = list(received[:, start:end].unbind())
-                there = [number for number, size in enumerate(self._nbytes) if size > start]
-                if 2 * len(there) > group.size:
-                    self._counters.collective(sum(map(len, rows)), group.size)
-                    work = collectives.begin_all_gather(rows, rows[rank], group.process_group)
-                    works.append(work)
-                    continue
-                for number in there:
-                    self._counters.collective(len(rows[number]), group.size)
-                    works.append(collectives.broadcast(rows[number], group.process_group, number))
-            for work in works:
-                work.wait()
+            for first in range(0, most, _UNDER_WAY * size):
+                last = min(most, first + received.shape[1])
+                inside = [first, *(cut for cut in cuts if first < cut < last), last]
+                if mine := _cut_out(pieces[rank], first, last):
+                    torch.cat(mine, out=received[rank, : sum(map(len, mine))])
+                works: list[Work] = []
+                for start, end in pairwise(inside):
+                    rows = list(received[:, start - first : end - first].unbind())
+                    works += self._begin(rows, start)
+                for work in works:
+                    work.wait()
+                for number, theirs in enumerate(pieces):
+                    if number != rank and (parts := _cut_out(theirs, first, last)):
+                        sizes = list(map(len, parts))
+                        foreach_copy_(parts, received[number, : sum(sizes)].split(sizes))
         for number, some in enumerate(messages):
-            if number != rank and some:
-                pieces = [piece for each in some for piece in each.pieces]
-                row = received[number, : self._nbytes[number]]
-                foreach_copy_(pieces, row.split(list(map(len, pieces))))
-                for each in some:
-                    each.copy_back()
+            for each in some if number != rank else ():
+                each.copy_back()
+
+    def _begin(self, rows: list[Tensor], start: int) -> list[Work]:
+        """Exchange a piece of each rank's values, which begins at byte ``start`` of them."""
+        group, counters = self._group, self._counters
+        there = [number for number, nbytes in enumerate(self._nbytes) if nbytes > start]
+        if 2 * len(there) > group.size:
+            counters.collective(sum(map(len, rows)), group.size)
+            mine = rows[group.rank]
+            return [collectives.begin_all_gather(rows, mine, group.process_group)]
+        for number in there:
+            counters.collective(len(rows[number]), group.size)
+        return [collectives.broadcast(rows[n], group.process_group, n) for n in there]
 
     def _what(self, rank: int) -> str:
         names = listed([name for name, _ in self._of_ranks[rank]])
@@ -151,3 +162,14 @@ def _layout_of(named: _Named) -> int:
     """A hash of names, shapes and dtypes, see :class:`Part`."""
     kinds = [(name, param.shape, param.dtype) for name, param in named]
     return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:4], "little") or 1
+
+
+def _cut_out(pieces: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
+    """Bytes ``[first, last)`` of these pieces, which follow each other."""
+    found, begin = [], 0
+    for piece in pieces:
+        end = begin + len(piece)
+        if begin < last and first < end:
+            found.append(piece[max(0, first - begin) : last - begin])
+        begin = end
+    return found

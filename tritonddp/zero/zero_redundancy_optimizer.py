@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     on all ranks or on none.
 
     Make it on all ranks alike, after the module is wrapped. All ranks have to make the same calls.
+    A wrapper has one such optimizer: a later one takes over.
 
     Args:
         params: parameters or parameter groups, as for any optimizer: all of one wrapper.
@@ -70,8 +71,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     Raises:
         TypeError: ``params`` are no parameters, or ``optimizer_class`` is no optimizer class.
         ValueError: parameters are of no wrapper, or of several; the wrapper cannot have owners, as
-            with ``compression``, sparse gradients, a communication hook or ``mixed_precision``; it
-            has another such optimizer; ``process_group`` is not its group.
+            with ``compression``, sparse gradients, a communication hook or ``mixed_precision``;
+            ``process_group`` is not its group.
         RuntimeError: ranks give different parameters, groups or optimizer classes, or only some of
             them can make theirs.
 
@@ -131,11 +132,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         }
         where = f"{self._core.where()}, ZeroRedundancyOptimizer"
         verify_same(describe(named, [], alike), self._group, device, where)
+        if (former := self._core.events.of(EarlierMeans)) is not None:
+            self._core.events.remove(former)  # this one takes over
         self._own()
+        self._means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
+        self._core.events.install(self._means)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
-        means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced))
-        self._core.events.install(means)
         self.defaults = dict(self.optim.defaults)  # schedulers look for momentum there
         self._is_made = True
         self.number = ZeroRedundancyOptimizer.made
@@ -193,10 +196,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         core = self._core
-        if self._state.core is not core:
+        if not self.is_in_force:
             raise RuntimeError(
-                f"{core.where()}: the wrapper was given another process group, or was copied: make "
-                "the optimizer again"
+                f"{core.where()}: the wrapper has another ZeroRedundancyOptimizer, or another "
+                "process group: give one optimizer all parameters, in groups, or make it again"
             )
         if self._state.sync.join is not None:
             raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
@@ -358,6 +361,16 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # What is combined over owners
 
+    @property
+    def is_in_force(self) -> bool:
+        """Whether gradients are reduced to the owners of this optimizer, not of a later one."""
+        return self._state.core is self._core and self._core.events.of(EarlierMeans) is self._means
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether no later wrapper has the parameters."""
+        return _latest(self._all_params()[:1]) is self._state
+
     def owns_any(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these is the gradient of a parameter that a rank owns."""
         grads = {id(param.grad) for param in self._owners if param.grad is not None}
@@ -422,7 +435,9 @@ def _total_norm(
         norm_type: the order of the norm.
         params: all parameters, where these are known: alike on all ranks.
     """
-    live = sorted(ZeroRedundancyOptimizer.live, key=lambda each: each.number)
+    # (Of a module that was wrapped again the optimizer of the last wrapper counts.)
+    in_force = (each for each in ZeroRedundancyOptimizer.live if each.is_in_force)
+    live = sorted((each for each in in_force if each.is_latest), key=lambda each: each.number)
     if params is not None:
         optimizers = [each for each in live if each.has_any(params)]
     elif tensors or len(live) > 1:
@@ -442,18 +457,22 @@ def _total_norm(
 
 def _state_of(params: Sequence[Tensor]) -> DDPState:
     """What is behind the wrapper that has these parameters."""
-    states = [each for each in DDPState.live if _holds(each, params[:1])]
-    if not states:
+    state = _latest(params[:1])
+    if state is None:
         raise ValueError(f"the parameters belong to no wrapper of this process: {_WRAP}")
-    # (A wrapper may be inside another one, or the module wrapped again: the last one counts.)
-    state = max(states, key=lambda each: each.parameters.number)
     _check_held(state, params)
     return state
 
 
-def _holds(state: DDPState, params: Sequence[Tensor]) -> bool:
-    held = {param for _, param in state.parameters.params}
-    return all(param in held for param in params)
+def _latest(params: Sequence[Tensor]) -> DDPState | None:
+    """Of the wrappers that have these parameters: one may be inside another one, or after it."""
+    sought = set(map(id, params))
+    states = [
+        each
+        for each in DDPState.live
+        if sought.issubset(id(param) for _, param in each.parameters.params)
+    ]
+    return max(states, key=lambda each: each.parameters.number, default=None)
 
 
 def _check_held(state: DDPState, params: Sequence[Tensor]) -> None:
@@ -472,9 +491,6 @@ def _check(state: DDPState, named: Sequence[tuple[str, Tensor]]) -> None:
     sparse = [name for name, param in named if param in state.parameters.sparse]
     in_backward = [name for name, param in named if optimizers_in_backward(param)]
     reasons = {
-        "the wrapper has a ZeroRedundancyOptimizer already: give it all parameters, in groups": (
-            bool(core.manager.factory.owners)
-        ),
         f"compression={wire.compression!r} has no owners: use reduce_dtype": (
             wire.compression is not None
         ),

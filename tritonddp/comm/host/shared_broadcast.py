@@ -247,9 +247,10 @@ class SharedBroadcast:
         self._peers.flush()
         if not is_alike:
             raise RuntimeError(
-                f"{part.where}, broadcast of {part}: rank {source.rank} has other buffers, of "
-                f"{nbytes} bytes: names, shapes or dtypes differ. Add, replace and resize buffers "
-                "on all ranks before the same forward, or wrap with buffer_sync='off'"
+                f"{part.where}, broadcast of {part}: rank {source.rank} has other {part.kind}, of "
+                f"{nbytes} bytes: names, shapes or dtypes differ. Add, replace and resize them on "
+                "all ranks before the same forward or step (buffers, or wrap with "
+                "buffer_sync='off')"
             )
 
     def __del__(self) -> None:

@@ -1,0 +1,101 @@
+"""fp32 copies of parameters in low precision: as if the user kept them, and sharded."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, ranks
+from modules import mlp
+from torch import Tensor, nn
+from training import drawn, squares, wrap
+
+from tritonddp import ZeroRedundancyOptimizer
+
+AdamW = torch.optim.AdamW
+LR = 1e-4  # a step is less than half of the last bit of most parameters
+
+
+class ByHand:
+    """The copies of all parameters, on each rank."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.params = list(net.parameters())
+        self.copies = [nn.Parameter(param.detach().float()) for param in self.params]
+        self.optimizer = AdamW(self.copies, lr=LR)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, each in zip(self.params, self.copies, strict=True):
+            each.grad = None if param.grad is None else param.grad.float()
+        self.optimizer.step()
+        for param, each in zip(self.params, self.copies, strict=True):
+            param.copy_(each)
+
+
+def sharded(net: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(net.parameters(), AdamW, master_weights=True, lr=LR)
+
+
+def train(net: Any, optimizer: Any, steps: range) -> None:
+    for number in steps:
+        net.zero_grad()
+        squares(net(drawn(5, 8, step=number).to(net.module[0].weight.dtype))).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@ranks(2)
+def test_values_are_those_of_copies_that_the_user_keeps(dtype: torch.dtype) -> None:
+    module = mlp(8, 16, 4).to(dtype)
+    plain = wrap(copy.deepcopy(module), reduce_dtype=torch.float32)
+    ours = wrap(module, reduce_dtype=torch.float32)
+    start = copy.deepcopy(module.state_dict())
+    train(plain, ByHand(plain), range(40))
+    optimizer = sharded(ours)
+    train(ours, optimizer, range(40))
+    assert_same_bits(dict(ours.module.state_dict()), dict(plain.module.state_dict()), "values")
+    assert any(not torch.equal(start[name], each) for name, each in module.state_dict().items())
+    kept = list(optimizer.optim.param_groups[0]["params"])
+    assert all(each.dtype is torch.float32 for each in kept)
+    assert len(kept) < len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@ranks(2)
+def test_a_checkpoint_goes_on_with_the_copies(first: str) -> None:
+    """Whatever is loaded first."""
+    ours = wrap(mlp(8, 16, 4).bfloat16())
+    optimizer = sharded(ours)
+    train(ours, optimizer, range(20))
+    optimizer.consolidate_state_dict(to=0)
+    box = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    values = copy.deepcopy(ours.module.state_dict())
+    train(ours, optimizer, range(20, 30))
+    torch.manual_seed(1)
+    later = wrap(mlp(8, 16, 4).bfloat16())
+    again = sharded(later)
+    loads = {
+        "model": lambda: later.module.load_state_dict(values),
+        "optimizer": lambda: again.load_state_dict(box[0]),
+    }
+    loads.pop(first)()
+    loads.popitem()[1]()
+    train(later, again, range(20, 30))
+    assert_same_bits(dict(later.module.state_dict()), dict(ours.module.state_dict()), first)
+
+
+@ranks(2)
+def test_values_that_a_user_writes_count() -> None:
+    ours = wrap(mlp(8, 16, 4).bfloat16())
+    optimizer = sharded(ours)
+    train(ours, optimizer, range(3))
+    with torch.no_grad():
+        for param in ours.parameters():
+            param.fill_(1.0)
+    ours.zero_grad()
+    optimizer.step()  # without gradients it changes nothing
+    parameters: list[Tensor] = list(ours.parameters())
+    assert all(bool((each == 1).all()) for each in parameters)
