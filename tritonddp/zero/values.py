@@ -23,7 +23,7 @@ from tritonddp.coordination.host.peers import Peers
 _MAX_BYTES = 250 * 1024 * 1024  # of one message
 # Bytes of a rank in an all-gather. On the CPU smaller ones take more time at 1 Gbit/s, and so do
 # larger ones, whose directions do not overlap.
-_PIECE = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
+_PIECE = {"cpu": 1024 * 1024, "cuda": 4 * 1024 * 1024}
 _UNDER_WAY = 8  # so many pieces of each rank are on their way at once
 
 _Named = Sequence[tuple[str, Tensor]]
