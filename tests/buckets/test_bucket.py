@@ -1,10 +1,16 @@
 """Which parameters share a bucket, and in which memory order their gradients lie in it."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import ranks
+from recording.device import recording
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tritonddp import DistributedDataParallel
 from tritonddp.buckets.assignment import MIB, BucketCaps, assign_buckets
 from tritonddp.buckets.bucket import Bucket, GradientError
 from tritonddp.coordination.counters import Counters
@@ -128,3 +134,29 @@ def test_a_sparse_gradient_is_refused_by_name():
     (segment,) = bucket.segments
     with pytest.raises(GradientError, match=r"'p0' \(bucket 0\) is torch.sparse_coo"):
         bucket.pack(segment, [True, True], 1.0)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@ranks(2, interprets=True)
+def test_a_square_gradient_that_a_hook_transposes_in_memory_keeps_its_values(views: bool) -> None:
+    """On one rank: the shape and the set of strides are those of the others."""
+
+    def transpose(param: Tensor) -> None:
+        assert param.grad is not None
+        if dist.get_rank() == 0:
+            param.grad = param.grad.t().contiguous().t()
+
+    means = []
+    for place in ("cpu", "cuda"):
+        with recording() if place == "cuda" else contextlib.nullcontext():
+            torch.manual_seed(0)
+            layer = nn.Linear(8, 8, bias=False)
+            inputs = torch.randn(3, 8) * (1 + dist.get_rank())
+            net = DistributedDataParallel(layer.to(place), gradient_as_bucket_view=views)
+            layer.weight.register_post_accumulate_grad_hook(transpose)
+            for _ in range(3):
+                net.zero_grad()
+                net(inputs.to(place)).square().sum().backward()
+            assert layer.weight.grad is not None
+            means.append(layer.weight.grad.cpu().clone())
+    torch.testing.assert_close(means[1], means[0])

@@ -19,15 +19,18 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
     return torch.empty(param.shape, device="meta").stride()
 
 
-def dims_by_stride(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Strides and sizes from the innermost dimension outwards, those of size 1 left out.
+def dims_by_stride(
+    shape: Sequence[int], strides: Sequence[int]
+) -> list[tuple[int, int, int]] | None:
+    """Stride, size and number of each dimension, the innermost first, those of size 1 left out.
 
     Two tensors of one shape with the same answer keep their elements in the same memory order.
     ``None`` if the strides leave gaps, overlap, or hold no element.
     """
-    dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1)
+    numbered = zip(strides, shape, range(len(shape)), strict=True)
+    dims = sorted(each for each in numbered if each[1] != 1)
     expected = 1
-    for stride, size in dims:
+    for stride, size, _ in dims:
         if stride != expected:
             return None
         expected *= size
