@@ -85,6 +85,13 @@ class Pair:
             optimizer.zero_grad()
         self.check()
 
+    def end(self, what: str = "", set_to_none: bool = True) -> None:
+        """Both optimizers step, and end alike."""
+        for _, optimizer in self.each():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        self.check(what)
+
     def check(self, what: str = "") -> None:
         """Values are those of the plain optimizer, and the same on all ranks."""
         zero = dict(self.zero.module.named_parameters())

@@ -22,13 +22,6 @@ def backwards(pair: Pair, number: int, factor: float = 1.0) -> None:
         squares(factor * net(drawn(5, 4, step=number))).backward()
 
 
-def end(pair: Pair, what: str = "") -> None:
-    for _, optimizer in pair.each():
-        optimizer.step()
-        optimizer.zero_grad()
-    pair.check(what)
-
-
 @pytest.mark.parametrize("norm_type", [2, 2.0, 1.0, INF, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2)
@@ -41,7 +34,7 @@ def test_torchs_function_clips_by_the_norm_of_all(transport: str, norm_type: flo
         norms = [clip(list(net.parameters()), 0.1, norm_type) for net, _ in pair.each()]
         assert_same_bits(*norms)
         assert_same_on_all_ranks([norms[0]])
-        end(pair)
+        pair.end()
 
 
 @ranks(3)
@@ -51,7 +44,7 @@ def test_at_three_ranks_too(rank: int) -> None:
         backwards(pair, number)
         norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
         assert_same_bits(*norms)
-        end(pair)
+        pair.end()
 
 
 @ranks(2)
@@ -65,7 +58,7 @@ def test_the_norm_of_gradients_is_over_all_ranks(rank: int) -> None:
             norms.append(nn.utils.get_total_norm(grads))
             nn.utils.clip_grads_with_norm_(net.parameters(), 0.2, norms[-1])
         assert_same_bits(*norms)
-        end(pair)
+        pair.end()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), INF])
@@ -94,7 +87,7 @@ def test_values_are_clipped_where_they_are(rank: int) -> None:
         backwards(pair, number)
         for net, _ in pair.each():
             clip_grad_value_(net.parameters(), 0.05)
-        end(pair)
+        pair.end()
 
 
 @pytest.mark.parametrize("grad_norm", [False, True])
@@ -117,7 +110,7 @@ def test_the_wrappers_own_norm_is_that_of_all(view: bool, transport: str, grad_n
         assert_same_on_all_ranks([norms[0]])
         with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer"):
             pair.zero.grad_norm(per_parameter=True)
-        end(pair, f"step {number}")
+        pair.end(f"step {number}")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -153,7 +146,7 @@ def test_parts_of_the_parameters_are_clipped_by_their_own_norm(rank: int) -> Non
         backwards(pair, number)
         for part in parts:
             assert_same_bits(*[clip_grad_norm_(part(net), 0.05) for net, _ in pair.each()])
-        end(pair)
+        pair.end()
 
 
 @ranks(2)
@@ -165,7 +158,7 @@ def test_a_single_tensor_may_be_clipped(rank: int) -> None:
             assert_same_bits(
                 *[clip_grad_norm_(list(net.parameters())[param], 0.05) for net, _ in pair.each()]
             )
-        end(pair)
+        pair.end()
 
 
 @ranks(2)
@@ -182,7 +175,7 @@ def test_several_models_have_norms_of_their_own_and_one_of_all(rank: int) -> Non
         assert_close(*norms, rtol=1e-6, atol=0)
         for pair in pairs:
             pair.tolerance = {"rtol": 1e-4, "atol": 1e-5}
-            end(pair)
+            pair.end()
 
 
 @ranks(2)

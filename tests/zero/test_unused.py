@@ -26,10 +26,7 @@ def test_backwards_under_no_sync_accumulate(view: bool, transport: str) -> None:
             squares(net(drawn(3, 4, step=10 * number + 9))).backward()
         if number:
             pair.check_gradients(f"step {number}")
-        for _, optimizer in pair.each():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=number % 2 == 0)
-        pair.check(f"step {number}")
+        pair.end(f"step {number}", set_to_none=number % 2 == 0)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -86,10 +83,7 @@ def test_layers_may_be_used_on_some_ranks_alone(rank: int, view: bool, transport
             squares(net(drawn(3, 4, step=number), orders[rank])).backward()
         if number:
             pair.check_gradients(f"step {number}")
-        for _, optimizer in pair.each():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=number % 2 == 0)
-        pair.check(f"step {number}")
+        pair.end(f"step {number}", set_to_none=number % 2 == 0)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -107,10 +101,7 @@ def test_what_only_a_local_backward_used_is_reduced(rank: int, view: bool, trans
             ).backward()
         if number:
             pair.check_gradients(f"step {number}")
-        for _, optimizer in pair.each():
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.check(f"step {number}")
+        pair.end(f"step {number}")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

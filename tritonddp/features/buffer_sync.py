@@ -9,7 +9,6 @@ through ``.data``.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from tritonddp.comm.broadcast import (
     is_averaged,
     same_bytes,
 )
-from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast
+from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast, layout_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
@@ -150,8 +149,7 @@ class BufferSync:
             self._named, self._messages = named, messages
             kinds = [(name, each.shape, each.dtype) for name, each in named]
             if kinds != self._kinds:
-                digest = hashlib.sha256(repr(kinds).encode()).digest()
-                self._kinds, self._layout = kinds, int.from_bytes(digest[:4], "little") or 1
+                self._kinds, self._layout = kinds, layout_of(kinds)
                 self._nbytes = sum(each.nbytes for each in buffers)
         step = self._counters.reductions + 1
         where = f"rank {self._group.rank}, step {step}, forward"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from tritonddp._torch import foreach_copy_
 from tritonddp.comm.broadcast import Message, Messages, receive, send
-from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast
+from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast, layout_of
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -49,8 +48,13 @@ class OwnedValues:
         self._of_ranks = [list(named) for named in of_ranks]
         self._device = next(param.device for named in of_ranks for _, param in named)
         self._caches = [Messages() for _ in of_ranks]
-        self._layouts = [_layout_of(named) for named in of_ranks]
+        self._layouts = [
+            layout_of([(name, param.shape, param.dtype) for name, param in named])
+            for named in of_ranks
+        ]
         self._nbytes = [sum(param.nbytes for _, param in named) for named in of_ranks]
+        numbered = enumerate(self._of_ranks)
+        self._others = [p for rank, named in numbered if rank != group.rank for _, p in named]
         self._shared: list[SharedBroadcast] = []
         self._number = 0
 
@@ -75,13 +79,7 @@ class OwnedValues:
                     shared.send(part, self._number, rank, by_group)
         else:
             self._gather(messages, where)
-        others = [
-            param
-            for rank, named in enumerate(self._of_ranks)
-            for _, param in named
-            if rank != self._group.rank
-        ]
-        torch.autograd.graph.increment_version(others)
+        torch.autograd.graph.increment_version(self._others)
 
     def _connect(self) -> bool:
         """Whether values go through memory: on all ranks alike."""
@@ -156,12 +154,6 @@ class OwnedValues:
     def _what(self, rank: int) -> str:
         names = listed([name for name, _ in self._of_ranks[rank]])
         return f"exchange of new values of parameters (of this rank: {names})"
-
-
-def _layout_of(named: _Named) -> int:
-    """A hash of names, shapes and dtypes, see :class:`Part`."""
-    kinds = [(name, param.shape, param.dtype) for name, param in named]
-    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:4], "little") or 1
 
 
 def _cut_out(pieces: Sequence[Tensor], first: int, last: int) -> list[Tensor]:

@@ -59,7 +59,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         optimizer_class: class of the optimizer of each rank, for parameters that are stepped
             independently of each other.
         process_group: that of the wrapper, or ``None``.
-        parameters_as_bucket_view: accepted, without effect: a step needs no further memory.
+        parameters_as_bucket_view: accepted, without effect: values travel in small pieces.
         overlap_with_ddp: accepted, without effect: the backward reduces gradients in any case.
         master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
             and give all ranks the rounded values. Gradients have the dtype of their parameters.

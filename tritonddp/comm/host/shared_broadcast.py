@@ -6,12 +6,14 @@ Through memory of this host.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tritonddp.comm.broadcast import Message, memcmp
@@ -64,6 +66,11 @@ class Part(NamedTuple):
     def __str__(self) -> str:
         names = listed([name for name, _ in self.named])
         return f"{len(self.named)} {self.kind} ({names}), {self.nbytes} bytes"
+
+
+def layout_of(kinds: Sequence[tuple[str, torch.Size, torch.dtype]]) -> int:
+    """The :attr:`Part.layout` of tensors with these names, shapes and dtypes."""
+    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:4], "little") or 1
 
 
 class _Point(WaitPoint):
