@@ -203,10 +203,11 @@ def test_a_step_sends_no_more_than_that_of_the_plain_optimizer(rank: int) -> Non
 def _traffic(calls: Any) -> float:
     """Bytes that a rank sends on average in these collectives, by the usual algorithms."""
     size = dist.get_world_size()
-    factor = {"all_reduce": 2, "broadcast": 1, "reduce": 1, "all_to_all_single": 1}
+    factor = {"all_reduce": 2, "broadcast": 1, "reduce": 1}
     sent = sum(factor.get(name, 0) * t.nbytes * (size - 1) / size for name, t in calls)
     # Of an all-gather the first tensor is that of one rank.
-    return sent + sum(t.nbytes * (size - 1) for name, t in calls if name == "all_gather")
+    sent += sum(t.nbytes * (size - 1) for name, t in calls if name == "all_gather")
+    return sent + sum(t.nbytes for name, t in calls if name == "send")
 
 
 @ranks(2, 3)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritonddp.buckets.bucket import Bucket
+from tritonddp.comm.sum_of_parts import SumOfParts
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
+
+# First tag of messages; and how many buckets may be in flight.
+_FIRST_TAG = 0x7D300000
+_IN_FLIGHT = 4_096
 
 
 class ReduceToOwners:
@@ -32,53 +36,42 @@ class ReduceToOwners:
     after_unpack: Callable[[], None] | None = None
 
     def __init__(self, group: Group, counters: Counters) -> None:
-        self._group, self._counters = group.process_group, counters
-        self._rank, self._size = group.rank, group.size
-        self._received: Tensor | None = None  # a row from each rank, until they are added
+        self._group, self._counters = group, counters
 
     def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
         """See :meth:`BucketExchange.launch`."""
         assert bucket.owned is not None
-        flat, counters, size, group = bucket.flat, self._counters, self._size, self._group
+        flat, counters, group = bucket.flat, self._counters, self._group
         trailer = flat.data[len(flat.payload) :]
         parts = [flat.data[a:b] for a, b in bucket.owned.elements(flat)]
-        mine = parts[self._rank]
-        counters.collective(flat.payload.nbytes, size)
-        counters.collective(trailer.nbytes, size, passes=2)
+        counters.collective(flat.payload.nbytes, group.size)
+        counters.collective(trailer.nbytes, group.size, passes=2)
         with Uninterrupted():
-            if flat.data.is_cpu:
-                self._received = mine.new_empty(size, len(mine))
-                sizes = list(map(len, parts))
-                first = collectives.all_to_all(self._received, flat.payload, sizes, group)
-            else:
-                first = collectives.reduce_scatter(mine, parts, group)
-            works.append(_Both(first, collectives.all_reduce(trailer, group)))
+            first = self._reduce_scatter(parts)
+            works.append(_Both(first, collectives.all_reduce(trailer, group.process_group)))
+
+    def _reduce_scatter(self, parts: list[Tensor]) -> Work | SumOfParts:
+        group, mine = self._group, parts[self._group.rank]
+        if not mine.is_cpu:
+            return collectives.reduce_scatter(mine, parts, group.process_group)
+        tag = _FIRST_TAG + group.next_tag() % _IN_FLIGHT
+        rows = mine.new_empty(group.size - 1, len(mine))
+        of_ranks = dict(enumerate(parts))
+        return SumOfParts(group.process_group, range(group.size), of_ranks, group.rank, rows, tag)
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.wait`."""
         work.wait()
-        if self._received is not None:
-            assert bucket.owned is not None
-            start, end = bucket.owned.elements(bucket.flat)[self._rank]
-            mine, (first, *others) = bucket.flat.data[start:end], self._received.unbind()
-            if others:
-                torch.add(first, others.pop(0), out=mine)
-            else:  # a world of one
-                mine.copy_(first)
-            for other in others:
-                mine.add_(other)
-            self._received = None
 
     def abort(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.abort`."""
         work.wait()
-        self._received = None
 
 
 class _Both:
     """The work of two collectives."""
 
-    def __init__(self, first: Work, last: Work) -> None:
+    def __init__(self, first: Work | SumOfParts, last: Work) -> None:
         self._first, self._last = first, last
 
     def wait(self) -> None:

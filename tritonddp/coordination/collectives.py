@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import ALL_TO_ALL_SINGLE, AllgatherOptions, all_gather_single
+from tritonddp._torch import AllgatherOptions, all_gather_single
 
 # torch's own classes read this as "the timeout of the group".
 _NO_TIMEOUT = timedelta(0)
@@ -40,18 +40,6 @@ def all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return _known(group.allreduce([tensor], options), tensor)
-
-
-def all_to_all(
-    received: Tensor, tensor: Tensor, sizes: list[int], group: dist.ProcessGroup
-) -> Work:
-    """Begin to send ``sizes[r]`` elements of ``tensor``, 1-D, to each rank ``r``.
-
-    ``received`` gets a row from each rank; all rows have one length.
-    """
-    rows = [received.shape[1]] * len(received)
-    exchange = getattr(group, ALL_TO_ALL_SINGLE)
-    return _known(exchange(received.view(-1), tensor, rows, sizes, dist.AllToAllOptions()))
 
 
 def reduce_scatter(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> Work:
@@ -87,6 +75,16 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) ->
     # Groups written in Python may support lists of tensors only.
     parts = list(output.chunk(group.size()))
     return _known(group.allgather([parts], [tensor], AllgatherOptions()))
+
+
+def send(tensor: Tensor, group: dist.ProcessGroup, rank: int, tag: int) -> Work:
+    """Begin to send ``tensor`` to rank ``rank`` of the group."""
+    return _known(group.send([tensor], rank, tag))
+
+
+def receive(tensor: Tensor, group: dist.ProcessGroup, rank: int, tag: int) -> Work:
+    """Begin to overwrite ``tensor`` with what rank ``rank`` of the group sends."""
+    return _known(group.recv([tensor], rank, tag), tensor)
 
 
 def _known(work: Any, tensor: Tensor | None = None) -> Work:
