@@ -134,6 +134,12 @@ class Message:
         if len(self.pieces) > 1:
             torch.cat(self.pieces, out=self.flat)
 
+    def unpack(self) -> None:
+        """Write :attr:`flat`, which was received, to the tensors."""
+        if len(self.pieces) > 1:
+            foreach_copy_(self.pieces, self.flat.split(self.sizes))
+        self.copy_back()
+
     def copy_back(self) -> None:
         """Write the copies, which were overwritten, back to their tensors."""
         for tensor, row in self.copies:
@@ -224,11 +230,8 @@ def send(message: Message, group: dist.ProcessGroup, group_src: int) -> Work:
 def receive(message: Message, work: Work, is_source: bool) -> None:
     """Wait for the message, and write it to its tensors, except on the rank that has sent it."""
     work.wait()
-    if is_source:
-        return
-    if len(message.pieces) > 1:
-        foreach_copy_(message.pieces, message.flat.split(message.sizes))
-    message.copy_back()
+    if not is_source:
+        message.unpack()
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:

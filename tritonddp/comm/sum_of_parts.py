@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp._torch import timeout_of
 from tritonddp.coordination.collectives import receive, send
 from tritonddp.coordination.interrupts import Uninterrupted
 
-_wait_for = methodcaller("wait")
+_CPU = torch.device("cpu")
 
 
-class Messages:
+class MessagesUnderWay:
     """Messages to and from other ranks that are under way, of tensors on the CPU.
 
     The receives are posted first: in gloo a rank sends its data only after the receiver has
@@ -40,6 +41,7 @@ class Messages:
     ) -> None:
         works = [receive(one, group, rank, tag) for rank, one in received.items() if one.numel()]
         works += [send(one, group, rank, tag) for rank, one in sent.items() if one.numel()]
+        self._group = group
         # A work can be waited for only once: one call in C both takes it from the list and waits,
         # so that Ctrl-C cannot come in between.
         self._works: Iterator[Any] = iter(works)
@@ -54,8 +56,11 @@ class Messages:
         """
         if self._failure is not None:
             raise self._failure
+        # Messages would take the timeout that the group was made with, not the present one.
+        timeout = timeout_of(self._group, _CPU)
+        wait = methodcaller("wait", *([] if timeout is None else [timeout]))
         try:
-            deque(map(_wait_for, self._works), maxlen=0)
+            deque(map(wait, self._works), maxlen=0)
         except RuntimeError as error:
             self._failure = error  # so that missing data is never added
             raise
@@ -88,14 +93,16 @@ class SumOfParts:
         self._mine, self._own, self._rows = parts[own], ranks.index(own), rows.unbind()
         others = [rank for rank in ranks if rank != own]
         received = dict(zip(others, self._rows, strict=True))
-        self.messages = Messages(group, tag, received, {rank: parts[rank] for rank in others})
+        self.messages = MessagesUnderWay(
+            group, tag, received, {rank: parts[rank] for rank in others}
+        )
         self._is_added = False
 
     def wait(self) -> None:
         """Wait until the sum is in the own part.
 
         Raises:
-            RuntimeError: as :meth:`Messages.wait`.
+            RuntimeError: as :meth:`MessagesUnderWay.wait`.
         """
         self.messages.wait()
         with Uninterrupted():  # it adds in place, so it must not run twice

@@ -119,10 +119,10 @@ class _PythonWork:
         self._work = work
         self._tensor = tensor
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> None:
         """Wait, and copy the result into the tensor if it is elsewhere."""
         needs_timeout = _needs_timeout(type(self._work).wait)
-        waited: Any = self._work.wait(_NO_TIMEOUT) if needs_timeout else self._work.wait()
+        waited: Any = self._work.wait(timeout) if needs_timeout else self._work.wait()
         if hasattr(waited, "wait"):
             waited.wait()
         if isinstance(type(self._work).get_future, FunctionType):

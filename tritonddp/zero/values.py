@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonddp._torch import foreach_copy_
 from tritonddp.comm.broadcast import Message, Messages, receive, send
 from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast, layout_of
+from tritonddp.comm.sum_of_parts import MessagesUnderWay
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -19,13 +21,22 @@ from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import Peers
 
-_MAX_BYTES = 250 * 1024 * 1024  # of one message
-# Bytes of a rank in an all-gather. On the CPU smaller ones take more time at 1 Gbit/s, and so do
-# larger ones, whose directions do not overlap.
-_PIECE = {"cpu": 1024 * 1024, "cuda": 4 * 1024 * 1024}
-_UNDER_WAY = 8  # so many pieces of each rank are on their way at once
+# Bytes of a message with several parameters, which are packed. A larger one is a message of its
+# own, and arrives in its own memory; collectives send it in pieces.
+_MAX_BYTES = 1024 * 1024
+_PIECE = 4 * _MAX_BYTES
+# First tag of messages between two ranks; and how many steps may be in flight.
+_FIRST_TAG = 0x7D400000
+_IN_FLIGHT = 4_096
 
 _Named = Sequence[tuple[str, Tensor]]
+
+
+class _Arrival(NamedTuple):
+    """Messages of other ranks, which are there once these works are done."""
+
+    works: Sequence[Work | MessagesUnderWay]
+    messages: Sequence[Message] = ()
 
 
 class OwnedValues:
@@ -57,14 +68,20 @@ class OwnedValues:
         self._others = [p for rank, named in numbered if rank != group.rank for _, p in named]
         self._shared: list[SharedBroadcast] = []
         self._number = 0
+        self._where = ""
+        self._arrivals: deque[_Arrival] = deque()  # those that were not waited for
 
     @torch.no_grad()
-    def send(self, where: str) -> None:
-        """Overwrite all parameters with those of their owners. All ranks call this.
+    def begin(self, where: str) -> None:
+        """Begin to overwrite all parameters with those of their owners. All ranks call this.
+
+        Until :meth:`finish` has returned nothing may write to a parameter, or read one of another
+        rank.
 
         Raises:
             RuntimeError: a rank is missing; the message names it.
         """
+        self._where = where
         self._number += 1
         # (Users may have given a parameter other memory since the last step, by ``.data``.)
         messages = [
@@ -74,12 +91,32 @@ class OwnedValues:
         if self._connect():
             for rank, shared in enumerate(self._shared):
                 if self._of_ranks[rank]:
-                    part = self._part(rank, messages[rank], where)
-                    by_group = partial(self._broadcast, rank, messages[rank], where)
+                    part = self._part(rank, messages[rank])
+                    by_group = partial(self._broadcast, rank, messages[rank])
                     shared.send(part, self._number, rank, by_group)
         else:
-            self._gather(messages, where)
+            with self._group.guard(where, self._what(self._group.rank)):
+                for message in messages[self._group.rank]:
+                    message.fill()
+                by = self._send if self._device.type == "cpu" else self._gather
+                self._arrivals.extend(by(messages))
         torch.autograd.graph.increment_version(self._others)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the values; on a GPU, have the current stream wait.
+
+        Raises:
+            RuntimeError: a rank is missing; the message names it.
+        """
+        rank = self._group.rank
+        while self._arrivals:
+            works, messages = self._arrivals.popleft()
+            with self._group.guard(self._where, self._what(rank)):
+                for work in works:
+                    work.wait()
+            for message in messages:
+                message.unpack()
 
     def _connect(self) -> bool:
         """Whether values go through memory: on all ranks alike."""
@@ -92,76 +129,60 @@ class OwnedValues:
             ]
         return bool(self._shared)
 
-    def _part(self, rank: int, messages: list[Message], where: str) -> Part:
-        named = self._of_ranks[rank]
-        return Part(messages, self._layouts[rank], self._nbytes[rank], named, where, "parameters")
+    def _part(self, rank: int, messages: list[Message]) -> Part:
+        named, layout, nbytes = self._of_ranks[rank], self._layouts[rank], self._nbytes[rank]
+        return Part(messages, layout, nbytes, named, self._where, "parameters")
 
-    def _broadcast(self, rank: int, messages: list[Message], where: str) -> None:
+    def _broadcast(self, rank: int, messages: list[Message]) -> None:
         """Send the values of one rank through the process group."""
         group = self._group
-        with group.guard(where, self._what(rank)):
+        with group.guard(self._where, self._what(rank)):
             for each in messages:
                 self._counters.collective(sum(each.sizes), group.size)
                 receive(each, send(each, group.process_group, rank), rank == group.rank)
 
-    def _gather(self, messages: list[list[Message]], where: str) -> None:
-        """Send the values of all ranks through the process group, cut into pieces.
+    def _send(self, messages: list[list[Message]]) -> Iterator[_Arrival]:
+        """Exchange the messages of all ranks over gloo: each rank sends its own to each other one.
 
-        So all ranks send at the same time. (Of two large broadcasts in opposite directions gloo
-        makes one after the other.) Where fewer than half of them have a piece, each of these is
-        broadcast; else the others pad theirs.
+        (Of two large broadcasts in opposite directions gloo makes one after the other.)
         """
         group, rank = self._group, self._group.rank
-        most, size = max(self._nbytes), _PIECE[self._device.type]
-        pieces = [[piece for each in some for piece in each.pieces] for some in messages]
-        received = torch.empty(
-            group.size, min(most, _UNDER_WAY * size), dtype=torch.uint8, device=self._device
-        )
-        # Cut where the values of a rank end too: of each piece a rank has all or nothing.
-        cuts = sorted({*range(0, most, size), *self._nbytes})
-        with group.guard(where, self._what(rank)):
-            for first in range(0, most, _UNDER_WAY * size):
-                last = min(most, first + received.shape[1])
-                inside = [first, *(cut for cut in cuts if first < cut < last), last]
-                if mine := _cut_out(pieces[rank], first, last):
-                    torch.cat(mine, out=received[rank, : sum(map(len, mine))])
-                works: list[Work] = []
-                for start, end in pairwise(inside):
-                    rows = list(received[:, start - first : end - first].unbind())
-                    works += self._begin(rows, start)
-                for work in works:
-                    work.wait()
-                for number, theirs in enumerate(pieces):
-                    if number != rank and (parts := _cut_out(theirs, first, last)):
-                        sizes = list(map(len, parts))
-                        foreach_copy_(parts, received[number, : sum(sizes)].split(sizes))
-        for number, some in enumerate(messages):
-            for each in some if number != rank else ():
-                each.copy_back()
+        tag = _FIRST_TAG + group.next_tag() % _IN_FLIGHT
+        self._counters.collective(sum(self._nbytes), group.size)
+        others = [other for other in range(group.size) if other != rank]
+        for some in zip_longest(*(messages[other] for other in others)):
+            there = {other: one for other, one in zip(others, some, strict=True) if one is not None}
+            received = {other: message.flat for other, message in there.items()}
+            under_way = MessagesUnderWay(group.process_group, tag, received, {})
+            yield _Arrival([under_way], list(there.values()))
+        for message in messages[rank]:
+            sent = dict.fromkeys(others, message.flat)
+            yield _Arrival([MessagesUnderWay(group.process_group, tag, {}, sent)])
 
-    def _begin(self, rows: list[Tensor], start: int) -> list[Work]:
-        """Exchange a piece of each rank's values, which begins at byte ``start`` of them."""
+    def _gather(self, messages: list[list[Message]]) -> Iterator[_Arrival]:
+        """Exchange the messages of all ranks by collectives."""
+        for some in zip_longest(*messages):
+            there = {rank: one for rank, one in enumerate(some) if one is not None}
+            pieces = (there[rank].flat.split(_PIECE) for rank in there)
+            works = [
+                work
+                for rows in zip_longest(*pieces)
+                for work in self._begin(dict(zip(there, rows, strict=True)))
+            ]
+            yield _Arrival(works, [there[rank] for rank in there if rank != self._group.rank])
+
+    def _begin(self, pieces: dict[int, Tensor | None]) -> list[Work]:
+        """Exchange a piece of each of these ranks, if it has one."""
         group, counters = self._group, self._counters
-        there = [number for number, nbytes in enumerate(self._nbytes) if nbytes > start]
-        if 2 * len(there) > group.size:
-            counters.collective(sum(map(len, rows)), group.size)
-            mine = rows[group.rank]
-            return [collectives.begin_all_gather(rows, mine, group.process_group)]
-        for number in there:
-            counters.collective(len(rows[number]), group.size)
-        return [collectives.broadcast(rows[n], group.process_group, n) for n in there]
+        there = {rank: piece for rank, piece in pieces.items() if piece is not None}
+        if len(there) == group.size:
+            counters.collective(sum(map(len, there.values())), group.size)
+            rows = [there[rank] for rank in range(group.size)]
+            return [collectives.begin_all_gather(rows, rows[group.rank], group.process_group)]
+        for piece in there.values():
+            counters.collective(len(piece), group.size)
+        return [collectives.broadcast(piece, group.process_group, r) for r, piece in there.items()]
 
     def _what(self, rank: int) -> str:
         names = listed([name for name, _ in self._of_ranks[rank]])
         return f"exchange of new values of parameters (of this rank: {names})"
-
-
-def _cut_out(pieces: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
-    """Bytes ``[first, last)`` of these pieces, which follow each other."""
-    found, begin = [], 0
-    for piece in pieces:
-        end = begin + len(piece)
-        if begin < last and first < end:
-            found.append(piece[max(0, first - begin) : last - begin])
-        begin = end
-    return found

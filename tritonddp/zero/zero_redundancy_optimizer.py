@@ -213,7 +213,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._masters.after_step()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
-        self._values.send(f"{core.where()}, optimizer step")
+        self._values.begin(f"{core.where()}, optimizer step")
+        self._values.finish()
         return loss
 
     def join_hook(self, **kwargs: Any) -> Any:

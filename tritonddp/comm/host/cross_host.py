@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.comm.sum_of_parts import Messages, SumOfParts
+from tritonddp.comm.sum_of_parts import MessagesUnderWay, SumOfParts
 from tritonddp.coordination.interrupts import Uninterrupted
 
 # First tag of messages, two tags per exchange; and how many exchanges may be in flight.
@@ -49,7 +49,7 @@ class CrossHost:
         others = [part for rank, part in self._parts.items() if rank != self._own]
         self._rows = share.new_empty(len(others), len(self._parts[self._own]))
         self._sum: SumOfParts | None = None
-        self._sent: Messages | None = None  # the sums, with more than two hosts
+        self._sent: MessagesUnderWay | None = None  # the sums, with more than two hosts
         self.sent_bytes = sum(part.nbytes for part in others)
         if number > 2:
             self.sent_bytes += self._parts[self._own].nbytes * len(others)
@@ -81,7 +81,7 @@ class CrossHost:
                     # (The others have already received the parts of this rank that these replace.)
                     others = {r: each for r, each in self._parts.items() if r != self._own}
                     mine = dict.fromkeys(others, self._parts[self._own])
-                    self._sent = Messages(self._group, self._tag + 1, others, mine)
+                    self._sent = MessagesUnderWay(self._group, self._tag + 1, others, mine)
             self._sent.wait()
 
     def _wait_for_former(self) -> None:
