@@ -159,8 +159,8 @@ def adapt_checkpointed(
     """Give ``torch.distributed.checkpoint.state_dict`` something else instead of optimizers.
 
     Its functions know no optimizer whose state is spread over ranks, other than by DTensors, and
-    have no hook for one. They look these two up in their module, so this also holds where users
-    have imported functions by name. Patched once per process.
+    have no hook for one. They look up the two that are replaced here in their module, so this also
+    holds where users have imported them by name. Patched once per process.
 
     Args:
         saving: ``saving(optimizer, full_state_dict, cpu_offload)`` returns what is asked for its

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonddp._torch import state_dict_post_hooks, state_dict_pre_hooks
+from tritonddp._torch import (
+    load_state_dict_pre_hooks,
+    state_dict_post_hooks,
+    state_dict_pre_hooks,
+)
 from tritonddp.coordination import collectives
 from tritonddp.coordination.group import Group
 from tritonddp.zero.masters import MasterWeights
@@ -208,6 +212,25 @@ def packed(optimizer: Optimizer, state: Callable[[], Mapping[int, Any]]) -> dict
     for after in state_dict_post_hooks(optimizer).values():
         changed = after(optimizer, result)
         result = result if changed is None else changed
+    return result
+
+
+def unpacked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``optimizer`` has to load if it is given ``state_dict``: hooks run on a copy.
+
+    Raises:
+        ValueError: number or sizes of the parameter groups differ.
+    """
+    result = dict(state_dict)
+    for before in load_state_dict_pre_hooks(optimizer).values():
+        changed = before(optimizer, result)
+        result = result if changed is None else changed
+    sizes = [len(group["params"]) for group in result["param_groups"]]
+    if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups, or groups of "
+            "different sizes"
+        )
     return result
 
 

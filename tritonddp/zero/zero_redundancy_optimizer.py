@@ -19,7 +19,6 @@ from tritonddp._torch import (
     combine_total_norms,
     foreach_norm,
     load_state_dict_post_hooks,
-    load_state_dict_pre_hooks,
     optimizers_in_backward,
 )
 from tritonddp.config import PROCESS_GROUP
@@ -30,7 +29,13 @@ from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
 from tritonddp.zero.partition import add_owners
-from tritonddp.zero.state_dict import CheckpointAdapter, OwnedState, packed, without_idle_copies
+from tritonddp.zero.state_dict import (
+    CheckpointAdapter,
+    OwnedState,
+    packed,
+    unpacked,
+    without_idle_copies,
+)
 from tritonddp.zero.values import OwnedValues
 
 _NO_JOIN = (
@@ -283,24 +288,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Take over a state of all parameters: of this class, or of the plain optimizer.
 
         Each rank keeps what belongs to the parameters that it owns. The number of ranks may be
-        another than that of the run that has saved it.
+        another than that of the run that has saved it. Hooks run as those of any optimizer.
 
         Raises:
             ValueError: number or sizes of the parameter groups differ.
         """
-        state_dict = dict(state_dict)
-        for before in load_state_dict_pre_hooks(self).values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in saved]
-        if sizes != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                "loaded state dict has a different number of parameter groups, or groups of "
-                "different sizes"
-            )
+        state_dict = unpacked(self, state_dict)
         self._owned.load(self.param_groups, state_dict)
-        for group, theirs in zip(self.param_groups, saved, strict=True):
+        for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             names = {**group, **theirs}.get("param_names")
             kept = {"params": group["params"]}
             group.clear()
