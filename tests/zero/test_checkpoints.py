@@ -133,6 +133,46 @@ def test_a_state_is_loaded_and_saved_as_it_was(rank: int, kind: str) -> None:
         assert_same_state(optimizer.state_dict(), state)
 
 
+@ranks(1)
+def test_hooks_run_as_those_of_the_plain_optimizer(rank: int) -> None:
+    pair = Pair(module())
+    pair.step(drawn(5, 4))
+    pair.optimizer.consolidate_state_dict()
+    seen: dict[Any, list[Any]] = {}
+    for _, optimizer in pair.each():
+        calls: list[Any] = []
+        seen[optimizer] = calls
+
+        def note(what: str, calls: list[Any] = calls) -> Any:
+            def hook(_: Any, *states: Any) -> None:
+                calls.append((what, [sorted(each) for each in states]))
+
+            return hook
+
+        def changed(_: Any, state: Any) -> Any:
+            return {**state, "epoch": 7}
+
+        def halved(_: Any, state: Any) -> Any:
+            assert state.pop("epoch") == 7
+            options, *others = state["param_groups"]
+            return {**state, "param_groups": [{**options, "lr": options["lr"] / 2}, *others]}
+
+        optimizer.register_state_dict_pre_hook(note("before saving"))
+        optimizer.register_state_dict_post_hook(changed)
+        optimizer.register_state_dict_post_hook(note("after saving"))
+        optimizer.register_load_state_dict_pre_hook(halved)
+        optimizer.register_load_state_dict_pre_hook(note("before loading"))
+        optimizer.register_load_state_dict_post_hook(note("after loading"))
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        assert state["epoch"] == 7  # the user's dictionary is left as it was
+        assert optimizer.param_groups[0]["lr"] == state["param_groups"][0]["lr"] / 2
+    mine, theirs = seen.values()
+    assert mine == theirs
+    assert len(mine) == 4
+    pair.step(drawn(5, 4, step=1))
+
+
 @ranks(2)
 def test_a_state_of_other_groups_is_refused(rank: int) -> None:
     pair = Pair(module())

@@ -114,6 +114,38 @@ def test_parameters_may_come_with_their_names(rank: int) -> None:
         mine, theirs = pair.optimizer.state_dict(), pair.oracle.state_dict()
         assert mine["param_groups"] == theirs["param_groups"]
         pair.oracle.load_state_dict(mine)
+    state = copy.deepcopy(pair.oracle.state_dict())
+    for names in (["a", "b", "c", "d"], None):  # those that are loaded, else those that it has
+        state["param_groups"][0]["param_names"] = names
+        if names is None:
+            del state["param_groups"][0]["param_names"]
+        for net, optimizer in pair.each():
+            optimizer.param_groups[0]["note"] = "not in the checkpoint"
+            optimizer.load_state_dict(copy.deepcopy(state))
+            (group,) = optimizer.param_groups
+            assert group["param_names"] == ["a", "b", "c", "d"]
+            assert group["params"] == list(net.parameters())
+        assert pair.optimizer.param_groups[0].keys() == pair.oracle.param_groups[0].keys()
+    pair.step(drawn(5, 4, step=3))
+
+
+@ranks(2)
+def test_a_group_that_differs_or_cannot_have_owners_is_refused_on_all_ranks(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2), params=lambda net: list(net.module[4].parameters()))
+    first = pair.zero.module[0]
+    other = pair.zero.module[2].bias if rank == 1 else first.weight
+    with pytest.raises(RuntimeError, match="rank 1"):
+        pair.optimizer.add_param_group({"params": [other]})
+    twice = pair.zero.module[4].bias if rank == 1 else first.weight
+    with pytest.raises(RuntimeError, match="ValueError: some parameters appear"):
+        pair.optimizer.add_param_group({"params": [twice]})
+    for net, optimizer in pair.each():
+        optimizer.add_param_group({"params": [net.module[0].weight]})
+    for number in range(4):
+        pair.step(drawn(5, 4, step=number))
+        pair.zero.zero_grad()
+        pair.plain.zero_grad()
+    assert len(pair.optimizer.param_groups) == len(pair.optimizer.optim.param_groups) == 2
 
 
 @ranks(2)

@@ -71,6 +71,8 @@ def test_sparse_gradients(rank: int) -> None:
         squares(net(torch.tensor([rank, 3]))).backward()
         assert net.module[0].weight.grad.is_sparse
         dense.step()
+    with pytest.raises(ValueError, match="sparse"):
+        dense.add_param_group({"params": net.module[0].weight})
 
 
 @ranks(2)
@@ -164,6 +166,11 @@ def test_a_module_that_is_wrapped_again(rank: int) -> None:
 def test_another_group(rank: int) -> None:
     net, other = wrap(mlp(4, 8, 2)), dist.new_group([0, 1])
     refused(net, "process_group", process_group=other)
+    # On one rank alone: the others do not wait for it.
+    with pytest.raises(RuntimeError, match="ValueError: process_group is not"):
+        ZeroRedundancyOptimizer(
+            net.parameters(), AdamW, process_group=other if rank == 1 else dist.group.WORLD
+        )
     ZeroRedundancyOptimizer(net.parameters(), AdamW, process_group=dist.group.WORLD)
 
 

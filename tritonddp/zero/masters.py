@@ -39,6 +39,12 @@ class MasterWeights:
                 if is_low:
                     self._versions[param] = param._version
 
+    def remove(self, params: Iterable[Tensor]) -> None:
+        """Forget the copies of those of ``params`` that have one."""
+        for param in params:
+            self.of.pop(param, None)
+            self._versions.pop(param, None)
+
     def before_step(self) -> None:
         """Give each copy the gradient of its parameter.
 

@@ -2,63 +2,267 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import string_at
 from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from tritonddp._torch import (
+    load_state_dict_pre_hooks,
+    state_dict_post_hooks,
+    state_dict_pre_hooks,
+)
 from tritonddp.coordination import collectives
 from tritonddp.coordination.group import Group
 from tritonddp.zero.masters import MasterWeights
 
 # Name of the fp32 copy of a parameter in its state.
 MASTER = "master_weight"
+# Name of an empty tensor in the state of a parameter that another rank owns.
+_ELSEWHERE = "on_another_rank"
 
 
-def local_part(
-    states: Mapping[Tensor, Any], params: Mapping[int, Tensor], masters: MasterWeights | None
-) -> dict[int, Any]:
-    """The state of this rank's optimizer, on the CPU, by number of the parameter in ``params``.
+class OwnedState:
+    """The state of the parameters that this rank owns, a part of the state of all.
+
+    In that, a parameter has its number among all parameters, as in the plain optimizer.
 
     Args:
-        states: by parameter; who looks up that of another rank there makes an empty one.
-        params: those that this rank owns.
-        masters: their copies.
+        optim: the optimizer of this rank.
+        owners: by parameter, the rank.
+        masters: the copies that ``optim`` has instead of parameters.
+        group: all ranks.
     """
-    found: dict[int, Any] = {}
-    for number, param in params.items():
-        stepped = param if masters is None else masters.of.get(param, param)
-        if stepped in states:
-            found[number] = _on_cpu(states[stepped])
-            if stepped is not param:
-                found[number][MASTER] = _on_cpu(stepped)
-    return found
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        owners: Mapping[Tensor, int],
+        masters: MasterWeights | None,
+        group: Group,
+    ) -> None:
+        self._optim, self._owners, self._masters, self._group = optim, owners, masters, group
+
+    def by_number(self, params: Sequence[Tensor]) -> dict[int, dict[Any, Any]]:
+        """The state itself, not a copy, of those of all ``params`` that this rank owns."""
+        found: dict[int, dict[Any, Any]] = {}
+        for number, param, stepped in self._owned(params):
+            # (Who looks up a parameter in ``optim.state`` makes an empty state.)
+            is_there = stepped in self._optim.state
+            if is_there:
+                found[number] = dict(self._optim.state[stepped])
+            if stepped is not param and (is_there or param.requires_grad):
+                found.setdefault(number, {})[MASTER] = stepped.detach()
+        return found
+
+    def gather(
+        self, params: Sequence[Tensor], to: int | None, device: torch.device
+    ) -> dict[int, Any] | None:
+        """The state of all ``params``, on the CPU, on rank ``to``; on all if that is ``None``.
+
+        ``None`` on other ranks. All ranks call this. Messages are read with ``weights_only=True``:
+        tensors, numbers and containers. ``device`` is that of the messages.
+        """
+        mine = {number: _on_cpu(state) for number, state in self.by_number(params).items()}
+        return _gathered(mine, self._group, to, device)
+
+    def load(self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+        """Take over what belongs to owned parameters, and the options of the groups.
+
+        Args:
+            groups: of all parameters.
+            state_dict: of all parameters; the state of those that others own may be missing.
+        """
+        state: dict[Any, Any] = {}
+        copies: dict[Tensor, Tensor] = {}
+        mine: list[dict[str, Any]] = []
+        count = 0
+        for group, theirs in zip(groups, state_dict["param_groups"], strict=True):
+            numbers = []
+            for param, number in zip(group["params"], theirs["params"], strict=True):
+                if self._owners[param] == self._group.rank:
+                    if number in state_dict["state"]:
+                        state[count] = dict(state_dict["state"][number])
+                        copy = state[count].pop(MASTER, None)
+                        if isinstance(copy, Tensor):
+                            copies[param] = copy
+                    numbers.append(count)
+                    count += 1
+            options = {key: value for key, value in theirs.items() if key != "param_names"}
+            mine.append({**options, "params": numbers})
+        self._optim.load_state_dict({"state": state, "param_groups": mine})
+        if self._masters is not None:
+            for param, copy in copies.items():
+                self._masters.load(param, copy)
+
+    @torch.no_grad()
+    def initialize(self, params: Sequence[Tensor], where: str, device: torch.device) -> None:
+        """Make the state that a first step makes, unless a rank has state or gradients already.
+
+        It is a step with gradients and learning rates of zero, after which parameters are as they
+        were: torch.distributed.checkpoint does it with any optimizer, to know the names and shapes
+        of what it is to load. All ranks call this.
+
+        Raises:
+            RuntimeError: a rank is missing; the message names it.
+        """
+        is_used = bool(self._optim.state) or any(param.grad is not None for param in params)
+        used = torch.tensor([int(is_used)], device=device)
+        self._group.all_reduce(used, where, "checkpoint of the optimizer, which all ranks take")
+        if int(used):
+            return
+        stepped = [each for _, param, each in self._owned(params) if param.requires_grad]
+        values = [each.clone() for each in stepped]
+        groups = [group for group in self._optim.param_groups if "lr" in group]
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        for each in stepped:
+            each.grad = torch.zeros_like(each)
+        try:
+            self._optim.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            for each, value in zip(stepped, values, strict=True):
+                each.copy_(value)  # weight decay, for example, need not depend on the learning rate
+                each.grad = None
+
+    def _owned(self, params: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Numbers, parameters, and what is stepped instead of them."""
+        copies = {} if self._masters is None else self._masters.of
+        for number, param in enumerate(params):
+            if self._owners[param] == self._group.rank:
+                yield number, param, copies.get(param, param)
 
 
-def gathered(
-    mine: dict[int, Any], group: Group, to: int, device: torch.device
+class CheckpointAdapter:
+    """What ``torch.distributed.checkpoint.state_dict`` is given instead of the optimizer.
+
+    Its functions would take state that another rank has for state that is missing.
+
+    Args:
+        optimizer: the optimizer, whose hooks run.
+        params: all its parameters, in order.
+        state: what :meth:`state_dict` is to have, by number.
+        others: the parameters that other ranks own, if state is to be loaded.
+
+    Attributes:
+        param_groups: those of the optimizer.
+        state: by parameter, for each one. (Of an optimizer without state they make a step.)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[Tensor],
+        state: Mapping[int, Any],
+        others: Sequence[Tensor] = (),
+    ) -> None:
+        self.param_groups = optimizer.param_groups
+        self.state = {param: state.get(number, {}) for number, param in enumerate(params)}
+        self._optimizer, self._others = optimizer, others
+        self._saved = dict(state)
+        if others:  # They take the device of a tensor that they find: a rank may own none.
+            number = next(number for number, param in enumerate(params) if param is others[0])
+            self._saved[number] = {_ELSEWHERE: others[0].new_empty(0)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of an optimizer."""
+        return packed(self._optimizer, lambda: dict(self._saved))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank owns."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def completed(
+        self, state_dict: Mapping[str, Any], names: Mapping[Any, Any]
+    ) -> Mapping[str, Any]:
+        """``state_dict``, with empty state of parameters that other ranks own where it has none.
+
+        Args:
+            state_dict: to be loaded, by names of parameters; or flattened, or empty.
+            names: by parameter, all its names.
+        """
+        if not state_dict.get("state"):  # they take that for an optimizer which has none
+            return state_dict
+        state = dict(state_dict["state"])
+        for param in self._others:
+            for name in names[param]:
+                state.setdefault(name, {})
+        return {**state_dict, "state": state}
+
+
+def packed(optimizer: Optimizer, state: Callable[[], Mapping[int, Any]]) -> dict[str, Any]:
+    """``optimizer.state_dict()`` if its state is the one that ``state`` returns; hooks run."""
+    for before in state_dict_pre_hooks(optimizer).values():
+        before(optimizer)
+    groups: list[dict[str, Any]] = []
+    number = 0
+    found = state()
+    for group in optimizer.param_groups:
+        numbers = list(range(number, number + len(group["params"])))
+        groups.append({**group, "params": numbers})
+        number += len(numbers)
+    result: dict[str, Any] = {"state": found, "param_groups": groups}
+    for after in state_dict_post_hooks(optimizer).values():
+        changed = after(optimizer, result)
+        result = result if changed is None else changed
+    return result
+
+
+def unpacked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``optimizer`` has to load if it is given ``state_dict``: hooks run on a copy.
+
+    Raises:
+        ValueError: number or sizes of the parameter groups differ.
+    """
+    result = dict(state_dict)
+    for before in load_state_dict_pre_hooks(optimizer).values():
+        changed = before(optimizer, result)
+        result = result if changed is None else changed
+    sizes = [len(group["params"]) for group in result["param_groups"]]
+    if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups, or groups of "
+            "different sizes"
+        )
+    return result
+
+
+def without_idle_copies(state: Mapping[int, Any], params: Sequence[Tensor]) -> dict[int, Any]:
+    """``state`` of all ``params`` without fp32 copies alone that say no more than the parameter.
+
+    The plain optimizer would take one for the state of a parameter that was stepped.
+    """
+    return {
+        number: each
+        for number, each in state.items()
+        if [*each] != [MASTER] or not torch.equal(each[MASTER], params[number].float().cpu())
+    }
+
+
+def _gathered(
+    mine: dict[int, Any], group: Group, to: int | None, device: torch.device
 ) -> dict[int, Any] | None:
-    """The parts of all ranks together, on rank ``to``; ``None`` elsewhere. All ranks call this.
-
-    They are read with ``weights_only=True``: tensors, numbers and containers. ``device`` is that of
-    the messages.
-    """
+    """The parts of all ranks together, see :meth:`OwnedState.gather`."""
     rank = group.rank
     encoded = BytesIO()
     torch.save(mine, encoded)
     content = torch.frombuffer(bytearray(encoded.getbuffer()), dtype=torch.uint8).to(device)
     size = torch.tensor([len(content)], device=device)
     sizes = [int(each) for each in collectives.all_gather(size, group.process_group)]
-    found = dict(mine) if rank == to else None
+    found = dict(mine) if to in (rank, None) else None
     for other in range(group.size):
         if other == to:
             continue
         message = content if other == rank else content.new_empty(sizes[other])
         collectives.broadcast(message, group.process_group, other).wait()
-        if found is not None:
+        if found is not None and other != rank:
             message = message.cpu()
             read = BytesIO(string_at(message.data_ptr(), len(message)))
             found.update(torch.load(read, weights_only=True))

@@ -14,9 +14,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as Stock
 from torch.optim import Optimizer
 
 from tritonddp._torch import (
+    adapt_checkpointed,
     agree_on_overflow,
     combine_total_norms,
     foreach_norm,
+    load_state_dict_post_hooks,
     optimizers_in_backward,
 )
 from tritonddp.config import PROCESS_GROUP
@@ -27,7 +29,13 @@ from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
 from tritonddp.zero.partition import add_owners
-from tritonddp.zero.state_dict import MASTER, gathered, local_part
+from tritonddp.zero.state_dict import (
+    CheckpointAdapter,
+    OwnedState,
+    packed,
+    unpacked,
+    without_idle_copies,
+)
 from tritonddp.zero.values import OwnedValues
 
 _NO_JOIN = (
@@ -110,28 +118,22 @@ class ZeroRedundancyOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._state = state = _state_of(self._all_params())
         self._core, self._group = state.core, state.core.group
-        if process_group is not None and process_group is not self._group.process_group:
-            raise ValueError("process_group is not that of the wrapper: leave it out")
         self._owners: dict[Tensor, int] = {}
         self._masters = MasterWeights() if master_weights else None
         self._consolidated: dict[int, Any] | None = None
-        device = self._core.manager.current.params[0].device
         try:
-            _check(state, self._named())
+            if process_group is not None and process_group is not self._group.process_group:
+                raise ValueError("process_group is not that of the wrapper: leave it out")
+            _check_held(state, self._all_params())
+            _check(state, self._named(self._all_params()))
             self._add_owners()
             groups = [self._local_group(group) for group in self.param_groups]
             self.optim = optimizer_class(groups, **defaults)
         except Exception as error:  # on some ranks perhaps, such as those that own vectors
-            tell_failure(error, self._group, device)
+            tell_failure(error, self._group, self._device)
             raise
-        named = self._named()
-        alike = {
-            "optimizer_class": optimizer_class.__qualname__,
-            "sizes of groups": [len(group["params"]) for group in self.param_groups],
-            "parameters": [name for name, _ in named],
-        }
-        where = f"{self._core.where()}, ZeroRedundancyOptimizer"
-        verify_same(describe(named, [], alike), self._group, device, where)
+        self._verify(self.param_groups)
+        self._owned = OwnedState(self.optim, self._owners, self._masters, self._group)
         if (former := self._core.events.of(EarlierMeans)) is not None:
             self._core.events.remove(former)  # this one takes over
         self._own()
@@ -146,12 +148,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.live.add(self)
         agree_on_overflow(_combine_overflow)
         combine_total_norms(_total_norm)
+        adapt_checkpointed(_for_saving, _for_loading)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer; parameters are those of the same wrapper. All ranks call it.
 
+        If it raises an error, on all ranks, the optimizer is as before.
+
         Raises:
-            ValueError: a parameter is of another wrapper, or of none.
+            ValueError: a parameter is of another wrapper, of none, or in another group; or its
+                gradients cannot have owners, as sparse ones.
+            RuntimeError: ranks give different parameters, or only some of them can add theirs.
 
         Example::
 
@@ -159,18 +166,29 @@ class ZeroRedundancyOptimizer(Optimizer):
             optimizer = tritonddp.ZeroRedundancyOptimizer(params[:2], AdamW, lr=1e-3)
             optimizer.add_param_group({"params": params[2:], "lr": 1e-4})
         """
-        super().add_param_group(param_group)
         if not self._is_made:
+            super().add_param_group(param_group)
             return
-        group, former = self.param_groups[-1], set(self._owners)
+        count, former = len(self.param_groups), set(self._owners)
         try:
-            _check_held(self._state, group["params"])
-            self._add_owners()
-            self.optim.add_param_group(self._local_group(group))
+            try:
+                super().add_param_group(param_group)
+                group = self.param_groups[-1]
+                _check_held(self._state, group["params"])
+                _check(self._state, self._named(group["params"]))
+                self._add_owners()
+                self.optim.add_param_group(self._local_group(group))
+            except Exception as error:
+                tell_failure(error, self._group, self._device)
+                raise
+            self._verify([group])
         except BaseException:
-            self.param_groups.pop()
-            for param in self._owners.keys() - former:
+            added = self._owners.keys() - former
+            if self._masters is not None:
+                self._masters.remove(added)
+            for param in added:
                 del self._owners[param]
+            del self.param_groups[count:], self.optim.param_groups[count:]
             raise
         self._own()
         # Options of the others may have changed since the last step.
@@ -245,11 +263,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         """
         if not 0 <= to < self._group.size:
             raise ValueError(f"there are {self._group.size} ranks, but to={to}")
-        numbered = enumerate(self._all_params())
-        params = {n: param for n, param in numbered if self._owners[param] == self._group.rank}
-        mine = local_part(self.optim.state, params, self._masters)
-        device = self._core.manager.current.params[0].device
-        self._consolidated = gathered(mine, self._group, to, device)
+        params = self._all_params()
+        found = self._owned.gather(params, to, self._device)
+        self._consolidated = None if found is None else without_idle_copies(found, params)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters, as the plain optimizer would have it.
@@ -258,66 +274,94 @@ class ZeroRedundancyOptimizer(Optimizer):
             RuntimeError: :meth:`consolidate_state_dict` was not called since the last step, or not
                 with this rank.
         """
+        return packed(self, self._all_state)
+
+    def _all_state(self) -> dict[int, Any]:
         if self._consolidated is None:
             raise RuntimeError(
                 f"Optimizer state has not been consolidated on this rank ({self._group.rank}): "
                 "call `consolidate_state_dict(to=rank)` on all ranks before, to save the "
                 "state of all"
             )
-        number = 0
-        groups = []
-        for group in self.param_groups:
-            count = len(group["params"])
-            numbers = list(range(number, number + count))
-            groups.append({**group, "params": numbers})
-            number += count
-        return {"state": dict(self._consolidated), "param_groups": groups}
+        return dict(self._consolidated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of all parameters: of this class, or of the plain optimizer.
 
         Each rank keeps what belongs to the parameters that it owns. The number of ranks may be
-        another than that of the run that has saved it.
+        another than that of the run that has saved it. Hooks run as those of any optimizer.
 
         Raises:
             ValueError: number or sizes of the parameter groups differ.
         """
-        saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in saved]
-        if sizes != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                "loaded state dict has a different number of parameter groups, or groups of "
-                "different sizes"
-            )
-        state: dict[Any, Any] = {}
-        groups, mine = [], 0
-        copies: dict[Tensor, Tensor] = {}
-        for group, theirs in zip(self.param_groups, saved, strict=True):
-            numbers = []
-            for param, number in zip(group["params"], theirs["params"], strict=True):
-                if self._owners[param] == self._group.rank:
-                    if number in state_dict["state"]:
-                        state[mine] = dict(state_dict["state"][number])
-                        if (copy := state[mine].pop(MASTER, None)) is not None:
-                            copies[param] = copy
-                    numbers.append(mine)
-                    mine += 1
-            groups.append({**theirs, "params": numbers})
-        self.optim.load_state_dict({"state": state, "param_groups": groups})
-        if self._masters is not None:
-            for param, copy in copies.items():
-                self._masters.load(param, copy)
+        state_dict = unpacked(self, state_dict)
+        self._owned.load(self.param_groups, state_dict)
+        for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            names = {**group, **theirs}.get("param_names")
+            kept = {"params": group["params"]}
+            group.clear()
+            group.update(kept if names is None else {**kept, "param_names": list(names)})
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state, self._consolidated = self.optim.state, None
+        for after in load_state_dict_post_hooks(self).values():
+            after(self)
+
+    def for_saving(self, full: bool, on_first_rank: bool) -> CheckpointAdapter:
+        """What ``torch.distributed.checkpoint`` saves. All ranks call this.
+
+        Args:
+            full: the state of all parameters, on the CPU; else of those that this rank owns.
+            on_first_rank: the full state is on rank 0 alone; the others have none.
+        """
+        params = self._all_params()
+        self._initialize()
+        if full:
+            to = 0 if on_first_rank else None
+            state = self._owned.gather(params, to, self._device) or {}
+        else:
+            state = self._owned.by_number(params)
+        return CheckpointAdapter(self, params, state)
+
+    def for_loading(self) -> CheckpointAdapter:
+        """What ``torch.distributed.checkpoint`` loads into. All ranks call this."""
+        params = self._all_params()
+        self._initialize()
+        others = [param for param in params if self._owners[param] != self._group.rank]
+        return CheckpointAdapter(self, params, self._owned.by_number(params), others)
+
+    def _initialize(self) -> None:
+        core = self._core
+        core.settle_outside_backward("a checkpoint of the optimizer while a backward runs")
+        self._take_options(self.param_groups, self.optim.param_groups)
+        where = f"{core.where()}, ZeroRedundancyOptimizer"
+        self._owned.initialize(self._all_params(), where, self._device)
+        self._take_options(self.optim.param_groups, self.param_groups)
+        self.state = self.optim.state
 
     # Parameters and groups
 
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _named(self) -> list[tuple[str, Tensor]]:
+    def _named(self, params: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
         names: dict[Tensor, str] = {p: name for name, p in self._state.parameters.params}
-        return [(names.get(param, "?"), param) for param in self._all_params()]
+        return [(names.get(param, "?"), param) for param in params]
+
+    @property
+    def _device(self) -> torch.device:
+        """That of small messages."""
+        return self._core.manager.current.params[0].device
+
+    def _verify(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a RuntimeError if the ranks have not given the same groups."""
+        named = self._named(param for group in groups for param in group["params"])
+        alike = {
+            "optimizer_class": type(self.optim).__qualname__,
+            "sizes of groups": [len(group["params"]) for group in groups],
+            "parameters": [name for name, _ in named],
+        }
+        where = f"{self._core.where()}, ZeroRedundancyOptimizer"
+        verify_same(describe(named, [], alike), self._group, self._device, where)
 
     def _add_owners(self) -> None:
         """Give parameters that have no owner one."""
@@ -338,7 +382,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 param.grad = None
         self._core.reductions.own(self._owners)
         ranks = range(self._group.size)
-        named = self._named()
+        named = self._named(self._all_params())
         of_ranks = [[each for each in named if self._owners[each[1]] == rank] for rank in ranks]
         is_on_cpu = all(param.is_cpu for _, param in named)
         uses_memory = is_on_cpu and state.config.transport != PROCESS_GROUP
@@ -397,9 +441,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             if grad is not None and self._owners[param] == self._group.rank:
                 mine[number] = grad
         dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params))
-        device = self._core.manager.current.params[0].device
         # Each norm has a place of its own, so that their sum over ranks is exact.
-        norms = torch.zeros(2, len(params), dtype=torch.float64, device=device)
+        norms = torch.zeros(2, len(params), dtype=torch.float64, device=self._device)
         if mine:
             found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
             norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
@@ -413,6 +456,16 @@ class ZeroRedundancyOptimizer(Optimizer):
         for each in found.values():
             collectives.all_reduce(each, self._group.process_group, dist.ReduceOp.MAX).wait()
         return found
+
+
+def _for_saving(optimizer: Any, full: bool, on_first_rank: bool) -> Any:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.for_saving(full, on_first_rank)
+    return optimizer
+
+
+def _for_loading(optimizer: Any) -> Any:
+    return optimizer.for_loading() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def _combine_overflow(
@@ -461,7 +514,6 @@ def _state_of(params: Sequence[Tensor]) -> DDPState:
     state = _latest(params[:1])
     if state is None:
         raise ValueError(f"the parameters belong to no wrapper of this process: {_WRAP}")
-    _check_held(state, params)
     return state
 
 
