@@ -23,6 +23,7 @@ from tritonddp.config import PROCESS_GROUP
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
@@ -395,7 +396,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             grad = None if param.grad is None else given.pop(id(param.grad), None)
             if grad is not None and self._owners[param] == self._group.rank:
                 mine[number] = grad
-        dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params))
+        dtype = reduce(torch.promote_types, (gradient_dtype(param).to_real() for param in params))
         device = self._core.manager.current.params[0].device
         # Each norm has a place of its own, so that their sum over ranks is exact.
         norms = torch.zeros(2, len(params), dtype=torch.float64, device=device)
