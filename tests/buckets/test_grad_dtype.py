@@ -12,6 +12,7 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from modules import Layers
 from recording.device import recording
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
 from training import assert_close, drawn, gradients, means, squares, train_step, ways, wrap
 
 from tritonddp import DistributedDataParallel
@@ -164,6 +165,13 @@ def test_a_change_after_wrapping_is_an_error_that_says_so(moment: str, view: boo
         RuntimeError, match=r"rank \d, step \d+: parameter 'layers.a.weight'.* gradients of .*wrap"
     ):
         freeze_and_train(ddp)
+
+
+@ranks(2)
+def test_stock_refuses_it() -> None:
+    net = Stock(low(Layers("abc", WIDTH), *WIDE))
+    with pytest.raises(RuntimeError, match="Expected BFloat16, got Float"):
+        train_step(net, inputs(0))
 
 
 @ranks(2)

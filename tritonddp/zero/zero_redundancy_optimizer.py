@@ -63,7 +63,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         parameters_as_bucket_view: accepted, without effect: values travel in small pieces.
         overlap_with_ddp: accepted, without effect: the backward reduces gradients in any case.
         master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
-            and give all ranks the rounded values. Gradients have the dtype of their parameters.
+            and give all ranks the rounded values. They are stepped with ``.grad`` as it is: for one
+            in fp32 set ``grad_dtype`` of the parameters before the module is wrapped.
         defaults: arguments of ``optimizer_class``.
 
     Attributes:
