@@ -376,7 +376,7 @@ class Bucket:
                 fits = (
                     (strides == layout.strides or strides == segment.strides)
                     and tuple(map(Tensor.numel, grads)) == layout.numels
-                    and {self.gradient_dtype}.issuperset(map(_dtype_of, grads))
+                    and set(map(_dtype_of, grads)) == {self.gradient_dtype}
                 )
             except (TypeError, AttributeError, RuntimeError):
                 fits = False  # a missing or a sparse gradient
