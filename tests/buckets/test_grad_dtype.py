@@ -77,7 +77,7 @@ def test_means_have_the_dtype_and_its_digits(way: str) -> None:
 
 
 @ranks(2, views=True)
-def test_what_is_asked_for_goes_both_ways_through_the_other_dtype(view: bool) -> None:
+def test_a_wire_in_their_own_dtype_changes_nothing(view: bool) -> None:
     """``reduce_dtype=torch.float32`` with gradients that are fp32 is no cast."""
     module = Layers("abc", WIDTH)
     names = [name for name, _ in module.named_parameters()]
