@@ -24,7 +24,7 @@ from tritonddp.features.buffer_sync import BROADCAST, MODES, OFF
 from tritonddp.features.check_finite import check_mode
 from tritonddp.features.delayed_params import Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
-from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
+from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
 # How gradients may travel.
 PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY = "process_group", "peer_memory", "registered_memory"
@@ -247,9 +247,9 @@ def check_module(module: nn.Module, params: Sequence[tuple[str, Tensor]], views:
     for device in sorted({param.device for _, param in params}, key=str):
         select(device)  # raises if there are no kernels for it
     for name, param in params:
-        if param.requires_grad and param.dtype not in GRADIENT_DTYPES:
+        if param.requires_grad and gradient_dtype(param) not in GRADIENT_DTYPES:
             raise NotImplementedError(
-                f"parameter {name!r} is {param.dtype}; tritonddp reduces "
+                f"parameter {name!r} has gradients of {gradient_dtype(param)}; tritonddp reduces "
                 f"{', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():

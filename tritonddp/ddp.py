@@ -98,7 +98,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         reduce_dtype: the dtype in which gradients travel and are summed: ``torch.bfloat16`` or
             ``torch.float16`` for half the bytes of fp32, ``torch.float32`` for full precision of
             parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
-            the dtype of its parameter, and is a copy, also with ``gradient_as_bucket_view``. By
+            its dtype (``grad_dtype``), and is a copy, also with ``gradient_as_bucket_view``. By
             default each gradient travels in its own dtype, as complex and sparse ones always do.
         compression: ``"int8"`` or ``"fp8"`` (e4m3): gradients travel in 8 bits an element and one
             fp32 scale for 256, over gloo or NCCL. All ranks end with the same bits. Those of fp64,

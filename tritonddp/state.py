@@ -48,6 +48,7 @@ from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
 from tritonddp.reducer.reducer import Reducer
@@ -174,7 +175,7 @@ class DDPState:
     def measure(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """With ``compression="auto"``: measure what the choice depends on. Collective."""
         if self.config.wire.compression == AUTO and self.group.size > 1:
-            dtypes = dict.fromkeys(param.dtype for _, param in params)
+            dtypes = dict.fromkeys(gradient_dtype(param) for _, param in params)
             self.figures = measured(self.config.wire, self.group, self.device, dtypes)
 
     def build_reducer(self, wrapper: Any, finds_unused: bool | None) -> None:

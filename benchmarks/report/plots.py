@@ -175,3 +175,36 @@ def _draw_parts(
             begin += length
         axis.text(-0.01 * longest, place, name, ha="right", va="center")
         axis.text(begin + 0.01 * longest, place, f"{begin:.1f} ms", ha="left", va="center")
+
+
+_LOSSES = {
+    "light": {"fp32": "#b9c0c7", "bf16": "#c85000", "bf16, fp32 copies": "#0072b2"},
+    "dark": {"fp32": "#6b747d", "bf16": "#e69f00", "bf16, fp32 copies": "#56b4e9"},
+}
+
+
+def draw_masters(masters: Result, path: Path) -> None:
+    """Draw held-out losses in fp32 and in bf16 with and without fp32 copies of the parameters.
+
+    As :func:`draw_step` for light and dark pages.
+    """
+    steps, losses = masters.content["evaluated_after"], masters.content["losses"]
+
+    def figure_of(colours: Mapping[str, str]) -> Figure:
+        figure, axis = pyplot.subplots(figsize=(8.4, 3.2))
+        for name, found in losses.items():
+            # The broad line lies under the one that is to be like it.
+            axis.plot(steps, found, color=colours[name], linewidth=6 if name == "fp32" else 2)
+        axis.legend(list(losses), frameon=False, labelcolor=colours["ink"])
+        axis.set_xlabel("steps", color=colours["ink"])
+        axis.set_ylabel("held-out loss, nats per digit", color=colours["ink"])
+        axis.set_xlim(0, steps[-1])
+        axis.set_ylim(0)
+        axis.tick_params(colors=colours["ink"])
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["bottom", "left"]].set_color(colours["ink"])
+        figure.subplots_adjust(left=0.08, right=0.96, top=0.97, bottom=0.16)
+        return figure
+
+    themes = {theme: {**colours, **_LOSSES[theme]} for theme, colours in _THEMES.items()}
+    save_themed(path, themes, figure_of)

@@ -29,7 +29,7 @@ from benchmarks.report import tables as report_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("benchmarks*.md")))
-PICTURE = ROOT / "docs" / "step.svg"  # of the first page
+PICTURES = ROOT / "docs"  # the folder of those that are on pages
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "tables.md"
 LOCAL = "local"  # what make bench has measured here; git ignores it
@@ -60,7 +60,7 @@ def main() -> int:
         print(f"{'as it was' if same else 'written'}: {path}")
     for machine, content in results.items():
         is_shown = options.figures and machine == report_tables.CPU
-        draw(content, options.results / machine, PICTURE if is_shown else None)
+        draw(content, options.results / machine, PICTURES if is_shown else None)
     return 0
 
 
@@ -96,16 +96,21 @@ def filled(pages: Mapping[Path, str], figures: Mapping[str, Sequence[str]]) -> d
     return {path: _FIGURES.sub(figure, text) for path, text in pages.items()}
 
 
-def draw(results: Results, folder: Path, picture: Path | None) -> None:
-    """Write the plots of one machine, and ``picture`` from its steps."""
+def draw(results: Results, folder: Path, pictures: Path | None) -> None:
+    """Write the plots of one machine, and to the folder ``pictures`` those of the pages."""
     from benchmarks.report import drawing
     from benchmarks.report import plots as report_plots  # not for tables: these need matplotlib
 
     for name, figure in report_plots.figures(results):
         drawing.save(figure, folder / name)
         print(f"written: {folder / name}")
-    if picture is not None and "step" in results:
-        report_plots.draw_step(results["step"], picture)
+    if pictures is not None:
+        for name, draw_one in (
+            ("step", report_plots.draw_step),
+            ("masters", report_plots.draw_masters),
+        ):
+            if name in results:
+                draw_one(results[name], pictures / f"{name}.svg")
 
 
 def _texts(results: Mapping[str, Any], folder: Path) -> Iterator[tuple[Path, str]]:

@@ -1,15 +1,17 @@
 """fp32 copies of parameters in low precision: as if the user kept them, and sharded."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from modules import mlp
+from modules import Layers, mlp
 from torch import Tensor, nn
-from training import drawn, squares, wrap
+from torch.nn.utils import clip_grad_norm_
+from training import drawn, gradients, squares, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
 
@@ -60,6 +62,59 @@ def test_values_are_those_of_copies_that_the_user_keeps(dtype: torch.dtype) -> N
     kept = list(optimizer.optim.param_groups[0]["params"])
     assert all(each.dtype is torch.float32 for each in kept)
     assert len(kept) < len(list(module.parameters()))
+
+
+def with_fp32_gradients(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    for param in module.parameters():
+        param.grad_dtype = torch.float32
+    return module
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(2, 3, views=True)
+def test_fp32_gradients_reach_the_copies_as_they_are(view: bool, wire: torch.dtype | None) -> None:
+    """Accumulated and clipped, and of layers that a rank leaves out, or all ranks."""
+    module = Layers("abc", 16).bfloat16()
+    plain, ours = (wrap(with_fp32_gradients(module), view, reduce_dtype=wire) for _ in range(2))
+    by_hand, optimizer = ByHand(plain), sharded(ours)
+    for number in range(12):
+        used = ("abc", "abc" if dist.get_rank() else "ac", "ab")[number % 3]
+        norms = []
+        for net in (plain, ours):
+            net.zero_grad()
+            for last in (False, True):
+                with nullcontext() if last else net.no_sync():
+                    squares(net(drawn(5, 16, step=2 * number + last).bfloat16(), used)).backward()
+            norms.append(clip_grad_norm_(net.parameters(), 0.1))
+        assert_same_bits(*norms)
+        grads = [grad for grad in gradients(plain) if grad is not None]
+        assert any(bool((each != each.bfloat16()).any()) for each in grads)
+        by_hand.step()
+        optimizer.step()
+        assert_same_bits(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
+
+
+@ranks(2)
+def test_fp32_gradients_of_fp16_parameters_can_be_scaled() -> None:
+    """``GradScaler`` takes no gradients in fp16. All ranks skip the step with an infinity."""
+    module = mlp(8, 16, 4).half()
+    plain, ours = (wrap(with_fp32_gradients(module)) for _ in range(2))
+    by_hand, optimizer = ByHand(plain), sharded(ours)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for number in range(8):
+        for net in (plain, ours):
+            net.zero_grad()
+            loss = squares(net(drawn(5, 8, step=number).half()).float())
+            if number == 4 and dist.get_rank():
+                loss = loss * torch.inf
+            (scaler.scale(loss) if net is ours else loss).backward()
+        if number != 4:
+            by_hand.step()
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same_bits(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
+    assert scaler.get_scale() == 32
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tritonddp.kernels.dispatch import gradient_dtype
+
 MIB = 1024 * 1024
 
 # Default sizes in MiB. With compression, and on the CPU with any dtype of fewer bytes, the network
@@ -139,17 +141,18 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
 
-    A bucket holds parameters of one dtype and device, all with an owner or all without one, or one
-    ``sparse`` parameter alone. Buckets are in the order in which they become full, so that no
+    A bucket holds gradients of one dtype and device, all with an owner or all without one, or one
+    ``sparse`` gradient alone. Buckets are in the order in which they become full, so that no
     launch waits longer than necessary.
     """
-    sizes = [param.numel() * param.element_size() for param in params]
+    dtypes = list(map(gradient_dtype, params))
+    sizes = [param.numel() * dtype.itemsize for param, dtype in zip(params, dtypes, strict=True)]
     buckets = [[index] for index in order if sparse and params[index] in sparse]
     alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index in order:
         param = params[index]
         if not (sparse and param in sparse):
-            alike[param.dtype, param.device, param in owners].append(index)
+            alike[dtypes[index], param.device, param in owners].append(index)
     for indices in alike.values():
         buckets += caps.cut(indices, sizes)
     position = {index: place for place, index in enumerate(order)}

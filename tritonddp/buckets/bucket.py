@@ -22,7 +22,7 @@ from tritonddp._torch import hooks_after_accumulation
 from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
-from tritonddp.kernels.dispatch import Kernels
+from tritonddp.kernels.dispatch import Kernels, gradient_dtype
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Squares
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
@@ -107,6 +107,7 @@ class Bucket:
         index: place in the launch order, the same on every rank.
         params: the parameters, in launch order.
         names: their names, for errors.
+        gradient_dtype: of ``.grad``, the same for all of them.
         first: number of the first parameter, counted over all buckets.
         flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
         packed: the buffer that gradients are flattened into: ``flat``, or shared memory that other
@@ -165,15 +166,15 @@ class Bucket:
         self.before: dict[int, tuple[Tensor, int]] = {}
         self._kernels = kernels
         self._counters = counters
-        self._dtypes = {params[0].dtype}
-        self._wire_dtype = wire_dtype or params[0].dtype
+        self.gradient_dtype = gradient_dtype(params[0])
+        self._wire_dtype = wire_dtype or self.gradient_dtype
         self.is_lazy = lazy
         self.used = [False] * len(params)
         # Gradients that are flattened, and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
         self._layout = self._make_layout(headers)
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
-        casts = self._wire_dtype not in self._dtypes
+        casts = self._wire_dtype is not self.gradient_dtype
         self.is_large = kernels.are_large(self._layout) and not casts and not self.has_views
         self.flat: Any = None
         self._counts: Tensor | None = None  # reduced used flags of a released buffer
@@ -249,7 +250,7 @@ class Bucket:
         """From now on kernels write sums of squares of the gradients to :attr:`squares`."""
         # On the CPU a pass over the buffer, which holds all means, is faster than one a gradient.
         self.squares = Squares(
-            of_unflattened=self._kernels.by_address or self._wire_dtype not in self._dtypes
+            of_unflattened=self._kernels.by_address or self._wire_dtype is not self.gradient_dtype
         )
         if self.flat is not None:
             self.flat.squares = self.squares
@@ -375,7 +376,7 @@ class Bucket:
                 fits = (
                     (strides == layout.strides or strides == segment.strides)
                     and tuple(map(Tensor.numel, grads)) == layout.numels
-                    and set(map(_dtype_of, grads)) == self._dtypes
+                    and set(map(_dtype_of, grads)) == {self.gradient_dtype}
                 )
             except (TypeError, AttributeError, RuntimeError):
                 fits = False  # a missing or a sparse gradient
@@ -397,11 +398,16 @@ class Bucket:
             raise
         if not self.has_views:
             self._grads[first:last] = grads
-        elif not all(used):
-            self._become_views(segment, grads)
-        elif not all(map(is_, grads, views := self.flat.views[first:last])):
-            for param, view in zip(segment.params, views, strict=True):
-                param.grad = view  # which frees the gradient
+            return
+        try:
+            if not all(used):
+                self._become_views(segment, grads)
+            elif not all(map(is_, grads, views := self.flat.views[first:last])):
+                for param, view in zip(segment.params, views, strict=True):
+                    param.grad = view  # which frees the gradient
+        except RuntimeError:  # torch checks the dtype
+            self._all_to_slot_layout(segment, grads)
+            raise
 
     def _become_views(self, segment: Segment, grads: Sequence[Any]) -> None:
         """Replace used gradients, which are packed, by views of the buffer; some are not used."""
@@ -462,7 +468,7 @@ class Bucket:
             self._drop_others()
         grads, has_missing = self._grads, self.wants_flags
         made: dict[int, Tensor] = {}
-        casts = self._wire_dtype not in self._dtypes
+        casts = self._wire_dtype is not self.gradient_dtype
         in_kernel = self._kernels.by_address or casts or self.large_sums is not None
         if factor is not None and not in_kernel:  # one call is less than one for each gradient
             if factor.item() != 1:
@@ -552,7 +558,9 @@ class Bucket:
     def _empty_gradient(self, slot: int) -> Tensor:
         param = self.params[slot]
         strides = self._layout.strides[slot]
-        return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
+        return torch.empty_strided(
+            param.shape, strides, dtype=self.gradient_dtype, device=param.device
+        )
 
     def _stash(self, slot: int, grad: Tensor) -> Tensor:
         """A gradient that this backward did not make, as a tensor that can be written to.
@@ -571,11 +579,22 @@ class Bucket:
     def _check_kind(self, slot: int, grad: Tensor) -> None:
         """Raise a GradientError if ``grad`` has another shape or dtype than its parameter."""
         param = self.params[slot]
-        if grad.shape != param.shape or grad.dtype != param.dtype:
+        dtype = gradient_dtype(param)
+        if grad.shape != param.shape or grad.dtype != dtype:
             raise GradientError(
                 f"the gradient of {self.names[slot]!r} (bucket {self.index}) should be "
-                f"{tuple(param.shape)} {param.dtype} like its parameter, but is "
+                f"{tuple(param.shape)} {dtype} like its parameter, but is "
                 f"{tuple(grad.shape)} {grad.dtype}"
+            )
+
+    def check_dtype(self, slot: int) -> None:
+        """Raise a GradientError if gradients of this parameter have another dtype by now."""
+        param = self.params[slot]
+        if gradient_dtype(param) is not self.gradient_dtype:
+            raise GradientError(
+                f"parameter {self.names[slot]!r} (bucket {self.index}) had gradients of "
+                f"{self.gradient_dtype} when it was wrapped, and has gradients of "
+                f"{gradient_dtype(param)} now: wrap the module again after such a change"
             )
 
     def _to_slot_layout(self, slot: int, grad: Tensor) -> Tensor:
@@ -593,11 +612,12 @@ class Bucket:
                 "added: make this gradient dense, or use such a layer"
             )
         self._check_kind(slot, grad)
-        if tuple(param.shape) != layout.shapes[slot] or param.dtype not in self._dtypes:
+        self.check_dtype(slot)
+        if tuple(param.shape) != layout.shapes[slot]:
             raise GradientError(
-                f"parameter {self.names[slot]!r} (bucket {self.index}) was "
-                f"{layout.shapes[slot]} {next(iter(self._dtypes))} when it was wrapped and is now "
-                f"{tuple(param.shape)} {param.dtype}: wrap the module again after such a change"
+                f"parameter {self.names[slot]!r} (bucket {self.index}) was {layout.shapes[slot]} "
+                f"when it was wrapped and is now {tuple(param.shape)}: wrap the module again after "
+                "such a change"
             )
         order = dims_by_stride(grad.shape, grad.stride())
         is_flagged = grad.is_conj() or grad.is_neg()
@@ -608,7 +628,9 @@ class Bucket:
             return grad
         self._counters.layout_copies += 1
         strides = layout.strides[slot]
-        copy = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
+        copy = torch.empty_strided(
+            param.shape, strides, dtype=self.gradient_dtype, device=param.device
+        )
         param.grad = copy.copy_(grad)
         return param.grad
 
@@ -623,7 +645,7 @@ class JointUnpack:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         groups: dict[Any, list[Bucket]] = {}
         for bucket in buckets:
-            groups.setdefault((bucket.params[0].dtype, bucket.wire_dtype), []).append(bucket)
+            groups.setdefault((bucket.gradient_dtype, bucket.wire_dtype), []).append(bucket)
         self._groups: list[tuple[list[Bucket], list[int], Any]] = []
         for group in groups.values():
             make: Any = group[0]._kernels.joint_unflatten

@@ -24,7 +24,7 @@ from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.coordination.agreement import BYTES
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-from tritonddp.kernels.dispatch import quantizing, select, select_quantized
+from tritonddp.kernels.dispatch import gradient_dtype, quantizing, select, select_quantized
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals
 
@@ -126,7 +126,7 @@ class WireFormat:
 
     def casts(self, gradient: Tensor) -> bool:
         """Whether ``gradient``, or that of a parameter, is sent in another dtype than its own."""
-        dtype = gradient.dtype
+        dtype = gradient_dtype(gradient)
         return self.reduce_dtype not in (None, dtype) and dtype.is_floating_point
 
 
@@ -179,14 +179,14 @@ class BucketFactory:
         is_sparse: bool = False,
         wire: WireFormat | None = None,
     ) -> Bucket:
-        """Bucket number ``index`` for these parameters, which have one dtype and device.
+        """Bucket number ``index`` for these parameters, with gradients of one dtype and device.
 
         The first bucket holds the headers. ``first`` is the number of the first parameter.
         ``is_sparse`` is true for a parameter with sparse gradients. ``wire`` is the wire format, if
         not that of the factory.
         """
         wire = wire or self.wire
-        device, dtype = params[0].device, params[0].dtype
+        device, dtype = params[0].device, gradient_dtype(params[0])
         headers = self.header_nbytes * self.group.size if index == 0 else 0
         marks = Marks(self.group.rank, self.group.size) if self.check_finite else None
         kernels = select(device, dtype, marks)
@@ -265,7 +265,7 @@ class BucketFactory:
         if wire.compression in (None, AUTO) or size == 1 or exact is None:
             return None
         is_exact = exact.find(names, params)
-        if params[0].dtype not in _QUANTIZED or all(is_exact):
+        if gradient_dtype(params[0]) not in _QUANTIZED or all(is_exact):
             return None
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.bucket import Bucket, JointUnpack
+from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack
 from tritonddp.buckets.bucket_set import BucketSet, assign
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
@@ -160,7 +160,8 @@ class BucketManager:
             where = f"rank {self._group.rank}, step {self._counters.reductions}"
             for bucket in built.buckets:
                 params = bucket.params
-                numel, nbytes = sum(p.numel() for p in params), sum(p.nbytes for p in params)
+                numel = sum(param.numel() for param in params)
+                nbytes = numel * bucket.gradient_dtype.itemsize
                 logger.debug(
                     f"{where}: bucket {bucket.index} of {len(built.buckets)}: {len(params)} "
                     f"parameters, {numel} elements, {nbytes} bytes, sent in "
@@ -243,6 +244,7 @@ class BucketManager:
         """Replace the current buckets by buckets of ``named``, if these differ."""
         if not named:
             return False
+        self._check_dtypes({param for _, param in named})
         sparse, is_rewired = self._parameters.sparse, False
         if self.planner is not None:
             assignment = assign(named, self._caps, sparse, self.factory.owners)
@@ -253,6 +255,20 @@ class BucketManager:
             return False
         self._rebuild(named)
         return True
+
+    def _check_dtypes(self, kept: Collection[Tensor]) -> None:
+        """Raise if gradients have another dtype than in their buckets, on this rank perhaps alone.
+
+        New buckets would not fit those of the other ranks.
+        """
+        for bucket in self.current.buckets:
+            for slot, param in enumerate(bucket.params):
+                if param in kept:
+                    try:
+                        bucket.check_dtype(slot)
+                    except GradientError as error:
+                        where = f"rank {self._group.rank}, step {self._counters.reductions}"
+                        raise RuntimeError(f"{where}: {error}") from None
 
     def _rebuild(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.former_counts = [(params, counts.clone()) for params, counts in self.rank_counts()]

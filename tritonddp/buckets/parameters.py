@@ -18,7 +18,7 @@ from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
-from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
+from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
@@ -104,11 +104,12 @@ class ModuleParameters:
         self.update()
         for name, param in self.added:
             select(param.device)  # raises where there are no kernels
-            if param.dtype not in GRADIENT_DTYPES:
+            if gradient_dtype(param) not in GRADIENT_DTYPES:
                 self._held = []  # so that the next call finds it, too
                 raise NotImplementedError(
-                    f"{where()}: parameter {name!r}, added after the module was wrapped, is "
-                    f"{param.dtype}; tritonddp reduces {', '.join(map(str, GRADIENT_DTYPES))}"
+                    f"{where()}: parameter {name!r}, added after the module was wrapped, has "
+                    f"gradients of {gradient_dtype(param)}; tritonddp reduces "
+                    f"{', '.join(map(str, GRADIENT_DTYPES))}"
                 )
             if param not in known and param.grad is not None:
                 self._grads_of_added[param] = param.grad, param.grad._version
@@ -260,7 +261,10 @@ class ModuleParameters:
 
 def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
     """Hash of the parameters and whatever else should be alike on all ranks."""
-    parts = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named_params]
+    parts = [
+        f"{name} {tuple(param.shape)} {param.dtype} {gradient_dtype(param)}"
+        for name, param in named_params
+    ]
     return schema_hash([*parts, *more])
 
 

@@ -151,7 +151,7 @@ class SparseBucket(Bucket):
         if rows is None:
             param = self.params[0]
             none = param.new_empty(0, dtype=torch.int64)
-            return none, param.new_empty(0, *param.shape[1:])
+            return none, param.new_empty(0, *param.shape[1:], dtype=self.gradient_dtype)
         return rows
 
     def take_dense(self) -> Tensor:
@@ -159,7 +159,7 @@ class SparseBucket(Bucket):
         dense, self._dense = self._dense, None
         if dense is None:
             indices, values = self.take_rows()
-            dense = self.params[0].new_zeros(self.params[0].shape)
+            dense = self.params[0].new_zeros(self.params[0].shape, dtype=self.gradient_dtype)
             dense.index_copy_(0, indices, values)
         return dense.resolve_conj().resolve_neg().contiguous()
 

@@ -36,6 +36,7 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, Forward
@@ -268,7 +269,7 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
         and not _has_hooks(param)
         and grad.shape == param.shape
         and _lies_as(param, grad)
-        and grad.dtype is param.dtype
+        and grad.dtype is gradient_dtype(param)
         and grad.device == param.device
     )
 

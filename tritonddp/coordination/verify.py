@@ -117,6 +117,8 @@ def verify_same(
 
 def _describe(tensor: Tensor, strides: str = "") -> str:
     kind = "" if tensor.requires_grad else ", frozen"
+    if tensor.is_leaf and tensor.grad_dtype is not tensor.dtype:
+        kind += f", grad_dtype {tensor.grad_dtype}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{strides}{kind}"
 
 

@@ -49,13 +49,14 @@ class _Reduced:
 
     Attributes:
         params: parameters of the bucket.
+        dtype: of the gradients.
         squares: sum of squares of the reduced gradients, in parts; ``None`` without any gradient.
         local: the same of this rank's gradients before the reduction; ``None`` if not measured.
         bucket: weak reference to the bucket, if all gradients are bucket views.
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        self.params = bucket.params
+        self.params, self.dtype = bucket.params, bucket.gradient_dtype
         grads: list[Any] = list(map(_grad_of, bucket.params))
         there = [grad for grad in grads if grad is not None]
         in_place = bucket.has_views and all(map(is_, grads, bucket.flat.views))
@@ -270,7 +271,7 @@ class _Measured:
             for norm in norms_of(self.others):
                 by_kind.setdefault((norm.device, norm.dtype), []).append(norm)
             parts += [torch.stack(alike).double().square() for alike in by_kind.values()]
-        dtypes = {each.params[0].dtype for each in self.reduced} | {g.dtype for g in self.others}
+        dtypes = {each.dtype for each in self.reduced} | {g.dtype for g in self.others}
         dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
         self.total = _total(parts).sqrt().to(dtype) if parts else torch.zeros((), device="cpu")
 

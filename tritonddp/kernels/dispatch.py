@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
@@ -57,6 +58,14 @@ class QuantizedKernels:
     tables: Callable[[FlatBuffer], Any] = _none  # see Kernels
     # Whether unflatten sums the messages of two ranks, see quantized/buffer.py.
     is_direct: bool = False
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of ``param.grad``: ``grad_dtype``, that of the parameter unless a user sets it.
+
+    (``None`` allows any: that of the parameter is expected then. A tensor with a graph has none.)
+    """
+    return (param.grad_dtype if param.is_leaf else None) or param.dtype
 
 
 def select(

@@ -47,6 +47,7 @@ from tritonddp.reducer.graph.backward import (
     tensors_in,
 )
 from tritonddp.reducer.graph.participation import gradient_nodes
+from tritonddp.reducer.on_demand import detached
 from tritonddp.reducer.options import ReducerOptions
 from tritonddp.reducer.reductions import Reductions
 
@@ -83,7 +84,7 @@ class ContextBackward:
         named_params: Iterable[tuple[str, Parameter]],
         source: GradSource = GradSource.CONTEXT,
     ) -> None:
-        origin = {param.detach(): (name, param) for name, param in named_params}
+        origin = {detached(param): (name, param) for name, param in named_params}
         named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
         of_module = reductions.parameters.sparse
         sparse = {each for each, (_, param) in origin.items() if param in of_module}

@@ -15,6 +15,7 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch, Weight
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.reductions import Reductions
 
 
@@ -83,7 +84,7 @@ def _means(
     stand_ins: list[tuple[str, Any]] = []
     sparse: dict[Tensor, str] = {}
     for (name, param), gradient in zip(named, gradients, strict=True):
-        stand_in = param.detach().requires_grad_(param.requires_grad)
+        stand_in = detached(param).requires_grad_(param.requires_grad)
         stand_ins.append((name, stand_in))
         if param in reductions.parameters.sparse:
             sparse[stand_in] = f"sparse {name}"
@@ -107,11 +108,18 @@ def _means(
     return [stand_in.grad for _, stand_in in stand_ins]
 
 
+def detached(param: Tensor) -> Tensor:
+    """``param.detach()``, with a ``.grad`` of the same dtype as that of ``param``."""
+    found = param.detach()
+    found.grad_dtype = gradient_dtype(param)
+    return found
+
+
 def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool) -> None:
     if not isinstance(gradient, Tensor):
         raise TypeError(f"the gradient of {name!r} should be a tensor, got {gradient!r}")
     layout = torch.sparse_coo if may_be_sparse and gradient.is_sparse else torch.strided
-    wanted = (tuple(param.shape), param.dtype, param.device, layout)
+    wanted = (tuple(param.shape), gradient_dtype(param), param.device, layout)
     found = (tuple(gradient.shape), gradient.dtype, gradient.device, gradient.layout)
     if wanted != found:
         raise ValueError(

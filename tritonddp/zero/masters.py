@@ -46,7 +46,7 @@ class MasterWeights:
             self._versions.pop(param, None)
 
     def before_step(self) -> None:
-        """Give each copy the gradient of its parameter.
+        """Give each copy the gradient of its parameter, which may be fp32 itself (``grad_dtype``).
 
         A parameter that somebody else has written to since the last step, such as a checkpoint that
         was loaded, counts: its copy takes the elements that are not the rounded ones.

@@ -25,6 +25,7 @@ from tritonddp.config import PROCESS_GROUP
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
@@ -70,7 +71,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         parameters_as_bucket_view: accepted, without effect: values travel in small pieces.
         overlap_with_ddp: accepted, without effect: the backward reduces gradients in any case.
         master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
-            and give all ranks the rounded values. Gradients have the dtype of their parameters.
+            and give all ranks the rounded values. They are stepped with ``.grad`` as it is: for one
+            in fp32 set ``grad_dtype`` of the parameters before the module is wrapped.
         defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -440,7 +442,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             grad = None if param.grad is None else given.pop(id(param.grad), None)
             if grad is not None and self._owners[param] == self._group.rank:
                 mine[number] = grad
-        dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params))
+        dtype = reduce(torch.promote_types, (gradient_dtype(param).to_real() for param in params))
         # Each norm has a place of its own, so that their sum over ranks is exact.
         norms = torch.zeros(2, len(params), dtype=torch.float64, device=self._device)
         if mine:

@@ -15,7 +15,7 @@ from tritonddp._device import let_go
 from tritonddp._torch import is_shared
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.kernels.dispatch import Kernels
+from tritonddp.kernels.dispatch import Kernels, gradient_dtype
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 # Gradients of so many bytes are worth a part of their own in the grouped collective.
@@ -24,10 +24,14 @@ LARGE = 2**20
 
 def may_be_in_place(params: Sequence[Parameter], world_size: int) -> bool:
     """Whether an :class:`InPlaceBucket` can hold these, and some are large."""
-    dtype = params[0].dtype
+    dtype = gradient_dtype(params[0])
     # A header is at most 255, and written ``world_size`` times as large.
     fits = not dtype.is_complex and 255 * world_size <= torch.finfo(dtype).max
-    return fits and any(param.nbytes >= LARGE for param in params)
+    return fits and any(_is_large(param) for param in params)
+
+
+def _is_large(param: Tensor) -> bool:
+    return param.numel() * gradient_dtype(param).itemsize >= LARGE
 
 
 class InPlaceBucket(Bucket):
@@ -56,12 +60,14 @@ class InPlaceBucket(Bucket):
         **kwargs: Any,
     ) -> None:
         self._size = world_size
-        self._large = [slot for slot, param in enumerate(params) if param.nbytes >= LARGE]
+        self._large = [slot for slot, param in enumerate(params) if _is_large(param)]
         make = partial(_without, set(self._large), kernels, world_size)
         super().__init__(index, params, names, replace(kernels, buffer=make), *args, **kwargs)
         self.beside = ()
-        self.nbytes += sum(params[slot].nbytes for slot in self._large)
-        self._nothing = torch.empty(0, dtype=params[0].dtype, device=params[0].device)
+        self.nbytes += (
+            sum(params[slot].numel() for slot in self._large) * self.gradient_dtype.itemsize
+        )
+        self._nothing = torch.empty(0, dtype=self.gradient_dtype, device=params[0].device)
         # By slot: copies that are sent, and the gradients that get their means, if there are any.
         self._copies: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._copies_next = False
@@ -147,7 +153,7 @@ class InPlaceBucket(Bucket):
             with Uninterrupted():  # what was multiplied once must not be again
                 if factor is not None:
                     # With a dimension: else torch rounds it to the dtype of the gradients first.
-                    factor = factor.to(torch.promote_types(self.params[0].dtype, torch.float32))
+                    factor = factor.to(torch.promote_types(self.gradient_dtype, torch.float32))
                 for slot, sent in zip(self._large, self.beside, strict=False):
                     self._finish(slot, sent, factor, flags)
                 self._drop()

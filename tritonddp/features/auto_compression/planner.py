@@ -27,7 +27,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.choice import OWN, Candidates, choose, report
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Load, Speed, WireCost
 from tritonddp.features.auto_compression.probe import Figures, Way, measure, name_of
-from tritonddp.kernels.dispatch import select_quantized
+from tritonddp.kernels.dispatch import gradient_dtype, select_quantized
 from tritonddp.kernels.quantized.buffer import BLOCK
 from tritonddp.reducer.extension import Events, Extension
 from tritonddp.reducer.graph.backward import Backward
@@ -228,7 +228,7 @@ class AutoPlanner(Extension):
         self, bucket: Sequence[tuple[str, Tensor]], sparse: Collection[Tensor]
     ) -> Candidates:
         names, params = [name for name, _ in bucket], [param for _, param in bucket]
-        dtype = params[0].dtype
+        dtype = gradient_dtype(params[0])
         costs = self._costs.get(dtype)
         if costs is None or params[0] in sparse:
             # It has one wire only, which was not timed: its time does not affect the choice.

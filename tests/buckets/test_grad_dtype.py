@@ -1,0 +1,188 @@
+"""``Tensor.grad_dtype``: gradients that have another dtype than their parameters."""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from modules import Layers
+from recording.device import recording
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+from training import assert_close, drawn, gradients, means, squares, train_step, ways, wrap
+
+from tritonddp import DistributedDataParallel
+from tritonddp.buckets.assignment import BucketCaps, assign_buckets
+from tritonddp.buckets.memory import in_place_bucket
+
+WIDTH = 64
+WIDE = ("layers.a.weight", "layers.b.weight", "layers.b.bias", "layers.c.bias")
+WAYS = ways("copies", "views", "lazy", "lazy views", "process group", "bf16", "bf16 views", "int8")
+
+
+def low(module: nn.Module, *names: str) -> nn.Module:
+    """A copy in bf16, in which gradients of the parameters with these names are fp32."""
+    module = copy.deepcopy(module).bfloat16()
+    for name in names:
+        module.get_parameter(name).grad_dtype = torch.float32
+    return module
+
+
+def inputs(step: int) -> Tensor:
+    return drawn(5, WIDTH, step=step).bfloat16()
+
+
+def test_gradients_of_one_dtype_share_a_bucket_and_their_bytes_count() -> None:
+    other, wide = (nn.Parameter(torch.empty(10, dtype=torch.bfloat16)) for _ in range(2))
+    wide.grad_dtype = torch.float32
+    params = [other, wide, nn.Parameter(torch.empty(10)), other]
+    assert assign_buckets(params, range(4), BucketCaps((80,))) == [[1, 2], [0, 3]]
+    assert assign_buckets(params, range(4), BucketCaps((40,))) == [[1], [2], [0, 3]]
+    other.grad_dtype = None  # any: that of the parameter is expected
+    assert assign_buckets(params, range(4), BucketCaps((80,))) == [[1, 2], [0, 3]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2, 3)
+def test_means_have_the_dtype_and_its_digits(way: str) -> None:
+    """Also of a layer that one rank leaves out, and of two backwards."""
+    module = Layers("abc", WIDTH)
+    alone = low(module, *WIDE)
+    ddp = DistributedDataParallel(low(module, *WIDE), **WAYS[way])
+    is_rounded = not {"reduce_dtype", "compression"}.isdisjoint(WAYS[way])
+    for step in range(4):
+        used = "ac" if step == 2 and dist.get_rank() == 0 else "abc"
+        for net in (ddp, alone):
+            net.zero_grad()
+            if step == 3:
+                with ddp.no_sync() if net is ddp else nullcontext():
+                    squares(net(inputs(9), used)).backward()
+            squares(net(inputs(step), used)).backward()
+        expected = means(None if grad is None else grad.float() for grad in gradients(alone))
+        found = dict(zip(dict(alone.named_parameters()), gradients(ddp), strict=True))
+        for (name, grad), mean in zip(found.items(), expected, strict=True):
+            assert grad is not None
+            assert mean is not None
+            assert grad.dtype is (torch.float32 if name in WIDE else torch.bfloat16), name
+            digits = 1e-6 if name in WIDE and not is_rounded else 0.02
+            size = float(mean.abs().max())
+            assert_close(grad.float(), mean, f"step {step}, {name}", rtol=0, atol=digits * size)
+        assert_same_on_all_ranks(list(found.values()))
+    sent = {bucket.wire_dtype for bucket in ddp.reducer.buckets}
+    assert is_rounded or sent == {torch.bfloat16, torch.float32}
+
+
+@ranks(2, views=True)
+def test_a_wire_in_their_own_dtype_changes_nothing(view: bool) -> None:
+    """``reduce_dtype=torch.float32`` with gradients that are fp32 is no cast."""
+    module = Layers("abc", WIDTH)
+    names = [name for name, _ in module.named_parameters()]
+    nets = [
+        wrap(low(module, *names), view, **options)
+        for options in ({}, {"reduce_dtype": torch.float32})
+    ]
+    for step in range(3):
+        for net in nets:
+            train_step(net, inputs(step))
+        assert_same_bits(*map(gradients, nets))
+    kinds = [[type(bucket) for bucket in net.reducer.buckets] for net in nets]
+    assert kinds[0] == kinds[1]
+
+
+@ranks(2)
+def test_rows_of_a_table_have_it(rank: int) -> None:
+    table = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
+    table.weight.grad_dtype = torch.float32
+    ddp = wrap(table)
+    for _ in range(3):
+        ddp.zero_grad()
+        (ddp(torch.tensor([rank, 2])) / 3).sum().backward()
+    grad = table.weight.grad
+    assert grad.is_sparse
+    assert grad.dtype is torch.float32
+    third = float(torch.tensor(1 / 3, dtype=torch.bfloat16))
+    rows = torch.tensor([third / 2, third / 2, third]).view(3, 1).expand(3, 4)
+    assert_close(grad.to_dense()[:3], rows)
+
+
+@ranks(2)
+def test_gradients_on_request_have_it() -> None:
+    ddp = wrap(low(Layers("a", WIDTH), "layers.a.weight"))
+    squares(ddp.module(inputs(0))).backward()
+    given = gradients(ddp)
+    expected = means(given)
+    reduced = ddp.reduce_gradients(given)
+    assert [each.dtype for each in reduced] == [torch.float32, torch.bfloat16]
+    assert_close(list(reduced), expected)
+    with pytest.raises(ValueError, match=r"layers.a.weight' should be \(64, 64\) torch.float32"):
+        ddp.reduce_gradients([each.bfloat16() for each in reduced])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reduce_in_place": True}, {"check_finite": "warn"}], ids=str
+)
+@ranks(2, views=True, interprets=True)
+def test_on_a_gpu_too(view: bool, options: dict[str, Any]) -> None:
+    module = Layers("abc", WIDTH)
+    expected = []
+    ddp = wrap(low(module, *WIDE), view)
+    for step in range(4):
+        train_step(ddp, inputs(step))
+        expected += gradients(ddp)
+    found = []
+    with mock.patch.object(in_place_bucket, "LARGE", 4 * WIDTH**2), recording() as recorder:
+        ddp = wrap(low(module, *WIDE).to("cuda"), view, **options)
+        large = [bucket.beside is not None for bucket in ddp.reducer.buckets]
+        assert large.count(True) == ("reduce_in_place" in options and not view)
+        for step in range(4):
+            train_step(ddp, inputs(step).to("cuda"))
+            found += [grad.cpu() for grad in gradients(ddp)]
+        torch.cuda.synchronize()
+        assert not recorder.races, recorder.report()
+    assert_same_bits(found, expected)
+
+
+def freeze_and_train(ddp: Any) -> None:
+    for step in range(10):
+        train_step(ddp, inputs(step))
+        ddp.module.layers["c"].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@ranks(2, views=True)
+def test_a_change_after_wrapping_is_an_error_that_says_so(moment: str, view: bool) -> None:
+    """Where torch refuses a view, or where new buckets might differ from those of other ranks."""
+    ddp = wrap(low(Layers("abc", WIDTH)), view)
+    if moment == "after":
+        train_step(ddp, inputs(0))
+        ddp.zero_grad()
+    ddp.module.layers["a"].weight.grad_dtype = torch.float32
+    with pytest.raises(
+        RuntimeError, match=r"rank \d, step \d+: parameter 'layers.a.weight'.* gradients of .*wrap"
+    ):
+        freeze_and_train(ddp)
+
+
+@ranks(2)
+def test_stock_refuses_it() -> None:
+    net = Stock(low(Layers("abc", WIDTH), *WIDE))
+    with pytest.raises(RuntimeError, match="Expected BFloat16, got Float"):
+        train_step(net, inputs(0))
+
+
+@ranks(2)
+def test_ranks_with_different_ones_are_named(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"'layers.a.weight': .*rank 1 .*grad_dtype.*float32"):
+        wrap(low(Layers("abc", WIDTH), *["layers.a.weight"] * rank))
+
+
+@ranks(2)
+def test_gradients_of_a_dtype_without_kernels_are_refused() -> None:
+    module = nn.Linear(4, 4)
+    module.weight.grad_dtype = torch.float8_e4m3fn
+    with pytest.raises(NotImplementedError, match=r"'weight' has gradients of .*float8"):
+        wrap(module)
