@@ -20,7 +20,6 @@ from tritonddp._torch import (
     optimizers_in_backward,
 )
 from tritonddp.config import PROCESS_GROUP
-from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.state import DDPState
@@ -248,7 +247,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = {n: param for n, param in numbered if self._owners[param] == self._group.rank}
         mine = local_part(self.optim.state, params, self._masters)
         device = self._core.manager.current.params[0].device
-        self._consolidated = gathered(mine, self._group, to, device)
+        with self._group.guard(self._core.where(), "consolidate_state_dict(), gather of the state"):
+            self._consolidated = gathered(mine, self._group, to, device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters, as the plain optimizer would have it.
@@ -395,22 +395,27 @@ class ZeroRedundancyOptimizer(Optimizer):
             grad = None if param.grad is None else given.pop(id(param.grad), None)
             if grad is not None and self._owners[param] == self._group.rank:
                 mine[number] = grad
-        dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params))
         device = self._core.manager.current.params[0].device
         # Each norm has a place of its own, so that their sum over ranks is exact.
         norms = torch.zeros(2, len(params), dtype=torch.float64, device=device)
         if mine:
             found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
             norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
-        collectives.all_reduce(norms, self._group.process_group).wait()
-        return norms[0][norms[1] != 0].to(dtype)
+        what = "sum of the norms of all owners' gradients"
+        self._group.all_reduce(norms, self._core.where(), what)
+        is_there = norms[1] != 0
+        # As torch's: that of the gradients that there are, on any rank.
+        there = [param for param, each in zip(params, is_there.tolist(), strict=True) if each]
+        dtypes = (param.dtype.to_real() for param in there or params)
+        return norms[0][is_there].to(reduce(torch.promote_types, dtypes))
 
     def combine_overflow(self, found: dict[Any, Tensor], default: Tensor) -> dict[Any, Tensor]:
         """Whether a gradient of any owner is not finite, by device: alike on all ranks."""
         if not found:  # this rank owns no gradient
             found = {default.device: default}
         for each in found.values():
-            collectives.all_reduce(each, self._group.process_group, dist.ReduceOp.MAX).wait()
+            what = "agreement on whether gradients are finite"
+            self._group.all_reduce(each, self._core.where(), what, dist.ReduceOp.MAX)
         return found
 
 
