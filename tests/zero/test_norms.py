@@ -114,6 +114,25 @@ def test_the_wrappers_own_norm_is_that_of_all(view: bool, transport: str, grad_n
         pair.end(f"step {number}")
 
 
+@ranks(2)
+def test_the_first_layer_may_be_replaced(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2), torch.optim.SGD, lr=0.01)
+    for number in range(6):
+        for net, _ in pair.each():
+            if number == 2:
+                torch.manual_seed(0)
+                net.module[0] = nn.Linear(4, 8)
+        backwards(pair, number)
+        if number == 2:
+            for net, optimizer in pair.each():
+                optimizer.add_param_group({"params": list(net.module[0].parameters())})
+        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
+        assert_close(*norms)
+        for net, optimizer in pair.each():
+            optimizer.step()
+            net.zero_grad()
+
+
 class Mixed(nn.Module):
     """Layers of several dtypes, of which forwards use some."""
 

@@ -369,7 +369,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     @property
     def is_latest(self) -> bool:
         """Whether no later wrapper has the parameters."""
-        return _latest(self._all_params()[:1]) is self._state
+        held = {id(param) for _, param in self._state.parameters.params}
+        # (Of layers that were replaced the wrapper has none.)
+        first = next((param for param in self._all_params() if id(param) in held), None)
+        return first is None or _latest([first]) is self._state
 
     def owns_any(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these is the gradient of a parameter that a rank owns."""
