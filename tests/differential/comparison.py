@@ -17,6 +17,7 @@ from differential.scenario import (
     BreakOff,
     Hold,
     ReduceGradients,
+    Renew,
     Scenario,
     ZeroGrad,
 )
@@ -177,6 +178,8 @@ class Judge:
         owners = [{e.name: e.seen for e in entries if e.kind == "owner"} for entries in seen]
         if any(each != owners[0] for each in owners):
             yield f"{title}: the ranks have different owners: {owners}"
+        if number < len(scenario.actions) and isinstance(scenario.actions[number], Renew):
+            oracle.owners = {}
         for name, rank in owners[0].items():
             oracle.owners[name] = int(rank.tensor()) if rank is not None else -1
         seen = [[entry for entry in entries if entry.kind != "owner"] for entries in seen]

@@ -268,7 +268,7 @@ class Oracle:
             self._bounds[name] = None if exact else bound
             if former is not None:  # is taken out, and added again
                 total = sum(each.grad.abs().double() for each in params if each.grad is not None)
-                eps = torch.finfo(former.dtype).eps
+                eps = max(torch.finfo(each).eps for each in (former.dtype, self._wire))
                 self._bounds[name] = bound + (total + former.abs().double()) * _ROUNDINGS * eps
             if self._scenario.options.compression:
                 self._largest = max(self._largest, float(mean.abs().max()) if mean.numel() else 0.0)

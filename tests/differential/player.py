@@ -218,7 +218,12 @@ class Player:
             self._begin(network, self._wrap(network))
             if is_ours:
                 self.net.load_comm_state_dict(sent)
-        self._optimizer.load_state_dict(trained)
+        sizes = [
+            [len(group["params"]) for group in groups]
+            for groups in (trained["param_groups"], self._optimizer.param_groups)
+        ]
+        if not self.scenario.groups or sizes[0] == sizes[1]:  # (groups that were added are gone)
+            self._optimizer.load_state_dict(trained)
 
     def _trained(self) -> dict[str, Any]:
         """State of the optimizer, on each rank of all."""

@@ -244,11 +244,9 @@ class Scenario(WithActions):
 
         (A sharded optimizer adds up in the order of its groups, torch dtype by dtype.)
         """
-        kinds = [*self.network.blocks, *(a.kind for a in self.actions if isinstance(a, Replace))]
-        has_dtypes = any(" in " in kind or kind == "complex" for kind in kinds)
-        is_other = self.options.grad_norm or (
-            self.is_sharded and (self.groups != "all" or has_dtypes)
-        )
+        has_groups = self.groups != "all" or any(isinstance(a, Replace) for a in self.actions)
+        has_dtypes = any(" in " in kind or kind == "complex" for kind in self.network.blocks)
+        is_other = self.options.grad_norm or (self.is_sharded and (has_groups or has_dtypes))
         clips = enumerate(self.actions)
         return [number for number, action in clips if is_other and action == Clip("norm")]
 

@@ -4,9 +4,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from differential.scenario import Action, Replace, Scenario, Step, Write
+from differential.scenario import Action, Replace, Require, Scenario, Step, Write
 
 _SPARSE = "sparse embedding"
+_LONG = 30  # steps
 
 
 def sharded(scenario: Scenario) -> Scenario:
@@ -36,8 +37,12 @@ def sharded(scenario: Scenario) -> Scenario:
 
 def _actions(scenario: Scenario, draw: random.Random) -> Iterator[Action]:
     for action in scenario.actions:
-        if isinstance(action, Replace) and action.kind == _SPARSE:
-            action = replace(action, kind="linear")
+        if isinstance(action, Replace):
+            # The optimizer keeps what was replaced: in a long life it would pass for a leak.
+            if scenario.actions.count(Step()) >= _LONG:
+                action = Require(action.block, True)  # as a new one is trained
+            elif action.kind == _SPARSE:
+                action = replace(action, kind="linear")
         # Gradients that are there for a step may be for the next one.
         skips = draw.random() < 0.08 and not scenario.scaler  # which unscales once before a step
         if not (isinstance(action, Step) and skips):
