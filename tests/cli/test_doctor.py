@@ -92,7 +92,10 @@ def test_the_report_says_what_is_here(found):
 def test_it_tells_the_transport_that_the_wrapper_takes(found):
     _, content = found
     assert "share" in content["sections"]["transport"]["taken by default"]
-    assert content["sections"]["what follows"]["wire"].startswith("fp32")
+    follows = content["sections"]["what follows"]
+    assert follows["wire"].startswith("fp32")
+    assert follows["optimizer state"].startswith("200 MB a rank with AdamW")
+    assert "100 with tritonddp.ZeroRedundancyOptimizer" in follows["optimizer state"]
 
 
 def test_the_line_is_measured(found):

@@ -10,9 +10,17 @@ from distributed import run_ranks
 from torch import Tensor
 
 from differential.generator import scenario_of
-from differential.in_ranks import LONG, OURS, STOCK, Played, build, play_all
+from differential.in_ranks import LONG, OURS, PLAIN, STOCK, Played, build, play_all
 from differential.oracle import Expected, Oracle
-from differential.scenario import Backward, Scenario
+from differential.scenario import (
+    Backward,
+    BreakOff,
+    Hold,
+    ReduceGradients,
+    Renew,
+    Scenario,
+    ZeroGrad,
+)
 from differential.trace import Entry, Snapshot, Trace, dense
 
 # More than a batch of these networks gives to a row.
@@ -36,6 +44,7 @@ def differences(
     mutation: str | None = None,
     timeout: float = 60,
     compiled: bool = False,
+    kind: str = "usual",
 ) -> Iterator[Difference]:
     """Play scenarios on ``world_size`` ranks; yields at most one difference for each.
 
@@ -45,27 +54,29 @@ def differences(
         mutation: the fault that is planted in tritonddp, if any.
         timeout: for all of them, in seconds.
         compiled: ours by torch.compile, as one graph and with the network alone compiled.
+        kind: of the scenarios.
     """
+    arguments = mutation, compiled, kind
     try:
-        played = run_ranks(play_all, world_size, list(seeds), mutation, compiled, timeout=timeout)
+        played = run_ranks(play_all, world_size, list(seeds), *arguments, timeout=timeout)
     except pytest.fail.Exception as failure:
         if len(seeds) == 1 or mutation is not None:
-            yield Difference(scenario_of(seeds[0], world_size), str(failure))
+            yield Difference(scenario_of(seeds[0], world_size, kind=kind), str(failure))
             return
         alone = [
             each
             for seed in seeds
-            for each in differences([seed], world_size, mutation, timeout, compiled)
+            for each in differences([seed], world_size, mutation, timeout, compiled, kind)
         ]
         yield from alone
         if not alone:
             what = (
                 f"only if seeds {list(seeds)} are played in this order by one process:\n{failure}"
             )
-            yield Difference(scenario_of(seeds[-1], world_size), what)
+            yield Difference(scenario_of(seeds[-1], world_size, kind=kind), what)
         return
     for seed, *of_ranks in zip(seeds, *played, strict=True):
-        scenario = scenario_of(seed, world_size)
+        scenario = scenario_of(seed, world_size, kind=kind)
         what = next(_differences(scenario, of_ranks, compiled), None)
         if what is not None:
             yield Difference(scenario, what)
@@ -97,6 +108,10 @@ def _differences(
         for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
             if mine != long:
                 yield f"{_where(scenario, LONG, rank, long)} has other bits than with all prepared"
+    if scenario.is_sharded:
+        for rank, each in enumerate(played):
+            yield from _from_plain(scenario, rank, each)
+        return
     if STOCK not in played[0]:
         return
     is_sparse = "sparse embedding" in scenario.network.blocks  # and rounded in another order
@@ -106,6 +121,10 @@ def _differences(
     # What stock sums in another order on three ranks goes its own way from there: that both are
     # within rounding of the oracle, step by step, says more than how far apart they end.
     yield from Judge(scenario, STOCK).differences([each[STOCK] for each in played], end)
+
+
+def _is_held(entry: Entry) -> bool:
+    return entry.name.endswith("is held")
 
 
 def _is_near(one: Snapshot | None, other: Snapshot | None) -> bool:
@@ -156,6 +175,14 @@ class Judge:
 
     def _of_action(self, number: int, seen: Sequence[Sequence[Entry]]) -> Iterator[str]:
         scenario, title, oracle = self._scenario, self._title, self._oracle
+        owners = [{e.name: e.seen for e in entries if e.kind == "owner"} for entries in seen]
+        if any(each != owners[0] for each in owners):
+            yield f"{title}: the ranks have different owners: {owners}"
+        if number < len(scenario.actions) and isinstance(scenario.actions[number], Renew):
+            oracle.owners = {}
+        for name, rank in owners[0].items():
+            oracle.owners[name] = int(rank.tensor()) if rank is not None else -1
+        seen = [[entry for entry in entries if entry.kind != "owner"] for entries in seen]
         is_end = number == len(scenario.actions)
         expected = oracle.finish() if is_end else oracle.perform(number)
         if title == STOCK:
@@ -175,8 +202,11 @@ class Judge:
                 )
                 if found:
                     yield f"{_where(scenario, title, rank, entry)} {found}"
-        columns = zip(*filter(None, seen), strict=True)
-        for column, wanted in zip(columns, zip(*filter(None, expected), strict=True), strict=True):
+        pairs = [list(zip(*both, strict=True)) for both in zip(seen, expected, strict=True)]
+        if scenario.is_sharded:  # who owns a gradient may hold it
+            pairs = [[each for each in some if not _is_held(each[0])] for some in pairs]
+        for of_ranks in zip(*filter(None, pairs), strict=True):
+            column, wanted = zip(*of_ranks, strict=True)
             yield from _among_ranks(scenario, title, column, wanted)
         oracle.adopt(seen)
 
@@ -190,6 +220,53 @@ def _loosened(expected: Expected, in_half: bool) -> Expected:
         torch.finfo(each).eps for each in (value.dtype, torch.half if in_half else value.dtype)
     )
     return replace(expected, bound=dense(value).abs().double() * 4 * eps + (1e-4 if in_half else 0))
+
+
+def _from_plain(scenario: Scenario, rank: int, played: Played) -> Iterator[str]:
+    """With the bits of the plain optimizer where they are promised, gradients on their owners."""
+    title = PLAIN if PLAIN in played else STOCK
+    if title not in played:
+        return
+    asked = (
+        number
+        for number, action in enumerate(scenario.actions)
+        if scenario.world_size > 2 and isinstance(action, ReduceGradients)  # through the group
+    )
+    ends = [*scenario.clips_by_its_own_norm, *_second_means(scenario), *asked]
+    end = min([*ends, len(scenario.actions) + 1])
+    ours, plain = (
+        [
+            entry
+            for entry in played[each]
+            if entry.action < end and entry.kind != "owner" and not _is_held(entry)
+        ]
+        for each in (OURS, title)
+    )
+    for mine, its in zip(ours, plain, strict=True):
+        is_elsewhere = mine.kind == "gradient" and mine.seen is None
+        if not is_elsewhere and not _is_alike(mine.seen, its.seen):
+            yield (
+                f"{_where(scenario, OURS, rank, mine)} is {_shown(mine.seen)}, and with a plain "
+                f"optimizer ({title}) it is {_shown(its.seen)}"
+            )
+
+
+def _is_alike(one: Snapshot | None, other: Snapshot | None) -> bool:
+    """Of the same bits, but for the sign of a zero: to a zero that is there one may be added."""
+    if one == other or one is None or other is None:
+        return one == other
+    return one.strides == other.strides and _same(one.tensor(), other.tensor())
+
+
+def _second_means(scenario: Scenario) -> Iterator[int]:
+    """Numbers of the backwards that add to a mean."""
+    has_mean = False
+    for number, action in enumerate(scenario.actions):
+        if isinstance(action, Backward | ReduceGradients):
+            if has_mean:
+                yield number
+            has_mean = isinstance(action, ReduceGradients) or not action.local
+        has_mean = has_mean and not isinstance(action, ZeroGrad | Hold | BreakOff)
 
 
 def _from_stock(scenario: Scenario, rank: int, ours: Trace, stock: Trace) -> Iterator[str]:

@@ -23,19 +23,25 @@ from differential.scenario import (
     Step,
     ZeroGrad,
 )
+from differential.sharded import sharded
 
 _T = TypeVar("_T")
 
 WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
 
 
-def scenario_of(seed: int, world_size: int, steps: int = 0) -> Scenario:
+KINDS = ["usual", "sharded"]
+
+
+def scenario_of(seed: int, world_size: int, steps: int = 0, kind: str = "usual") -> Scenario:
     """The scenario of ``seed``: always the same one, on every rank.
 
     With ``steps`` it is another one, of so many steps, that stock DDP does not play: wires,
-    compression, other wrappers in the midst of it, and nothing that keeps more in each step.
+    compression, other wrappers in the midst of it, and nothing that keeps more in each step. One
+    of :data:`KINDS` that is ``"sharded"`` has a sharded optimizer.
     """
-    return _Generator(seed, world_size, steps).scenario()
+    scenario = _Generator(seed, world_size, steps).scenario()
+    return sharded(scenario) if kind == "sharded" else scenario
 
 
 class _Generator:

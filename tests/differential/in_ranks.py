@@ -6,6 +6,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +39,7 @@ Played = dict[str, Trace]
 RECORDED = "tritonddp on the recorded device"
 OURS, STOCK = "tritonddp", "stock DDP"
 LONG = "tritonddp with nothing prepared"
+PLAIN = "tritonddp with a plain optimizer"
 
 # Of torch 2.13 or newer. Older ones lack options, and fail where two forwards see one buffer.
 _STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
@@ -55,7 +57,10 @@ groups: dict[str, Any] = {}  # of the scenarios, made once; to be cleared with t
 
 
 def play_all(
-    seeds: Sequence[int], mutation: str | None = None, compiled: bool = False
+    seeds: Sequence[int],
+    mutation: str | None = None,
+    compiled: bool = False,
+    kind: str = "usual",
 ) -> list[Played]:
     """For each seed, what this rank saw with each class, or with ours ``compiled`` in two ways.
 
@@ -66,7 +71,7 @@ def play_all(
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # of backwards that break off
     with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
         warnings.simplefilter("ignore")
-        scenarios = [scenario_of(seed, dist.get_world_size()) for seed in seeds]
+        scenarios = [scenario_of(seed, dist.get_world_size(), kind=kind) for seed in seeds]
         if compiled:
             return [_play_compiled(each) if compiles(each) else {} for each in scenarios]
         return [_play_all_ways(each, mutation is not None) for each in scenarios]
@@ -129,8 +134,15 @@ def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
         if not is_mutated:
             with nothing_prepared():
                 played[LONG] = play(scenario, LONG, ways[1], scenario.options)
+        plain = replace(scenario, is_sharded=False)
+        if scenario.is_sharded and scenario.world_size > 2:
+            if through[0] == "auto":  # gloo adds three numbers in another order
+                played[PLAIN] = play(plain, PLAIN, ways[0], scenario.options)
+            return played
+        if scenario.is_sharded and scenario.stock is None:
+            played[PLAIN] = play(plain, PLAIN, ways[0], scenario.options)
     if scenario.stock is not None and _STOCK_DEFINES:
-        played[STOCK] = play(scenario, STOCK, Stock, scenario.stock)
+        played[STOCK] = play(plain, STOCK, Stock, scenario.stock)
     return played
 
 

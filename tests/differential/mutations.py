@@ -17,6 +17,8 @@ from tritonddp.coordination.agreement import GradSource
 
 # What is planted: the names, as "room.module:Class.method", and what makes the other function.
 MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
+# Those that scenarios with a sharded optimizer find.
+OF_SHARDED = {"values_of_one_rank", "means_that_count_on_one_rank", "norm_of_this_rank"}
 
 _WRAPPER = "ddp:DistributedDataParallel"
 _BUCKETS = ("buckets.bucket:Bucket", "buckets.memory.view_bucket:ViewBucket")
@@ -285,3 +287,34 @@ def complex_gradients_conjugated(original: Any) -> Any:
                 param.grad.copy_(param.grad.conj().resolve_conj())
 
     return unpack
+
+
+@mutation("zero.values:OwnedValues.send")
+def values_of_one_rank(original: Any) -> Any:
+    """The last parameter that another rank owns keeps its value."""
+
+    def send(self: Any, *args: Any) -> None:
+        kept = [param.detach().clone() for param in self._others[-1:]]
+        original(self, *args)
+        for param, value in zip(self._others[-1:], kept, strict=True):
+            param.detach().copy_(value)
+
+    return send
+
+
+@mutation("zero.means:EarlierMeans._take_out")
+def means_that_count_on_one_rank(original: Any) -> Any:
+    """A mean that is in ``.grad`` already is reduced as this rank's gradient."""
+    return lambda self: None
+
+
+@mutation("zero.zero_redundancy_optimizer:ZeroRedundancyOptimizer.norms")
+def norm_of_this_rank(original: Any) -> Any:
+    """Gradients are clipped by the norm of those that this rank owns."""
+
+    def norms(self: Any, given: Any, norm_type: float) -> Tensor:
+        there = [param.grad for param in self._owners if param.grad is not None]
+        given.clear()
+        return torch.stack([grad.norm(norm_type).float() for grad in there] or [torch.zeros(())])
+
+    return norms

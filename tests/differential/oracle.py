@@ -5,7 +5,8 @@ before it, says how far they may be from that, and goes on with what they have. 
 scenario is judged by itself, to the rounding of that step alone.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,19 @@ from torch import Tensor
 
 from differential.networks import Network
 from differential.player import Player
-from differential.scenario import Backward, BreakOff, Forward, ReduceGradients, Renew, Scenario
+from differential.scenario import (
+    Backward,
+    BreakOff,
+    Clip,
+    Forward,
+    Hold,
+    ReduceGradients,
+    Renew,
+    Replace,
+    Scenario,
+    Step,
+    ZeroGrad,
+)
 from differential.trace import Entry, dense
 
 # Half roundings of each term on the way to a mean over three ranks: of the factor, of the product,
@@ -52,6 +65,9 @@ class Oracle:
     Args:
         scenario: what is played.
         networks: one for each rank, each as rank 0 makes it.
+
+    Attributes:
+        owners: of parameters that a sharded optimizer has, the rank, by name.
     """
 
     def __init__(self, scenario: Scenario, networks: Sequence[Network]) -> None:
@@ -71,6 +87,10 @@ class Oracle:
         self._bounds: dict[str, Tensor | None] = {}
         self._wire = getattr(torch, scenario.options.reduce_dtype or "float64")
         self._largest = 0.0  # gradient so far, where they are quantised
+        self.owners: dict[str, int] = {}
+        # With owners: means that are in their gradients already when backwards add to them.
+        self._means: dict[str, Tensor] = {}
+        self._are_means = False  # nothing was added to the gradients since the last reduction
 
     def perform(self, number: int) -> list[list[Expected]]:
         """Action ``number``: what each rank must see of it, with empty lists for those without it.
@@ -82,10 +102,19 @@ class Oracle:
             self._let_go(number)
         if isinstance(action, Forward | BreakOff):
             self._sync_buffers()
+        if isinstance(action, Backward | ReduceGradients | BreakOff):
+            self._note_means()
+        elif isinstance(action, ZeroGrad | Hold):
+            self._means = {}
+        elif isinstance(action, Replace):  # by parameters that have no owner yet
+            gone = f"blocks.{action.block}."
+            self.owners = {n: r for n, r in self.owners.items() if not n.startswith(gone)}
         before = [_gradients(player.network) for player in self._players]
-        for player in self._players:
-            player.trace = []
-            player.perform(number)
+        looks_at_all = isinstance(action, Clip | Step)
+        with self._gradients_of_owners() if looks_at_all else contextlib.nullcontext():
+            for player in self._players:
+                player.trace = []
+                player.perform(number)
         if isinstance(action, Forward):
             self._syncs_next_forward = self._scenario.options.syncs_buffers and (
                 action.grad and not action.local
@@ -160,6 +189,32 @@ class Oracle:
                         with torch.no_grad():
                             mine.copy_(value)
 
+    def _owned(self) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
+        """Name, parameter on the rank that owns it, and on the others."""
+        everyones = [dict(player.network.named_parameters()) for player in self._players]
+        for name in [each for each in everyones[0] if each in self.owners]:
+            others = [params[name] for params in everyones]
+            yield name, others.pop(self.owners[name]), others
+
+    def _note_means(self) -> None:
+        """A backward is about to add to the gradients."""
+        if self._are_means:
+            self._means = {
+                name: mine.grad.clone() for name, mine, _ in self._owned() if mine.grad is not None
+            }
+            self._are_means = False
+
+    @contextlib.contextmanager
+    def _gradients_of_owners(self) -> Iterator[None]:
+        """Context: all ranks have them, for what looks at all of them."""
+        for _, mine, others in self._owned():
+            for param in others:
+                param.grad = None if mine.grad is None else mine.grad.clone()
+        yield
+        for _, _, others in self._owned():
+            for param in others:
+                param.grad = None
+
     def _sync_buffers(self) -> None:
         """All ranks get those of rank 0, where stock would send them; in ``join()`` of the last."""
         if not self._syncs_next_forward:
@@ -197,6 +252,10 @@ class Oracle:
             ]
             if not any(is_used):
                 continue
+            former = self._means.get(name)
+            for rank, param in enumerate(params):
+                if former is not None and rank != self.owners[name]:
+                    param.grad = former if param.grad is None else param.grad + former
             over = len(params) if self._scenario.over_present else self._scenario.world_size
             mean, bound = _mean(params, windows, over, self._wire)
             # On two ranks it is exact, whoever computes it: halves are, and a sum of two is rounded
@@ -207,6 +266,10 @@ class Oracle:
                 and not any(each.sums for each in windows)
             )
             self._bounds[name] = None if exact else bound
+            if former is not None:  # is taken out, and added again
+                total = sum(each.grad.abs().double() for each in params if each.grad is not None)
+                eps = max(torch.finfo(each).eps for each in (former.dtype, self._wire))
+                self._bounds[name] = bound + (total + former.abs().double()) * _ROUNDINGS * eps
             if self._scenario.options.compression:
                 self._largest = max(self._largest, float(mean.abs().max()) if mean.numel() else 0.0)
                 if mean.numel() >= _SMALLEST_QUANTIZED:
@@ -235,6 +298,10 @@ class Oracle:
             used.clear()
             player.net.windows = []
             player.net._goes_on = False
+        for _, _, others in self._owned():
+            for param in others:
+                param.grad = None
+        self._means, self._are_means = {}, True
         self._broadcast = self._buffers()
 
     def _expected(self, player: Player) -> list[Expected]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from oracle import Alone
 from torch import Tensor, nn
 
@@ -25,10 +26,11 @@ from differential.scenario import (
     Require,
     Scenario,
     Step,
+    Write,
     ZeroGrad,
 )
 from differential.trace import Entry, Snapshot, Trace, dense
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
 RATE = 0.05
 SLOW = 0.001  # so that what goes on for long goes nowhere
@@ -61,12 +63,12 @@ class Player:
         self.trace: Trace = []
         self.metrics: list[dict[str, Any]] = []
         self._wrap = wrap
+        self._number = 0
         self._begin(network, wrap(network))
         is_ours = isinstance(self.net, DistributedDataParallel)
         self._is_manual = is_ours and scenario.is_manual
         self._has_norm = is_ours and bool(scenario.options.grad_norm)
         self._has_metrics = is_ours and bool(scenario.options.metrics)
-        self._number = 0
         self._outputs: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
         self._held: list[Tensor] = []
         self._scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scenario.scaler else None
@@ -75,10 +77,48 @@ class Player:
         self.network, self.net = network, net
         if self.scenario.is_manual and isinstance(net, DistributedDataParallel):
             net.require_manual_backward_finalization = True
-        is_short = self.scenario.actions.count(Step()) < 8
-        self._optimizer = _optimizer(self.scenario.optimizer, net, RATE if is_short else SLOW)
+        self._optimizer = self._make_optimizer()
         for block, kind in self.scenario.hooks:
             _add_hook(next(network.blocks[block].parameters()), kind)
+
+    def _make_optimizer(self) -> Any:
+        is_short = self.scenario.actions.count(Step()) < 8
+        kind, options = _optimizer(self.scenario.optimizer, RATE if is_short else SLOW)
+        params: list[Any] = [*self.network.parameters()]
+        of_first, of_heads = (
+            [*each.parameters()] for each in (self.network.blocks["b0"], self.network.heads)
+        )
+        others = {"some": of_first, "later": of_heads, "two": of_heads}
+        self._added: list[Tensor] = []
+        self._later = of_heads if self.scenario.groups == "later" else []
+        left_out = {*others.get(self.scenario.groups, ())}
+        params = [param for param in params if param not in left_out]
+        if self.scenario.groups == "two":
+            params = [{"params": of_heads, "lr": options["lr"] / 2}, {"params": params}]
+        if not (self.scenario.is_sharded and isinstance(self.net, DistributedDataParallel)):
+            return kind(params, **options)
+        self._optimizer = ZeroRedundancyOptimizer(params, kind, **options)
+        self._see_owners()
+        return self._optimizer
+
+    def _owned(self, param: Tensor) -> bool:
+        """Whether the gradient counts on this rank, of all that have it or a part of it."""
+        if not isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            return True
+        return self._optimizer._owners.get(param, 0) == self.rank
+
+    def _add_group(self, params: list[Tensor]) -> None:
+        if params:
+            self._optimizer.add_param_group({"params": [*params]})
+            params.clear()
+            self._see_owners()
+
+    def _see_owners(self) -> None:
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            owners = self._optimizer._owners
+            for name, param in self.network.named_parameters():
+                if param in owners:
+                    self._see("owner", name, torch.tensor(owners[param]))
 
     def perform(self, number: int) -> None:
         """Action ``number`` of the scenario."""
@@ -132,6 +172,10 @@ class Player:
                 self._clip(by)
             case Step():
                 self._step()
+            case Write(block):
+                with torch.no_grad():
+                    for param in self.network.blocks[block].parameters():
+                        param.mul_(0.5)
             case Require(block, grad):
                 self.network.blocks[block].requires_grad_(grad)
             case Replace(block, kind):
@@ -147,13 +191,17 @@ class Player:
         gone = {*self.network.blocks[block].parameters()}
         torch.default_generator.manual_seed(self.scenario.seed + self._number)
         self.network.blocks[block] = BLOCKS[kind]()
+        if self.scenario.groups:  # the wrapper knows them from the next reduction on
+            kept = [param for param in self._added if param not in gone]
+            self._added = [*kept, *self.network.blocks[block].parameters()]
+            return
         (group,) = self._optimizer.param_groups
         group["params"] = [*self.network.parameters()]
         for param in gone:
             self._optimizer.state.pop(param, None)
 
     def _renew(self, by: str) -> None:
-        trained = self._optimizer.state_dict()
+        trained = self._trained()
         if by == "copy":
             net = copy.deepcopy(self.net)
             self._begin(net.module, net)
@@ -170,7 +218,22 @@ class Player:
             self._begin(network, self._wrap(network))
             if is_ours:
                 self.net.load_comm_state_dict(sent)
-        self._optimizer.load_state_dict(trained)
+        sizes = [
+            [len(group["params"]) for group in groups]
+            for groups in (trained["param_groups"], self._optimizer.param_groups)
+        ]
+        if not self.scenario.groups or sizes[0] == sizes[1]:  # (groups that were added are gone)
+            self._optimizer.load_state_dict(trained)
+
+    def _trained(self) -> dict[str, Any]:
+        """State of the optimizer, on each rank of all."""
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            self._optimizer.consolidate_state_dict()
+            saved = [self._optimizer.state_dict() if self.rank == 0 else None]
+            dist.broadcast_object_list(saved)
+            assert saved[0] is not None
+            return saved[0]
+        return self._optimizer.state_dict()
 
     def _forward(self, action: Forward) -> None:
         x = _batch(action.rows[self.rank]).requires_grad_(action.requires_grad and action.grad)
@@ -218,7 +281,7 @@ class Player:
                 norm = self.net.clip_grad_norm_(0.5)
             else:
                 norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
-            if self.scenario.options.grad_norm:  # to rounding the same
+            if self._number in self.scenario.clips_by_its_own_norm:  # to rounding the same
                 norm = norm.double()
                 self._see_gradients()
             self._see("value", "norm of the gradients", norm)
@@ -227,11 +290,13 @@ class Player:
 
     def _step(self) -> None:
         self._check_norm()
+        self._add_group(self._added)
         if self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
+        self._add_group(self._later)
         if self._has_metrics:
             self.ask_metrics()
         for name, param in self.network.named_parameters():
@@ -258,9 +323,15 @@ class Player:
         """``grad_norm()`` is the norm of what is in ``.grad``."""
         if not self._has_norm:
             return
-        there = [param.grad for param in self.network.parameters() if param.grad is not None]
+        counted = [param for param in self.network.parameters() if self._owned(param)]
+        there = [param.grad for param in counted if param.grad is not None]
         squares = [dense(grad).abs().double().square().sum() for grad in there]
-        expected = torch.stack(squares).sum().sqrt() if squares else torch.zeros(()).double()
+        total = torch.stack(squares).sum() if squares else torch.zeros(()).double()
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            dist.all_reduce(total)
+        expected = total.sqrt()
+        if float(expected) > 1e18:  # where squares are no fp32 torch has infinity too
+            return
         found = self.net.grad_norm()
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0, equal_nan=True)
 
@@ -282,17 +353,18 @@ def _loss(results: tuple[Tensor, Tensor], heads: tuple[int, ...]) -> Tensor:
     return torch.stack([(results[head].float() ** 2).mean() for head in heads]).sum()
 
 
-def _optimizer(name: str, net: nn.Module, rate: float) -> torch.optim.Optimizer:
+def _optimizer(name: str, rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Its class, and its options."""
     match name:
         case "SGD":
-            return torch.optim.SGD(net.parameters(), lr=rate)
+            return torch.optim.SGD, {"lr": rate}
         case "SGD with momentum":
-            return torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9, weight_decay=0.01)
+            return torch.optim.SGD, {"lr": rate, "momentum": 0.9, "weight_decay": 0.01}
         case "Adam":
             # Its steps follow the signs of tiny gradients: a large eps, or rounding would show.
-            return torch.optim.Adam(net.parameters(), lr=rate, eps=0.01)
+            return torch.optim.Adam, {"lr": rate, "eps": 0.01}
         case _:
-            return torch.optim.AdamW(net.parameters(), lr=rate, eps=0.01, foreach=False)
+            return torch.optim.AdamW, {"lr": rate, "eps": 0.01, "foreach": False}
 
 
 def _add_hook(param: Tensor, kind: str) -> None:

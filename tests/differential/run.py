@@ -3,6 +3,7 @@
 python tests/differential/run.py --seed 123 --world 2 -v     one, with all it does
 python tests/differential/run.py --seconds 600 --world 3     many
 python tests/differential/run.py --mutation no_average       with a planted fault
+python tests/differential/run.py --kind sharded --count 500    with a sharded optimizer
 python tests/differential/run.py --kind hostile --count 3000 hard on a clever wrapper
 """
 
@@ -25,13 +26,17 @@ sys.path.insert(
 import torch
 
 from differential.comparison import differences
-from differential.generator import scenario_of
+from differential.generator import KINDS, scenario_of
 from differential.hostile.comparison import Difference, hostile_differences
 from differential.hostile.generator import ROOTS, program_of
 from differential.hostile.in_ranks import OURS, WRAPPERS
 from differential.mutations import MUTATIONS
 
-_BATCH = {"usual": 10, "hostile": 50}  # played by the same processes, one after the other
+_BATCH = {
+    "usual": 10,
+    "sharded": 10,
+    "hostile": 50,
+}  # played by the same processes, one after the other
 
 
 def main() -> int:
@@ -42,9 +47,9 @@ def main() -> int:
     parser.add_argument("--world", type=int, choices=[2, 3, 4], default=2, help="number of ranks")
     parser.add_argument(
         "--kind",
-        choices=["usual", "hostile"],
+        choices=[*KINDS, "hostile"],
         default="usual",
-        help="hostile: programs that are hard on a clever wrapper, beside stock alone",
+        help="sharded: with a sharded optimizer; hostile: hard on a clever wrapper, beside stock",
     )
     parser.add_argument("--timeout", type=float, default=20, help="of hostile ones, in seconds")
     parser.add_argument(
@@ -79,9 +84,8 @@ def main() -> int:
             seeds = [each for each in seeds if _is_of(each, arguments)]
         alone += len(seeds)
         if arguments.v:
-            make = program_of if arguments.kind == "hostile" else scenario_of
             for each in seeds:
-                print(make(each, arguments.world), flush=True)
+                print(_program(each, arguments), flush=True)
         for difference in _differences(seeds, arguments):
             if isinstance(difference, Difference):
                 by_root[" and ".join(difference.program.roots)] += 1
@@ -100,6 +104,12 @@ def main() -> int:
     return 1 if found else 0
 
 
+def _program(seed: int, arguments: argparse.Namespace) -> object:
+    if arguments.kind == "hostile":
+        return program_of(seed, arguments.world)
+    return scenario_of(seed, arguments.world, kind=arguments.kind)
+
+
 def _is_of(seed: int, arguments: argparse.Namespace) -> bool:
     return {*program_of(seed, arguments.world).roots} <= {*arguments.root}
 
@@ -108,7 +118,8 @@ def _differences(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterato
     if arguments.kind == "hostile":
         return hostile_differences(seeds, arguments.world, arguments.timeout, arguments.wrapper)
     timeout = 60 * (1 + 5 * arguments.compiled)
-    return differences(seeds, arguments.world, arguments.mutation, timeout, arguments.compiled)
+    more = arguments.mutation, timeout, arguments.compiled, arguments.kind
+    return differences(seeds, arguments.world, *more)
 
 
 if __name__ == "__main__":

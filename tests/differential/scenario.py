@@ -149,6 +149,13 @@ class Step(Action):
 
 
 @dataclass(frozen=True)
+class Write(Action):
+    """Somebody halves the parameters of a block, on every rank."""
+
+    block: str
+
+
+@dataclass(frozen=True)
 class Require(Action):
     """A block is frozen or unfrozen."""
 
@@ -206,6 +213,10 @@ class Scenario(WithActions):
         actions: what every rank does.
         is_manual: whether backwards end in ``finalize_backward()``.
         is_traced: whether all is done inside ``trace()``.
+        groups: what the optimizer is given: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
+            ``"some"``: not those of the first block; ``"later"``: those of the heads after the
+            first step. Where it is not ``""``, those of a new block are a group that is added.
+        is_sharded: whether the optimizer is ours, where the wrapper is.
     """
 
     seed: int
@@ -224,17 +235,26 @@ class Scenario(WithActions):
     actions: tuple[Action, ...]
     is_manual: bool = False
     is_traced: bool = False
+    groups: str = ""
+    is_sharded: bool = False
 
     @property
     def clips_by_its_own_norm(self) -> list[int]:
-        """Numbers of the actions that do, where stock takes torch's: to rounding the same."""
-        return [
-            number
-            for number, action in enumerate(self.actions)
-            if self.options.grad_norm and action == Clip("norm")
-        ]
+        """Numbers of the actions that do, where stock takes torch's: to rounding the same.
+
+        (A sharded optimizer adds up in the order of its groups, torch dtype by dtype.)
+        """
+        has_groups = self.groups != "all" or any(isinstance(a, Replace) for a in self.actions)
+        has_dtypes = any(" in " in kind or kind == "complex" for kind in self.network.blocks)
+        is_other = self.options.grad_norm or (self.is_sharded and (has_groups or has_dtypes))
+        clips = enumerate(self.actions)
+        return [number for number, action in clips if is_other and action == Clip("norm")]
 
     @property
     def command(self) -> str:
         """What plays it again."""
-        return f"python tests/differential/run.py --seed {self.seed} --world {self.world_size} -v"
+        kind = " --kind sharded" if self.is_sharded else ""
+        return (
+            f"python tests/differential/run.py{kind} --seed {self.seed} --world {self.world_size} "
+            "-v"
+        )

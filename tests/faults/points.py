@@ -35,6 +35,9 @@ RUN = "tritonddp.comm.reduction:Reduction"
 MEMORY = "tritonddp.comm.host.memory_exchange:MemoryExchange"
 _ALL_REDUCE = "tritonddp.comm.all_reduce"
 TRANSPORT = f"{_ALL_REDUCE}:AllReduce|{_ALL_REDUCE}:DirectSum|{MEMORY}"
+OWNERS = f"tritonddp.comm.reduce_to_owners:ReduceToOwners|{MEMORY}"
+OPTIMIZER = "tritonddp.zero.zero_redundancy_optimizer"
+VALUES = "tritonddp.zero.values:OwnedValues"
 HOST = "tritonddp.coordination.host"
 SHARED = "tritonddp.comm.host.shared_broadcast:SharedBroadcast"
 CROSS_HOST = "tritonddp.comm.host.cross_host:CrossHost"
@@ -99,6 +102,21 @@ POINTS = {
     "word of a share": Point("shares", f"{MEMORY}._say_summed", call=1),
     "line between hosts": Point("hosts", f"{CROSS_HOST}.start", call=1),
     "sum over hosts": Point("hosts", f"{CROSS_HOST}.finish", call=1),
+    "making an optimizer": Point("sharded", "make", step=-1),
+    "comparison of optimizers": Point("sharded", f"{OPTIMIZER}:verify_same", step=-1),
+    "gradients of owners": Point("sharded", "gradient of a layer in the middle"),
+    "gradients to owners": Point("sharded", f"{OWNERS}.launch", call=1),
+    "sum at an owner": Point("sharded", f"{OWNERS}.wait", call=1),
+    "before a sharded step": Point("sharded", "optimizer"),
+    "step of owners": Point("sharded", "owned"),
+    "between step and values": Point("sharded", f"{VALUES}.send"),
+    "loan of memory for values": Point("sharded", f"{SHARED}._lend", step=0),
+    "values in memory": Point("sharded", f"{SHARED}._show", step=3),
+    "wait for values": Point("sharded", f"{SHARED}._take", step=3),
+    "piece of values": Point("sharded", f"{VALUES}._begin"),
+    "norms of owners": Point("clipped", f"{OPTIMIZER}:ZeroRedundancyOptimizer.norms"),
+    "before consolidate_state_dict": Point("consolidated", "consolidate"),
+    "gather of the state": Point("consolidated", "tritonddp.coordination.collectives:broadcast"),
     "check_sync": Point("check", "check"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums"),
     "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),

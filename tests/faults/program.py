@@ -21,7 +21,7 @@ from faults import differences
 from faults.network import WIDTH, Net
 from faults.points import STRUCK_AT, strike_before
 from faults.table import Fault
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 from tritonddp.comm.host import memory_exchange
 from tritonddp.coordination.host import connect
 from tritonddp.kernels import reference
@@ -135,7 +135,7 @@ class Program:
         try:
             self.line("wrap")
             ddp = self.wrap()
-            self.optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            self.optimizer = self.make_optimizer(ddp)
         except RuntimeError as error:
             self.seen.errors.append((-1, str(error)))
             return asdict(self.seen)
@@ -174,11 +174,23 @@ class Program:
             ddp.require_manual_backward_finalization = True
         return ddp
 
+    def make_optimizer(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
+        if not self.is_sharded:
+            return torch.optim.SGD(ddp.parameters(), lr=0.1)
+        self.line("make")
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.5)
+        optimizer.optim.register_step_pre_hook(lambda *_: self.line("owned") or None)
+        return optimizer
+
     def make(self, width: int = WIDTH) -> Net:
         """The unwrapped module."""
         if self.is_compressed:  # what is smaller, or of doubles, travels as it is
             return Net(self.point.loop, 32, torch.float32)
         return Net(self.point.loop, width)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.point.loop in ("sharded", "clipped", "consolidated")
 
     @property
     def is_compressed(self) -> bool:
@@ -227,6 +239,8 @@ class Program:
         try:
             self.backward(ddp, step)
             self.line("optimizer")
+            if self.is_right(ddp, step):
+                self.end_step(ddp)
         except (Struck, KeyboardInterrupt) as error:
             self.seen.errors.append((step, f"{type(error).__name__}: {error}"))
             return True
@@ -235,9 +249,16 @@ class Program:
         except (RuntimeError, FloatingPointError) as error:
             self.seen.errors.append((step, str(error)))
             return self.fault.goes_on
-        if self.is_right(ddp, step):
-            self.optimizer.step()
         return True
+
+    def end_step(self, ddp: DistributedDataParallel) -> None:
+        if self.point.loop == "clipped":
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+        self.optimizer.step()
+        if self.point.loop == "consolidated":
+            assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
+            self.line("consolidate")
+            self.optimizer.consolidate_state_dict()
 
     def backward(self, ddp: DistributedDataParallel, step: int) -> None:
         """The gradients of a step."""
@@ -310,6 +331,8 @@ class Program:
         tolerance = 0.1 if self.is_compressed else 1e-12
         wrong = []
         for name, param in ddp.module.named_parameters():
+            if self.is_sharded and self.is_elsewhere(param):
+                continue
             grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
             if grad.isnan().any():
                 self.seen.nan.setdefault(step, []).append(name)
@@ -321,6 +344,11 @@ class Program:
         if not wrong:
             self.seen.right.append(step)
         return True
+
+    def is_elsewhere(self, param: Tensor) -> bool:
+        """Whether the gradient is, since another rank owns it."""
+        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return self.optimizer._owners[param] != self.rank and param.grad is None
 
     def expected(self, net: Net, step: int) -> dict[str, Tensor]:
         """The mean over ranks of what an unwrapped model computes."""

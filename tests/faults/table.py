@@ -69,6 +69,11 @@ class Fault:
         return self.kind in LOST or (self.kind == "differ" and not self.goes_on)
 
     @property
+    def leaves_a_step_out(self) -> bool:
+        """The victim catches its exception, and the others wait for its values."""
+        return self.kind in ("raise", "interrupt") and not self.goes_on
+
+    @property
     def lost(self) -> set[int]:
         """Ranks that do not come to their end by themselves."""
         return {self.victim} if self.kind in LOST or self.is_stall else set()
@@ -120,6 +125,14 @@ def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
 def _caught(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
     return [
         Fault(kind, at, ranks, victim, *rest, goes_on=True) for at, ranks, victim, *rest in rows
+    ]
+
+
+def _left_out(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
+    """Steps of the optimizer. (Through the process group it takes its timeout to notice.)"""
+    return [
+        Fault(kind, at, ranks, victim, *rest, times_out=rest == [PROCESS_GROUP])
+        for at, ranks, victim, *rest in rows
     ]
 
 
@@ -196,6 +209,24 @@ FAULTS = {
             ("word of a share", 3, 1),
             ("line between hosts", 4, 3),
             ("sum over hosts", 4, 0),
+            ("making an optimizer", 3, 1),
+            ("comparison of optimizers", 2, 0),
+            ("gradients of owners", 3, 2),
+            ("gradients to owners", 3, 1),
+            ("gradients to owners", 2, 0, PROCESS_GROUP),
+            ("sum at an owner", 3, 0),
+            ("before a sharded step", 3, 0),
+            ("before a sharded step", 2, 1, PROCESS_GROUP),
+            ("step of owners", 2, 0),
+            ("between step and values", 3, 2),
+            ("between step and values", 3, 0, PROCESS_GROUP),
+            ("loan of memory for values", 2, 1),
+            ("values in memory", 3, 0),
+            ("wait for values", 3, 2),
+            ("piece of values", 3, 1, PROCESS_GROUP),
+            ("norms of owners", 2, 1),
+            ("before consolidate_state_dict", 3, 2),
+            ("gather of the state", 3, 1),
         ),
         Fault("kill", "inside the forward", 3, 0, hosts_store=True),
         Fault("kill", "end of backward", 2, 0, detail=True),
@@ -234,6 +265,22 @@ FAULTS = {
             ("line between hosts", 4, 1),
             ("sum over hosts", 4, 2),
         ),
+        *_lost(
+            "stop",
+            ("comparison of optimizers", 3, 2),
+            ("gradients to owners", 2, 1),
+            ("before a sharded step", 3, 1),
+            ("between step and values", 2, 0, PROCESS_GROUP),
+            ("values in memory", 2, 0),
+            ("norms of owners", 3, 0),
+            ("before consolidate_state_dict", 2, 1),
+        ),
+        *_lost(
+            "loop",
+            ("step of owners", 3, 1),
+            ("piece of values", 2, 1, PROCESS_GROUP),
+        ),
+        *_lost("leave", ("before a sharded step", 3, 2), ("gather of the state", 2, 1)),
         *_lost("loop", ("handing memory over", 3, 0), ("word of a share", 4, 1)),
         *_lost("leave", ("wait for a message", 3, 1), ("message through memory", 2, 1)),
         *_lost(
@@ -261,6 +308,26 @@ FAULTS = {
             ("weighted", 2, 0),
             ("backward inside join", 3, 0),
             ("between buckets", 2, 1, INT8),
+        ),
+        *_caught(
+            "raise",
+            ("gradients of owners", 2, 0),
+            ("gradients of owners", 3, 1, PROCESS_GROUP),
+        ),
+        *_caught("interrupt", ("gradients of owners", 2, 1)),
+        *_left_out(
+            "raise",
+            ("before a sharded step", 2, 1),
+            ("step of owners", 3, 1),
+            ("step of owners", 2, 0, PROCESS_GROUP),
+            ("between step and values", 2, 1),
+        ),
+        *_left_out(
+            "interrupt",
+            ("between step and values", 3, 0),
+            ("between step and values", 2, 1, PROCESS_GROUP),
+            ("values in memory", 2, 1),
+            ("wait for values", 3, 2),
         ),
         *_differ(
             ("wider module", 3, 1, False, "rank 0 has .6, 6. .*rank 1 has .8, 8."),

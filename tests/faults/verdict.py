@@ -25,6 +25,11 @@ _PLACES = re.compile(
     r"|choice of wires for compression=\"auto\")"
     r"|, broadcast of 2 parameters that were added \('layers.4.weight', 'layers.4.bias'\), "
     r"336 bytes"
+    r"|, ZeroRedundancyOptimizer, comparison of what the ranks hold"
+    r"|, optimizer step, broadcast of \d parameters \(.*\), \d+ bytes"
+    r"|, optimizer step, exchange of new values of parameters \(of this rank: .*\)"
+    r"|, sum of the norms of all owners' gradients"
+    r"|, consolidate_state_dict\(\), gather of the state"
     r"|, check_sync\(\), comparison of (what the ranks hold|\d+ checksums)"
     r"|(, forward)?, broadcast of 1 buffers \('seen'\), 24 bytes"
     r"|, forward, count of the ranks that have inputs, inside join\(\)"
@@ -93,6 +98,8 @@ def complaints(fault: Fault, result: Result) -> list[str]:
         seen = result.seen[rank]
         found += [f"rank {rank}: {each}" for each in seen["wrong"]]
         judge = _after_a_fatal_fault if fault.is_fatal else _after_others
+        if fault.leaves_a_step_out:
+            judge = _after_a_step_that_was_left_out
         found += [f"rank {rank}: {each}" for each in judge(fault, rank, seen)]
     if fault.kind == "nan" and len({str(seen["nan"]) for seen in result.seen.values()}) > 1:
         found.append("NaN at different places")
@@ -142,6 +149,24 @@ def _after_a_fatal_fault(fault: Fault, rank: int, seen: dict[str, Any]) -> list[
         found.append(f"the error blames {blamed}:\n{text}")
     if _REMEDY not in text:
         found.append(f"the error does not say what to do:\n{text}")
+    return found
+
+
+def _after_a_step_that_was_left_out(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:
+    """Of the optimizer, on the victim, which goes on with a backward."""
+    texts = [text for _, text in seen["errors"]]
+    if rank == fault.victim:
+        if len(texts) != 2 or not texts[0].startswith(("Struck", "KeyboardInterrupt")):
+            return [f"not its own error, and one of the next backward, but {texts}"]
+        return []
+    if len(texts) != 1:
+        return [f"not one error, but {texts}"]
+    found = [] if _PLACES.match(texts[0]) else [f"no place in:\n{texts[0]}"]
+    blames = (
+        rf"rank {fault.victim} (reduces gradients already|failed elsewhere: at step \d, bucket)"
+    )
+    if not re.search(blames, texts[0]):
+        found.append(f"rank {fault.victim} is not blamed:\n{texts[0]}")
     return found
 
 

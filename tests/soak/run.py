@@ -100,7 +100,8 @@ def lives(seed: int, steps: int) -> Iterator[tuple[Scenario, int]]:
         length = max(LONG, steps // 20) if number % _EVERY == 0 else draw.randint(8, 24)
         if steps - done - length < 5:  # a life of a step or two sees little
             length = steps - done
-        yield scenario_of(seed * 100_000 + number, RANKS, length), length
+        kind = "usual" if number % 4 else "sharded"  # every other one of those that are long
+        yield scenario_of(seed * 100_000 + number, RANKS, length, kind), length
         number, done = number + 1, done + length
 
 

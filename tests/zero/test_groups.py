@@ -87,6 +87,38 @@ def test_a_group_may_be_added_later(transport: str) -> None:
 
 
 @ranks(2)
+def test_means_that_were_asked_for_are_the_owners_when_a_group_is_added(rank: int) -> None:
+    pair = Pair(
+        mlp(4, 8, 8, 2),
+        torch.optim.SGD,
+        params=lambda net: list(net.module[4].parameters()),
+        tolerance={"rtol": 1e-4, "atol": 1e-5},
+    )
+    for number in range(4):
+        for net, optimizer in pair.each():
+            with net.no_sync():
+                squares(net(drawn(5, 4, step=number))).backward()
+            net.reduce_gradients()
+            if not number:
+                optimizer.add_param_group({"params": list(net.module[0].parameters())})
+            optimizer.step()
+            if number == 2:
+                optimizer.zero_grad()
+        pair.check(f"step {number}")
+
+
+@ranks(2)
+def test_buffers_of_other_wrappers_are_not_taken_for_values(rank: int) -> None:
+    """Both go through memory that is shared."""
+    pairs = [Pair(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), lr=0.01) for _ in range(4)]
+    for number in range(4):
+        for pair in pairs:
+            pair.step(drawn(5, 4, step=number))
+            buffers = [list(net.buffers()) for net, _ in pair.each()]
+            assert_same_bits(*buffers)
+
+
+@ranks(2)
 def test_a_group_that_is_refused_leaves_no_trace(rank: int) -> None:
     pair = Pair(mlp(4, 8, 8, 2), params=lambda net: list(net.module[4].parameters()))
     other = nn.Parameter(torch.ones(3))

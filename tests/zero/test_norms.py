@@ -1,6 +1,6 @@
 """Norms of gradients that several ranks own, and what clips them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -87,6 +87,7 @@ def test_values_are_clipped_where_they_are(rank: int) -> None:
         backwards(pair, number)
         for net, _ in pair.each():
             clip_grad_value_(net.parameters(), 0.05)
+            clip_grad_value_(net.module[0].weight, 0.01)  # of which one rank has no gradient
         pair.end()
 
 
@@ -111,6 +112,65 @@ def test_the_wrappers_own_norm_is_that_of_all(view: bool, transport: str, grad_n
         with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer"):
             pair.zero.grad_norm(per_parameter=True)
         pair.end(f"step {number}")
+
+
+@ranks(2)
+def test_the_first_layer_may_be_replaced(rank: int) -> None:
+    pair = Pair(mlp(4, 8, 8, 2), torch.optim.SGD, lr=0.01)
+    for number in range(6):
+        for net, _ in pair.each():
+            if number == 2:
+                torch.manual_seed(0)
+                net.module[0] = nn.Linear(4, 8)
+        backwards(pair, number)
+        if number == 2:
+            for net, optimizer in pair.each():
+                optimizer.add_param_group({"params": list(net.module[0].parameters())})
+        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
+        assert_close(*norms)
+        for net, optimizer in pair.each():
+            optimizer.step()
+            net.zero_grad()
+
+
+class Mixed(nn.Module):
+    """Layers of several dtypes, of which forwards use some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = torch.float32, torch.float64, torch.complex64
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=kind) for kind in kinds)
+
+    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
+        outputs = [self.layers[n](x.to(self.layers[n].weight.dtype)).abs().float() for n in used]
+        return torch.stack(outputs).sum(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}, {"bucket_cap_mb": 1e-5}])
+@pytest.mark.parametrize("used", [(0, 2), (0, 1, 2)], ids=str)
+@ranks(2)
+def test_norms_of_several_dtypes_are_alike(used: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Each rank owns gradients of other dtypes, and fp64 comes from those that there are."""
+    pair = Pair(
+        Mixed(),
+        torch.optim.SGD,
+        wrapper={"find_unused_parameters": True, "grad_norm": True, **options},
+        lr=0.01,
+        tolerance={"rtol": 1e-2, "atol": 1e-3},
+    )
+    rounding = {"rtol": 1e-5, "atol": 1e-6}
+    for number in range(5):
+        for net, _ in pair.each():
+            squares(net(drawn(5, 4, step=number), used)).backward()
+        for measure in (
+            lambda net: net.grad_norm(),
+            lambda net: clip_grad_norm_(net.parameters(), 0.1),
+            lambda net: net.clip_grad_norm_(0.05),
+        ):
+            norms = [measure(net) for net, _ in pair.each()]
+            torch.testing.assert_close(*norms, **rounding)
+            assert_same_on_all_ranks([norms[0]])
+        pair.end()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -103,7 +103,9 @@ def _squares_of(
     counted, flat = bucket.squares, bucket.flat
     if counted is not None and counted.of_unflattened:
         found, counted.unflattened = counted.unflattened, None
-        if found is not None and (in_place or not bucket.has_views):
+        # (With owners the buffer has been looked at as a whole, with gradients of others in it.)
+        is_of_grads = bucket.owned is None or is_whole
+        if found is not None and is_of_grads and (in_place or not bucket.has_views):
             return found
     elif counted is not None and is_whole and (in_place or not bucket.has_views):
         # The buffer holds the same values as the gradients, if each was used on some rank.
@@ -344,10 +346,12 @@ class GradientNorms:
         # reduction has brought buckets with owners, all are.
         mine: list[Any] = [p.grad for p in with_grad if owners.get(p, 0) == rank]
         if len(mine) < len(with_grad):
-            total = torch.stack(norms_of(mine)).norm() if mine else torch.zeros(())
-        squares = total.to(core.manager.current.params[0].device, torch.float64).square()
-        core.group.all_reduce(squares, core.where(), "sum of the squares of all owners' gradients")
-        return squares.sqrt().to(measured.total.dtype)
+            total = torch.stack(norms_of(mine)).double().norm() if mine else torch.zeros(())
+        is_double = float(measured.total.dtype is torch.float64)  # here, or on any rank
+        sums = torch.stack([total.double().square(), total.new_tensor(is_double).double()])
+        sums = sums.to(core.manager.current.params[0].device)
+        core.group.all_reduce(sums, core.where(), "sum of the squares of all owners' gradients")
+        return sums[0].sqrt().to(torch.float64 if sums[1] else torch.float32)
 
     def _refuse_owners(self) -> None:
         if self._core.manager.factory.owners:

@@ -703,6 +703,7 @@ class Reducer:
         self.parameters.register()
         self.refresh_parameters()
         last = on_demand.reduce_accumulated(self.reductions, self.unreduced.used)
+        self.statistics.own_gradients_at = -1  # requests are no reductions that are counted
         self.forwards.reduction_begins()
         self.unreduced.clear(self.manager.current.params)
         for close in self.events.on_close:

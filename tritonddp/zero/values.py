@@ -125,7 +125,7 @@ class OwnedValues:
         if is_new and isinstance(peers, Peers) and len(peers.hosts) == 1:
             ranks = range(self._group.size)
             self._shared = [
-                SharedBroadcast(self._group, peers, peers.next_wrapper()) for _ in ranks
+                SharedBroadcast(self._group, peers, self._group.next_wrapper()) for _ in ranks
             ]
         return bool(self._shared)
 

@@ -22,7 +22,6 @@ from tritonddp._torch import (
     optimizers_in_backward,
 )
 from tritonddp.config import PROCESS_GROUP
-from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
@@ -266,7 +265,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         if not 0 <= to < self._group.size:
             raise ValueError(f"there are {self._group.size} ranks, but to={to}")
         params = self._all_params()
-        found = self._owned.gather(params, to, self._device)
+        with self._group.guard(self._core.where(), "consolidate_state_dict(), gather of the state"):
+            found = self._owned.gather(params, to, self._device)
         self._consolidated = None if found is None else without_idle_copies(found, params)
 
     def state_dict(self) -> dict[str, Any]:
@@ -416,7 +416,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     @property
     def is_latest(self) -> bool:
         """Whether no later wrapper has the parameters."""
-        return _latest(self._all_params()[:1]) is self._state
+        held = {id(param) for _, param in self._state.parameters.params}
+        # (Of layers that were replaced the wrapper has none.)
+        first = next((param for param in self._all_params() if id(param) in held), None)
+        return first is None or _latest([first]) is self._state
 
     def owns_any(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these is the gradient of a parameter that a rank owns."""
@@ -442,21 +445,26 @@ class ZeroRedundancyOptimizer(Optimizer):
             grad = None if param.grad is None else given.pop(id(param.grad), None)
             if grad is not None and self._owners[param] == self._group.rank:
                 mine[number] = grad
-        dtype = reduce(torch.promote_types, (gradient_dtype(param).to_real() for param in params))
         # Each norm has a place of its own, so that their sum over ranks is exact.
         norms = torch.zeros(2, len(params), dtype=torch.float64, device=self._device)
         if mine:
             found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
             norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
-        collectives.all_reduce(norms, self._group.process_group).wait()
-        return norms[0][norms[1] != 0].to(dtype)
+        what = "sum of the norms of all owners' gradients"
+        self._group.all_reduce(norms, self._core.where(), what)
+        is_there = norms[1] != 0
+        # As torch's: that of the gradients that there are, on any rank.
+        there = [param for param, each in zip(params, is_there.tolist(), strict=True) if each]
+        dtypes = (gradient_dtype(param).to_real() for param in there or params)
+        return norms[0][is_there].to(reduce(torch.promote_types, dtypes))
 
     def combine_overflow(self, found: dict[Any, Tensor], default: Tensor) -> dict[Any, Tensor]:
         """Whether a gradient of any owner is not finite, by device: alike on all ranks."""
         if not found:  # this rank owns no gradient
             found = {default.device: default}
         for each in found.values():
-            collectives.all_reduce(each, self._group.process_group, dist.ReduceOp.MAX).wait()
+            what = "agreement on whether gradients are finite"
+            self._group.all_reduce(each, self._core.where(), what, dist.ReduceOp.MAX)
         return found
 
 

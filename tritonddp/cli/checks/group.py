@@ -177,6 +177,12 @@ def consequences(section: Section, plan: Plan, reports: Sequence[RankReport]) ->
     """Fill the section about wires and buckets for a model of the given size."""
     of_transport, found = _found(reports, "transport"), _found(reports, "consequences")
     model = f"{plan.model_bytes / 1e6:g} MB"
+    state = 2 * plan.model_bytes / 1e6  # two moments
+    section.fact(
+        "optimizer state",
+        f"{state:.4g} MB a rank with AdamW and parameters of {model} in fp32, "
+        f"{state / plan.world_size:.4g} with tritonddp.ZeroRedundancyOptimizer",
+    )
     if of_transport is None or _found(reports, "line") is None:
         section.fact("not known", "the group failed before")
         return
