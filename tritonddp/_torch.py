@@ -151,12 +151,8 @@ def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor
 
     group = clip_grad._group_tensors_by_device_and_dtype
 
-    @functools.wraps(group)
-    def group_some(tensorlists: Any, *args: Any, **kwargs: Any) -> Any:
-        # On a rank without gradients clip_grad_value_ asks for groups of none, an error.
-        return group(tensorlists, *args, **kwargs) if tensorlists[0] else {}
-
-    clip_grad._group_tensors_by_device_and_dtype = group_some
+    # On a rank without gradients clip_grad_value_ asks for groups of none, an error.
+    clip_grad._group_tensors_by_device_and_dtype = lambda some: group(some) if some[0] else {}
     total_norm.combine = combine  # type: ignore[attr-defined]
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
 
