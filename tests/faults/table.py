@@ -223,7 +223,7 @@ FAULTS = {
             ("loan of memory for values", 2, 1),
             ("values in memory", 3, 0),
             ("wait for values", 3, 2),
-            ("piece of values", 3, 1, PROCESS_GROUP),
+            ("arrival of values", 3, 1, PROCESS_GROUP),
             ("norms of owners", 2, 1),
             ("before consolidate_state_dict", 3, 2),
             ("gather of the state", 3, 1),
@@ -278,7 +278,7 @@ FAULTS = {
         *_lost(
             "loop",
             ("step of owners", 3, 1),
-            ("piece of values", 2, 1, PROCESS_GROUP),
+            ("arrival of values", 2, 1, PROCESS_GROUP),
         ),
         *_lost("leave", ("before a sharded step", 3, 2), ("gather of the state", 2, 1)),
         *_lost("loop", ("handing memory over", 3, 0), ("word of a share", 4, 1)),
