@@ -58,8 +58,10 @@ signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal
 
 # Leaves of nested containers, including those that libraries register with pytree.
-tree_leaves = _pytree.tree_leaves
-tree_map = _pytree.tree_map
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+# The modes of this thread, from the first one on, and how they begin and end.
+function_modes = torch.overrides._get_current_function_mode_stack
+push_function_mode, pop_function_mode = torch.overrides._push_mode, torch.overrides._pop_mode
 
 # torch's own class, even if its public name was replaced. dynamo uses it.
 STOCK: Any = DistributedDataParallel

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -33,10 +34,10 @@ _Named = Sequence[tuple[str, Tensor]]
 
 
 class _Arrival(NamedTuple):
-    """Messages of other ranks, which are there once these works are done."""
+    """A message of each rank, at most, all of which are there once these works are done."""
 
-    works: Sequence[Work | MessagesUnderWay]
-    messages: Sequence[Message] = ()
+    works: list[Work | MessagesUnderWay]
+    received: Sequence[Message]
 
 
 class OwnedValues:
@@ -70,17 +71,17 @@ class OwnedValues:
         self._number = 0
         self._where = ""
         self._arrivals: deque[_Arrival] = deque()  # those that were not waited for
+        self._arrived = 0  # how many were
+        self._messages: list[list[Message]] = []  # of each rank, what is under way
 
     @torch.no_grad()
     def begin(self, where: str) -> None:
         """Begin to overwrite all parameters with those of their owners. All ranks call this.
 
-        Until :meth:`finish` has returned nothing may write to a parameter, or read one of another
-        rank.
-
         Raises:
             RuntimeError: a rank is missing; the message names it.
         """
+        self.wait()
         self._where = where
         self._number += 1
         # (Users may have given a parameter other memory since the last step, by ``.data``.)
@@ -100,23 +101,43 @@ class OwnedValues:
                     message.fill()
                 by = self._send if self._device.type == "cpu" else self._gather
                 self._arrivals.extend(by(messages))
+            self._arrived, self._messages = 0, messages
         torch.autograd.graph.increment_version(self._others)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a parameter waits for its value, or is being sent. (None that went by memory.)"""
+        return bool(self._arrivals)
+
+    def under_way(self) -> dict[Tensor, int]:
+        """By parameter, how many arrivals have to be waited for before somebody uses it.
+
+        Also of those that this rank sends.
+        """
+        found: dict[Tensor, int] = {}
+        if self._arrivals:
+            for named, some in zip(self._of_ranks, self._messages, strict=True):
+                params = (param for _, param in named if param.numel())
+                for number, message in enumerate(some, 1):
+                    found |= dict.fromkeys(islice(params, len(message.tensors)), number)
+        return found
+
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the values; on a GPU, have the current stream wait.
+    def wait(self, number: int = sys.maxsize) -> None:
+        """Wait for the first ``number`` arrivals; on a GPU, have the current stream wait.
 
         Raises:
             RuntimeError: a rank is missing; the message names it.
         """
-        rank = self._group.rank
-        while self._arrivals:
-            works, messages = self._arrivals.popleft()
-            with self._group.guard(self._where, self._what(rank)):
+        while self._arrivals and self._arrived < number:
+            works, received = self._arrivals[0]
+            with self._group.guard(self._where, self._what(self._group.rank)):
                 for work in works:
                     work.wait()
-            for message in messages:
+            for message in received:
                 message.unpack()
+            self._arrivals.popleft()
+            self._arrived += 1
 
     def _connect(self) -> bool:
         """Whether values go through memory: on all ranks alike."""
@@ -141,7 +162,7 @@ class OwnedValues:
                 self._counters.collective(sum(each.sizes), group.size)
                 receive(each, send(each, group.process_group, rank), rank == group.rank)
 
-    def _send(self, messages: list[list[Message]]) -> Iterator[_Arrival]:
+    def _send(self, messages: list[list[Message]]) -> list[_Arrival]:
         """Exchange the messages of all ranks over gloo: each rank sends its own to each other one.
 
         (Of two large broadcasts in opposite directions gloo makes one after the other.)
@@ -150,21 +171,27 @@ class OwnedValues:
         tag = _FIRST_TAG + group.next_tag() % _IN_FLIGHT
         self._counters.collective(sum(self._nbytes), group.size)
         others = [other for other in range(group.size) if other != rank]
+        arrivals: list[_Arrival] = []
         for some in zip_longest(*(messages[other] for other in others)):
             there = {other: one for other, one in zip(others, some, strict=True) if one is not None}
             received = {other: message.flat for other, message in there.items()}
-            under_way = MessagesUnderWay(group.process_group, tag, received, {})
-            yield _Arrival([under_way], list(there.values()))
-        for message in messages[rank]:
+            work = MessagesUnderWay(group.process_group, tag, received, {})
+            arrivals.append(_Arrival([work], list(there.values())))
+        for number, message in enumerate(messages[rank]):
             sent = dict.fromkeys(others, message.flat)
-            yield _Arrival([MessagesUnderWay(group.process_group, tag, {}, sent)])
+            work = MessagesUnderWay(group.process_group, tag, {}, sent)
+            if number < len(arrivals):
+                arrivals[number].works.append(work)
+            else:
+                arrivals.append(_Arrival([work], []))
+        return arrivals
 
     def _gather(self, messages: list[list[Message]]) -> Iterator[_Arrival]:
         """Exchange the messages of all ranks by collectives."""
         for some in zip_longest(*messages):
             there = {rank: one for rank, one in enumerate(some) if one is not None}
             pieces = (there[rank].flat.split(_PIECE) for rank in there)
-            works = [
+            works: list[Work | MessagesUnderWay] = [
                 work
                 for rows in zip_longest(*pieces)
                 for work in self._begin(dict(zip(there, rows, strict=True)))
