@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 import torch
@@ -34,10 +34,10 @@ _Named = Sequence[tuple[str, Tensor]]
 
 
 class _Arrival(NamedTuple):
-    """A message of each rank, at most, all of which are there once these works are done."""
+    """Messages that are there, or were sent, once these works are done: rank and number of each."""
 
     works: list[Work | MessagesUnderWay]
-    received: Sequence[Message]
+    ended: list[tuple[int, int]]
 
 
 class OwnedValues:
@@ -116,10 +116,12 @@ class OwnedValues:
         """
         found: dict[Tensor, int] = {}
         if self._arrivals:
-            for named, some in zip(self._of_ranks, self._messages, strict=True):
+            needs = {end: n for n, each in enumerate(self._arrivals, 1) for end in each.ended}
+            for rank, (named, some) in enumerate(zip(self._of_ranks, self._messages, strict=True)):
                 params = (param for _, param in named if param.numel())
-                for number, message in enumerate(some, 1):
-                    found |= dict.fromkeys(islice(params, len(message.tensors)), number)
+                for number, message in enumerate(some):
+                    its = islice(params, len(message.tensors))
+                    found |= dict.fromkeys(its, needs[rank, number])
         return found
 
     @torch.no_grad()
@@ -130,12 +132,13 @@ class OwnedValues:
             RuntimeError: a rank is missing; the message names it.
         """
         while self._arrivals and self._arrived < number:
-            works, received = self._arrivals[0]
+            works, ended = self._arrivals[0]
             with self._group.guard(self._where, self._what(self._group.rank)):
                 for work in works:
                     work.wait()
-            for message in received:
-                message.unpack()
+            for rank, at in ended:
+                if rank != self._group.rank:
+                    self._messages[rank][at].unpack()
             self._arrivals.popleft()
             self._arrived += 1
 
@@ -171,44 +174,51 @@ class OwnedValues:
         tag = _FIRST_TAG + group.next_tag() % _IN_FLIGHT
         self._counters.collective(sum(self._nbytes), group.size)
         others = [other for other in range(group.size) if other != rank]
-        arrivals: list[_Arrival] = []
-        for some in zip_longest(*(messages[other] for other in others)):
-            there = {other: one for other, one in zip(others, some, strict=True) if one is not None}
-            received = {other: message.flat for other, message in there.items()}
-            work = MessagesUnderWay(group.process_group, tag, received, {})
-            arrivals.append(_Arrival([work], list(there.values())))
+        arrivals = [_Arrival([], []) for _ in range(max(map(len, messages)))]
+        for number, arrival in enumerate(arrivals):
+            of_ranks = {other: messages[other][number : number + 1] for other in others}
+            received = {other: one.flat for other, some in of_ranks.items() for one in some}
+            arrival.works.append(MessagesUnderWay(group.process_group, tag, received, {}))
+            arrival.ended.extend((other, number) for other in received)
         for number, message in enumerate(messages[rank]):
             sent = dict.fromkeys(others, message.flat)
             work = MessagesUnderWay(group.process_group, tag, {}, sent)
-            if number < len(arrivals):
-                arrivals[number].works.append(work)
-            else:
-                arrivals.append(_Arrival([work], []))
+            arrivals[number].works.append(work)
+            arrivals[number].ended.append((rank, number))
         return arrivals
 
     def _gather(self, messages: list[list[Message]]) -> Iterator[_Arrival]:
-        """Exchange the messages of all ranks by collectives."""
-        for some in zip_longest(*messages):
-            there = {rank: one for rank, one in enumerate(some) if one is not None}
-            pieces = (there[rank].flat.split(_PIECE) for rank in there)
-            works: list[Work | MessagesUnderWay] = [
-                work
-                for rows in zip_longest(*pieces)
-                for work in self._begin(dict(zip(there, rows, strict=True)))
-            ]
-            yield _Arrival(works, [there[rank] for rank in there if rank != self._group.rank])
+        """Exchange the messages of all ranks by collectives, which cut them where one ends.
 
-    def _begin(self, pieces: dict[int, Tensor | None]) -> list[Work]:
-        """Exchange a piece of each of these ranks, if it has one."""
+        So all ranks have pieces of one length: gloo takes no others.
+        """
+        ends = [list(accumulate(sum(each.sizes) for each in some)) for some in messages]
+        most = max(self._nbytes)
+        begin, at = 0, [0] * len(messages)  # of each rank, the message that is exchanged
+        for end in sorted({*range(_PIECE, most, _PIECE), *chain.from_iterable(ends)}):
+            pieces: dict[int, Tensor] = {}
+            ended: list[tuple[int, int]] = []
+            for rank, some in enumerate(messages):
+                if (number := at[rank]) < len(some):
+                    flat, last = some[number].flat, ends[rank][number]
+                    first = last - len(flat)
+                    pieces[rank] = flat[begin - first : end - first]
+                    if end == last:
+                        ended.append((rank, number))
+                        at[rank] += 1
+            yield _Arrival(self._begin(pieces), ended)
+            begin = end
+
+    def _begin(self, pieces: dict[int, Tensor]) -> list[Work | MessagesUnderWay]:
+        """Exchange these bytes of these ranks."""
         group, counters = self._group, self._counters
-        there = {rank: piece for rank, piece in pieces.items() if piece is not None}
-        if len(there) == group.size:
-            counters.collective(sum(map(len, there.values())), group.size)
-            rows = [there[rank] for rank in range(group.size)]
+        if len(pieces) == group.size:
+            counters.collective(sum(map(len, pieces.values())), group.size)
+            rows = [pieces[rank] for rank in range(group.size)]
             return [collectives.begin_all_gather(rows, rows[group.rank], group.process_group)]
-        for piece in there.values():
+        for piece in pieces.values():
             counters.collective(len(piece), group.size)
-        return [collectives.broadcast(piece, group.process_group, r) for r, piece in there.items()]
+        return [collectives.broadcast(each, group.process_group, r) for r, each in pieces.items()]
 
     def _what(self, rank: int) -> str:
         names = listed([name for name, _ in self._of_ranks[rank]])
