@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -106,9 +106,10 @@ def _clipped(net: Any) -> None:
     net.clip_grad_norm_(0.01)
 
 
-def _with_owners(net: Any) -> None:
-    kinds = torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}
-    net.optimizer = tritonddp.ZeroRedundancyOptimizer(net.parameters(), kinds[0], **kinds[1])
+def _with_owners(net: Any, overlap: bool = False) -> None:
+    net.optimizer = tritonddp.ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, overlap_param_gather=overlap, lr=0.01, momentum=0.9
+    )
 
 
 def _stepped(net: Any) -> None:
@@ -148,6 +149,7 @@ PROGRAMS = {
     ),
     "owners": Program(prepare=_with_owners, after=_stepped),
     "owners, views": Program(_VIEWS, prepare=_with_owners, after=_stepped),
+    "owners, overlap": Program(prepare=partial(_with_owners, overlap=True), after=_stepped),
     "owners, bf16 wire, unused parameters": Program(
         {"reduce_dtype": torch.bfloat16}, prepare=_with_owners, leaves_out=True, after=_stepped
     ),

@@ -157,8 +157,8 @@ def test_what_does_not_need_values_does_not_wait(rank: int) -> None:
     pair = overlapping(mlp(*WIDTHS))
     train(pair, 0)
     for param in pair.zero.parameters():
-        assert param.grad is None and param.requires_grad and param.is_leaf
-        assert param.shape == param.size() and param.numel() and param.device.type == "cpu"
+        assert (param.grad, param.requires_grad, param.is_leaf) == (None, True, True)
+        assert (param.shape, param.device.type) == (param.size(), "cpu")
         param.grad = torch.zeros(param.shape)
     pair.optimizer.zero_grad()
     list(pair.zero.named_parameters())
@@ -201,7 +201,8 @@ def test_compiled_code_finds_all_values(rank: int) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
     for number in range(2):
         train(pair, number)
-        assert pair.optimizer.is_whole and not modes_of_thread()
+        assert pair.optimizer.is_whole
+        assert not modes_of_thread()
     pair.check()
 
 
