@@ -5,7 +5,8 @@
 
 An MLP of 25 million parameters on two ranks over gloo, with AdamW and with Muon. *replicated*: this
 package's wrapper, each rank steps all parameters. *sharded*: its ZeroRedundancyOptimizer. *torch*:
-torch's of that name, with stock DDP. All are timed in turns, in the same processes: the backward
+torch's of that name, with stock DDP. *overlapped*: sharded, with ``overlap_param_gather``, over a
+line. All are timed in turns, in the same processes: the backward
 with the forward before it, and the step with its exchange.
 
 The ranks are on this ``host``, or on two hosts (namespaces.py) with a ``line`` of ``--rate`` bit/s,
@@ -56,7 +57,13 @@ RATIOS = {
     "step, sharded / replicated": ("sharded", "replicated", "step"),
     "whole, sharded / replicated": ("sharded", "replicated", "whole"),
     "whole, sharded / torch": ("sharded", "torch", "whole"),
+    # Of several steps in a row, the first of which have a next one to overlap with.
+    "row, sharded / replicated": ("sharded", "replicated", "row"),
+    "row, overlapped / replicated": ("overlapped", "replicated", "row"),
+    "row, overlapped / torch": ("overlapped", "torch", "row"),
 }
+PARTS = "step", "whole", "row"
+ROW = 4  # steps
 
 
 class Training:
@@ -84,6 +91,19 @@ class Training:
         end = time.perf_counter()
         return {"step": end - between, "whole": end - begin}
 
+    def row_seconds(self) -> float:
+        """Of a step, the mean of some that follow each other."""
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(ROW):
+            self.model(self.inputs).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.synchronize()
+        dist.barrier()
+        return (time.perf_counter() - begin) / ROW
+
     def step_nbytes(self) -> float:
         """That the interfaces of all hosts send in a step."""
         self.seconds()
@@ -109,6 +129,9 @@ def ways_of(kind: Any, defaults: dict[str, float]) -> dict[str, Any]:
     return {
         "replicated": partial(Training, DistributedDataParallel, plain),
         "sharded": partial(Training, DistributedDataParallel, ours),
+        "overlapped": partial(
+            Training, DistributedDataParallel, partial(ours, overlap_param_gather=True)
+        ),
         "torch": partial(Training, Stock, theirs),
     }
 
@@ -187,6 +210,8 @@ def of_ranks(options: argparse.Namespace) -> None:
                 part: {way: [each[part] for each in found] for way, found in rounds.items()}
                 for part in ("step", "whole")
             }
+            rows = {way: each.row_seconds for way, each in ways.items()}
+            times["row"] = interleaved(rows, range(-1, -(-options.rounds // 2)))
             found = {
                 ratio: vars(paired_ratio(times[part][a], times[part][b]))
                 for ratio, (a, b, part) in RATIOS.items()
@@ -243,13 +268,13 @@ def main() -> None:
         rows = [
             (
                 way,
-                *(ms(Spread.of(each["seconds"][part][way]).median) for part in ("step", "whole")),
+                *(ms(Spread.of(each["seconds"][part][way]).median) for part in PARTS),
                 f"{each['state_nbytes'][way] / 1e6:.1f}",
             )
             for way in each["state_nbytes"]
         ]
         title = f"{name}, 2 ranks, {where}"
-        output.say(*text([Table((title, "step, ms", "whole, ms", "state of rank 0, MB"), rows)]))
+        output.say(*text([Table((title, *(f"{part}, ms" for part in PARTS), "state of rank 0, MB"), rows)]))
         if (sent := each.get("step_nbytes")) is not None:
             least = sent["replicated"]
             parts = (f"{way} {n / 1e6:.1f} MB ({n / least:.3f})" for way, n in sent.items())

@@ -289,16 +289,18 @@ def complex_gradients_conjugated(original: Any) -> Any:
     return unpack
 
 
-@mutation("zero.values:OwnedValues.finish")
+@mutation("zero.zero_redundancy_optimizer:ZeroRedundancyOptimizer.step")
 def values_of_one_rank(original: Any) -> Any:
-    """The last parameter that another rank owns gets other values."""
+    """The last parameter that another rank owns gets another value."""
 
-    def finish(self: Any) -> None:
-        original(self)
-        for param in self._others[-1:]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        self.synchronize()
+        for param in self._values._others[-1:]:
             param.detach().mul_(1.5)
+        return loss
 
-    return finish
+    return step
 
 
 @mutation("zero.means:EarlierMeans._take_out")

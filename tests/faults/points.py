@@ -113,7 +113,7 @@ POINTS = {
     "loan of memory for values": Point("sharded", f"{SHARED}._lend", step=0),
     "values in memory": Point("sharded", f"{SHARED}._show", step=3),
     "wait for values": Point("sharded", f"{SHARED}._take", step=3),
-    "arrival of values": Point("sharded", f"{VALUES}.finish"),
+    "arrival of values": Point("sharded", f"{VALUES}.wait"),
     "norms of owners": Point("clipped", f"{OPTIMIZER}:ZeroRedundancyOptimizer.norms"),
     "before consolidate_state_dict": Point("consolidated", "consolidate"),
     "gather of the state": Point("consolidated", "tritonddp.coordination.collectives:broadcast"),

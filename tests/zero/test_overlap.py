@@ -15,6 +15,7 @@ from beside_replicated import TRANSPORTS, Pair
 from distributed import ranks
 from modules import mlp
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.overrides import _get_current_function_mode_stack as modes_of_thread
 from training import drawn, squares
 
@@ -31,6 +32,7 @@ class Plain(torch.optim.AdamW):
 
 
 def overlapping(module: nn.Module, **options: Any) -> Pair:
+    counters["frames"].clear()  # earlier tests of this process may have compiled
     wrapper = {**TRANSPORTS["process group"], **options.pop("wrapper", {})}
     options.setdefault("optimizer_class", Plain)
     return Pair(module, wrapper=wrapper, overlap_param_gather=True, **options)
