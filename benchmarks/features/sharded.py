@@ -274,7 +274,9 @@ def main() -> None:
             for way in each["state_nbytes"]
         ]
         title = f"{name}, 2 ranks, {where}"
-        output.say(*text([Table((title, *(f"{part}, ms" for part in PARTS), "state of rank 0, MB"), rows)]))
+        output.say(
+            *text([Table((title, *(f"{part}, ms" for part in PARTS), "state of rank 0, MB"), rows)])
+        )
         if (sent := each.get("step_nbytes")) is not None:
             least = sent["replicated"]
             parts = (f"{way} {n / 1e6:.1f} MB ({n / least:.3f})" for way, n in sent.items())
