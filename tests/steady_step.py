@@ -103,5 +103,8 @@ def steady_step(
     assert len(ddp.reducer.buckets) == buckets
     if is_local:
         step()
-    ddp.zero_grad()
-    return calls(step)
+    found = []
+    for _ in range(3):  # a rank that waits for a late one calls more: on a busy machine
+        ddp.zero_grad()
+        found.append(calls(step))
+    return min(found, key=Counter.total)
