@@ -187,6 +187,37 @@ def test_modes_of_others_may_begin_and_end_meanwhile(rank: int) -> None:
 
 
 @ranks(2)
+def test_the_default_device_may_change_meanwhile(rank: int) -> None:
+    pair = overlapping(mlp(*WIDTHS))
+    torch.set_default_device("cpu")
+    train(pair, 0)
+    assert not pair.optimizer.is_whole
+    torch.set_default_device(None)
+    assert len(modes_of_thread()) == 1
+    torch.set_default_device("cpu")
+    pair.check()
+    pair.optimizer.synchronize()
+    torch.set_default_device(None)
+    assert not modes_of_thread()
+
+
+@ranks(2)
+def test_an_interrupted_wait_is_repeated(rank: int) -> None:
+    pair = overlapping(mlp(*WIDTHS))
+    train(pair, 0)
+    with (
+        mock.patch.object(OwnedValues, "wait", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        pair.optimizer.synchronize()
+    assert not pair.optimizer.is_whole
+    pair.check()
+    pair.optimizer.synchronize()
+    assert pair.optimizer.is_whole
+    assert not modes_of_thread()
+
+
+@ranks(2)
 def test_compiled_code_finds_all_values(rank: int) -> None:
     pair = overlapping(mlp(*WIDTHS))
     train(pair, 0)

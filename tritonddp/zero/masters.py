@@ -60,7 +60,9 @@ class MasterWeights:
     def after_step(self) -> None:
         """Write the rounded copies to their parameters."""
         params = list(self._versions)
-        foreach_copy_([param.detach() for param in params], [self.of[param] for param in params])
+        if params:
+            copies = [self.of[param] for param in params]
+            foreach_copy_([param.detach() for param in params], copies)
         for param in params:
             self.of[param].grad = None
             self._versions[param] = param._version

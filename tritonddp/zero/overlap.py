@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class WaitingUsers(TorchFunctionMode):
         self._values: OwnedValues | None = None  # while some are under way
         self._under_way: dict[Tensor, int] = {}
         self._thread = 0
-        self._waiting = Lock()  # modules may be called by several threads
+        self._waiting = RLock()  # modules may be called by several threads
         self._hook: Any = None
 
     def begin(self, values: OwnedValues) -> None:
@@ -62,7 +62,13 @@ class WaitingUsers(TorchFunctionMode):
         self._values, self._under_way = values, values.under_way()
         self._thread = get_ident()
         self._hook = register_module_forward_pre_hook(self._before_forward)
-        _change_modes(lambda modes: [self, *(each for each in modes if each is not self)])
+        _change_modes(self._among)
+
+    def _among(self, modes: list[Any]) -> list[Any]:
+        """These modes, with this one below all but torch's default device, which is the first."""
+        others = [each for each in modes if each is not self]
+        at = int(bool(others) and type(others[0]).__name__ == "DeviceContext")
+        return [*others[:at], self, *others[at:]]
 
     def end(self) -> None:
         """Wait for all values.
@@ -70,14 +76,18 @@ class WaitingUsers(TorchFunctionMode):
         Raises:
             RuntimeError: a rank is missing; the message names it.
         """
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        if self in function_modes():  # (Another thread cannot leave it. It has nothing to do then.)
+        with self._waiting:
+            # First: after Ctrl-C in the wait there is still somebody who waits.
+            if self._values is not None:
+                self._values.wait()
+            self._values, self._under_way = None, {}
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+        # (Another thread cannot leave it, nor a function of torch that it was shown, such as a
+        # backward. It has nothing to do then.)
+        if self in function_modes():
             _change_modes(lambda modes: [each for each in modes if each is not self])
-        values, self._values, self._under_way = self._values, None, {}
-        if values is not None:
-            values.wait()
 
     def end_on_other_threads(self) -> None:
         """Wait for all values if the mode does not see this thread."""
