@@ -6,7 +6,6 @@ this is the only file to mend.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import functools
 import importlib
 import math
@@ -53,15 +52,18 @@ ALL_TO_ALL_SINGLE = (
     "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 )
 
-# Those of the module signal take ten times as long, since they convert handlers to enums.
-signal_handler = _signal.getsignal
-set_signal_handler = _signal.signal
-
 # Leaves of nested containers, including those that libraries register with pytree.
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 # The modes of this thread, from the first one on, and how they begin and end.
 function_modes = torch.overrides._get_current_function_mode_stack
 push_function_mode, pop_function_mode = torch.overrides._push_mode, torch.overrides._pop_mode
+
+
+def code_was_compiled() -> bool:
+    """Whether this process has used ``torch.compile``: a mode would be compiled in, or not seen."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+
 
 # torch's own class, even if its public name was replaced. dynamo uses it.
 STOCK: Any = DistributedDataParallel
@@ -279,14 +281,6 @@ def _holders_of_base(view: Tensor) -> int:
 # since nothing promises it, and releases count in other ways.
 _HOLDERS = _holders_of(torch.empty(1, device="cpu"))
 _HOLDERS_OF_BASE = _holders_of_base(torch.empty(1, 1, device="cpu").t())
-
-
-def group_backend(group: dist.ProcessGroup) -> str:
-    """Torch's name for the backend, or backends, of ``group``, which need not be registered."""
-    try:
-        return dist.get_backend(group)
-    except ValueError:
-        return group.name()
 
 
 def process_groups() -> list[dist.ProcessGroup]:

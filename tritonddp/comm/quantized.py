@@ -30,13 +30,12 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import close_connections
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.coordination.point_to_point import receive, send
+from tritonddp.coordination.point_to_point import IN_FLIGHT, receive, send
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
-# First tag of messages, two tags per bucket; and how many buckets may be in flight.
+# First tag of messages, two tags per bucket.
 _FIRST_TAG = 0x7D100000
-_IN_FLIGHT = 4_096
 
 
 class QuantizedAllReduce:
@@ -166,7 +165,7 @@ class _Messages:
     def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, number: int) -> None:
         self._flat = flat
         self._group = group
-        self._tag = _FIRST_TAG + 2 * (number % _IN_FLIGHT)
+        self._tag = _FIRST_TAG + 2 * (number % IN_FLIGHT)
         self._error: BaseException | None = None
         self._is_reduced = threading.Event()  # set when the all-gather is issued, or on failure
         self._waiting = threading.Lock()

@@ -14,10 +14,10 @@ from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.coordination.point_to_point import IN_FLIGHT
 
-# First tag of messages; and how many buckets may be in flight.
+# First tag of messages.
 _FIRST_TAG = 0x7D300000
-_IN_FLIGHT = 4_096
 
 
 class ReduceToOwners:
@@ -54,7 +54,7 @@ class ReduceToOwners:
         group, mine = self._group, parts[self._group.rank]
         if not mine.is_cpu:
             return collectives.reduce_scatter(mine, parts, group.process_group)
-        tag = _FIRST_TAG + group.next_tag() % _IN_FLIGHT
+        tag = _FIRST_TAG + group.next_tag() % IN_FLIGHT
         rows = mine.new_empty(group.size - 1, len(mine))
         of_ranks = dict(enumerate(parts))
         return SumOfParts(group.process_group, range(group.size), of_ranks, group.rank, rows, tag)

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import Readback, is_capturing
-from tritonddp._torch import group_backend
-from tritonddp.coordination.group import Group
+from tritonddp.coordination.group import Group, group_backend
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 

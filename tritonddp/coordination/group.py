@@ -200,3 +200,11 @@ def _inherit() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_inherit)
+
+
+def group_backend(group: dist.ProcessGroup) -> str:
+    """Torch's name for the backend, or backends, of ``group``, which need not be registered."""
+    try:
+        return dist.get_backend(group)
+    except ValueError:
+        return group.name()

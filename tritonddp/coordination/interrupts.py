@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 from signal import SIGINT
 from types import FrameType
 
-from tritonddp._torch import set_signal_handler, signal_handler
+# Those of the module signal take ten times as long, since they convert handlers to enums.
+signal_handler = _signal.getsignal
+set_signal_handler = _signal.signal
 
 
 class Uninterrupted:

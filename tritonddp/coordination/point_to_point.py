@@ -10,10 +10,22 @@ all-gather 69 ms, this one 45 ms, the time that the network needs for the bytes.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Mapping
+from operator import methodcaller
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tritonddp._torch import timeout_of
+from tritonddp.coordination import collectives
+
+# How many exchanges of one kind may be in flight, each with tags of its own.
+IN_FLIGHT = 4_096
+
+_CPU = torch.device("cpu")
 
 
 def all_to_all(incoming: Tensor, outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
@@ -52,3 +64,55 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     """The other ranks, from the next higher one on, so that ranks begin with different peers."""
     rank, world_size = group.rank(), group.size()
     return [(rank + distance) % world_size for distance in range(1, world_size)]
+
+
+class MessagesUnderWay:
+    """Messages to and from other ranks that are under way, of tensors on the CPU.
+
+    The receives are posted first, see above.
+
+    Args:
+        group: the process group.
+        tag: of the messages; between two ranks those of one tag keep their order.
+        received, sent: by rank; empty ones are left out. Until :meth:`wait` has returned they
+            belong to the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        received: Mapping[int, Tensor],
+        sent: Mapping[int, Tensor],
+    ) -> None:
+        works = [
+            collectives.receive(one, group, rank, tag)
+            for rank, one in received.items()
+            if one.numel()
+        ]
+        works += [
+            collectives.send(one, group, rank, tag) for rank, one in sent.items() if one.numel()
+        ]
+        self._group = group
+        # A work can be waited for only once: one call in C both takes it from the list and waits,
+        # so that Ctrl-C cannot come in between.
+        self._works: Iterator[Any] = iter(works)
+        self._failure: RuntimeError | None = None
+
+    def wait(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            RuntimeError: a rank is gone, or did not send within the group's timeout. A later call
+                raises it again.
+        """
+        if self._failure is not None:
+            raise self._failure
+        # Messages would take the timeout that the group was made with, not the present one.
+        timeout = timeout_of(self._group, _CPU)
+        wait = methodcaller("wait", *([] if timeout is None else [timeout]))
+        try:
+            deque(map(wait, self._works), maxlen=0)
+        except RuntimeError as error:
+            self._failure = error  # so that missing data is never added
+            raise

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tritonddp._device import Moments, is_capturing
-from tritonddp._torch import CPP_NAMES, gloo_threads, group_backend
+from tritonddp._torch import CPP_NAMES, gloo_threads
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.group import group_backend
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 from tritonddp.reducer.reducer import Reducer

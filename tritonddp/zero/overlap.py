@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from threading import RLock, get_ident
 from typing import Any
@@ -46,7 +45,6 @@ class WaitingUsers(TorchFunctionMode):
     those of a forward, and also those of ``state_dict()`` or of a copy of the weights. This one is
     below all others of the thread, which may begin and end meanwhile. Code in C++ is not seen, so a
     module that is called has the parameters that it holds itself.
-
     """
 
     def __init__(self) -> None:
@@ -160,9 +158,3 @@ def _change_modes(change: Callable[[list[Any]], list[Any]]) -> None:
         pop_function_mode()
     for each in change(modes):
         push_function_mode(each)
-
-
-def code_was_compiled() -> bool:
-    """Whether this process has used ``torch.compile``: a mode would be compiled in, or not seen."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0

@@ -14,21 +14,20 @@ from torch import Tensor
 
 from tritonddp.comm.broadcast import Message, Messages, receive, send
 from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast, layout_of
-from tritonddp.comm.sum_of_parts import MessagesUnderWay
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import Peers
+from tritonddp.coordination.point_to_point import IN_FLIGHT, MessagesUnderWay
 
 # Bytes of a message with several parameters, which are packed. A larger one is a message of its
 # own, and arrives in its own memory; collectives send it in pieces.
 _MAX_BYTES = 1024 * 1024
 _PIECE = 4 * _MAX_BYTES
-# First tag of messages between two ranks; and how many steps may be in flight.
+# First tag of messages between two ranks.
 _FIRST_TAG = 0x7D400000
-_IN_FLIGHT = 4_096
 
 _Named = Sequence[tuple[str, Tensor]]
 
@@ -171,7 +170,7 @@ class OwnedValues:
         (Of two large broadcasts in opposite directions gloo makes one after the other.)
         """
         group, rank = self._group, self._group.rank
-        tag = _FIRST_TAG + group.next_tag() % _IN_FLIGHT
+        tag = _FIRST_TAG + group.next_tag() % IN_FLIGHT
         self._counters.collective(sum(self._nbytes), group.size)
         others = [other for other in range(group.size) if other != rank]
         arrivals = [_Arrival([], []) for _ in range(max(map(len, messages)))]

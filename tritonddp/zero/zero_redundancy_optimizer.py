@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tritonddp._torch import (
     adapt_checkpointed,
     agree_on_overflow,
+    code_was_compiled,
     combine_total_norms,
     foreach_norm,
     load_state_dict_post_hooks,
@@ -28,7 +29,7 @@ from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
-from tritonddp.zero.overlap import WaitingUsers, WaitsBeforeBackward, code_was_compiled
+from tritonddp.zero.overlap import WaitingUsers, WaitsBeforeBackward
 from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import (
     CheckpointAdapter,

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.comm.sum_of_parts import MessagesUnderWay, SumOfParts
+from tritonddp.comm.sum_of_parts import SumOfParts
 from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.coordination.point_to_point import IN_FLIGHT, MessagesUnderWay
 
-# First tag of messages, two tags per exchange; and how many exchanges may be in flight.
+# First tag of messages, two tags per exchange.
 _FIRST_TAG = 0x7D200000
-_IN_FLIGHT = 4_096
 
 
 class CrossHost:
@@ -61,7 +61,7 @@ class CrossHost:
         ``number`` is that of the exchange, the same on all ranks.
         """
         self._wait_for_former()
-        self._tag = _FIRST_TAG + 2 * (number % _IN_FLIGHT)
+        self._tag = _FIRST_TAG + 2 * (number % IN_FLIGHT)
         self._sum = SumOfParts(
             self._group, self._partners, self._parts, self._own, self._rows, self._tag
         )
