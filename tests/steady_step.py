@@ -104,6 +104,7 @@ def steady_step(
     assert len(ddp.reducer.buckets) == buckets
     if is_local:
         step()
+    ddp.zero_grad()
     attend = Peers.attend
 
     def attend_uncounted(self: Peers, *arguments: Any) -> Any:
@@ -111,9 +112,5 @@ def steady_step(
         with uncounted():
             return attend(self, *arguments)
 
-    found = []
-    for _ in range(6):
-        ddp.zero_grad()
-        with mock.patch.object(Peers, "attend", attend_uncounted):
-            found.append(calls(step))
-    return min(found, key=Counter.total)
+    with mock.patch.object(Peers, "attend", attend_uncounted):
+        return calls(step)
