@@ -6,6 +6,9 @@ from tritonddp.ddp import DistributedDataParallel
 from tritonddp.diagnostics.trace import trace
 from tritonddp.integrations.replacement import instead_of_stock, replace_stock
 
+# (A function: the module of that name is imported above, and found as always by "from".)
+from tritonddp.replicate import ddp, replicate
+
 if TYPE_CHECKING:
     from tritonddp.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -13,8 +16,10 @@ __all__ = [
     "DistributedDataParallel",
     "ZeroRedundancyOptimizer",
     "__version__",
+    "ddp",
     "instead_of_stock",
     "replace_stock",
+    "replicate",
     "trace",
 ]
 

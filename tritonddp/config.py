@@ -26,6 +26,8 @@ from tritonddp.features.delayed_params import Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
+# The attribute of a module that is replicated in place: its wrapper.
+WRAPPER = "_tritonddp"
 # How gradients may travel.
 PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY = "process_group", "peer_memory", "registered_memory"
 TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY)
@@ -253,6 +255,11 @@ def check_module(module: nn.Module, params: Sequence[tuple[str, Tensor]], views:
                 f"{', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():
+        if WRAPPER in layer.__dict__:
+            raise ValueError(
+                f"{name or 'the module'!r} is replicated in place already, and a wrapper around it "
+                "would average its gradients twice: leave the wrapper out"
+            )
         if isinstance(layer, STOCK) and (views or layer.gradient_as_bucket_view):
             raise ValueError(
                 f"{name or 'the module'!r} is wrapped already: two wrappers around one module "

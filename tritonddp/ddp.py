@@ -248,11 +248,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         # dynamo splits the graphs that it compiles in here at the buckets, if these are large.
         outer = active_wrapper()
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
+        state.is_running = True
         try:
             if state.low_precision is None:
-                return self.module(*inputs, **kwargs)
+                return (state.call or self.module)(*inputs, **kwargs)
             return state.low_precision.run(self.module, inputs, kwargs)
         finally:
+            state.is_running = False
             set_active_wrapper(outer)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

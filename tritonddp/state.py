@@ -66,6 +66,8 @@ class DDPState:
         init_sync: parameters and buffers are sent at construction.
         low_precision: runs the module with ``mixed_precision``.
         figures: what ``compression="auto"`` has measured; None in another group.
+        call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
+        is_running: a forward runs.
         finalizes_manually: see ``require_manual_backward_finalization``.
         builtin_hook: communication hook of torch in C++, if one is registered.
         buffer_hook: registered by the user, instead of ``buffer_sync``.
@@ -94,6 +96,8 @@ class DDPState:
     init_sync: bool
     low_precision: LowPrecision | None = None
     figures: Figures | None = None
+    call: Callable[..., Any] | None = None
+    is_running: bool = False
     finalizes_manually: bool = False
     builtin_hook: dist.BuiltinCommHookType | None = None
     buffer_hook: BufferHook | None = None
@@ -148,6 +152,11 @@ class DDPState:
         """Run the module of ``wrapper`` in low precision."""
         self.low_precision = low_precision
         low_precision.remove_hooks_with(wrapper)
+
+    def run_in_place(self, call: Callable[..., Any]) -> None:
+        """The module is replicated in place, and ``call`` runs it; any call of it counts."""
+        self.call = call
+        self.core.count_any_call()
 
     def enter_group(self, wrapper: nn.Module, ignored: Collection[str]) -> None:
         """Make the objects for the process group and the module's parameters. No collective."""
@@ -204,8 +213,10 @@ class DDPState:
             reporters=list(self.reporters()),
         )
         core = self.core = Reducer(reductions, counts_dropped=not finds_unused)
+        if self.call is not None:
+            core.count_any_call()
         if finds_unused is False:
-            core.events.install(StrictUnused(self.parameters, group.rank, core))
+            core.events.install(StrictUnused(self.parameters, group.rank, core.forwards))
         for extension in self._extensions(core):
             core.events.install(extension)
         self.buffer_sync = BufferSync(

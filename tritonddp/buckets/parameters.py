@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.coordination.verify import TRAIN_THE_SAME, describe, verify_same
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
 _requires_grad = attrgetter("requires_grad")
@@ -68,6 +68,13 @@ class ModuleParameters:
         self.update()
         self.commit()
 
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        module = self._children["module"]
+        assert module is not None
+        return module
+
     def register(self) -> None:
         """Give the wrapper its number, the same on all ranks.
 
@@ -87,13 +94,23 @@ class ModuleParameters:
         self._grads_of_added.clear()
         self._sort()
 
-    def refresh(self, where: Callable[[], str]) -> bool:
+    def in_no_bucket(self, all_of_them: bool) -> list[Parameter]:
+        """Parameters that were :attr:`added`, or all that no bucket has and that may be trained."""
+        if not all_of_them:
+            return [param for _, param in self.added]
+        others = [param for _, param in self.params if param not in self._bucketed]
+        return [each for each in others if each.is_floating_point() or each.is_complex()]
+
+    def refresh(self, where: Callable[[], str], in_backward: bool = False) -> bool:
         """Whether parameters were frozen, unfrozen, replaced, added or removed since the last call.
 
         A parameter in a bucket that gets no gradient any more counts as unused, which needs no
         action. A parameter in no bucket (:attr:`added`) gets one at the end of the next reduced
-        backward: by then the headers have shown whether all ranks made the same change. ``where``
-        returns this rank and its step, for errors.
+        backward: by then the headers have shown whether all ranks made the same change.
+
+        Args:
+            where: returns this rank and its step, for errors.
+            in_backward: a backward runs, and may have accumulated into such a parameter already.
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
@@ -111,7 +128,7 @@ class ModuleParameters:
                     f"gradients of {gradient_dtype(param)}; tritonddp reduces "
                     f"{', '.join(map(str, GRADIENT_DTYPES))}"
                 )
-            if param not in known and param.grad is not None:
+            if param not in known and param.grad is not None and not in_backward:
                 self._grads_of_added[param] = param.grad, param.grad._version
         return True
 
@@ -150,8 +167,7 @@ class ModuleParameters:
     def update(self) -> None:
         """Read the parameters and buffers of all modules."""
         self.is_uncommitted = True
-        module = self._children["module"]
-        assert module is not None
+        module = self.module
         modules = list(module.named_modules())
         found = [each for each in module.named_parameters() if each[0] not in self._ignored]
         # Inside torch.func.functional_call, tensors made from parameters replace them during this
@@ -233,26 +249,40 @@ class ModuleParameters:
             self._named_buffers, self._held_buffers, self._buffer_places = named, held, places
         return self._named_buffers
 
-    def verify(self, where: str, requested: Sequence[tuple[str, Tensor]] | None = None) -> NoReturn:
+    def verify(
+        self,
+        where: str,
+        requested: Sequence[tuple[str, Tensor]] | None = None,
+        call_site: str | None = None,
+    ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward; its ``call_site``
+        is given if that has to be the same on all ranks.
 
         Raises:
             RuntimeError: always, naming what differs.
         """
-        kind = type(self._children["module"]).__name__
+        kind = type(self.module).__name__
         options = {
             "new parameters": [name for name, _ in self.added],
             "sparse gradients": self.names_of_sparse(),
             "wrapper": f"number {self.number} in its process group, of a {kind}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
+        advice = TRAIN_THE_SAME
+        if call_site is not None and requested is None:
+            options["backward()"] = call_site
+            advice = (
+                "All ranks have to call backward() in the same line, as the module is replicated "
+                "in place. Put what one rank does alone under no_sync(), or use "
+                f"torch.autograd.grad: both stay on their rank. {advice}"
+            )
         params = self.params if requested is None else requested
         # Drop all these changes; at the next forward each rank checks again.
         self.added, self._held = [], []
         description = describe(params, self.buffers(), options)
-        verify_same(description, self._group, params[0][1].device, where)
+        verify_same(description, self._group, params[0][1].device, where, advice)
         raise RuntimeError(
             f"{where}: another rank has reduced something else at the same time: call the wrapped "
             "modules in the same order on all ranks"

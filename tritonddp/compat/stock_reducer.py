@@ -108,7 +108,7 @@ class StockReducer:
                 "Expected to have finished reduction in the prior iteration before starting a new "
                 f"one. {core.where()}: a backward {state}. The next forward ends its reduction."
             )
-        core.raise_deferred()
+        core.forwards.raise_deferred(again=True)
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
         """Wait for these futures of buffer hooks when the next backward ends or forward begins."""

@@ -41,9 +41,14 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
         for each in tree_leaves((inputs, kwargs)):
             if isinstance(each, Tensor) and each.requires_grad:
                 torch.ops.tritonddp.watch_gradient(each, started, "")
-    outputs = ddp.module(*inputs, **kwargs)
+    outputs = (ddp._ddp_state.call or ddp.module)(*inputs, **kwargs)
     traced.while_tracing(_watch_only_used)
     return outputs
+
+
+def replicated_in_one_graph(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """As :func:`in_one_graph`, for a module that is replicated in place."""
+    return in_one_graph(module._tritonddp, *inputs, **kwargs)
 
 
 def _watch_only_used(context: Any) -> None:

@@ -18,6 +18,10 @@ from tritonddp.coordination.group import Group
 # Most names in one error message; the rest is counted.
 _SHOWN = 10
 _CPU = torch.device("cpu")
+_BUILD_THE_SAME = "Build the same module with the same options on every rank."
+TRAIN_THE_SAME = (
+    "Train the same parameters on every rank, and call wrapped modules in the same order."
+)
 # Most characters of a line in it: the text comes from another rank.
 _LONGEST = 1_000
 # Most bytes of a description: enough for some million parameters.
@@ -61,6 +65,7 @@ def verify_same(
     group: Group,
     device: torch.device,
     where: str | None = None,
+    advice: str | None = None,
 ) -> None:
     """Compare descriptions over all ranks of ``group``: one small all-gather if they are equal.
 
@@ -71,6 +76,7 @@ def verify_same(
         group: the ranks.
         device: the device of the tensors that are sent.
         where: this rank and its place, for errors; by default that a module is being wrapped.
+        advice: what to do if they differ.
 
     Raises:
         RuntimeError: on EVERY rank if any two descriptions differ; names what differs, with both
@@ -106,13 +112,8 @@ def verify_same(
         return  # no rank can wrap its module: each raises its own error
     difference = _difference(descriptions)
     if where is None:
-        raise RuntimeError(
-            f"{difference}\nBuild the same module with the same options on every rank."
-        )
-    raise RuntimeError(
-        f"{where}: {difference}\nTrain the same parameters on every rank, and call wrapped modules "
-        "in the same order."
-    )
+        raise RuntimeError(f"{difference}\n{_BUILD_THE_SAME}")
+    raise RuntimeError(f"{where}: {difference}\n{advice or TRAIN_THE_SAME}")
 
 
 def _describe(tensor: Tensor, strides: str = "") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -11,8 +10,7 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
-from tritonddp.reducer.graph.backward import Backward, SyncState
-from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.graph.backward import Backward, Forwards, SyncState
 
 # Most names in an error message; the rest is counted.
 _SHOWN = 10
@@ -50,10 +48,10 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
 class StrictUnused(Extension):
     """``find_unused_parameters=False``: unused parameters make the next forward raise an error."""
 
-    def __init__(self, parameters: ModuleParameters, rank: int, reducer: Reducer) -> None:
+    def __init__(self, parameters: ModuleParameters, rank: int, forwards: Forwards) -> None:
         self._parameters = parameters
         self._rank = rank
-        self._reducer = weakref.ref(reducer)
+        self._forwards = forwards
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Prepare the error for the next forward, if the backward left parameters unused."""
@@ -69,9 +67,8 @@ class StrictUnused(Extension):
             return
         trainable = [name for name, _ in self._parameters.trainable]
         found = {name: index for index, name in enumerate(trainable) if name in unused}
-        reducer = self._reducer()
-        if found and reducer is not None:
-            reducer.defer(unused_error(reduction.where, self._rank, found))
+        if found:
+            self._forwards.defer(unused_error(reduction.where, self._rank, found))
 
 
 class SkipUnused(Extension):

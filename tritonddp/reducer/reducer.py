@@ -87,7 +87,6 @@ class Reducer:
         contexts: backwards of ``torch.distributed.autograd``.
         backward: the backward that runs, has failed or waits for ``finalize_backward()``.
         unreduced: gradients that no reduction has taken yet.
-        missing: numbers of the parameters that the last reduced backward has not reached.
         post_backward: the end of the next backward waits for these.
         is_detached: hooks were removed: no backward is noticed any more.
         launching: held while a segment is packed: hooks of a multi-device module run on a thread
@@ -111,8 +110,6 @@ class Reducer:
         self.reentrant = reductions.reentrant
         self.backward: Backward | None = None
         self.unreduced = Unreduced()
-        self.missing: Collection[int] | None = None
-        self._deferred_error: str | None = None  # what the next forward raises
         self.post_backward: list[torch.futures.Future] = []
         self.is_detached = False
         self.launching = threading.RLock()
@@ -120,7 +117,7 @@ class Reducer:
         self.reference = weakref.ref(self, group.owners.discard)
         hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
-        self._added_hooks: list[Any] = []
+        self._other_hooks: list[Any] = []  # on parameters in no bucket
         group.join_forks(self)
         self.manager.notify(partial(_renumber, self.reference))
         self._track()
@@ -171,18 +168,8 @@ class Reducer:
             self.forwards.begins()
         if self.parameters.has_changed():
             self.refresh_parameters()
-        if self._deferred_error is not None:
-            message, self._deferred_error = self._deferred_error, None
-            raise RuntimeError(message)
-
-    def raise_deferred(self) -> None:
-        """Raise now what :meth:`defer` has left for the next forward."""
-        if self._deferred_error is not None:
-            raise RuntimeError(self._deferred_error)
-
-    def defer(self, message: str) -> None:
-        """The next forward raises a RuntimeError with this message."""
-        self._deferred_error = message
+        if self.forwards.deferred_error is not None:
+            self.forwards.raise_deferred()
 
     def settle(self, waits: bool = True) -> None:
         """Make up for a last backward that failed, where no forward follows to do so.
@@ -198,22 +185,32 @@ class Reducer:
     def settle_and_refresh(self) -> None:
         """Call :meth:`settle`, and look for changed parameters."""
         self.settle()
-        if self.parameters.has_changed():
-            self.refresh_parameters()
+        self.refresh_parameters()
 
-    def refresh_parameters(self) -> None:
-        """Look for changed parameters."""
-        self.parameters.refresh(self.where)
-        # A backward may reach no other tensor that has a hook of ours.
-        self._watch_added([param for _, param in self.parameters.added])
+    def refresh_parameters(self, in_backward: bool = False) -> None:
+        """Look for changed parameters; see :meth:`ModuleParameters.refresh`."""
+        if self.parameters.refresh(self.where, in_backward):
+            self._watch_others()
 
-    def _watch_added(self, params: Sequence[Parameter]) -> None:
-        """Notice a backward by a gradient of one of these parameters, which have no bucket yet."""
-        while self._added_hooks:
-            self._added_hooks.pop().remove()
+    def count_any_call(self) -> None:
+        """Reduce all backwards outside ``no_sync``, whatever of the module has been called."""
+        self.forwards.count_any_call()
+        self._watch_others()
+
+    def _watch_others(self) -> None:
+        """Notice a backward that reaches no other parameter than such as have no bucket yet.
+
+        Where any call counts, no forward may tell of a frozen parameter that is trained now.
+        """
+        self._unwatch_others()
+        params = self.parameters.in_no_bucket(all_of_them=self.forwards.call_sites is not None)
         hook: Any = partial(call_back, self.reference, None)  # type: ignore[arg-type]
         with as_trainable(params):
-            self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
+            self._other_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
+
+    def _unwatch_others(self) -> None:
+        while self._other_hooks:
+            self._other_hooks.pop().remove()
 
     def wait_post_backward(self) -> None:
         """Wait for the futures that buffer hooks have returned."""
@@ -242,6 +239,8 @@ class Reducer:
             return
         if self.group.owners:
             self.group.recover()
+        if forward is None and self.forwards.call_sites is not None:
+            self.refresh_parameters(in_backward=True)
         tracker = self.tracker
         # A GPU alone has to be given work in time: elsewhere nothing is assumed.
         is_captured = self.manager.current.is_on_gpu and is_capturing()
@@ -306,14 +305,17 @@ class Reducer:
             self.unreduced.reduced_backward_begins(current.params)
         if self.parameters.number < 0:
             self.parameters.register()
-        if missing != self.missing:
-            self._note_missing(missing)
+        if missing != self.statistics.missing:
+            self.statistics.note_missing(missing)
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
+        schema, site = self.parameters.schema, self.forwards.call_site
+        if site is not None:
+            self.statistics.call_site, schema = site, site[schema]
         reduction = Reduction(
             current,
             () if is_alone else current.buckets,
@@ -323,7 +325,7 @@ class Reducer:
             used,
             source,
             f"rank {group.rank}, step {self.counters.reductions + 1}",
-            self.parameters.schema,
+            schema,
             self.sync.join,
             [False] * len(current.segments),
             [0] * len(current.buckets),
@@ -379,11 +381,6 @@ class Reducer:
         if not is_provisional and not all(reduction.unfilled):
             with self.launching:
                 reduction.launch_ready()
-
-    def _note_missing(self, missing: Collection[int]) -> None:
-        """A reduced backward does not reach the same parameters as the one before."""
-        self.statistics.is_static = self.statistics.is_static and self.missing is None
-        self.missing = missing
 
     def _open_local(
         self, forward: Forward | None, reached: list[bool], is_around: bool, is_captured: bool
@@ -521,7 +518,7 @@ class Reducer:
             reduction.note_used(tracker.arrivals(), self.unreduced.used)
         tracker.note_unannounced(reduction, self.reentrant)
         if missing := tracker.assumed_too_much():
-            self._note_missing(missing)
+            self.statistics.note_missing(missing)
             self.reentrant.stayed_away(missing)
         tracker.learn()
 
@@ -660,8 +657,7 @@ class Reducer:
     def renumber(self, former: Sequence[int | None]) -> None:
         """Buckets are new: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
         self.reentrant.renumber(former)
-        if self.missing:
-            self.missing = {new for new, old in enumerate(former) if old in self.missing}
+        self.statistics.renumber(former)
         self._track()
         self.unreduced.renumber(former)
 
@@ -669,7 +665,7 @@ class Reducer:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current = self.manager.current
         self.parameters.set_bucketed(current.names, current.params)
-        self._watch_added(())
+        self._watch_others()
         former = getattr(self, "tracker", None)
         if former is not None:
             former.remove()
@@ -775,7 +771,7 @@ class Reducer:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True
         self.tracker.remove()
-        self._watch_added(())
+        self._unwatch_others()
         self.group.owners.discard(self.reference)
         self.backward = None
         self.contexts.detach()

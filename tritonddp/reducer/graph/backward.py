@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
+from tritonddp.reducer.graph.call_site import ENGINE, CallSite, CallSites
 from tritonddp.reducer.graph.unreduced import Unreduced
 
 
@@ -78,13 +80,42 @@ class Forwards:
     The decision does not depend on the order in which autograd runs hooks, which differs between
     ranks that use different parameters: a backward that is local so far, and then goes through such
     an output, is reduced from there on (``Reducer._reduce_after_all``).
+
+    Attributes:
+        call_sites: of a module that is replicated in place, where a backward that goes through no
+            output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
+        call_site: that of the last reduced backward. ``None`` for a wrapper, and inside ``join()``,
+            where ranks without inputs call none.
+        was_local: the last forward ran inside ``no_sync``, and had no backward yet.
+        deferred_error: what the next forward raises.
     """
 
     def __init__(self) -> None:
+        self.call_sites: CallSites | None = None
+        self.call_site: CallSite | None = None
+        self.deferred_error: str | None = None
         self._number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         self._is_armed = False
-        self.was_local = False  # the last forward ran inside no_sync, and had no backward yet
+        self.was_local = False
+
+    def count_any_call(self) -> None:
+        """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
+
+        All ranks have to call it in the same place of the program, see :class:`CallSites`.
+        """
+        self.call_sites = CallSites()
+
+    def defer(self, message: str) -> None:
+        """The next forward raises a RuntimeError with this message."""
+        self.deferred_error = message
+
+    def raise_deferred(self, again: bool = False) -> None:
+        """Raise now what :meth:`defer` has left, if anything; ``again``: and leave it there."""
+        message = self.deferred_error
+        if message is not None:
+            self.deferred_error = message if again else None
+            raise RuntimeError(message)
 
     def begins(self) -> None:
         """A forward begins. One inside another, as in Lightning, is separate."""
@@ -129,7 +160,8 @@ class Forwards:
         if is_joined:
             is_wanted = forward is None or forward.syncs
         else:
-            is_wanted = self._is_armed or (forward is not None and forward.syncs)
+            counts = self.call_sites is not None if forward is None else forward.syncs
+            is_wanted = self._is_armed or counts
         if 0 < number <= self._prepared and not is_joined:
             reduced = True
         elif not is_wanted:
@@ -140,6 +172,19 @@ class Forwards:
         self._is_armed = self._is_armed and not reduced
         if not reduced:
             return None
+        if self.call_sites is not None:
+            # As in call_site.py, but with no call in a steady step on the CPU.
+            caller = sys._getframe()
+            while caller is not None and caller.f_code.co_name != ENGINE:
+                caller = caller.f_back
+            while caller is not None and caller.f_globals.get("__name__", "")[:6] == "torch.":
+                caller = caller.f_back
+            site = None
+            if caller is not None:
+                site = self.call_sites.get((id(caller.f_code), caller.f_lasti))
+            if site is None:
+                site = self.call_sites.find(caller)
+            self.call_site = site if join is None else None
         if forward is None:
             return GradSource.ELSEWHERE
         was_reached, forward.reached = forward.reached, True

@@ -1,0 +1,283 @@
+"""Data parallelism in place: the module stays what it is, and its wrapper works behind it."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.join import Join
+
+from tritonddp._arguments import check_flags
+from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
+from tritonddp.compiled.forward import replicated_in_one_graph
+from tritonddp.config import WRAPPER
+from tritonddp.ddp import DistributedDataParallel
+from tritonddp.state import DDPState
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class ReplicatedModule:
+    """What :func:`replicate` adds to a module; :func:`ddp` has all other methods of the wrapper.
+
+    Each method does what that of :class:`DistributedDataParallel` with the same name does.
+    """
+
+    if TYPE_CHECKING:
+        _tritonddp: DistributedDataParallel
+
+    @traced_as(replicated_in_one_graph)
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, with all that the wrapper does before its forward and after it."""
+        wrapper = self.__dict__.get(WRAPPER)
+        # What slicing or a copy of the dictionary has made has none, or that of another module.
+        is_own = wrapper is not None and wrapper._modules["module"] is self
+        if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
+            return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
+        # As wrapper.forward(), which would be one more call in each step.
+        span = record_function if is_profiled() else cheap_record_function
+        with span("DistributedDataParallel.forward"):
+            inputs, kwargs = wrapper._pre_forward(*inputs, **kwargs)
+            return wrapper._post_forward(wrapper._run_ddp_forward(*inputs, **kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies and pickles, which are plain modules: they belong to no process group."""
+        reduced = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple):
+            return reduced
+        make, arguments, *rest = reduced
+        own, plain = type(self), _plain_class(type(self))
+        if arguments == (own,):  # pickle would insist on that class; the result needs no tritonddp
+            make, arguments = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+        arguments = tuple(plain if each is own else each for each in arguments)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != WRAPPER}
+        return make, arguments, *rest
+
+    @property
+    def _ddp_state(self) -> DDPState:
+        return ddp(self)._ddp_state
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backwards from now on are reduced, or accumulate gradients on their rank.
+
+        What :meth:`no_sync` sets for the time of its body. The name is that of FSDP2.
+
+        Raises:
+            TypeError: it is neither on nor off.
+        """
+        check_flags({"requires_gradient_sync": requires_gradient_sync})
+        ddp(self).require_backward_grad_sync = bool(requires_gradient_sync)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context: backwards accumulate gradients on their rank, and the next one reduces all."""
+        return ddp(self).no_sync()
+
+    def weighted(self, n: float | Tensor, reduction: str = "mean") -> AbstractContextManager[None]:
+        """Context: the gradients of a backward inside have weight ``n`` in the mean."""
+        return ddp(self).weighted(n, reduction)
+
+    def join(self, **options: Any) -> Join:
+        """Context: ranks may run out of inputs at different times."""
+        return ddp(self).join(**options)
+
+    def reduce_gradients(
+        self,
+        gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None] | None = None,
+        params: Iterable[Tensor] | None = None,
+    ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
+        """Average gradients over the ranks now."""
+        return ddp(self).reduce_gradients(gradients, params)
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their 2-norm is ``max_norm`` at most; returns the norm."""
+        return ddp(self).clip_grad_norm_(max_norm, error_if_nonfinite)
+
+    def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
+        """Verify that all ranks hold the same parameters, buffers and gradients."""
+        ddp(self).check_sync(buffers=buffers, gradients=gradients)
+
+    def metrics(self) -> dict[str, float | int | str | None]:
+        """How long steps take, and for which rank the others wait. Needs ``metrics=True``."""
+        return ddp(self).metrics()
+
+
+# The names that a module must not have itself.
+_ADDED = [name for name in vars(ReplicatedModule) if not name.startswith("__")]
+
+
+def replicate(
+    module: _Module,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: Any = None,
+    device_ids: Sequence[int | torch.device] | None = None,
+    **options: Any,
+) -> _Module:
+    """Train ``module`` data-parallel in place: it stays the same module, and no wrapper is around.
+
+    The names of its parameters, its ``state_dict()``, its attributes and methods are unchanged; an
+    optimizer may be made before or after. From now on every ``backward()`` that reaches its
+    parameters is reduced, whatever was called: the module, another method of it, or a submodule.
+    It stays on its rank inside ``module.no_sync()``, and ``torch.autograd.grad`` returns gradients
+    as always. So all ranks make the same backwards: where one rank alone makes one, for a probe
+    say, all ranks get an error that names both lines of the program, before anything is averaged.
+
+    Buffers are synchronised, and inputs moved to ``device_ids``, by calls of the module itself.
+    If only others are called, buffers are synchronised at the end of the backward.
+
+    The module's class becomes a subclass with the same name and these methods: ``no_sync``,
+    ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``,
+    ``clip_grad_norm_``, ``check_sync``, ``metrics``, ``should_stop`` and ``request_stop``.
+    :func:`ddp` has all that the wrapper has. Copies and pickles are plain modules.
+
+    Args:
+        module: as for :class:`DistributedDataParallel`.
+        process_group, device_mesh, device_ids: as there.
+        options: its other options, such as ``compression="int8"``, by name.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        TypeError: ``module`` is no module, is a wrapper, or its class can have no such subclass, as
+            with TorchScript; or an option is unknown.
+        ValueError: it has an attribute with the name of an added method, or is replicated or
+            wrapped already, as a whole, as a part or in parts.
+        NotImplementedError, RuntimeError: as :class:`DistributedDataParallel`.
+
+    Example::
+
+        model = tritonddp.replicate(module)
+        loss_function(model(inputs), targets).backward()  # .grad holds the means over the ranks
+        assert model is module
+    """
+    kind = _checked(module)
+    if options.get("mixed_precision") is not None:
+        raise ValueError(
+            "mixed_precision casts the parameters for a forward of the whole module, and any call "
+            "of a replicated one counts: use torch.autocast"
+        )
+    wrapper = DistributedDataParallel(
+        module,
+        process_group=process_group,
+        device_mesh=device_mesh,
+        device_ids=device_ids,
+        **options,
+    )
+    object.__setattr__(module, "__class__", kind)
+    module.__dict__[WRAPPER] = wrapper  # no submodule: its parameters are those of the module
+    wrapper._ddp_state.run_in_place(super(ReplicatedModule, module).__call__)  # type: ignore[misc]
+    return module
+
+
+def ddp(module: Any) -> DistributedDataParallel:
+    """The wrapper that works behind a module which :func:`replicate` has got.
+
+    It has all methods and attributes of :class:`DistributedDataParallel`, and calling it is calling
+    the module. A wrapper itself is returned as it is, and so is what ``torch.compile`` has made of
+    either.
+
+    Raises:
+        TypeError: ``module`` is not replicated and no wrapper.
+
+    Example::
+
+        model = tritonddp.replicate(module)
+        print(tritonddp.ddp(model).reducer.counters)  # what was sent so far
+    """
+    found = getattr(module, "_orig_mod", module)
+    wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)
+    if wrapper is None:
+        raise TypeError(
+            f"{type(module).__name__} is not replicated: give the module that was given to "
+            "tritonddp.replicate(), not a part or a copy of it"
+        )
+    return wrapper
+
+
+def _wrapper_of(module: Any) -> DistributedDataParallel | None:
+    """That of this very module: a copy of its ``__dict__`` belongs to another one."""
+    wrapper: DistributedDataParallel | None = getattr(module, "__dict__", {}).get(WRAPPER)
+    return wrapper if wrapper is not None and wrapper._modules["module"] is module else None
+
+
+def _plain_class(kind: type) -> type:
+    """The class of a replicated module before that."""
+    return next(each for each in kind.__mro__[1:] if not issubclass(each, ReplicatedModule))
+
+
+def _class_of(plain: type) -> type:
+    """The subclass of ``plain`` for replicated modules: always the same, and of the same name."""
+    for kind in plain.__subclasses__():
+        if kind.__bases__ == (ReplicatedModule, plain):
+            return kind
+    named = {name: plain.__dict__[name] for name in ("__module__", "__doc__")}
+    return type(plain.__name__, (ReplicatedModule, plain), named)
+
+
+def _checked(module: Any) -> type:
+    """The class that ``module`` is going to have; raises if it cannot be replicated."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    name = type(module).__name__
+    if isinstance(module, STOCK):
+        raise TypeError(
+            f"this {name} is a wrapper: replicate the module in it instead, before it is wrapped"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{name} is a TorchScript module, whose class cannot be changed: wrap it with "
+            "DistributedDataParallel"
+        )
+    _check_parts(module)
+    plain = type(module)
+    if issubclass(plain, ReplicatedModule):  # a part that slicing has made
+        return plain
+    clashes = [each for each in _ADDED if _has(module, each)]
+    if clashes:
+        raise ValueError(
+            f"{name} has attributes of its own that methods of a replicated module would hide: "
+            f"{', '.join(clashes)}. Rename them, or wrap it with DistributedDataParallel"
+        )
+    kind = _class_of(plain)
+    try:
+        object.__setattr__(module, "__class__", kind)
+        object.__setattr__(module, "__class__", plain)
+    except TypeError as error:
+        raise TypeError(
+            f"the class of {name} cannot be changed ({error}): wrap it with DistributedDataParallel"
+        ) from error
+    return kind
+
+
+def _check_parts(module: nn.Module) -> None:
+    """Raise a ValueError if the module is wrapped already, or a part of it, or it is a part."""
+    parts = set(module.modules())
+    for state in DDPState.live:
+        whole = state.parameters.module
+        how = "wrapped" if state.call is None else "replicated"
+        if whole in parts:
+            name = next(name for name, each in module.named_modules() if each is whole)
+            what = f"its part {name!r} is" if name else "it is"
+        elif any(each is module for each in whole.modules()):
+            what = f"it is a part of a {type(whole).__name__} that is"
+        else:
+            continue
+        raise ValueError(
+            f"this {type(module).__name__} cannot be replicated: {what} {how} already, and its "
+            "gradients would be averaged twice. Replicate the whole model once"
+        )
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    try:
+        return hasattr(module, name)
+    except Exception:  # a property that fails now
+        return True
