@@ -20,13 +20,14 @@ from tritonddp._torch import (
     cheap_record_function,
     distributed_context,
     is_profiled,
-    localize_if_sliced,
+    is_sliced,
     move_inputs,
     rpc_runs,
     set_active_wrapper,
     traced_as,
 )
 from tritonddp.buckets.assignment import MIB
+from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
 from tritonddp.config import process_group_of
@@ -207,10 +208,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         group.recover()  # before the first collective
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        is_sliced = device_mesh is not None and localize_if_sliced(module, device_mesh)
+        if device_mesh is not None and is_sliced(device_mesh):
+            localize(module)
         ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = [each for each in module.named_parameters() if each[0] not in ignored]
-        state = DDPState.of(arguments, module, params, group, is_sliced)
+        state = DDPState.of(arguments, module, params, group)
         self._ddp_state, self.parameters_to_ignore = state, ignored
         Joinable.__init__(self)
         self.module = module

@@ -32,7 +32,6 @@ class ModuleParameters:
         wrapper: holds the module as its child ``module``, which may be replaced as well.
         ignored: names of parameters and buffers to leave out, as the module has them.
         group: the ranks that hold the same module.
-        is_fixed: keep the parameters of the beginning, even if the module holds others later.
 
     Attributes:
         params: all parameters, each once, with the first of its names.
@@ -46,10 +45,7 @@ class ModuleParameters:
         buffer_tables: the buffer dictionaries of all modules: if all are empty, there are none.
     """
 
-    def __init__(
-        self, wrapper: nn.Module, ignored: Collection[str], group: Group, is_fixed: bool = False
-    ) -> None:
-        self.is_fixed = is_fixed
+    def __init__(self, wrapper: nn.Module, ignored: Collection[str], group: Group) -> None:
         # Not the wrapper itself, which would be a cycle: it holds the reducer, which holds this.
         self._children = wrapper._modules
         self._ignored = ignored
@@ -223,8 +219,6 @@ class ModuleParameters:
 
     def has_changed(self) -> bool:
         """Whether anything has changed since the last :meth:`update`."""
-        if self.is_fixed:
-            return False
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
             return True
         held = list(chain.from_iterable(self._contents))
@@ -257,8 +251,8 @@ class ModuleParameters:
     ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward; its ``call_site``
-        is given if that has to be the same on all ranks.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``call_site`` is
+        the line that has called it, if it has to be the same on all ranks.
 
         Raises:
             RuntimeError: always, naming what differs.

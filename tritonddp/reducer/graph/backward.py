@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from types import NoneType
+from sys import _getframe
+from types import FrameType, NoneType
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +21,14 @@ from tritonddp._torch import (
     backward_hooks_of,
     current_graph_task_id,
     queue_end_of_backward,
+    register_post_accumulate_grad_hook,
     tree_leaves,
 )
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.graph.call_site import ENGINE, CallSite, CallSites
+from tritonddp.reducer.graph.participation import as_trainable
 from tritonddp.reducer.graph.unreduced import Unreduced
 
 
@@ -174,7 +176,7 @@ class Forwards:
             return None
         if self.call_sites is not None:
             # As in call_site.py, but with no call in a steady step on the CPU.
-            caller = sys._getframe()
+            caller: FrameType | None = _getframe()
             while caller is not None and caller.f_code.co_name != ENGINE:
                 caller = caller.f_back
             while caller is not None and caller.f_globals.get("__name__", "")[:6] == "torch.":
@@ -455,6 +457,24 @@ def watch(reference: weakref.ref[Any], forward: Forward, outputs: Iterable[Tenso
         ):
             continue
         output.register_hook(unserializable_hook(partial(call_back, reference, forward)))
+
+
+class WatchedParameters:
+    """Parameters in no bucket: a backward that reaches nothing else is noticed by their gradients.
+
+    ``reference`` is that to the :class:`Listener` that is called.
+    """
+
+    def __init__(self, reference: weakref.ref[Any]) -> None:
+        self._hook: Any = partial(call_back, reference, None)
+        self._handles: list[Any] = []
+
+    def watch(self, params: Sequence[Parameter]) -> None:
+        """Watch these, trainable or not, and no others."""
+        while self._handles:
+            self._handles.pop().remove()
+        with as_trainable(params):
+            self._handles = [register_post_accumulate_grad_hook(p, self._hook) for p in params]
 
 
 def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tensor) -> None:

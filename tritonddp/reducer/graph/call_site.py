@@ -8,10 +8,10 @@ the program ends. What differs is the line that calls ``backward()``.
 
 from __future__ import annotations
 
-import sys
 import threading
 from hashlib import sha256
 from pathlib import PurePath
+from sys import _current_frames
 from types import CodeType, FrameType
 
 # The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
@@ -45,7 +45,7 @@ class CallSite(dict[bytes, bytes]):
 
 
 class CallSites(dict[tuple[int, int], CallSite]):
-    """The lines that have called ``backward()`` so far, by the id of their code and the place in it.
+    """The lines that have called ``backward()`` so far, by the id of their code and place in it.
 
     A line is the nearest one outside of torch that has called the engine. On a GPU hooks run on
     threads of the engine: then it is looked for in the main thread; if that runs no backward,
@@ -60,7 +60,7 @@ class CallSites(dict[tuple[int, int], CallSite]):
     def find(self, frame: FrameType | None) -> CallSite:
         """The line of ``frame``, which has called the backward that runs; ``None``: look for it."""
         if frame is None:
-            frame = _caller(sys._current_frames().get(self._main))
+            frame = _caller(_current_frames().get(self._main))
             if frame is None:
                 return self._unknown
         key = id(frame.f_code), frame.f_lasti
