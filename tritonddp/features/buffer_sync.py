@@ -4,8 +4,8 @@ That is rank 0, inside ``join()`` the highest rank that has inputs. For a module
 in place it is done after each reduced backward instead, so that one rank may run it alone. Buffers
 of all dtypes travel in one message. On one host, once the ranks are connected, they go through
 memory that the ranks share (:class:`~tritonddp.comm.host.shared_broadcast.SharedBroadcast`), where
-unchanged ones cost a comparison. Bytes alone decide whether a buffer has changed: versions do not count what is written
-through ``.data``.
+unchanged ones cost a comparison. Bytes alone decide whether a buffer has changed: versions do not
+count what is written through ``.data``.
 """
 
 from __future__ import annotations

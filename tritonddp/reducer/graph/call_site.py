@@ -32,16 +32,21 @@ class CallSite(dict[bytes, bytes]):
     line = 0
 
     def __missing__(self, schema: bytes) -> bytes:
-        self[schema] = both = sha256(schema + str(self).encode()).digest()[:_NBYTES]
+        # (Not of the function: torch.compile makes others of it, perhaps on one rank alone.)
+        self[schema] = both = sha256(schema + self._line().encode()).digest()[:_NBYTES]
         return both
 
     def __str__(self) -> str:
-        """The function, the file and the line, for errors."""
-        code = self.code
-        if code is None:
+        """The function and the line, for errors."""
+        if self.code is None:
+            return self._line()
+        function = getattr(self.code, "co_qualname", self.code.co_name)  # of Python 3.11
+        return f"called in {function} ({self._line()})"
+
+    def _line(self) -> str:
+        if self.code is None:
             return "called on another thread than the main one"
-        function = getattr(code, "co_qualname", code.co_name)  # of Python 3.11
-        return f"called in {function} ({PurePath(code.co_filename).name}:{self.line})"
+        return f"{PurePath(self.code.co_filename).name}:{self.line}"
 
 
 class CallSites(dict[tuple[int, int], CallSite]):
