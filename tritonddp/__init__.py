@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.diagnostics.trace import trace
 from tritonddp.integrations.replacement import instead_of_stock, replace_stock
+from tritonddp.integrations.signals import stop_on_signal
 
 if TYPE_CHECKING:
     from tritonddp.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -15,6 +16,7 @@ __all__ = [
     "__version__",
     "instead_of_stock",
     "replace_stock",
+    "stop_on_signal",
     "trace",
 ]
 

@@ -7,6 +7,8 @@ headers of all ranks. Each element holds one byte, which is exact in every dtype
 
 Behind the header follows the *report* of the rank: bytes that extensions ask for, which may change
 in every reduction. Reports are equally long on all ranks, and are not compared here.
+
+By one bit of its header a rank asks all ranks to stop after the same reduction.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from tritonddp.coordination.group import Group, group_backend
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
-# fp64 weight, hash of the schema, hash of the skipped buckets, source.
+# fp64 weight, hash of the schema, hash of the skipped buckets, source. In the byte of the source
+# the highest bit is set if the rank asks all to stop.
 _FORMAT = struct.Struct("<d3s2sB")
 BYTES = _FORMAT.size
+_STOPS = 0x80
 
 # Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
 # samples and some thousands of tokens both differ from it by a factor of 100 at most, and fp16 has
@@ -101,12 +105,14 @@ class RankHeader:
         weight: their weight; ``None`` where the mean is not weighted. A rank without gradients
             sends 0: it does not know whether the other ranks weight theirs.
         skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
+        stops: it asks all ranks to stop.
     """
 
     schema: bytes
     source: GradSource
     weight: float | None = None
     skipped: bytes = bytes(2)
+    stops: bool = False
 
     def encode(self, rank: int, world_size: int, report: int = 0) -> bytes:
         """The elements that ``rank`` writes: its own header, and zeros for all other ranks.
@@ -114,7 +120,8 @@ class RankHeader:
         Each header is followed by ``report`` bytes of zeros.
         """
         weight = math.nan if self.weight is None else self.weight
-        mine = _FORMAT.pack(weight, self.schema, self.skipped, self.source)
+        source = self.source | _STOPS if self.stops else self.source
+        mine = _FORMAT.pack(weight, self.schema, self.skipped, source)
         size = BYTES + report
         return bytes(rank * size) + mine + bytes((world_size - rank) * size - BYTES)
 
@@ -138,7 +145,13 @@ def decode(headers: Tensor) -> list[RankHeader]:
     try:
         content = bytes(map(int, headers.tolist()))
         return [
-            RankHeader(schema, GradSource(source), None if math.isnan(weight) else weight, skipped)
+            RankHeader(
+                schema,
+                GradSource(source & ~_STOPS),
+                None if math.isnan(weight) else weight,
+                skipped,
+                bool(source & _STOPS),
+            )
             for weight, schema, skipped, source in _FORMAT.iter_unpack(content)
         ]
     except (ValueError, OverflowError):
@@ -229,6 +242,8 @@ class Agreement:
             not wait for them. They are in the next backward; before its forward if there are
             reports. (All ranks have to find a mismatch at the same place.)
         has_reports: headers come with reports.
+        is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
+            before, whose headers each rank has read by then, one earlier and one later.
     """
 
     def __init__(
@@ -255,6 +270,9 @@ class Agreement:
         self._mine: set[bytes] = set()
         self._readback = Readback()
         self._is_alone = False  # the group exchanges nothing; this was logged
+        self.is_stopped = False
+        self._asked_at = -1  # number of reductions when this rank asked all to stop
+        self._has_stop = False  # headers that were read had such a request
 
     def open(
         self,
@@ -276,8 +294,10 @@ class Agreement:
             averages: gradients are divided by the world size before they are sent.
         """
         self.key = None  # an interrupt below leaves no key without its header
+        asked_at = self._asked_at  # once: a signal handler may ask while this runs
+        stops = asked_at >= 0 and not self._has_stop
         items = None if weight is None else weight.items
-        self._header = RankHeader(schema, source, items, skipped_hash(skipped))
+        self._header = RankHeader(schema, source, items, skipped_hash(skipped), stops)
         self._over_present = over_present
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
@@ -290,6 +310,8 @@ class Agreement:
         self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
         self.is_unanimous, self.last_headers = False, b""
         self.key = schema, source, weight, skipped, over_present, averages
+        if self._asked_at != asked_at:
+            self.key = None  # it was asked for after that: the next header has it
 
     def with_report(self, report: bytes) -> bytes:
         """:attr:`encoded` with ``report`` in it."""
@@ -317,7 +339,8 @@ class Agreement:
         header, size = self._header, self.group.size
         factor: Tensor | None = None
         if self._over_present:
-            have_inputs = headers.view(-1, self.nbytes)[:, BYTES - 1] != GradSource.JOINED
+            sources = headers.view(-1, self.nbytes)[:, BYTES - 1].remainder(_STOPS)
+            have_inputs = sources != GradSource.JOINED
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
         if header.weight is not None:
             total = total_weight(headers, self.nbytes).view(1)
@@ -329,9 +352,12 @@ class Agreement:
             factor = weighted
         if headers.device.type == "cpu":
             self._check(headers)
+            self.is_stopped = self._has_stop
             if self.is_unanimous:
                 self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
         elif not is_capturing():  # the host does not wait for the device here
+            # (Those of the last reduction have been read, on each rank before this one began.)
+            self.is_stopped = self._has_stop
             self._readback.start(headers, work if self.has_reports else None)
             self.pending = True
         return factor
@@ -366,6 +392,34 @@ class Agreement:
         """Have the next :meth:`check_pending` raise what this one has raised."""
         self.pending = True
 
+    def request_stop(self, reductions: int) -> None:
+        """Ask all ranks to stop, in the next header that is made.
+
+        A signal handler may call it, and any thread: it takes no lock, and a request that comes
+        while :meth:`open` runs is not lost.
+
+        Args:
+            reductions: how many have begun.
+        """
+        if self._asked_at < 0:
+            self._asked_at = reductions
+            self.key = None  # after that: see the end of open()
+
+    def should_stop(self, reductions: int) -> bool:
+        """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since.
+
+        Args:
+            reductions: how many have begun.
+        """
+        if self.is_stopped:
+            return True
+        return self.group.size == 1 and 0 <= self._asked_at < reductions
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether this rank has asked all to stop, or knows that one has."""
+        return self._asked_at >= 0 or self._has_stop
+
     def set_unit(self, unit: float) -> None:
         """Go on with the :attr:`unit` of an earlier run."""
         self.unit = unit
@@ -391,6 +445,8 @@ class Agreement:
             and {content[at : at + BYTES] for at in begins} == self._mine
         ):
             self.is_unanimous = not self._over_present
+            if self._header.stops:
+                self._stop_is_asked(range(self.group.size))
         else:
             self._check_headers(headers.view(-1, size)[:, :BYTES].reshape(-1))
         if self._on_reports is not None:
@@ -399,6 +455,8 @@ class Agreement:
     def _check_headers(self, headers: Tensor) -> None:
         if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
             self.is_unanimous = not self._over_present
+            if self._header.stops:
+                self._stop_is_asked(range(self.group.size))
             return
         self.is_unanimous = False
         # Only this rank's own header has arrived: the backend exchanges nothing, as torch's
@@ -414,9 +472,13 @@ class Agreement:
                     self._where,
                     group_backend(self.group.process_group),
                 )
+            if self._header.stops:
+                self._stop_is_asked([rank])
             return
         decoded = decode(headers)
         check(decoded)
+        if asking := [rank for rank, each in enumerate(decoded) if each.stops]:
+            self._stop_is_asked(asking)
         broken = [f"rank {rank}" for rank, h in enumerate(decoded) if h.source is GradSource.BROKEN]
         if broken and self._header.source is not GradSource.BROKEN:
             logger.warning(
@@ -429,3 +491,15 @@ class Agreement:
         weights = [each.weight for each in decoded if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
         self.unit = 2.0 ** round(math.log2(mean))
+
+    def _stop_is_asked(self, ranks: Sequence[int]) -> None:
+        """These ranks ask all to stop, by the headers of a reduction that all ranks make."""
+        if not self._has_stop:
+            logger.info(
+                "rank %d: %s asks all ranks to stop after the same reduction",
+                self.group.rank,
+                " and ".join(f"rank {rank}" for rank in ranks),
+            )
+        self._has_stop = True
+        self.key = None  # the next header is without the request
+        self.is_unanimous, self.last_headers = False, b""  # and the next headers are read
