@@ -496,7 +496,7 @@ class Agreement:
         """These ranks ask all to stop, by the headers of a reduction that all ranks make."""
         if not self._has_stop:
             logger.info(
-                "rank %d: %s asks all ranks to stop after the same reduction",
+                "rank %d: asked by %s, all ranks stop after the same reduction",
                 self.group.rank,
                 " and ".join(f"rank {rank}" for rank in ranks),
             )
