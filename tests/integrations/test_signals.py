@@ -1,4 +1,4 @@
-"""``stop_on_signal``: the first signal asks all ranks to stop, the second does what it did before."""
+"""``stop_on_signal``: the first signal asks all ranks to stop, the second does as before."""
 
 import logging
 import os
