@@ -88,6 +88,7 @@ class DDPState:
 
     wrapped: ClassVar[int] = 0  # number of modules wrapped in this process
     live: ClassVar[WeakSet[DDPState]] = WeakSet()  # those of all wrappers with a reducer
+    stop_requests: ClassVar[set[object]] = set()  # of the process: wrappers to come stop too
 
     config: DDPConfig
     device: torch.device
@@ -197,6 +198,7 @@ class DDPState:
         gradient a hook has dropped counts as unused.
         """
         config, group, broadcast = self.config, self.group, self.state_broadcast
+        former: Reducer | None = getattr(self, "core", None)  # of another process group
         self.counters, self.window, self.metrics = Counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
         reductions = Reductions(
@@ -238,6 +240,19 @@ class DDPState:
         self.logger = Logger(wrapper)
         core.options.log_errors(self.logger)
         DDPState.live.add(self)
+        # (In this order: a signal may come here. The ranks of a new group agree anew.)
+        if DDPState.stop_requests or (former is not None and former.agreement.wants_stop):
+            self.request_stop()
+
+    def request_stop(self) -> None:
+        """See :meth:`DistributedDataParallel.request_stop`."""
+        self.core.agreement.request_stop(self.counters.reductions)
+
+    def should_stop(self) -> bool:
+        """See :meth:`DistributedDataParallel.should_stop`."""
+        if self.group.owners:  # a backward that broke off here may have ended on the other ranks
+            self.group.recover()
+        return self.core.agreement.should_stop(self.counters.reductions)
 
     def _peer_memory(self) -> Callable[..., PeerMemory] | None:
         """The transport through shared memory; ``None`` for the process group alone."""

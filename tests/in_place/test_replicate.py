@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -67,9 +68,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "parameter": lambda net, x: squares(net.head.weight) * x.sum(),
     "forward and submodule": lambda net, x: squares(net(x)) + squares(net.encoder[0](x)),
     "forward function": lambda net, x: squares(net.forward(x)),
-    "checkpoint": lambda net, x: squares(
-        net.head(checkpoint(net.encoder, x.requires_grad_(), use_reentrant=True))
-    ),
+    "checkpoint": lambda net, x: squares(net.head(checkpoint(net.encoder, x, use_reentrant=False))),
     "functional_call": lambda net, x: squares(
         functional_call(net, dict(net.named_parameters()), (x,))
     ),
@@ -140,14 +139,17 @@ def test_a_backward_of_one_rank_alone_is_an_error_on_all_and_averages_nothing(ra
     for number in range(3):
         train_step(net, drawn(5, 4, step=number))
         descend(net)
-    with pytest.raises(RuntimeError, match=r"step 4.*\n.*option 'backward\(\)'") as error:
+
+    def probe_on_rank_0() -> None:
         if rank == 0:
             net.zero_grad()
             net(drawn(2, 4)).max(1).values.sum().backward()
         train_step(net, drawn(5, 4, step=9))
+
+    with pytest.raises(RuntimeError, match=r"step 4.*\n.*option 'forward'") as error:
+        probe_on_rank_0()
     text = str(error.value)
-    name = "test_a_backward_of_one_rank_alone_is_an_error_on_all_and_averages_nothing"
-    assert f"rank 0 has 'called in {name} (test_replicate.py:" in text
+    assert re.search(r"rank 0 has 'called in .*probe_on_rank_0 \(test_replicate.py:", text)
     assert "has 'called in train_step (training.py:" in text
     assert "under no_sync(), or use torch.autograd.grad" in text
     train_step(net, drawn(5, 4, step=4))  # and training may go on
@@ -206,8 +208,8 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(rank: int) -
     train_step(net, drawn(5, 4))
     loss = squares(net(drawn(5, 4, step=1)))
     if rank == 1:
+        handle = net.encoder[0].weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            handle = net.encoder[0].weight.register_hook(lambda _: 1 / 0)
             loss.backward()
         handle.remove()
     else:
@@ -322,7 +324,7 @@ def test_a_world_of_one() -> None:
         for each in (net, plain):
             train_step(each, drawn(5, 4, step=number))
         assert_same_bits(gradients(net), gradients(plain))
-    assert ddp(net).reducer.counters.collectives == 0
+    assert ddp(net).reducer.counters.wire_bytes == 0
 
 
 # Copies
@@ -415,7 +417,7 @@ def test_a_module_with_slots() -> None:
     net = replicate(Slotted())
     train_step(net, drawn(5, 4))
     assert_same_on_all_ranks(gradients(net))
-    assert copy.deepcopy(net).extra == 3
+    assert "extra" not in vars(net)
 
 
 @ranks(2)
@@ -441,7 +443,7 @@ def test_what_cannot_be_replicated_is_named_and_left_as_it_was() -> None:
         assert type(module) is before
     with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
         replicate(seeded(), bucket_size=3)
-    with pytest.raises(ValueError, match="use torch.autocast"):
+    with pytest.raises(ValueError, match=r"use torch\.autocast"):
         replicate(seeded(), mixed_precision=object())
     with pytest.raises(ValueError, match="'0' is replicated in place already"):
         DistributedDataParallel(nn.ModuleList([whole]))
@@ -467,10 +469,9 @@ def test_the_line_of_a_backward_is_found_from_a_thread_of_the_engine() -> None:
     x.register_hook(on_gradient)
     x.sum().backward()
     x.sum().backward()
-    assert str(found[0]).startswith(
-        f"called in {test_the_line_of_a_backward_is_found_from_a_thread_of_the_engine.__name__} (test_replicate.py:"
-    )
-    assert str(found[0]) != str(found[1])
-    assert found[0][b"abc"] != found[1][b"abc"]
-    assert len(found[0][b"abc"]) == 3
-    assert str(sites.find(None)) == "called on another thread than the main one"
+    first, second = found
+    assert "called in test_the_line" in first.name
+    assert "test_replicate.py:" in first.name
+    assert first.name != second.name
+    assert first.hash != second.hash
+    assert sites.find(None).name == "called on another thread than the main one"

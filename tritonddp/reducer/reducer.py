@@ -308,9 +308,7 @@ class Reducer:
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
-        schema, site = self.parameters.schema, self.forwards.call_site
-        if site is not None:
-            self.statistics.call_site, schema = site, site[schema]
+        callers = self.statistics.callers = self.forwards.callers
         reduction = Reduction(
             current,
             () if is_alone else current.buckets,
@@ -320,12 +318,13 @@ class Reducer:
             used,
             source,
             f"rank {group.rank}, step {self.counters.reductions + 1}",
-            schema,
+            self.parameters.schema,
             self.sync.join,
             [False] * len(current.segments),
             [0] * len(current.buckets),
             is_alone,
             is_captured=is_captured,
+            callers=b"" if callers is None else callers[0].hash + callers[1].hash,
             earlier=left.used,
             arrived=tracker.log,
             has_unannounced=bool(missing),

@@ -63,6 +63,7 @@ class Forward:
     reductions: int  # number of reductions before it
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
     reached: bool = False  # a reduced backward has gone through its outputs
+    caller: CallSite | None = None  # the line that has called the module, replicated in place
 
     def is_reached(self) -> None:
         """A reduced backward goes through one more of its outputs."""
@@ -86,15 +87,18 @@ class Forwards:
     Attributes:
         call_sites: of a module that is replicated in place, where a backward that goes through no
             output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
-        call_site: that of the last reduced backward. ``None`` for a wrapper, and inside ``join()``,
-            where ranks without inputs call none.
+        caller: the line that calls the module now; ``None`` if it is not known.
+        callers: of the last reduced backward: the line that has called the module, and the one that
+            has called the backward. ``None`` for a wrapper, and inside ``join()``, where ranks
+            without inputs call none.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         deferred_error: what the next forward raises.
     """
 
     def __init__(self) -> None:
         self.call_sites: CallSites | None = None
-        self.call_site: CallSite | None = None
+        self.caller: CallSite | None = None
+        self.callers: tuple[CallSite, CallSite] | None = None
         self.deferred_error: str | None = None
         self._number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
@@ -104,7 +108,7 @@ class Forwards:
     def count_any_call(self) -> None:
         """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
 
-        All ranks have to call it in the same place of the program, see :class:`CallSites`.
+        The same lines of the program have to call it on all ranks, see :class:`CallSites`.
         """
         self.call_sites = CallSites()
 
@@ -128,7 +132,10 @@ class Forwards:
         self._number += 1
         self._is_armed = self._is_armed or syncs
         self.was_local = not syncs
-        return Forward(self._number, reductions, syncs)
+        forward = Forward(self._number, reductions, syncs)
+        if self.caller is not None:
+            forward.caller, self.caller = self.caller, None
+        return forward
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
@@ -186,7 +193,8 @@ class Forwards:
                 site = self.call_sites.get((id(caller.f_code), caller.f_lasti))
             if site is None:
                 site = self.call_sites.find(caller)
-            self.call_site = site if join is None else None
+            begun = site if forward is None or forward.caller is None else forward.caller
+            self.callers = (begun, site) if join is None else None
         if forward is None:
             return GradSource.ELSEWHERE
         was_reached, forward.reached = forward.reached, True
