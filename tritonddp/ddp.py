@@ -239,8 +239,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses may override this to call another method of it."""
         state = self._ddp_state
-        # dynamo splits the graphs that it compiles in here at the buckets, if these are large.
-        outer = active_wrapper()
+        outer = active_wrapper()  # dynamo splits graphs that it compiles in here at large buckets
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         state.is_running = True
         try:
@@ -297,7 +296,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             if context is None:
                 is_one = type(output) is Tensor
                 core = state.core
-                forward = core.forwards.ended(core.counters.reductions, syncs)
+                forward = core.forwards.ended(core.counters.reductions, syncs, state.caller)
                 watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
                 state.core.contexts.watch(state.core.reference, output, context, syncs)

@@ -37,9 +37,9 @@ class ReplicatedModule:
         is_own = wrapper is not None and wrapper._modules["module"] is self
         if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
-        forwards, frame = wrapper._ddp_state.core.forwards, _getframe(1)
-        key = id(frame.f_code), frame.f_lasti
-        forwards.caller = forwards.call_sites.get(key) or forwards.call_sites.find(frame)
+        state, frame = wrapper._ddp_state, _getframe(1)
+        sites = state.core.forwards.call_sites
+        state.caller = sites.get((id(frame.f_code), frame.f_lasti)) or sites.find(frame)
         # As wrapper.forward(), which would be one more call in each step.
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
