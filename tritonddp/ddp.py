@@ -200,8 +200,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         group.recover()  # before the first collective
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        if device_mesh is not None and is_sliced(device_mesh):
-            localize(module)
+            if is_sliced(device_mesh):
+                localize(module)
         ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = [each for each in module.named_parameters() if each[0] not in ignored]
         state = DDPState.of(arguments, module, params, group)

@@ -140,7 +140,9 @@ def replicate(
 
     Args:
         module: as for :class:`DistributedDataParallel`.
-        process_group, device_mesh, device_ids: as there.
+        process_group: as there.
+        device_mesh: as there.
+        device_ids: as there.
         options: its other options, such as ``compression="int8"``, by name.
 
     Returns:
@@ -194,14 +196,14 @@ def ddp(module: Any) -> DistributedDataParallel:
         model = tritonddp.replicate(module)
         print(tritonddp.ddp(model).reducer.counters)  # what was sent so far
     """
-    found = getattr(module, "_orig_mod", module)
-    wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)
-    if wrapper is None:
-        raise TypeError(
-            f"{type(module).__name__} is not replicated: give the module that was given to "
-            "tritonddp.replicate(), not a part or a copy of it"
-        )
-    return wrapper
+    for found in (module, getattr(module, "_orig_mod", None)):
+        wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)
+        if wrapper is not None:
+            return wrapper
+    raise TypeError(
+        f"{type(module).__name__} is not replicated: give the module that was given to "
+        "tritonddp.replicate(), not a part or a copy of it"
+    )
 
 
 def _wrapper_of(module: Any) -> DistributedDataParallel | None:
