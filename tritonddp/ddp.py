@@ -294,8 +294,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if has_grad:
             context = distributed_context() if rpc_runs() else None
             if context is None:
-                is_one = type(output) is Tensor
-                core = state.core
+                is_one, core = type(output) is Tensor, state.core
                 forward = core.forwards.ended(core.counters.reductions, syncs, state.caller)
                 watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
