@@ -47,6 +47,7 @@ LIBRARIES = {
     "opacus": Library(("opacus",)),
     "peft": Library(("peft", "transformers"), saved=1),
     "timm": Library(("timm", "torchvision")),
+    "torchao": Library(("torchao",)),
     "torchft": Library(("torchft",)),
     "torchmetrics": Library(("torchmetrics",), saved=1),
     "transformers": Library(("transformers", "accelerate")),
