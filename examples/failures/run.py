@@ -124,6 +124,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+        deadline = time.monotonic() + 5
+        while any(Path("/proc", str(pid)).exists() for pid in below):
+            if time.monotonic() > deadline:
+                break  # killed, but nobody asks for its exit code
+            time.sleep(0.05)
 
 
 def descendants(pid: int) -> list[int]:

@@ -26,7 +26,7 @@ def remember(signum: int, frame: object) -> None:
 
 def main() -> None:
     # By default a rank waits for 30 minutes.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     rank = dist.get_rank()
     # tritonddp: tritonddp.stop_on_signal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, remember)

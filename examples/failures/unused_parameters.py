@@ -30,7 +30,7 @@ class Detector(nn.Module):
 
 def main() -> None:
     # By default a rank waits for 30 minutes.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = DistributedDataParallel(Detector())
