@@ -295,7 +295,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one, core = type(output) is Tensor, state.core
-                forward = core.forwards.ended(core.counters.reductions, syncs, state.caller)
+                forward = core.forwards.ended(core.counters.reductions, syncs)
                 watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
                 state.core.contexts.watch(state.core.reference, output, context, syncs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copyreg import _reconstructor  # type: ignore[attr-defined]
-from sys import _getframe
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +36,6 @@ class ReplicatedModule:
         is_own = wrapper is not None and wrapper._modules["module"] is self
         if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
-        state, frame = wrapper._ddp_state, _getframe(1)
-        sites = state.core.forwards.call_sites
-        state.caller = sites.get((id(frame.f_code), frame.f_lasti)) or sites.find(frame)
         # As wrapper.forward(), which would be one more call in each step.
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):

@@ -247,12 +247,12 @@ class ModuleParameters:
         self,
         where: str,
         requested: Sequence[tuple[str, Tensor]] | None = None,
-        callers: Sequence[str] = (),
+        call_site: str = "",
     ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``callers`` are
-        the lines that have called the module and the backward, if ranks may not differ in both.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``call_site`` is
+        where that was called, if it has to be the same on all ranks.
 
         Raises:
             RuntimeError: always, naming what differs.
@@ -265,12 +265,12 @@ class ModuleParameters:
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
         advice = TRAIN_THE_SAME
-        if callers and requested is None:
-            options["forward"], options["backward()"] = callers
+        if call_site and requested is None:
+            options["backward()"] = call_site
             advice = (
-                "The module is replicated in place: all ranks have to call it, or backward(), in "
-                "the same line. Put what one rank does alone under no_sync(), or use "
-                f"torch.autograd.grad: both stay on their rank. {advice}"
+                "The module is replicated in place: all ranks have to call backward() in the same "
+                "lines. Put what one rank does alone under no_sync(), or use torch.autograd.grad: "
+                f"both stay on their rank. {advice}"
             )
         params = self.params if requested is None else requested
         # Drop all these changes; at the next forward each rank checks again.

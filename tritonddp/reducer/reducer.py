@@ -308,10 +308,10 @@ class Reducer:
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
-        schema, callers = self.parameters.schema, self.forwards.callers
-        if callers is not None:
-            schema += callers[0].hash + callers[1].hash
-        self.statistics.callers = callers
+        schema, site = self.parameters.schema, self.forwards.call_site
+        if site is not None:
+            schema += site.hash
+        self.statistics.call_site = site
         reduction = Reduction(
             current,
             () if is_alone else current.buckets,
