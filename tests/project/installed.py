@@ -1,9 +1,9 @@
-"""Is the tritonddp that this interpreter has installed whole, and does it train? ``make test-dist``.
+"""Is the installed tritonddp whole, and does it train? For ``make test-dist``.
 
     VENV/bin/python tests/project/installed.py dist/tritonddp-0.2.0.tar.gz
 
-It needs nothing but what the package asks for. It runs in an empty folder, and trains with the first
-script of the documentation on two ranks.
+Run by an interpreter that has the package and what that asks for, no more. It works in an empty
+folder, and trains with the first script of the documentation on two ranks.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def check_package(version: str) -> None:
         sys.exit(f"installed.py: {folder} was imported, which is not in {sys.prefix}")
     found = importlib.metadata.version("tritonddp"), tritonddp.__version__
     if found != (version, version):
-        sys.exit(
-            f"installed.py: {version} was to be installed, and its metadata and its module say {found}"
-        )
+        sys.exit(f"installed.py: {version} was to be installed; metadata and module say {found}")
     if not (folder / "py.typed").exists():
         sys.exit("installed.py: py.typed is missing, so type checkers do not look at the package")
     modules = [each.name for each in pkgutil.walk_packages([str(folder)], "tritonddp.")]
