@@ -48,8 +48,9 @@ def run(notebook: Any, folder: Path) -> None:
     Raises:
         CellExecutionError: a cell has failed; the error holds it, and the traceback.
     """
-    # What a kernel remembers (history, connections) is not the user's.
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+    # What a kernel remembers (history, connections) is not the user's, and nothing is left.
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "TMPDIR"):
+        (folder / name.lower()).mkdir()
         os.environ[name] = str(folder / name.lower())
     for cell in code_cells(notebook):
         cell.outputs, cell.execution_count = [], None
