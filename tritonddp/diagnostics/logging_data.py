@@ -98,7 +98,9 @@ class Logger:
             "iteration": self.sampler.measured,
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": _nbytes(params),
-            "unused_parameter_size": _nbytes(current.params[n] for n in reducer.statistics.missing or ()),
+            "unused_parameter_size": _nbytes(
+                current.params[n] for n in reducer.statistics.missing or ()
+            ),
             "num_buckets_reduced": reducer.statistics.reduced,
             "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
