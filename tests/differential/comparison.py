@@ -10,7 +10,17 @@ from distributed import run_ranks
 from torch import Tensor
 
 from differential.generator import scenario_of
-from differential.in_ranks import LONG, OURS, PLAIN, STOCK, Played, build, play_all
+from differential.in_ranks import (
+    BESIDE,
+    IN_PLACE,
+    LONG,
+    OURS,
+    PLAIN,
+    STOCK,
+    Played,
+    build,
+    play_all,
+)
 from differential.oracle import Expected, Oracle
 from differential.scenario import (
     Backward,
@@ -108,6 +118,13 @@ def _differences(
         for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
             if mine != long:
                 yield f"{_where(scenario, LONG, rank, long)} has other bits than with all prepared"
+        wrapped = each.get(BESIDE, each[OURS])
+        for ours, mine in zip(wrapped, each.get(IN_PLACE, wrapped), strict=True):
+            if ours != mine:
+                yield (
+                    f"{_where(scenario, IN_PLACE, rank, mine)} is {_shown(mine.seen)}, and "
+                    f"{_shown(ours.seen)} in a wrapper"
+                )
     if scenario.is_sharded:
         for rank, each in enumerate(played):
             yield from _from_plain(scenario, rank, each)

@@ -26,13 +26,14 @@ from differential.mutations import planted
 from differential.networks import Network
 from differential.paths import nothing_prepared
 from differential.player import Player
-from differential.scenario import Forward, Options, Replace, Scenario
+from differential.scenario import Forward, Options, Renew, Replace, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.memory import in_place_bucket
 from tritonddp.comm import process_group
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import drift
+from tritonddp.integrations.in_place import behind
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
@@ -40,17 +41,19 @@ RECORDED = "tritonddp on the recorded device"
 OURS, STOCK = "tritonddp", "stock DDP"
 LONG = "tritonddp with nothing prepared"
 PLAIN = "tritonddp with a plain optimizer"
+IN_PLACE = "tritonddp in place"
+BESIDE = "tritonddp, as it is played in place"
 
 # Of torch 2.13 or newer. Older ones lack options, and fail where two forwards see one buffer.
 _STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
 
 COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
-    "allreduce_hook": lambda net: net.register_comm_hook(None, default_hooks.allreduce_hook),
-    "fp16_compress_hook": lambda net: net.register_comm_hook(
+    "allreduce_hook": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16_compress_hook": lambda ddp: ddp.register_comm_hook(
         None, default_hooks.fp16_compress_hook
     ),
-    "noop_hook": lambda net: net.register_comm_hook(None, debugging_hooks.noop_hook),
-    "ALLREDUCE": lambda net: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    "noop_hook": lambda ddp: ddp.register_comm_hook(None, debugging_hooks.noop_hook),
+    "ALLREDUCE": lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
 
 groups: dict[str, Any] = {}  # of the scenarios, made once; to be cleared with the default one
@@ -134,6 +137,7 @@ def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
         if not is_mutated:
             with nothing_prepared():
                 played[LONG] = play(scenario, LONG, ways[1], scenario.options)
+            played |= _play_in_place(scenario, through)
         plain = replace(scenario, is_sharded=False)
         if scenario.is_sharded and scenario.world_size > 2:
             if through[0] == "auto":  # gloo adds three numbers in another order
@@ -143,6 +147,25 @@ def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
             played[PLAIN] = play(plain, PLAIN, ways[0], scenario.options)
     if scenario.stock is not None and _STOCK_DEFINES:
         played[STOCK] = play(plain, STOCK, Stock, scenario.stock)
+    return played
+
+
+def _play_in_place(scenario: Scenario, through: Sequence[str]) -> Played:
+    """Replicated in place; and once more wrapped, if that must be another program.
+
+    A copy of a replicated module is a plain one: another one that goes on has loaded a checkpoint.
+    """
+    actions = tuple(
+        Renew("checkpoint") if action == Renew("copy") else action for action in scenario.actions
+    )
+    in_place = replace(scenario, actions=actions)
+    ours, replicate = (
+        partial(make, transport=way)
+        for make, way in zip((DistributedDataParallel, tritonddp.replicate), through, strict=True)
+    )
+    played = {IN_PLACE: play(in_place, IN_PLACE, replicate, scenario.options)}
+    if in_place != scenario:
+        played[BESIDE] = play(in_place, BESIDE, ours, scenario.options)
     return played
 
 
@@ -208,7 +231,7 @@ def play(
         def wrapped(network: Network) -> nn.Module:
             net = wrap(network, **arguments_of(options), **_delayed(scenario, network))
             if scenario.communication_hook:
-                COMMUNICATION_HOOKS[scenario.communication_hook](net)
+                COMMUNICATION_HOOKS[scenario.communication_hook](behind(net) or net)
             return net
 
         player = Player(scenario, dist.get_rank(), build(scenario, dist.get_rank()), wrapped)
