@@ -11,8 +11,11 @@ from torch import Tensor
 
 from differential.generator import scenario_of
 from differential.in_ranks import (
+    ALL,
     BESIDE,
+    COMPILED,
     IN_PLACE,
+    IN_PLACE_ALONE,
     LONG,
     OURS,
     PLAIN,
@@ -53,7 +56,7 @@ def differences(
     world_size: int,
     mutation: str | None = None,
     timeout: float = 60,
-    compiled: bool = False,
+    ways: str = ALL,
     kind: str = "usual",
 ) -> Iterator[Difference]:
     """Play scenarios on ``world_size`` ranks; yields at most one difference for each.
@@ -63,10 +66,10 @@ def differences(
         world_size: number of ranks.
         mutation: the fault that is planted in tritonddp, if any.
         timeout: for all of them, in seconds.
-        compiled: ours by torch.compile, as one graph and with the network alone compiled.
+        ways: in which they are played.
         kind: of the scenarios.
     """
-    arguments = mutation, compiled, kind
+    arguments = mutation, ways, kind
     try:
         played = run_ranks(play_all, world_size, list(seeds), *arguments, timeout=timeout)
     except pytest.fail.Exception as failure:
@@ -76,7 +79,7 @@ def differences(
         alone = [
             each
             for seed in seeds
-            for each in differences([seed], world_size, mutation, timeout, compiled, kind)
+            for each in differences([seed], world_size, mutation, timeout, ways, kind)
         ]
         yield from alone
         if not alone:
@@ -87,16 +90,14 @@ def differences(
         return
     for seed, *of_ranks in zip(seeds, *played, strict=True):
         scenario = scenario_of(seed, world_size, kind=kind)
-        what = next(_differences(scenario, of_ranks, compiled), None)
+        what = next(_differences(scenario, of_ranks, ways), None)
         if what is not None:
             yield Difference(scenario, what)
 
 
-def _differences(
-    scenario: Scenario, played: Sequence[Played], is_compiled: bool = False
-) -> Iterator[str]:
+def _differences(scenario: Scenario, played: Sequence[Played], ways: str) -> Iterator[str]:
     """In words, ``played`` being what each rank saw."""
-    if is_compiled:
+    if ways == COMPILED:
         # Where a loss leaves an output out, a graph gives zeros where parts of it give nothing.
         ends = (
             number
@@ -112,12 +113,7 @@ def _differences(
                         f"inside {_shown(inside.seen)}"
                     )
         return
-    end = len(scenario.actions) + 1
-    yield from Judge(scenario, OURS).differences([each[OURS] for each in played], end)
     for rank, each in enumerate(played):
-        for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
-            if mine != long:
-                yield f"{_where(scenario, LONG, rank, long)} has other bits than with all prepared"
         wrapped = each.get(BESIDE, each[OURS])
         for ours, mine in zip(wrapped, each.get(IN_PLACE, wrapped), strict=True):
             if ours != mine:
@@ -125,6 +121,14 @@ def _differences(
                     f"{_where(scenario, IN_PLACE, rank, mine)} is {_shown(mine.seen)}, and "
                     f"{_shown(ours.seen)} in a wrapper"
                 )
+    if ways == IN_PLACE_ALONE:
+        return
+    end = len(scenario.actions) + 1
+    yield from Judge(scenario, OURS).differences([each[OURS] for each in played], end)
+    for rank, each in enumerate(played):
+        for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
+            if mine != long:
+                yield f"{_where(scenario, LONG, rank, long)} has other bits than with all prepared"
     if scenario.is_sharded:
         for rank, each in enumerate(played):
             yield from _from_plain(scenario, rank, each)

@@ -56,16 +56,20 @@ COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "ALLREDUCE": lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
 
+# In which ways a scenario is played: beside the oracle and stock; ours by torch.compile, as one
+# graph and with the network alone compiled; in place beside wrapped, and nothing else.
+WAYS = ALL, COMPILED, IN_PLACE_ALONE = "all", "compiled", "in place"
+
 groups: dict[str, Any] = {}  # of the scenarios, made once; to be cleared with the default one
 
 
 def play_all(
     seeds: Sequence[int],
     mutation: str | None = None,
-    compiled: bool = False,
+    ways: str = ALL,
     kind: str = "usual",
 ) -> list[Played]:
-    """For each seed, what this rank saw with each class, or with ours ``compiled`` in two ways.
+    """For each seed, what this rank saw with each class, or in other :data:`WAYS`.
 
     Raises:
         RuntimeError: something was raised; the message says in which scenario, and where.
@@ -75,7 +79,9 @@ def play_all(
     with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         scenarios = [scenario_of(seed, dist.get_world_size(), kind=kind) for seed in seeds]
-        if compiled:
+        if ways == IN_PLACE_ALONE:
+            return [_play_in_place_alone(each) for each in scenarios]
+        if ways == COMPILED:
             return [_play_compiled(each) if compiles(each) else {} for each in scenarios]
         return [_play_all_ways(each, mutation is not None) for each in scenarios]
 
@@ -127,17 +133,14 @@ def build(scenario: Scenario, rank: int) -> Network:
 
 def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     played = {}
-    # Two numbers have one sum, more of them one for each order: that of memory, or of gloo.
-    through = ["auto", "process_group"] if scenario.seed % 2 else ["process_group", "auto"]
-    if scenario.world_size > 2:
-        through[1] = through[0]
+    through = _transports(scenario)
     ways = [partial(DistributedDataParallel, transport=each) for each in through]
     with configured(scenario.seed, scenario.thresholds):
         played[OURS] = play(scenario, OURS, ways[0], scenario.options)
         if not is_mutated:
             with nothing_prepared():
                 played[LONG] = play(scenario, LONG, ways[1], scenario.options)
-            played |= _play_in_place(scenario, through)
+            played |= _play_in_place(scenario, ways)
         plain = replace(scenario, is_sharded=False)
         if scenario.is_sharded and scenario.world_size > 2:
             if through[0] == "auto":  # gloo adds three numbers in another order
@@ -150,7 +153,20 @@ def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     return played
 
 
-def _play_in_place(scenario: Scenario, through: Sequence[str]) -> Played:
+def _play_in_place_alone(scenario: Scenario) -> Played:
+    ways = [partial(DistributedDataParallel, transport=each) for each in _transports(scenario)]
+    with configured(scenario.seed, scenario.thresholds):
+        played = {OURS: play(scenario, OURS, ways[0], scenario.options)}
+        return played | _play_in_place(scenario, ways)
+
+
+def _transports(scenario: Scenario) -> list[str]:
+    """Two numbers have one sum, more of them one for each order: that of memory, or of gloo."""
+    through = ["auto", "process_group"] if scenario.seed % 2 else ["process_group", "auto"]
+    return through if scenario.world_size == 2 else [through[0]] * 2
+
+
+def _play_in_place(scenario: Scenario, ways: Sequence[partial[Any]]) -> Played:
     """Replicated in place; and once more wrapped, if that must be another program.
 
     A copy of a replicated module is a plain one: another one that goes on has loaded a checkpoint.
@@ -159,13 +175,10 @@ def _play_in_place(scenario: Scenario, through: Sequence[str]) -> Played:
         Renew("checkpoint") if action == Renew("copy") else action for action in scenario.actions
     )
     in_place = replace(scenario, actions=actions)
-    ours, replicate = (
-        partial(make, transport=way)
-        for make, way in zip((DistributedDataParallel, tritonddp.replicate), through, strict=True)
-    )
+    replicate = partial(tritonddp.replicate, **ways[1].keywords)
     played = {IN_PLACE: play(in_place, IN_PLACE, replicate, scenario.options)}
     if in_place != scenario:
-        played[BESIDE] = play(in_place, BESIDE, ours, scenario.options)
+        played[BESIDE] = play(in_place, BESIDE, ways[0], scenario.options)
     return played
 
 

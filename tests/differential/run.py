@@ -4,6 +4,7 @@ python tests/differential/run.py --seed 123 --world 2 -v     one, with all it do
 python tests/differential/run.py --seconds 600 --world 3     many
 python tests/differential/run.py --mutation no_average       with a planted fault
 python tests/differential/run.py --kind sharded --count 500    with a sharded optimizer
+python tests/differential/run.py --in-place --count 1000      in place beside wrapped alone
 python tests/differential/run.py --kind hostile --count 3000 hard on a clever wrapper
 """
 
@@ -30,6 +31,7 @@ from differential.generator import KINDS, scenario_of
 from differential.hostile.comparison import Difference, hostile_differences
 from differential.hostile.generator import ROOTS, program_of
 from differential.hostile.in_ranks import OURS, WRAPPERS
+from differential.in_ranks import ALL, COMPILED, IN_PLACE_ALONE
 from differential.mutations import MUTATIONS
 
 _BATCH = {
@@ -63,6 +65,7 @@ def main() -> int:
     )
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="plant this fault")
     parser.add_argument("--compiled", action="store_true", help="ours by torch.compile")
+    parser.add_argument("--in-place", action="store_true", help="ours in place and wrapped, alone")
     parser.add_argument("--keep-going", action="store_true", help="after a difference too")
     parser.add_argument("-v", action="store_true", help="print each scenario")
     arguments = parser.parse_args()
@@ -118,7 +121,8 @@ def _differences(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterato
     if arguments.kind == "hostile":
         return hostile_differences(seeds, arguments.world, arguments.timeout, arguments.wrapper)
     timeout = 60 * (1 + 5 * arguments.compiled)
-    more = arguments.mutation, timeout, arguments.compiled, arguments.kind
+    ways = COMPILED if arguments.compiled else IN_PLACE_ALONE if arguments.in_place else ALL
+    more = arguments.mutation, timeout, ways, arguments.kind
     return differences(seeds, arguments.world, *more)
 
 

@@ -30,6 +30,8 @@ __all__ = ["instead_of_stock", "use_tritonddp"]
 
 _Accelerator = TypeVar("_Accelerator")
 
+_PREPARED = "_was_prepared_in_place"  # attribute of a module
+
 
 def use_tritonddp(
     accelerator: _Accelerator, in_place: bool = False, **options: Any
@@ -80,10 +82,12 @@ def use_tritonddp(
         if not in_place:
             with stock_replaced(options):
                 return prepare_model(*args, **kwargs)
+        _forget_if_copied(args[0] if args else kwargs.get("model"))
         with stock_replaced(options, replicate), _hooks_behind(target):
             model = prepare_model(*args, **kwargs)
-        if not isinstance(model, STOCK) and behind(model) is not None:
-            model._is_accelerate_prepared = _OfNoCopy()
+        wrapper = behind(model)
+        if wrapper is not None:
+            vars(wrapper.module)[_PREPARED] = _TrueUnlessCopied()
         return model
 
     target.prepare_model = prepare_with_tritonddp
@@ -92,14 +96,19 @@ def use_tritonddp(
     return accelerator
 
 
-class _OfNoCopy:
-    """True for a model that Accelerate has prepared; its copies and pickles have ``False`` for it.
-
-    They are plain modules, which ``prepare()`` must not take for prepared ones.
-    """
+class _TrueUnlessCopied:
+    """Marks a model that was prepared in place; in its copies and pickles it is ``False``."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return bool, ()
+
+
+def _forget_if_copied(model: Any) -> None:
+    """A copy of a replicated module is a plain one, but Accelerate would take it for prepared."""
+    attributes = getattr(model, "__dict__", {})
+    if attributes.get(_PREPARED) is False:
+        for name in (_PREPARED, "_is_accelerate_prepared"):
+            attributes.pop(name, None)
 
 
 class _Handler:
