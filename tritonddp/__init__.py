@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.diagnostics.trace import trace
 from tritonddp.integrations.replacement import instead_of_stock, replace_stock
+from tritonddp.integrations.signals import stop_on_signal
 
 # (A function: the module of that name is imported above, and found as always by "from".)
 from tritonddp.replicate import ddp, replicate
@@ -20,6 +21,7 @@ __all__ = [
     "instead_of_stock",
     "replace_stock",
     "replicate",
+    "stop_on_signal",
     "trace",
 ]
 

@@ -674,18 +674,9 @@ def cast_inputs(
     return _cast_forward_inputs(dtype, args, kwargs)[0]
 
 
-def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
-    """If ``mesh`` is one dimension of a larger mesh, make DTensors of ``module`` local, like stock.
-
-    This allows tensor parallelism in the other dimensions, with data parallelism in this one. From
-    the first forward on the module holds DTensors made from its parameters, and no parameters.
-    """
-    if mesh._get_root_mesh() == mesh:
-        return False
-    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-    _pre_dp_module_transform(module)
-    return True
+def is_sliced(mesh: Any) -> bool:
+    """Whether ``mesh`` is one dimension of a larger mesh."""
+    return bool(mesh._get_root_mesh() != mesh)
 
 
 def running_statistics(layer: torch.nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat, registering
 from tritonddp.comm.process_group import goes_by_messages
+from tritonddp.compiled.forward import WRAPPER
 from tritonddp.coordination.group import Group
 from tritonddp.features.buffer_sync import BROADCAST, MODES, OFF
 from tritonddp.features.check_finite import check_mode
@@ -26,8 +27,6 @@ from tritonddp.features.delayed_params import Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
-# The attribute of a module that is replicated in place: its wrapper.
-WRAPPER = "_tritonddp"
 # How gradients may travel.
 PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY = "process_group", "peer_memory", "registered_memory"
 TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY)

@@ -20,13 +20,14 @@ from tritonddp._torch import (
     cheap_record_function,
     distributed_context,
     is_profiled,
-    localize_if_sliced,
+    is_sliced,
     move_inputs,
     rpc_runs,
     set_active_wrapper,
     traced_as,
 )
 from tritonddp.buckets.assignment import MIB
+from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
 from tritonddp.config import process_group_of
@@ -75,8 +76,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ``False``: an unused parameter is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves a copy and memory.
         static_graph: accepted; all that it makes possible in stock DDP works without it here.
-        delay_all_reduce_named_params: parameters of the module, with any names, whose gradients are
-            sent after all others, in one bucket for each dtype and device.
+        delay_all_reduce_named_params: parameters, with any names, whose gradients are sent after
+            all others, in one bucket for each dtype and device.
         param_to_hook_all_reduce: the delayed gradients also wait for the gradient of this
             parameter, if a backward reaches it. It may be any parameter.
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
@@ -87,23 +88,19 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             dimension of a larger mesh, with tensor parallelism in the others.
         skip_all_reduce_unused_params: buckets (but the first) that a backward does not reach are
             not sent. They must be the same on all ranks, otherwise every rank gets an error.
-        bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket; the last one holds for
-            all others.
-        batched_grad_copy: accepted; gradients are always copied a whole bucket at a time.
-            ``check_reduction``, which torch has deprecated, has no effect either.
+        bucket_cap_mb_list: sizes in MiB of the first, second, ... and all further buckets.
+        batched_grad_copy: accepted, as ``check_reduction`` is: gradients are copied in buckets.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
             synchronised one. On by default.
-        lazy_bucket_allocation: (torch 2.15) buckets get their memory when their first gradients
-            are ready, and free it after the backward.
+        lazy_bucket_allocation: (torch 2.15) buckets have memory during backwards only.
         reduce_dtype: the dtype in which gradients travel and are summed: ``torch.bfloat16`` or
             ``torch.float16`` for half the bytes of fp32, ``torch.float32`` for full precision of
             parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
             its dtype (``grad_dtype``), and is a copy, also with ``gradient_as_bucket_view``. By
             default each gradient travels in its own dtype, as complex and sparse ones always do.
         compression: ``"int8"`` or ``"fp8"`` (e4m3): gradients travel in 8 bits an element and one
-            fp32 scale for 256, over gloo or NCCL. All ranks end with the same bits. Those of fp64,
-            complex and sparse ones travel as without it. A block of 256 elements with a NaN or an
-            infinity is NaN afterwards. ``"auto"``: for each bucket its own dtype, bf16 or
+            fp32 scale for 256, save those of fp64, complex and sparse ones. A block of 256 with a
+            NaN or an infinity is NaN afterwards. ``"auto"``: for each bucket its own dtype, bf16 or
             ``"int8"``, by what is measured at construction in a second or two: see
             :meth:`wire_report` and ``docs/fewer-bytes.md``.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
@@ -111,8 +108,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             It belongs in checkpoints: see :meth:`comm_state_dict`.
         exact: parameters whose gradients are not quantised: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter. Parameters of one dimension or of
-            fewer than 1,024 elements, and weights of embeddings, never are. Exact gradients are
-            sent in fp32 in the same messages.
+            fewer than 1,024 elements, and weights of embeddings, never are: they go in fp32.
         check_finite: ``"raise"`` or ``"warn"``: gradients that are NaN or infinite on a rank, or
             beyond the dtype in which they travel, are a ``FloatingPointError`` or a
             ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of
@@ -122,16 +118,14 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_drift: ``"raise"`` or ``"warn"``: each reduced backward compares another 64th of all
             parameters over the ranks, bit for bit. Where they differ, all ranks get an error, or
             once for each change a warning, with names and ranks: within 64 steps, on a GPU 66.
-        transport: ``"auto"``: over gloo, where all hosts have as many ranks each, two or more,
-            those of a host exchange gradients through memory that they share; it takes once more
-            the memory of the buckets. Where it cannot be had, all ranks take the process group;
-            with ``"peer_memory"`` that is an error at the end of the first reduced backward.
-            ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank,
-            leaves it off. On GPUs ``"auto"`` is the process group, and ``"peer_memory"`` an error:
-            NCCL does the same there. ``"registered_memory"``: buckets lie in memory that NCCL has
-            registered, an error where it cannot. See ``docs/one-host.md``, ``docs/gpus.md``.
-        metrics: ranks tell each other, without a collective, how long the parts of their last step
-            took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
+        transport: ``"auto"``: over gloo, ranks of a host exchange gradients through memory that
+            they share, where all hosts have as many ranks each. ``"peer_memory"``: where that
+            cannot be, as on GPUs, it is an error. ``"process_group"``, or
+            ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank, leaves it off.
+            ``"registered_memory"``: buckets lie in memory that NCCL has registered, an error where
+            it cannot. See ``docs/one-host.md``, ``docs/gpus.md``.
+        metrics: ranks tell each other, without a collective, how long their last step took: for
+            :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
             :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
         buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``. ``"mean"``: before
@@ -142,8 +136,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     Attributes:
         module: the wrapped module.
-        require_backward_grad_sync: whether the next backward is reduced. :meth:`no_sync` sets it;
-            it may also be set directly.
+        require_backward_grad_sync: whether the next backward is reduced, as :meth:`no_sync` sets.
         reducer: ``reducer.counters`` count what was sent; it also has the names of stock's reducer.
 
     Raises:
@@ -207,10 +200,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         group.recover()  # before the first collective
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        is_sliced = device_mesh is not None and localize_if_sliced(module, device_mesh)
+        if device_mesh is not None and is_sliced(device_mesh):
+            localize(module)
         ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = [each for each in module.named_parameters() if each[0] not in ignored]
-        state = DDPState.of(arguments, module, params, group, is_sliced)
+        state = DDPState.of(arguments, module, params, group)
         self._ddp_state, self.parameters_to_ignore = state, ignored
         Joinable.__init__(self)
         self.module = module
@@ -348,8 +342,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``: the
         sums then run over all backwards of all ranks, whose number may differ. ``backward()`` must
-        run inside; the forward need not. Losses that were accumulated without a weight before
-        belong to the mean, or to the sum, of the weighted ones.
+        run inside; the forward need not. Earlier losses without a weight belong to the same mean.
 
         Every rank must weight the backward that is reduced. If all weights are zero, so are the
         gradients. If ranks accumulate different numbers of backwards, and forwards broadcast
@@ -390,8 +383,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
         """Average gradients over the ranks now, also under :meth:`no_sync`.
 
-        For gradients of ``torch.autograd.grad``, or made by hand, without a ``backward()``. All
-        ranks must call it for the same parameters. Inside :meth:`weighted` the mean is weighted.
+        For gradients of ``torch.autograd.grad``, or made by hand. All ranks must call it for the
+        same parameters. Inside :meth:`weighted` the mean is weighted.
 
         Args:
             gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
@@ -430,15 +423,41 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._ddp_state.core.reduce_accumulated()
         return None
 
+    # Stopping together
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop. One is enough, at any time, on any thread, in a signal's handler.
+
+        Example::
+
+            if rank == 0 and is_maintenance_announced():  # a file, a clock, the host's metadata
+                model.request_stop()
+        """
+        self._ddp_state.request_stop()
+
+    def should_stop(self) -> bool:
+        """Whether a rank has asked: True on all ranks after the same reduction, and from then on.
+
+        It is the first reduction that begins after the request; on a GPU, where the host waits for
+        nothing, the one behind that. It costs no collective: see ``docs/stopping.md``. Reductions
+        that a failed backward owes the other ranks are made here; raises as :meth:`forward` then.
+
+        Example::
+
+            loss_function(model(inputs), targets).backward()
+            if model.should_stop():
+                save_checkpoint()  # all ranks are here
+        """
+        return self._ddp_state.should_stop()
+
     # Reports, and what goes into checkpoints
 
     def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
         """Verify that all ranks hold the same parameters, buffers and gradients, bit for bit.
 
         All ranks must call it. It changes nothing, and training may go on after its error. It makes
-        two small collectives, and some passes over the memory of all compared tensors for checksums
-        of 64 bits: a NaN equals the same NaN, 0.0 differs from -0.0. Parameters and buffers of
-        ``_ddp_params_and_buffers_to_ignore`` are left out.
+        two small collectives, and checksums of 64 bits: a NaN equals the same NaN, 0.0 differs from
+        -0.0. Parameters and buffers of ``_ddp_params_and_buffers_to_ignore`` are left out.
 
         Args:
             buffers: ``None`` for all except those that differ by design: the running statistics of
@@ -466,23 +485,15 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def metrics(self) -> dict[str, float | int | str | None]:
         """How long steps take, and for which rank the others wait. Needs ``metrics=True``.
 
-        The times are those of the last step that all ranks have reported: the one before the last,
-        on a GPU perhaps an earlier one. Of steps shorter than 60 ms only one in 2 to 32 is
-        measured, as this takes about 0.3 ms. A step lasts from the end of one reduction to that of
-        the next. The result is alike on all ranks, except ``sent_bytes``. Values that are not known
-        are ``None``.
+        The times are those of the last step that all ranks have reported, and that was measured:
+        of steps shorter than 60 ms one in 2 to 32. The result is alike on all ranks, except
+        ``sent_bytes``. Values that are not known are ``None``.
 
         Returns:
-            A dictionary. ``step``: reductions so far. ``step_ms`` and its parts, means over the
-            ranks: ``input_ms`` (data, optimizer and all else), ``forward_ms`` (with the loss),
-            ``backward_ms``, ``exposed_ms`` (synchronisation that did not overlap with compute), and
-            on the CPU ``contended_ms`` (the thread was ready to run but had no core; not part of
-            the others). ``skew_ms``: how much later than the fastest rank the slowest one is ready.
-            ``sent_bytes``: sent by this rank through the process group in the last step.
-            ``slowest_rank``: a rank that is later than the others by about 5 % of a step (and at
-            least half a millisecond), over several steps; then ``slowest_phase`` is ``"input"``,
-            ``"forward"`` or ``"backward"``, and ``slowest_by`` is the share of a step. Rank 0 logs
-            each change of ``slowest_rank`` in ``tritonddp.metrics``, a slow rank as a warning.
+            A dictionary, by the names in ``docs/metrics.md``: ``step``, ``step_ms`` and its parts,
+            means over the ranks, ``skew_ms``, ``sent_bytes`` of this rank, and ``slowest_rank``, a
+            rank that is later than the others by about 5 % of a step over several steps. Rank 0
+            logs each change of it in ``tritonddp.metrics``, a slow rank as a warning.
 
         Raises:
             RuntimeError: the module was wrapped without ``metrics=True``.
@@ -499,9 +510,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def suggested_shares(self) -> list[float]:
         """How to split a global batch over ranks of different speed, so that all end together.
 
-        Returns one share for each rank, proportional to the number of items that it processes in a
-        millisecond of forward and backward, averaged over about ten measured steps. Items are the
-        ``n`` of ``weighted(n)``, for batches that differ in size, else one for each backward.
+        One share for each rank, proportional to the items that it processes in a millisecond, over
+        about ten measured steps: the ``n`` of ``weighted(n)``, or one for each backward.
 
         Raises:
             RuntimeError: the module was wrapped without ``metrics=True``, or no step is known yet.
@@ -548,8 +558,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 are measured.
 
         Returns:
-            The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is
-            fp64. It is summed in that dtype. Alike on all ranks if the gradients are.
+            The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is.
+            It is summed in that dtype.
 
         Raises:
             RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers
@@ -566,13 +576,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1.
 
         As ``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, also for sparse
-        gradients.
-
-        Returns:
-            The norm before clipping, see :meth:`grad_norm`, which also lists further errors.
+        gradients. Returns the norm before clipping, see :meth:`grad_norm`.
 
         Raises:
-            RuntimeError: ``error_if_nonfinite`` is set, and the norm is NaN or infinite.
+            RuntimeError: ``error_if_nonfinite`` is set, and the norm is NaN or infinite; or as
+                :meth:`grad_norm`.
 
         Example::
 
@@ -586,13 +594,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """The gradient noise scale ``tr(S) / |G|^2``, in batches of one rank.
 
         Needs ``grad_norm=True``. Beyond about this batch size a larger batch saves fewer and fewer
-        steps: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv
-        1812.06162, appendix A.1. With ``|g|^2``, the squared norm of one rank's gradients, averaged
-        over the ranks, and ``|m|^2``, the squared norm of the mean gradient over ``W`` ranks,
-        ``tr(S)`` is ``(|g|^2 - |m|^2) / (1 - 1 / W)``, and ``|G|^2`` is
-        ``(W |m|^2 - |g|^2) / (W - 1)``. Both are running means over about the last hundred
-        reductions without the latest one; on the CPU one reduction in eight is measured. Infinite
-        while the mean of ``|G|^2`` is not positive. Alike on all ranks. Backwards accumulated under
+        steps (arXiv 1812.06162); ``docs/metrics.md`` says how it is estimated. Infinite while the
+        mean of ``|G|^2`` is not positive. Alike on all ranks. Backwards accumulated under
         :meth:`no_sync` count as one batch.
 
         Raises:
@@ -610,8 +613,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def wire_report(self) -> str:
         """In which form gradients are sent with ``compression="auto"``, and why, in some lines.
 
-        They tell what was measured, on the slowest rank; how long a backward is predicted to take
-        with all buckets in their own dtype, in bf16 and in int8; and the choice for each bucket.
+        They tell what was measured, what it predicts of a backward, and the choice for each bucket.
         That is made after the first reduced backward, and again when buckets change and when the
         first backwards are over. Rank 0 logs each new one in ``tritonddp.auto``, at level INFO.
 
@@ -635,12 +637,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Returns:
             ``rank`` and ``world_size`` of this run. Alike on all ranks: ``bucket_order``, names of
-            parameters in the order of the buckets, empty before the first reduced backward;
-            ``reductions_since_change``, reductions since a parameter was frozen, unfrozen or added;
-            ``weight_unit``, by which the next weights are divided; and ``wires``, the choice of
-            ``compression="auto"`` for each bucket, as numbers. Of this rank, with ``compression``:
-            ``sent`` and ``reduced``, the quantisation errors of its gradients and of the sums that
-            it computes, by parameter name, fp32, in the shape of the parameter.
+            parameters, empty before the first reduced backward; ``reductions_since_change`` of a
+            parameter; ``weight_unit`` of the next weights; ``wires``, the choices of
+            ``compression="auto"``. Of this rank, with ``compression``: ``sent`` and ``reduced``,
+            quantisation errors by parameter name, fp32, in the shape of the parameter.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.
@@ -681,10 +681,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` decide how gradients are reduced, bucket by bucket.
 
-        The hook replaces the mean over ranks: its result is written to ``.grad``. All hooks
-        of ``torch.distributed.algorithms.ddp_comm_hooks`` work. It is called once for each bucket
-        of a backward, in the same order on every rank. Register it once, on all ranks between the
-        same two steps. :meth:`reduce_gradients` does without it.
+        Its result is written to ``.grad``. All hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` work. It is called once for each bucket of a
+        backward, in the same order on every rank. Register it once, on all ranks between the same
+        two steps. :meth:`reduce_gradients` does without it.
 
         Args:
             state: passed to each call.
@@ -714,7 +714,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def require_manual_backward_finalization(self) -> bool:
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
-        Other work goes on while gradients travel. May be set when no backward waits for its end.
+        Other work goes on while gradients travel.
 
         Raises:
             RuntimeError: when set while a backward waits for its end.

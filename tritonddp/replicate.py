@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from copyreg import _reconstructor  # type: ignore[attr-defined]
+from sys import _getframe
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,7 @@ from torch.distributed.algorithms.join import Join
 
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
-from tritonddp.compiled.forward import replicated_in_one_graph
-from tritonddp.config import WRAPPER
+from tritonddp.compiled.forward import WRAPPER, replicated_in_one_graph
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.state import DDPState
 
@@ -29,17 +29,17 @@ class ReplicatedModule:
     Each method does what that of :class:`DistributedDataParallel` with the same name does.
     """
 
-    if TYPE_CHECKING:
-        _tritonddp: DistributedDataParallel
-
     @traced_as(replicated_in_one_graph)
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with all that the wrapper does before its forward and after it."""
-        wrapper = self.__dict__.get(WRAPPER)
+        wrapper: Any = self.__dict__.get(WRAPPER)
         # What slicing or a copy of the dictionary has made has none, or that of another module.
         is_own = wrapper is not None and wrapper._modules["module"] is self
         if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
+        forwards, frame = wrapper._ddp_state.core.forwards, _getframe(1)
+        key = id(frame.f_code), frame.f_lasti
+        forwards.caller = forwards.call_sites.get(key) or forwards.call_sites.find(frame)
         # As wrapper.forward(), which would be one more call in each step.
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
@@ -54,7 +54,7 @@ class ReplicatedModule:
         make, arguments, *rest = reduced
         own, plain = type(self), _plain_class(type(self))
         if arguments == (own,):  # pickle would insist on that class; the result needs no tritonddp
-            make, arguments = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+            make, arguments = _reconstructor, (plain, object, None)
         arguments = tuple(plain if each is own else each for each in arguments)
         if rest and isinstance(rest[0], dict):
             rest[0] = {name: value for name, value in rest[0].items() if name != WRAPPER}
@@ -129,8 +129,9 @@ def replicate(
     as always. So all ranks make the same backwards: where one rank alone makes one, for a probe
     say, all ranks get an error that names both lines of the program, before anything is averaged.
 
-    Buffers are synchronised, and inputs moved to ``device_ids``, by calls of the module itself.
-    If only others are called, buffers are synchronised at the end of the backward.
+    A forward alone exchanges nothing, so that one rank may evaluate the module: all ranks get the
+    buffers of rank 0 at the end of each reduced backward. Inputs are moved to ``device_ids`` by
+    calls of the module itself.
 
     The module's class becomes a subclass with the same name and these methods: ``no_sync``,
     ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``,
@@ -173,7 +174,8 @@ def replicate(
     )
     object.__setattr__(module, "__class__", kind)
     module.__dict__[WRAPPER] = wrapper  # no submodule: its parameters are those of the module
-    wrapper._ddp_state.run_in_place(super(ReplicatedModule, module).__call__)  # type: ignore[misc]
+    call = super(ReplicatedModule, module).__call__  # type: ignore[misc]
+    wrapper._ddp_state.run_in_place(wrapper, call)
     return module
 
 
@@ -215,7 +217,8 @@ def _plain_class(kind: type) -> type:
 
 def _class_of(plain: type) -> type:
     """The subclass of ``plain`` for replicated modules: always the same, and of the same name."""
-    for kind in plain.__subclasses__():
+    kinds: list[type] = plain.__subclasses__()
+    for kind in kinds:
         if kind.__bases__ == (ReplicatedModule, plain):
             return kind
     named = {name: plain.__dict__[name] for name in ("__module__", "__doc__")}

@@ -7,6 +7,7 @@ hand on to the module whatever the wrapper does not have.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -46,6 +47,7 @@ from tritonddp.features.drift import DriftCheck
 from tritonddp.features.grad_norm import GradientNorms, GradNorm
 from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
+from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.kernels.dispatch import gradient_dtype
@@ -62,7 +64,6 @@ class DDPState:
     Attributes:
         config: the checked arguments.
         device: of the first parameter.
-        is_sliced: parameters are local parts of those of a device mesh.
         init_sync: parameters and buffers are sent at construction.
         low_precision: runs the module with ``mixed_precision``.
         figures: what ``compression="auto"`` has measured; None in another group.
@@ -87,12 +88,12 @@ class DDPState:
 
     wrapped: ClassVar[int] = 0  # number of modules wrapped in this process
     live: ClassVar[WeakSet[DDPState]] = WeakSet()  # those of all wrappers with a reducer
+    stop_requests: ClassVar[set[object]] = set()  # of the process: wrappers to come stop too
 
     config: DDPConfig
     device: torch.device
     group: Group
     sync: SyncState
-    is_sliced: bool
     init_sync: bool
     low_precision: LowPrecision | None = None
     figures: Figures | None = None
@@ -119,7 +120,6 @@ class DDPState:
         module: nn.Module,
         params: Sequence[tuple[str, Tensor]],
         group: Group,
-        is_sliced: bool,
     ) -> DDPState:
         """Check the constructor's arguments; if they are wrong, the other ranks hear of it.
 
@@ -135,7 +135,7 @@ class DDPState:
             if isinstance(init_sync, int) and init_sync:
                 tell_failure(error, group, sendable(group, device, arguments["device_ids"]))
             raise
-        return cls(config, device, group, SyncState(), is_sliced, init_sync)
+        return cls(config, device, group, SyncState(), init_sync)
 
     def load(self, process_group: dist.ProcessGroup, syncs: bool) -> None:
         """The wrapper was copied or loaded: it belongs to this group, and ``syncs`` or not."""
@@ -153,17 +153,21 @@ class DDPState:
         self.low_precision = low_precision
         low_precision.remove_hooks_with(wrapper)
 
-    def run_in_place(self, call: Callable[..., Any]) -> None:
+    def run_in_place(self, wrapper: nn.Module, call: Callable[..., Any]) -> None:
         """The module is replicated in place, and ``call`` runs it; any call of it counts."""
         self.call = call
-        self.core.count_any_call()
+        self._count_any_call(wrapper)
+
+    def _count_any_call(self, wrapper: nn.Module) -> None:
+        step_in_backward(self.core)  # perhaps no forward of the module will look for them
+        self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 
     def enter_group(self, wrapper: nn.Module, ignored: Collection[str]) -> None:
         """Make the objects for the process group and the module's parameters. No collective."""
         enable_debug_logging()
         self.group.enter()
         self.state_broadcast = StateBroadcast(self.group, self.sync)
-        self.parameters = ModuleParameters(wrapper, ignored, self.group, self.is_sliced)
+        self.parameters = ModuleParameters(wrapper, ignored, self.group)
 
     def begin_alike(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Verify that all ranks wrap the same module, and give all the values of rank 0.
@@ -194,6 +198,7 @@ class DDPState:
         gradient a hook has dropped counts as unused.
         """
         config, group, broadcast = self.config, self.group, self.state_broadcast
+        former: Reducer | None = getattr(self, "core", None)  # of another process group
         self.counters, self.window, self.metrics = Counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
         reductions = Reductions(
@@ -213,8 +218,6 @@ class DDPState:
             reporters=list(self.reporters()),
         )
         core = self.core = Reducer(reductions, counts_dropped=not finds_unused)
-        if self.call is not None:
-            core.count_any_call()
         if finds_unused is False:
             core.events.install(StrictUnused(self.parameters, group.rank, core.forwards))
         for extension in self._extensions(core):
@@ -230,11 +233,26 @@ class DDPState:
         )
         if self.buffer_hook is not None:
             self.use_buffer_hook(self.buffer_hook)
+        if self.call is not None:
+            self._count_any_call(wrapper)
         self.norms = GradientNorms(core)
         core.finalize_manually(self.finalizes_manually)
         self.logger = Logger(wrapper)
         core.options.log_errors(self.logger)
         DDPState.live.add(self)
+        # (In this order: a signal may come here. The ranks of a new group agree anew.)
+        if DDPState.stop_requests or (former is not None and former.agreement.wants_stop):
+            self.request_stop()
+
+    def request_stop(self) -> None:
+        """See :meth:`DistributedDataParallel.request_stop`."""
+        self.core.agreement.request_stop(self.counters.reductions)
+
+    def should_stop(self) -> bool:
+        """See :meth:`DistributedDataParallel.should_stop`."""
+        if self.group.owners:  # a backward that broke off here may have ended on the other ranks
+            self.group.recover()
+        return self.core.agreement.should_stop(self.counters.reductions)
 
     def _peer_memory(self) -> Callable[..., PeerMemory] | None:
         """The transport through shared memory; ``None`` for the process group alone."""
@@ -314,3 +332,17 @@ class DDPState:
 
 # Attributes that are made again for a new process group, and the group itself.
 _OF_THE_GROUP = {each.name for each in fields(DDPState) if not each.init} | {"group", "sync"}
+
+
+def _buffers_after_backward(reference: weakref.ref[Any]) -> None:
+    """A reduction of a module that is replicated in place is over: synchronise its buffers.
+
+    Inside ``join()`` its forwards do that, as those of a wrapper: ranks without inputs take part.
+    """
+    wrapper = reference()
+    if (
+        wrapper is not None
+        and wrapper.forward_sync_buffers
+        and wrapper._ddp_state.sync.join is None
+    ):
+        wrapper._ddp_state.synchronise_buffers()

@@ -32,7 +32,6 @@ class ModuleParameters:
         wrapper: holds the module as its child ``module``, which may be replaced as well.
         ignored: names of parameters and buffers to leave out, as the module has them.
         group: the ranks that hold the same module.
-        is_fixed: keep the parameters of the beginning, even if the module holds others later.
 
     Attributes:
         params: all parameters, each once, with the first of its names.
@@ -46,10 +45,7 @@ class ModuleParameters:
         buffer_tables: the buffer dictionaries of all modules: if all are empty, there are none.
     """
 
-    def __init__(
-        self, wrapper: nn.Module, ignored: Collection[str], group: Group, is_fixed: bool = False
-    ) -> None:
-        self.is_fixed = is_fixed
+    def __init__(self, wrapper: nn.Module, ignored: Collection[str], group: Group) -> None:
         # Not the wrapper itself, which would be a cycle: it holds the reducer, which holds this.
         self._children = wrapper._modules
         self._ignored = ignored
@@ -223,8 +219,6 @@ class ModuleParameters:
 
     def has_changed(self) -> bool:
         """Whether anything has changed since the last :meth:`update`."""
-        if self.is_fixed:
-            return False
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
             return True
         held = list(chain.from_iterable(self._contents))
@@ -253,12 +247,12 @@ class ModuleParameters:
         self,
         where: str,
         requested: Sequence[tuple[str, Tensor]] | None = None,
-        call_site: str | None = None,
+        callers: Sequence[str] = (),
     ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward; its ``call_site``
-        is given if that has to be the same on all ranks.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``callers`` are
+        the lines that have called the module and the backward, if ranks may not differ in both.
 
         Raises:
             RuntimeError: always, naming what differs.
@@ -271,11 +265,11 @@ class ModuleParameters:
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
         advice = TRAIN_THE_SAME
-        if call_site is not None and requested is None:
-            options["backward()"] = call_site
+        if callers and requested is None:
+            options["forward"], options["backward()"] = callers
             advice = (
-                "All ranks have to call backward() in the same line, as the module is replicated "
-                "in place. Put what one rank does alone under no_sync(), or use "
+                "The module is replicated in place: all ranks have to call it, or backward(), in "
+                "the same line. Put what one rank does alone under no_sync(), or use "
                 f"torch.autograd.grad: both stay on their rank. {advice}"
             )
         params = self.params if requested is None else requested

@@ -111,6 +111,7 @@ class Reduction:
         done: number of buckets that are reduced and unpacked.
         factor: factor of the sums, once it is known.
         is_captured: it is captured in a CUDA graph, whose replays make it.
+        callers: see :class:`RankHeader`; empty for all zeros.
     """
 
     bucket_set: BucketSet
@@ -129,6 +130,7 @@ class Reduction:
     weight: Weight | None = None
     of_backwards: bool = True
     is_captured: bool = False
+    callers: bytes = b""
     earlier: Sequence[bool] = ()
     arrived: Sequence[Tensor] = ()
     has_unannounced: bool = False
@@ -191,7 +193,8 @@ class Reduction:
         if self.join is not None:
             # Communication hooks divide by a number of ranks themselves.
             over_present = self.join.mean_over_present and averages
-        key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
+        skipped = tuple(self.skipped)
+        key = self.schema, self.source, weight, skipped, over_present, averages, self.callers
         if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)
         self.header = agreement.encoded

@@ -471,6 +471,9 @@ class StockDDPNames:
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with a broadcast of module buffers."""
+        state = self._ddp_state
+        if state.call is not None and state.sync.join is None:
+            return False  # one rank may run it alone: it is done after the backward
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
         return wanted and len(self._ddp_state.parameters.buffers()) > 0
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from tritonddp._torch import tree_leaves, tree_map
 from tritonddp.compiled import operators as operators  # graphs name them
 
+# The attribute of a module that is replicated in place: its wrapper.
+WRAPPER = "_tritonddp"
+
 
 def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Call ``begin_forward``, then the module, with a hook on each parameter in its backward.
@@ -48,7 +51,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 def replicated_in_one_graph(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     """As :func:`in_one_graph`, for a module that is replicated in place."""
-    return in_one_graph(module._tritonddp, *inputs, **kwargs)
+    return in_one_graph(getattr(module, WRAPPER), *inputs, **kwargs)
 
 
 def _watch_only_used(context: Any) -> None:

@@ -7,6 +7,8 @@ headers of all ranks. Each element holds one byte, which is exact in every dtype
 
 Behind the header follows the *report* of the rank: bytes that extensions ask for, which may change
 in every reduction. Reports are equally long on all ranks, and are not compared here.
+
+By one bit of its header a rank asks all ranks to stop after the same reduction.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import struct
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -29,9 +32,14 @@ from tritonddp.coordination.group import Group, group_backend
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
-# fp64 weight, hash of the schema, hash of the skipped buckets, source.
-_FORMAT = struct.Struct("<d3s2sB")
+# fp64 weight, hash of the schema, hash of the skipped buckets, source. Without a weight that is a
+# NaN, which has room for the hashes of the callers in its first bytes. In the byte of the source
+# the highest bit is set if the rank asks all to stop.
+_FORMAT = struct.Struct("<8s3s2sB")
+_WEIGHT = struct.Struct("<d")
+_NAN = _WEIGHT.pack(math.nan)
 BYTES = _FORMAT.size
+_STOPS = 0x80
 
 # Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
 # samples and some thousands of tokens both differ from it by a factor of 100 at most, and fp16 has
@@ -101,20 +109,38 @@ class RankHeader:
         weight: their weight; ``None`` where the mean is not weighted. A rank without gradients
             sends 0: it does not know whether the other ranks weight theirs.
         skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
+        stops: it asks all ranks to stop.
+        callers: of a module that is replicated in place: hashes of the lines of the program that
+            have called it and its backward, 3 bytes each. Sent without a weight.
     """
 
     schema: bytes
     source: GradSource
     weight: float | None = None
     skipped: bytes = bytes(2)
+    stops: bool = False
+    callers: bytes = b""
+
+    @classmethod
+    def of(cls, weight: bytes, schema: bytes, skipped: bytes, source: int) -> RankHeader:
+        """The header with these fields; a ValueError if there is no such source."""
+        (number,) = _WEIGHT.unpack(weight)
+        kind, stops = GradSource(source & ~_STOPS), bool(source & _STOPS)
+        if math.isnan(number):
+            return cls(schema, kind, None, skipped, stops, weight[:6])
+        return cls(schema, kind, number, skipped, stops)
 
     def encode(self, rank: int, world_size: int, report: int = 0) -> bytes:
         """The elements that ``rank`` writes: its own header, and zeros for all other ranks.
 
         Each header is followed by ``report`` bytes of zeros.
         """
-        weight = math.nan if self.weight is None else self.weight
-        mine = _FORMAT.pack(weight, self.schema, self.skipped, self.source)
+        if self.weight is None:
+            weight = self.callers + _NAN[len(self.callers) :]
+        else:
+            weight = _WEIGHT.pack(self.weight)
+        source = self.source | _STOPS if self.stops else self.source
+        mine = _FORMAT.pack(weight, self.schema, self.skipped, source)
         size = BYTES + report
         return bytes(rank * size) + mine + bytes((world_size - rank) * size - BYTES)
 
@@ -137,10 +163,7 @@ def decode(headers: Tensor) -> list[RankHeader]:
     """
     try:
         content = bytes(map(int, headers.tolist()))
-        return [
-            RankHeader(schema, GradSource(source), None if math.isnan(weight) else weight, skipped)
-            for weight, schema, skipped, source in _FORMAT.iter_unpack(content)
-        ]
+        return [RankHeader.of(*fields) for fields in _FORMAT.iter_unpack(content)]
     except (ValueError, OverflowError):
         raise SchemaMismatch from None
 
@@ -167,14 +190,14 @@ class SkippedMismatch(Mismatch):
 
 
 class SchemaMismatch(Mismatch):
-    """Ranks reduce different sets of parameters. It takes collectives to find out which."""
+    """Ranks reduce different parameters, or other lines call. Collectives find out which."""
 
 
 def check(headers: Sequence[RankHeader]) -> None:
     """Check that all ranks make the same reduction.
 
     Raises:
-        SchemaMismatch: they reduce different parameters.
+        SchemaMismatch: they reduce different parameters, or are called by different lines.
         SkippedMismatch: they skip different buckets.
         Disagreement: they are at different places of their programs.
     """
@@ -184,6 +207,11 @@ def check(headers: Sequence[RankHeader]) -> None:
         raise SkippedMismatch
     exempt = (GradSource.BROKEN, GradSource.JOINED)
     whole = {rank: each for rank, each in enumerate(headers) if each.source not in exempt}
+    callers = {each.callers for each in whole.values() if each.weight is None}
+    for one, other in combinations(callers, 2):
+        # (One of the two may differ: a rank may call another loss, or the module for other inputs.)
+        if one[:3] != other[:3] and one[3:] != other[3:]:
+            raise SchemaMismatch
     sources = {each.source for each in whole.values()}
     pairs = ({GradSource.ELSEWHERE, GradSource.FORWARD}, {GradSource.ELSEWHERE, GradSource.AGAIN})
     if len(sources) > 1 and sources not in pairs:
@@ -229,6 +257,8 @@ class Agreement:
             not wait for them. They are in the next backward; before its forward if there are
             reports. (All ranks have to find a mismatch at the same place.)
         has_reports: headers come with reports.
+        is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
+            before, whose headers each rank has read by then, one earlier and one later.
     """
 
     def __init__(
@@ -255,6 +285,9 @@ class Agreement:
         self._mine: set[bytes] = set()
         self._readback = Readback()
         self._is_alone = False  # the group exchanges nothing; this was logged
+        self.is_stopped = False
+        self._asked_at = -1  # number of reductions when this rank asked all to stop
+        self._has_stop = False  # headers that were read had such a request
 
     def open(
         self,
@@ -264,6 +297,7 @@ class Agreement:
         skipped: tuple[int, ...],
         over_present: bool,
         averages: bool,
+        callers: bytes = b"",
     ) -> None:
         """A reduction begins whose header differs from the last one: make it.
 
@@ -274,10 +308,13 @@ class Agreement:
             over_present: a mean without weights is that over the ranks that still have inputs.
                 (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
             averages: gradients are divided by the world size before they are sent.
+            callers: see :class:`RankHeader`.
         """
         self.key = None  # an interrupt below leaves no key without its header
+        asked_at = self._asked_at  # once: a signal handler may ask while this runs
+        stops = asked_at >= 0 and not self._has_stop
         items = None if weight is None else weight.items
-        self._header = RankHeader(schema, source, items, skipped_hash(skipped))
+        self._header = RankHeader(schema, source, items, skipped_hash(skipped), stops, callers)
         self._over_present = over_present
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
@@ -289,7 +326,9 @@ class Agreement:
         alike = [*mine] * size
         self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
         self.is_unanimous, self.last_headers = False, b""
-        self.key = schema, source, weight, skipped, over_present, averages
+        self.key = schema, source, weight, skipped, over_present, averages, callers
+        if self._asked_at != asked_at:
+            self.key = None  # it was asked for after that: the next header has it
 
     def with_report(self, report: bytes) -> bytes:
         """:attr:`encoded` with ``report`` in it."""
@@ -317,7 +356,8 @@ class Agreement:
         header, size = self._header, self.group.size
         factor: Tensor | None = None
         if self._over_present:
-            have_inputs = headers.view(-1, self.nbytes)[:, BYTES - 1] != GradSource.JOINED
+            sources = headers.view(-1, self.nbytes)[:, BYTES - 1].remainder(_STOPS)
+            have_inputs = sources != GradSource.JOINED
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
         if header.weight is not None:
             total = total_weight(headers, self.nbytes).view(1)
@@ -329,9 +369,12 @@ class Agreement:
             factor = weighted
         if headers.device.type == "cpu":
             self._check(headers)
+            self.is_stopped = self._has_stop
             if self.is_unanimous:
                 self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
         elif not is_capturing():  # the host does not wait for the device here
+            # (Those of the last reduction have been read, on each rank before this one began.)
+            self.is_stopped = self._has_stop
             self._readback.start(headers, work if self.has_reports else None)
             self.pending = True
         return factor
@@ -366,6 +409,34 @@ class Agreement:
         """Have the next :meth:`check_pending` raise what this one has raised."""
         self.pending = True
 
+    def request_stop(self, reductions: int) -> None:
+        """Ask all ranks to stop, in the next header that is made.
+
+        A signal handler may call it, and any thread: it takes no lock, and a request that comes
+        while :meth:`open` runs is not lost.
+
+        Args:
+            reductions: how many have begun.
+        """
+        if self._asked_at < 0:
+            self._asked_at = reductions
+            self.key = None  # after that: see the end of open()
+
+    def should_stop(self, reductions: int) -> bool:
+        """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since.
+
+        Args:
+            reductions: how many have begun.
+        """
+        if self.is_stopped:
+            return True
+        return self.group.size == 1 and 0 <= self._asked_at < reductions
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether this rank has asked all to stop, or knows that one has."""
+        return self._asked_at >= 0 or self._has_stop
+
     def set_unit(self, unit: float) -> None:
         """Go on with the :attr:`unit` of an earlier run."""
         self.unit = unit
@@ -391,6 +462,8 @@ class Agreement:
             and {content[at : at + BYTES] for at in begins} == self._mine
         ):
             self.is_unanimous = not self._over_present
+            if self._header.stops:
+                self._stop_is_asked(range(self.group.size))
         else:
             self._check_headers(headers.view(-1, size)[:, :BYTES].reshape(-1))
         if self._on_reports is not None:
@@ -399,6 +472,8 @@ class Agreement:
     def _check_headers(self, headers: Tensor) -> None:
         if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
             self.is_unanimous = not self._over_present
+            if self._header.stops:
+                self._stop_is_asked(range(self.group.size))
             return
         self.is_unanimous = False
         # Only this rank's own header has arrived: the backend exchanges nothing, as torch's
@@ -414,9 +489,13 @@ class Agreement:
                     self._where,
                     group_backend(self.group.process_group),
                 )
+            if self._header.stops:
+                self._stop_is_asked([rank])
             return
         decoded = decode(headers)
         check(decoded)
+        if asking := [rank for rank, each in enumerate(decoded) if each.stops]:
+            self._stop_is_asked(asking)
         broken = [f"rank {rank}" for rank, h in enumerate(decoded) if h.source is GradSource.BROKEN]
         if broken and self._header.source is not GradSource.BROKEN:
             logger.warning(
@@ -429,3 +508,15 @@ class Agreement:
         weights = [each.weight for each in decoded if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
         self.unit = 2.0 ** round(math.log2(mean))
+
+    def _stop_is_asked(self, ranks: Sequence[int]) -> None:
+        """These ranks ask all to stop, by the headers of a reduction that all ranks make."""
+        if not self._has_stop:
+            logger.info(
+                "rank %d: asked by %s, all ranks stop after the same reduction",
+                self.group.rank,
+                " and ".join(f"rank {rank}" for rank in ranks),
+            )
+        self._has_stop = True
+        self.key = None  # the next header is without the request
+        self.is_unanimous, self.last_headers = False, b""  # and the next headers are read

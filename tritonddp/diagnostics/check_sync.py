@@ -55,7 +55,7 @@ def check_sync(
     group, device = reducer.group, reducer.manager.current.params[0].device
     where = f"{reducer.where()}, check_sync()"
     # (A module under tensor parallelism may have other tensors in the places of its parameters.)
-    named = reducer.parameters.params if reducer.parameters.is_fixed else module.named_parameters()
+    named = module.named_parameters()
     params = [each for each in named if each[0] not in ignored]
     held = [each for each in module.named_buffers() if each[0] not in ignored]
     if buffers is False:

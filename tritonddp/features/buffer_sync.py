@@ -1,10 +1,11 @@
 """Module buffers: before the forwards for which stock DDP does it, all ranks get those of one rank.
 
-That is rank 0, inside ``join()`` the highest rank that has inputs. Buffers of all dtypes travel in
-one message. On one host, once the ranks are connected, they go through memory that the ranks share
-(:class:`~tritonddp.comm.host.shared_broadcast.SharedBroadcast`), where unchanged ones cost a
-comparison. Bytes alone decide whether a buffer has changed: versions do not count what is written
-through ``.data``.
+That is rank 0, inside ``join()`` the highest rank that has inputs. For a module that is replicated
+in place it is done after each reduced backward instead, so that one rank may run it alone. Buffers
+of all dtypes travel in one message. On one host, once the ranks are connected, they go through
+memory that the ranks share (:class:`~tritonddp.comm.host.shared_broadcast.SharedBroadcast`), where
+unchanged ones cost a comparison. Bytes alone decide whether a buffer has changed: versions do not
+count what is written through ``.data``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
@@ -26,14 +26,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tritonddp._device import is_capturing
 from tritonddp._torch import (
     COMPILED_AUTOGRAD,
     IN_COMPILED_AUTOGRAD,
     current_graph_task_id,
-    register_post_accumulate_grad_hook,
 )
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.manager import REBUILD_AFTER
@@ -54,7 +52,7 @@ from tritonddp.reducer.graph.backward import (
     EndsOfBackward,
     Forward,
     Forwards,
-    call_back,
+    WatchedParameters,
 )
 from tritonddp.reducer.graph.participation import as_trainable, is_of_others
 from tritonddp.reducer.graph.readiness import ReadyTracker
@@ -117,7 +115,7 @@ class Reducer:
         self.reference = weakref.ref(self, group.owners.discard)
         hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
-        self._other_hooks: list[Any] = []  # on parameters in no bucket
+        self._others = WatchedParameters(self.reference)
         group.join_forks(self)
         self.manager.notify(partial(_renumber, self.reference))
         self._track()
@@ -192,9 +190,13 @@ class Reducer:
         if self.parameters.refresh(self.where, in_backward):
             self._watch_others()
 
-    def count_any_call(self) -> None:
-        """Reduce all backwards outside ``no_sync``, whatever of the module has been called."""
+    def count_any_call(self, afterwards: Callable[[], None]) -> None:
+        """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
+
+        ``afterwards`` is called on all ranks when that is done.
+        """
         self.forwards.count_any_call()
+        self.reductions.call_afterwards(afterwards)
         self._watch_others()
 
     def _watch_others(self) -> None:
@@ -202,15 +204,8 @@ class Reducer:
 
         Where any call counts, no forward may tell of a frozen parameter that is trained now.
         """
-        self._unwatch_others()
-        params = self.parameters.in_no_bucket(all_of_them=self.forwards.call_sites is not None)
-        hook: Any = partial(call_back, self.reference, None)  # type: ignore[arg-type]
-        with as_trainable(params):
-            self._other_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
-
-    def _unwatch_others(self) -> None:
-        while self._other_hooks:
-            self._other_hooks.pop().remove()
+        any_call = self.forwards.call_sites is not None
+        self._others.watch(self.parameters.in_no_bucket(all_of_them=any_call))
 
     def wait_post_backward(self) -> None:
         """Wait for the futures that buffer hooks have returned."""
@@ -313,9 +308,7 @@ class Reducer:
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
-        schema, site = self.parameters.schema, self.forwards.call_site
-        if site is not None:
-            self.statistics.call_site, schema = site, site[schema]
+        callers = self.statistics.callers = self.forwards.callers
         reduction = Reduction(
             current,
             () if is_alone else current.buckets,
@@ -325,12 +318,13 @@ class Reducer:
             used,
             source,
             f"rank {group.rank}, step {self.counters.reductions + 1}",
-            schema,
+            self.parameters.schema,
             self.sync.join,
             [False] * len(current.segments),
             [0] * len(current.buckets),
             is_alone,
             is_captured=is_captured,
+            callers=b"" if callers is None else callers[0].hash + callers[1].hash,
             earlier=left.used,
             arrived=tracker.log,
             has_unannounced=bool(missing),
@@ -566,6 +560,8 @@ class Reducer:
         # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: make_up
         # waits for them.)
         self._close(backward)
+        if self.reductions.afterwards is not None:
+            self.reductions.afterwards()
         for call in self.events.on_end:
             call(reduction)
         if self.post_backward:
@@ -704,6 +700,8 @@ class Reducer:
         self.unreduced.clear(self.manager.current.params)
         for close in self.events.on_close:
             close(last)
+        if self.reductions.afterwards is not None:
+            self.reductions.afterwards()
         for end in self.events.on_end:
             end(last)
 
@@ -771,7 +769,7 @@ class Reducer:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True
         self.tracker.remove()
-        self._unwatch_others()
+        self._others.watch(())
         self.group.owners.discard(self.reference)
         self.backward = None
         self.contexts.detach()

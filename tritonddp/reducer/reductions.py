@@ -74,6 +74,7 @@ class Reductions:
         memory: moves buckets to memory of the host; ``None`` if they stay with the process group.
         reentrant: parameters whose gradients come without announcement.
         statistics: facts about the steps so far.
+        afterwards: see :meth:`call_afterwards`.
     """
 
     # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
@@ -125,6 +126,11 @@ class Reductions:
         self.reentrant = ReentrantGrads()
         self.statistics = Statistics()
         self._broadcast = broadcast
+        self.afterwards: Callable[[], None] | None = None
+
+    def call_afterwards(self, function: Callable[[], None]) -> None:
+        """Call this on all ranks whenever a backward is reduced, or made up for."""
+        self.afterwards = function
 
     def where(self) -> str:
         """This rank and its step, for messages."""
@@ -314,6 +320,8 @@ class Reductions:
             self.complete(reduction, arrived)
         except Mismatch as error:
             self.raise_mismatch(error, reduction)
+        if self.afterwards is not None:
+            self.afterwards()
 
     # Without a backward
 
@@ -388,5 +396,5 @@ class Reductions:
             raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
         if self.memory is not None:  # all ranks come here, and wait for each other in verify()
             self.memory.end()
-        site = self.statistics.call_site
-        self.parameters.verify(self.where(), requested, None if site is None else str(site))
+        callers = [each.name for each in self.statistics.callers or ()]
+        self.parameters.verify(self.where(), requested, callers)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from types import NoneType
+from sys import _getframe
+from types import FrameType, NoneType
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +21,14 @@ from tritonddp._torch import (
     backward_hooks_of,
     current_graph_task_id,
     queue_end_of_backward,
+    register_post_accumulate_grad_hook,
     tree_leaves,
 )
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.graph.call_site import ENGINE, CallSite, CallSites
+from tritonddp.reducer.graph.participation import as_trainable
 from tritonddp.reducer.graph.unreduced import Unreduced
 
 
@@ -61,6 +63,7 @@ class Forward:
     reductions: int  # number of reductions before it
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
     reached: bool = False  # a reduced backward has gone through its outputs
+    caller: CallSite | None = None  # the line that has called the module, replicated in place
 
     def is_reached(self) -> None:
         """A reduced backward goes through one more of its outputs."""
@@ -84,15 +87,18 @@ class Forwards:
     Attributes:
         call_sites: of a module that is replicated in place, where a backward that goes through no
             output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
-        call_site: that of the last reduced backward. ``None`` for a wrapper, and inside ``join()``,
-            where ranks without inputs call none.
+        caller: the line that calls the module now; ``None`` if it is not known.
+        callers: of the last reduced backward: the line that has called the module, and the one that
+            has called the backward. ``None`` for a wrapper, and inside ``join()``, where ranks
+            without inputs call none.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         deferred_error: what the next forward raises.
     """
 
     def __init__(self) -> None:
         self.call_sites: CallSites | None = None
-        self.call_site: CallSite | None = None
+        self.caller: CallSite | None = None
+        self.callers: tuple[CallSite, CallSite] | None = None
         self.deferred_error: str | None = None
         self._number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
@@ -102,7 +108,7 @@ class Forwards:
     def count_any_call(self) -> None:
         """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
 
-        All ranks have to call it in the same place of the program, see :class:`CallSites`.
+        The same lines of the program have to call it on all ranks, see :class:`CallSites`.
         """
         self.call_sites = CallSites()
 
@@ -126,7 +132,10 @@ class Forwards:
         self._number += 1
         self._is_armed = self._is_armed or syncs
         self.was_local = not syncs
-        return Forward(self._number, reductions, syncs)
+        forward = Forward(self._number, reductions, syncs)
+        if self.caller is not None:
+            forward.caller, self.caller = self.caller, None
+        return forward
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
@@ -174,7 +183,7 @@ class Forwards:
             return None
         if self.call_sites is not None:
             # As in call_site.py, but with no call in a steady step on the CPU.
-            caller = sys._getframe()
+            caller: FrameType | None = _getframe()
             while caller is not None and caller.f_code.co_name != ENGINE:
                 caller = caller.f_back
             while caller is not None and caller.f_globals.get("__name__", "")[:6] == "torch.":
@@ -184,7 +193,8 @@ class Forwards:
                 site = self.call_sites.get((id(caller.f_code), caller.f_lasti))
             if site is None:
                 site = self.call_sites.find(caller)
-            self.call_site = site if join is None else None
+            begun = site if forward is None or forward.caller is None else forward.caller
+            self.callers = (begun, site) if join is None else None
         if forward is None:
             return GradSource.ELSEWHERE
         was_reached, forward.reached = forward.reached, True
@@ -455,6 +465,24 @@ def watch(reference: weakref.ref[Any], forward: Forward, outputs: Iterable[Tenso
         ):
             continue
         output.register_hook(unserializable_hook(partial(call_back, reference, forward)))
+
+
+class WatchedParameters:
+    """Parameters in no bucket: a backward that reaches nothing else is noticed by their gradients.
+
+    ``reference`` is that to the :class:`Listener` that is called.
+    """
+
+    def __init__(self, reference: weakref.ref[Any]) -> None:
+        self._hook: Any = partial(call_back, reference, None)
+        self._handles: list[Any] = []
+
+    def watch(self, params: Sequence[Parameter]) -> None:
+        """Watch these, trainable or not, and no others."""
+        while self._handles:
+            self._handles.pop().remove()
+        with as_trainable(params):
+            self._handles = [register_post_accumulate_grad_hook(p, self._hook) for p in params]
 
 
 def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tensor) -> None:

@@ -1,72 +1,66 @@
-"""Where in the program ``backward()`` is called: all ranks are in the same place of it, or wrong.
+"""Where in the program a module and ``backward()`` are called: the same on all ranks, or wrong.
 
 A module that is replicated in place reduces every backward through its parameters. So if one rank
 alone makes a backward, for a saliency map say, the others would take it for their next step, and no
 number of forwards or backwards tells them apart: each rank has made as many as the others, until
-the program ends. What differs is the line that calls ``backward()``.
+the program ends. What differs are the lines that call the module and ``backward()``.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from hashlib import sha256
 from pathlib import PurePath
-from types import CodeType, FrameType
+from sys import _current_frames
+from types import FrameType
 
 # The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
 # they run on the thread of the caller.
 ENGINE = "_engine_run_backward"
-# Length of a hash of parameters, see schema_hash().
-_NBYTES = 3
 
 
-class CallSite(dict[bytes, bytes]):
-    """A line that calls ``backward()``: maps a hash of parameters to one of them and this line.
+class CallSite:
+    """A line of the program.
 
     Attributes:
-        code, line: of the function, and the number of the line; ``None`` if it is not known.
+        name: the function and the line, for errors.
+        hash: of the file's name and the line, 3 bytes. (Not of the function: torch.compile makes
+            others of it, perhaps on one rank alone.)
     """
 
-    code: CodeType | None = None
-    line = 0
-
-    def __missing__(self, schema: bytes) -> bytes:
-        self[schema] = both = sha256(schema + str(self).encode()).digest()[:_NBYTES]
-        return both
-
-    def __str__(self) -> str:
-        """The function, the file and the line, for errors."""
-        code = self.code
-        if code is None:
-            return "called on another thread than the main one"
-        function = getattr(code, "co_qualname", code.co_name)  # of Python 3.11
-        return f"called in {function} ({PurePath(code.co_filename).name}:{self.line})"
+    def __init__(self, frame: FrameType | None) -> None:
+        line = "another thread than the main one"
+        self.name = f"called on {line}"
+        if frame is not None:
+            code = self._code = frame.f_code  # keeps the key of CallSites its own
+            line = f"{PurePath(code.co_filename).name}:{frame.f_lineno}"
+            # (The name with the class is of Python 3.11.)
+            self.name = f"called in {getattr(code, 'co_qualname', code.co_name)} ({line})"
+        self.hash = sha256(line.encode()).digest()[:3]
 
 
 class CallSites(dict[tuple[int, int], CallSite]):
-    """The lines that have called ``backward()`` so far, by the id of their code and the place in it.
+    """The lines that were found so far, by the id of their code and the place in it.
 
-    A line is the nearest one outside of torch that has called the engine. On a GPU hooks run on
-    threads of the engine: then it is looked for in the main thread; if that runs no backward,
-    nothing is known, on no rank.
+    That of a backward is the nearest one outside of torch that has called the engine. On a GPU
+    hooks run on threads of the engine: then it is looked for in the main thread; if that runs no
+    backward, nothing is known, on no rank.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._unknown = CallSite()
+        self._unknown = CallSite(None)
         self._main = threading.main_thread().ident or 0
 
     def find(self, frame: FrameType | None) -> CallSite:
-        """The line of ``frame``, which has called the backward that runs; ``None``: look for it."""
+        """The line of ``frame``; ``None``: look for that of the backward that runs."""
         if frame is None:
-            frame = _caller(sys._current_frames().get(self._main))
+            frame = _caller(_current_frames().get(self._main))
             if frame is None:
                 return self._unknown
         key = id(frame.f_code), frame.f_lasti
         if key not in self:
-            site = self[key] = CallSite()
-            site.code, site.line = frame.f_code, frame.f_lineno
+            self[key] = CallSite(frame)
         return self[key]
 
 

@@ -1,0 +1,196 @@
+"""A rank asks all ranks to stop: by one bit of its header, which is never lost."""
+
+import sys
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonddp.coordination.agreement import (
+    BYTES,
+    Agreement,
+    GradSource,
+    RankHeader,
+    SchemaMismatch,
+    Weight,
+    check,
+    decode,
+    schema_hash,
+    total_weight,
+)
+
+HERE = schema_hash(["here"])
+KEY = HERE, GradSource.FORWARD, None, (), False, True
+
+
+def of_rank(rank: int, world_size: int, report: int = 0, **more: Any) -> Agreement:
+    group: Any = SimpleNamespace(rank=rank, size=world_size)
+    return Agreement(group, report, **more)
+
+
+def asks(agreement: Agreement) -> bool:
+    """Whether the header of this rank, as it is sent now, asks all to stop."""
+    begin = agreement.group.rank * agreement.nbytes
+    (header,) = decode(torch.tensor([*agreement.encoded[begin:][:BYTES]]).float())
+    return header.stops
+
+
+def exchange(*agreements: Agreement, key: Any = KEY, dtype: Any = torch.float32) -> Tensor:
+    """What arrives in the first bucket, if each rank looks at its key as a reduction does."""
+    for each in agreements:
+        if each.key != key:
+            each.open(*key)
+    return sum(torch.tensor([*each.encoded], dtype=dtype) for each in agreements)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("source", GradSource)
+def test_the_bit_changes_nothing_else_of_a_header(dtype: torch.dtype, source: GradSource) -> None:
+    headers = [RankHeader(HERE, source, 0.5 * rank, stops=rank == 1) for rank in range(3)]
+    total = torch.zeros(3 * BYTES, dtype=dtype)
+    for rank, header in enumerate(headers):
+        total += torch.tensor([*header.encode(rank, 3)], dtype=dtype)
+    assert decode(total) == headers
+    assert total_weight(total).item() == 1.5
+    check(headers)
+
+
+@pytest.mark.parametrize("report", [0, 5])
+@pytest.mark.parametrize("asking", [[0], [2], [0, 1], [0, 1, 2]])
+@pytest.mark.parametrize("source", [GradSource.FORWARD, GradSource.REQUEST, GradSource.CONTEXT])
+def test_all_ranks_stop_after_the_reduction_that_carries_it(
+    source: GradSource, asking: list[int], report: int
+) -> None:
+    agreements = [of_rank(rank, 3, report) for rank in range(3)]
+    key = (HERE, source, *KEY[2:])
+
+    def reduce() -> list[bool]:
+        headers = exchange(*agreements, key=key)
+        for each in agreements:
+            each.read(headers, "here")
+        return [each.is_stopped for each in agreements]
+
+    assert reduce() == [False] * 3
+    steady = [each.encoded for each in agreements]
+    for rank in asking:
+        agreements[rank].request_stop(1)
+    assert [each.is_stopped for each in agreements] == [False] * 3
+    assert reduce() == [True] * 3
+    assert not any(each.is_unanimous or each.last_headers for each in agreements)
+    for rank in range(3):  # too late to matter
+        agreements[rank].request_stop(2)
+    for _ in range(2):
+        assert reduce() == [True] * 3
+        assert [each.encoded for each in agreements] == steady, "it is not sent again"
+        assert all(each.is_unanimous and each.last_headers for each in agreements)
+
+
+def test_a_request_is_no_mismatch_between_weights_and_an_empty_rank() -> None:
+    one, two = of_rank(0, 2), of_rank(1, 2)
+    two.request_stop(0)
+    one.open(HERE, GradSource.FORWARD, Weight(3.0), (), False, True)
+    two.open(HERE, GradSource.JOINED, Weight(0.0), (), False, True)
+    headers = torch.tensor([*one.encoded]).float() + torch.tensor([*two.encoded]).float()
+    factors = [each.read(headers, "here") for each in (one, two)]
+    assert [float(factor) for factor in factors] == [2 * 16 / 3] * 2  # type: ignore[arg-type]
+    assert one.is_stopped
+    assert two.is_stopped
+
+
+def test_a_mean_over_those_that_are_there_counts_a_rank_that_asks_as_what_it_is() -> None:
+    agreements = [of_rank(rank, 3) for rank in range(3)]
+    for each in agreements:
+        each.request_stop(0)
+        source = GradSource.JOINED if each.group.rank == 1 else GradSource.FORWARD
+        each.open(HERE, source, None, (), True, True)
+    headers = sum(torch.tensor([*each.encoded]).float() for each in agreements)
+    for each in agreements:
+        assert each.read(headers, "here").tolist() == [1.5]  # type: ignore[union-attr]
+        assert each.is_stopped
+
+
+def test_ranks_that_differ_do_not_stop_by_what_may_be_no_headers() -> None:
+    one, two = of_rank(0, 2), of_rank(1, 2)
+    two.request_stop(0)
+    one.open(*KEY)
+    two.open(schema_hash(["there"]), *KEY[1:])
+    headers = torch.tensor([*one.encoded]).float() + torch.tensor([*two.encoded]).float()
+    for each in (one, two):
+        with pytest.raises(SchemaMismatch):
+            each.read(headers, "here")
+        assert not each.is_stopped
+    both = exchange(one, two)
+    for each in (one, two):
+        each.read(both, "here")
+        assert each.is_stopped, "it is asked for again"
+
+
+@pytest.mark.parametrize("asking", [[0], [1], [0, 1]])
+def test_a_backend_that_exchanges_nothing_brings_this_ranks_own_request(asking: list[int]) -> None:
+    alone = of_rank(0, 2)
+    alone._is_alone = True  # this was logged
+    alone.open(*KEY)
+    if 0 in asking:
+        alone.request_stop(0)
+        alone.open(*KEY)
+    alone.read(torch.tensor([*alone.encoded]).float(), "here")
+    assert alone.is_stopped == (0 in asking)
+
+
+def test_one_rank_alone_stops_after_the_next_reduction_without_a_header() -> None:
+    alone = of_rank(0, 1)
+    assert not alone.should_stop(5)
+    alone.request_stop(5)
+    assert not alone.should_stop(5)
+    assert alone.should_stop(6)
+    alone.request_stop(7)
+    assert alone.should_stop(7)
+
+
+class Striking:
+    """Calls ``request_stop`` before the instruction of this number in ``Agreement.open``."""
+
+    def __init__(self, agreement: Agreement, number: int) -> None:
+        self._agreement, self._left = agreement, number
+        self.has_struck = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not Agreement.open.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not self.has_struck:
+            self._left -= 1
+            if self._left < 0:
+                self.has_struck = True
+                self._agreement.request_stop(0)
+        return self
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_request_between_any_two_instructions_of_open_is_not_lost(is_first: bool) -> None:
+    number, in_the_same = 0, 0
+    while True:
+        agreement = of_rank(1, 2)
+        if not is_first:
+            agreement.open(*KEY)
+        striking = Striking(agreement, number)
+        before = sys.gettrace()
+        sys.settrace(striking)
+        try:
+            agreement.open(*KEY)
+        finally:
+            sys.settrace(before)
+        if not striking.has_struck:
+            break
+        if asks(agreement):
+            in_the_same += 1
+        else:
+            assert agreement.key is None, f"instruction {number}: nobody makes the header anew"
+            agreement.open(*KEY)
+            assert asks(agreement)
+        assert agreement.key == KEY, "a steady step does not make it anew"
+        number += 1
+    assert number > 100
+    assert 0 < in_the_same < number

@@ -1,0 +1,313 @@
+"""One rank asks all ranks to stop: all do, after the same reduction, and nothing more is sent."""
+
+import copy
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, gather, ranks, recorded_collectives
+from modules import mlp
+from recording.programs import PROGRAMS, Run
+from recording.recorder import Recorder
+from torch import nn
+from training import WAYS, assert_close, breaking_off, counted, drawn, gradients, train_step, wrap
+
+import tritonddp
+from tritonddp import DistributedDataParallel
+
+ASKED_AT = 3  # the first step is number 0
+
+
+def steps_to_stop(
+    ddp: DistributedDataParallel, step: Callable[[int], object], asking: set[int] | None = None
+) -> int:
+    """Steps until ``should_stop()``; these ranks, or the last one, have asked before ASKED_AT."""
+    asking = {dist.get_world_size() - 1} if asking is None else asking
+    for number in range(ASKED_AT + 3):
+        if number == ASKED_AT and dist.get_rank() in asking:
+            ddp.request_stop()
+        assert not ddp.should_stop(), f"before step {number}"
+        step(number)
+        if ddp.should_stop():
+            return number
+    raise AssertionError("no rank stops")
+
+
+def assert_all_stop(found: int, what: str = "") -> None:
+    assert gather(found) == [ASKED_AT] * dist.get_world_size(), what
+
+
+@pytest.mark.parametrize("asking", [{0}, {1}, {0, 1, 2}])
+@ranks(3)
+def test_all_ranks_stop_after_the_same_step_and_nothing_more_is_sent(asking: set[int]) -> None:
+    module = mlp(4, 8, 2)
+    ddp, plain = wrap(module), wrap(copy.deepcopy(module))
+    sent: list[Any] = []
+
+    def step(number: int) -> None:
+        with counted(ddp) as mine, recorded_collectives() as calls:
+            train_step(ddp, drawn(5, 4, step=number))
+        sent.append((mine.collectives, mine.wire_bytes, mine.sent_bytes, calls.names))
+        train_step(plain, drawn(5, 4, step=number))
+        assert_same_bits(gradients(ddp), gradients(plain), f"step {number}")
+
+    assert_all_stop(steps_to_stop(ddp, step, asking))
+    for number in range(ASKED_AT + 1, ASKED_AT + 4):
+        step(number)
+        assert ddp.should_stop()
+    assert sent[1:] == [sent[1]] * (len(sent) - 1)  # the first step agrees on an order
+    agreement = ddp._ddp_state.core.agreement
+    assert agreement.is_unanimous, "headers are steady again"
+    assert agreement.last_headers
+    assert not plain.should_stop(), "that is up to each wrapper"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@ranks(2)
+def test_whatever_a_step_is_made_of_the_request_arrives(name: str) -> None:
+    run, plain = (Run(PROGRAMS[name], Recorder(), "cpu") for _ in range(2))
+
+    def step(_: int) -> None:
+        run.step()
+        plain.step()
+        assert_same_bits(run.gradients(), plain.gradients(), name)
+
+    assert_all_stop(steps_to_stop(run.net, step), name)
+    step(0)
+    assert run.net.should_stop()
+
+
+MORE = {
+    **WAYS,
+    "metrics": {"metrics": True},
+    "drift": {"check_drift": "raise"},
+    "auto": {"compression": "auto"},
+    "means of buffers": {"buffer_sync": "mean"},
+    "used": {"find_unused_parameters": False},
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@ranks(2)
+def test_whatever_the_options_are_the_request_arrives(name: str) -> None:
+    ddp = DistributedDataParallel(mlp(6, 300, 2), bucket_cap_mb=0.001, **MORE[name])
+    assert_all_stop(steps_to_stop(ddp, lambda n: train_step(ddp, drawn(5, 6, step=n))), name)
+
+
+def of_request(ddp: DistributedDataParallel, number: int) -> None:
+    params = list(ddp.parameters())
+    ddp.reduce_gradients(torch.autograd.grad(ddp(drawn(5, 4)).sum(), params), params)
+
+
+def of_accumulation(ddp: DistributedDataParallel, number: int) -> None:
+    with ddp.no_sync():
+        for _ in range(1 + dist.get_rank()):
+            ddp(drawn(5, 4)).sum().backward()
+            assert not ddp.should_stop()
+    train_step(ddp, drawn(5, 4))
+
+
+def in_halves(ddp: DistributedDataParallel, number: int) -> None:
+    ddp.require_manual_backward_finalization = True
+    ddp(drawn(5, 4)).sum().backward()
+    assert not ddp.should_stop(), "it waits for its end"
+    ddp.finalize_backward()
+
+
+def with_new_parameters(ddp: DistributedDataParallel, number: int) -> None:
+    ddp.module.register_parameter(f"late{number}", nn.Parameter(torch.ones(3)))
+    late = ddp.module.get_parameter(f"late{number}")
+    (ddp(drawn(5, 4)).sum() * late.sum()).backward()
+
+
+def frozen_and_not(ddp: DistributedDataParallel, number: int) -> None:
+    next(ddp.parameters()).requires_grad_(number % 2 == 0)
+    train_step(ddp, drawn(5, 4))
+
+
+def twice(ddp: DistributedDataParallel, number: int) -> None:
+    loss = ddp(drawn(5, 4)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    "step", [of_request, of_accumulation, in_halves, with_new_parameters, frozen_and_not, twice]
+)
+@ranks(2)
+def test_whatever_reduces_carries_the_request(step: Any) -> None:
+    ddp = wrap(mlp(4, 8, 2))
+    assert_all_stop(steps_to_stop(ddp, lambda number: step(ddp, number)))
+
+
+@ranks(2, 3)
+def test_a_request_in_the_backward_itself_is_for_this_step_or_for_the_next(rank: int) -> None:
+    """As a signal may come: in a hook of any parameter, before its header is made or after."""
+    for asked_in in range(4):
+        ddp = wrap(mlp(4, 8, 2), bucket_cap_mb=1e-4)
+        param = list(ddp.parameters())[asked_in]
+        for number in range(6):
+            if number == 2 and rank == 1:
+                handle = param.register_hook(lambda _, ddp=ddp: ddp.request_stop())
+            train_step(ddp, drawn(5, 4, step=number))
+            if number == 2 and rank == 1:
+                handle.remove()
+            if ddp.should_stop():
+                break
+        (stopped,) = set(gather(number))
+        assert stopped in (2, 3)
+
+
+@ranks(2, 3)
+def test_a_rank_without_inputs_asks_and_the_mean_is_still_over_those_with_inputs(
+    rank: int,
+) -> None:
+    ddp, last = wrap(mlp(4, 8, 2)), dist.get_world_size() - 1
+    steps = 0
+    with ddp.join(divide_by_initial_world_size=False):
+        for number in range(2 if rank else 8):
+            x = drawn(5, 4, step=number)
+            train_step(ddp, x)
+            steps += 1
+            if ddp.should_stop():
+                break
+        if rank == 0:
+            alone = copy.deepcopy(ddp.module)
+            train_step(alone, x)
+            assert_close(gradients(ddp), gradients(alone))
+        if rank == last:
+            ddp.request_stop()  # in the next header, which says that it has run out of inputs
+    assert gather(steps) == [3] + [2] * last
+    assert ddp.should_stop()
+
+
+@ranks(2)
+def test_a_forward_without_a_backward_inside_join_carries_it(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2))
+    with ddp.join():
+        for number in range(4):
+            if number == 2 and rank:
+                ddp.request_stop()
+            ddp(drawn(5, 4))
+            if ddp.should_stop():
+                break
+    assert gather(number) == [2, 2], "a forward makes the reduction of the one before it"
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+@ranks(2)
+def test_a_rank_whose_backward_broke_off_stops_with_the_others(rank: int, asking: int) -> None:
+    ddp = wrap(mlp(4, 8, 2), bucket_cap_mb=1e-4)
+    param = list(ddp.parameters())[-1]
+    for _ in range(3):
+        train_step(ddp, drawn(5, 4))
+    if rank == asking:
+        ddp.request_stop()
+    loss = ddp(drawn(5, 4)).sum()
+    with breaking_off(param, rank == 1):
+        loss.backward()
+    assert ddp.should_stop(), "the others do, and wait for nobody"
+    train_step(ddp, drawn(5, 4))
+    assert not any(grad.isnan().any() for grad in gradients(ddp) if grad is not None)
+
+
+@ranks(1)
+def test_one_rank_alone_stops_after_the_next_reduction() -> None:
+    for options in ({}, {"reduce_dtype": torch.bfloat16}, {"metrics": True}):
+        ddp = wrap(mlp(4, 8, 2), **options)
+        assert_all_stop(steps_to_stop(ddp, lambda _, ddp=ddp: train_step(ddp, drawn(5, 4))))
+        with ddp.no_sync():
+            train_step(ddp, drawn(5, 4))
+        assert ddp.should_stop()
+    ddp = wrap(mlp(4, 8, 2))
+    assert_all_stop(steps_to_stop(ddp, lambda number: of_request(ddp, number)))
+    ddp = wrap(mlp(4, 8, 2))
+    ddp.request_stop()
+    with ddp.no_sync():
+        train_step(ddp, drawn(5, 4))
+    assert not ddp.should_stop()
+
+
+@ranks(2)
+def test_another_thread_may_ask_at_any_time(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2), bucket_cap_mb=1e-4)
+    timer = threading.Timer(0.05, ddp.request_stop)
+    if rank:
+        timer.start()
+    number = 0
+    while not ddp.should_stop():
+        train_step(ddp, drawn(5, 4))
+        number += 1
+    assert len(set(gather(number))) == 1
+
+
+@ranks(3)
+def test_the_ranks_of_a_new_group_agree_anew(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2))
+    train_step(ddp, drawn(5, 4))
+    if rank == 1:
+        ddp.request_stop()
+    group = dist.new_group([0, 1])
+    ddp._update_process_group(group)
+    if rank == 2:
+        return
+    train_step(ddp, drawn(5, 4))
+    assert ddp.should_stop()
+
+
+@ranks(2)
+def test_a_copy_is_asked_for_itself(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2))
+    ddp.request_stop()
+    copied = copy.deepcopy(ddp)
+    for each in (ddp, copied):
+        train_step(each, drawn(5, 4))
+    assert ddp.should_stop()
+    assert not copied.should_stop()
+
+
+@ranks(3)
+def test_who_asked_is_logged_once_on_each_rank(rank: int) -> None:
+    lines: list[str] = []
+
+    class Listing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("tritonddp.comm.reduction"), Listing()
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        ddp = wrap(mlp(4, 8, 2))
+        if rank:
+            ddp.request_stop()
+        for _ in range(3):
+            train_step(ddp, drawn(5, 4))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    asked = "asked by rank 1 and rank 2, all ranks stop after the same reduction"
+    assert [line for line in lines if "stop" in line] == [f"rank {rank}: {asked}"]
+
+
+@ranks(2)
+def test_a_signal_to_one_rank_stops_all_models_of_all_ranks(rank: int) -> None:
+    first = wrap(mlp(4, 8, 2))
+    train_step(first, drawn(5, 4))
+    with tritonddp.stop_on_signal(signal.SIGUSR2):
+        if rank:
+            signal.raise_signal(signal.SIGUSR2)
+        second = wrap(mlp(4, 8, 2))  # later than the signal
+        for ddp in (first, second):
+            assert not ddp.should_stop()
+            train_step(ddp, drawn(5, 4))
+            assert ddp.should_stop()
+    third = wrap(mlp(4, 8, 2))  # later than the end of it
+    train_step(third, drawn(5, 4))
+    assert not third.should_stop()

@@ -1,0 +1,477 @@
+"""``replicate(module)``: the module stays the same, and any call of it is synchronised."""
+
+import copy
+import gc
+import io
+import pickle
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks, sequence_number
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from training import descend, drawn, gradients, squares, train_step
+
+import tritonddp
+from tritonddp import DistributedDataParallel, ddp, replicate
+from tritonddp.reducer.graph.call_site import CallSites
+
+
+class Encoder(nn.Module):
+    """A model that is used in several ways."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 8), norm(8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+def seeded(norm: type[nn.Module] = nn.LayerNorm) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(norm)
+
+
+def means(net: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[Tensor | None]:
+    """The means over the ranks of the gradients of this loss, by a plain copy of ``net``."""
+    plain = copy.deepcopy(net)
+    plain.zero_grad()
+    call(plain).backward()
+    own = gradients(plain)
+    others: list[list[Tensor | None]] = gather(own)
+    found = []
+    for grads in zip(*others, strict=True):
+        present = [grad for grad in grads if grad is not None]
+        mean = torch.stack(present).sum(0) / dist.get_world_size() if present else None
+        found.append(mean)
+    return found
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "forward": lambda net, x: squares(net(x)),
+    "method": lambda net, x: squares(net.encode(x)),
+    "submodule": lambda net, x: squares(net.encoder(x)),
+    "part of a submodule": lambda net, x: squares(net.encoder[:2](x)),
+    "parameter": lambda net, x: squares(net.head.weight) * x.sum(),
+    "forward and submodule": lambda net, x: squares(net(x)) + squares(net.encoder[0](x)),
+    "forward function": lambda net, x: squares(net.forward(x)),
+    "checkpoint": lambda net, x: squares(net.head(checkpoint(net.encoder, x, use_reentrant=False))),
+    "functional_call": lambda net, x: squares(
+        functional_call(net, dict(net.named_parameters()), (x,))
+    ),
+}
+
+
+@ranks(2, 3)
+def test_every_call_of_it_is_averaged() -> None:
+    net = replicate(seeded())
+    for number in range(3):  # the order of the buckets is new after the first
+        for name, call in WAYS.items():
+            x = drawn(5, 4, step=number)
+            expected = means(net, lambda each, call=call, x=x: call(each, x))
+            net.zero_grad()
+            call(net, x).backward()
+            assert_same_on_all_ranks(gradients(net), name)
+            for found, mean in zip(gradients(net), expected, strict=True):
+                torch.testing.assert_close(found, mean)
+
+
+@ranks(2)
+def test_the_module_is_what_it_was(rank: int) -> None:
+    net = seeded()
+    before = list(net.state_dict()), [name for name, _ in net.named_modules()], repr(net)
+    params = list(net.parameters())
+    made = replicate(net)
+    assert made is net
+    assert (list(net.state_dict()), [name for name, _ in net.named_modules()], repr(net)) == before
+    assert all(map(torch.is_same_size, params, net.parameters()))
+    assert [id(each) for each in params] == [id(each) for each in net.parameters()]
+    assert isinstance(net, Encoder)
+    assert type(net).__name__ == "Encoder"
+    assert type(net).__module__ == Encoder.__module__
+    assert type(replicate(seeded())) is type(net)
+    assert ddp(net).module is net
+    assert ddp(ddp(net)) is ddp(net)
+    assert net.encode.__func__ is Encoder.encode
+
+
+@ranks(2, 3)
+def test_bits_of_the_wrapper_in_fifty_steps(rank: int) -> None:
+    wrapped = seeded(nn.BatchNorm1d)
+    both = replicate(seeded(nn.BatchNorm1d)), DistributedDataParallel(wrapped)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in both]
+    for number in range(50):
+        for net, optimizer in zip(both, optimizers, strict=True):
+            with net.no_sync() if number % 7 == 3 else nullcontext():
+                squares(net(drawn(5, 4, step=number))).backward()
+            if number % 7 != 3:
+                net.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    net = both[0]
+    for (name, found), expected in zip(net.named_parameters(), wrapped.parameters(), strict=True):
+        assert_same_bits(found, expected, name)
+    if rank == 0:  # the others have its buffers already, the wrapper's in the next forward
+        for (name, found), expected in zip(net.named_buffers(), wrapped.buffers(), strict=True):
+            assert_same_bits(found, expected, name)
+    assert_same_on_all_ranks(list(net.buffers()), "buffers")
+
+
+# What one rank does alone
+
+
+@ranks(2, 3)
+def test_a_backward_of_one_rank_alone_is_an_error_on_all_and_averages_nothing(rank: int) -> None:
+    net = replicate(seeded())
+    for number in range(3):
+        train_step(net, drawn(5, 4, step=number))
+        descend(net)
+
+    def probe_on_rank_0() -> None:
+        if rank == 0:
+            net.zero_grad()
+            net(drawn(2, 4)).max(1).values.sum().backward()
+        train_step(net, drawn(5, 4, step=9))
+
+    with pytest.raises(RuntimeError, match=r"step 4.*\n.*option 'forward'") as error:
+        probe_on_rank_0()
+    text = str(error.value)
+    assert re.search(r"rank 0 has 'called in .*probe_on_rank_0 \(test_replicate.py:", text)
+    assert "has 'called in train_step (training.py:" in text
+    assert "under no_sync(), or use torch.autograd.grad" in text
+    train_step(net, drawn(5, 4, step=4))  # and training may go on
+    assert_same_on_all_ranks(gradients(net))
+
+
+@ranks(2)
+def test_a_probe_stays_on_its_rank_in_no_sync_and_by_autograd_grad(rank: int) -> None:
+    net = replicate(seeded(nn.BatchNorm1d))
+    expected = copy.deepcopy(net)
+    expected_wrapper = DistributedDataParallel(expected)
+    for number in range(4):
+        for each in (net, expected_wrapper):
+            train_step(each, drawn(5, 4, step=number))
+            descend(each)
+        if rank == 0:
+            with net.no_sync():
+                net.eval()(drawn(2, 4)).max(1).values.sum().backward()
+            net.zero_grad()
+            x = drawn(2, 4).requires_grad_()
+            params = list(net.parameters())
+            assert torch.autograd.grad(net(x).sum(), [x, *params])[1].shape == params[0].shape
+            net.train()
+    assert_same_bits(list(net.parameters()), list(expected.parameters()))
+
+
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+@ranks(2)
+def test_one_rank_alone_may_evaluate_a_model_with_buffers(transport: str, rank: int) -> None:
+    net = replicate(seeded(nn.BatchNorm1d), transport=transport)
+    for number in range(4):
+        train_step(net, drawn(5, 4, step=number))
+        assert_same_on_all_ranks(list(net.buffers()), "buffers after a backward")
+        before = sequence_number()
+        if rank == 0:
+            net.eval()
+            with torch.no_grad():
+                net(drawn(7, 4))
+            net(drawn(7, 4))
+            net.train()
+            net.zero_grad()
+        assert sequence_number() == before
+
+
+@ranks(2)
+def test_buffers_of_a_method_are_those_of_rank_0() -> None:
+    net = replicate(seeded(nn.BatchNorm1d))
+    for number in range(3):
+        squares(net.encode(drawn(5, 4, step=number))).backward()
+        assert_same_on_all_ranks(list(net.buffers()), "buffers")
+
+
+@ranks(2)
+def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(rank: int) -> None:
+    net = replicate(seeded(nn.BatchNorm1d))
+    train_step(net, drawn(5, 4))
+    loss = squares(net(drawn(5, 4, step=1)))
+    if rank == 1:
+        handle = net.encoder[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+    for number in range(2, 5):
+        train_step(net, drawn(5, 4, step=number))
+        assert_same_on_all_ranks([*gradients(net), *net.buffers()])
+
+
+# What else changes
+
+
+@ranks(2)
+def test_parameters_that_are_unfrozen_are_averaged_by_methods_alone() -> None:
+    net = seeded()
+    net.head.requires_grad_(False)
+    replicate(net)
+    for number in range(2):
+        net.zero_grad()
+        squares(net.encode(drawn(5, 4, step=number))).backward()
+    net.head.requires_grad_(True)
+    net.encoder.requires_grad_(False)
+    for number in range(3):
+        x = drawn(5, 8, step=number)
+        expected = means(net, lambda each, x=x: squares(each.head(x)))
+        net.zero_grad()
+        squares(net.head(x)).backward()
+        torch.testing.assert_close(gradients(net), expected)
+
+
+@ranks(2)
+def test_synchronisation_is_switched_by_the_names_of_fsdp2(rank: int) -> None:
+    net = replicate(seeded())
+    net.set_requires_gradient_sync(False)
+    squares(net.encode(drawn(5, 4))).backward()
+    first, other = gather(net.encoder[0].weight.grad)
+    assert not torch.equal(first, other)
+    net.set_requires_gradient_sync(True)
+    squares(net.encode(drawn(5, 4, step=1))).backward()
+    assert_same_on_all_ranks(gradients(net))
+    with pytest.raises(TypeError, match="requires_gradient_sync"):
+        net.set_requires_gradient_sync("no")  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_weights_norms_and_reductions_on_request(rank: int) -> None:
+    net = replicate(seeded(), metrics=True)
+    x = drawn(6 - 2 * rank, 4)
+    with net.weighted(len(x)):
+        net.encode(x).square().mean().backward()
+    expected = copy.deepcopy(net)
+    expected.zero_grad()
+    expected.encode(
+        torch.cat([drawn(6, 4, rank=0), drawn(4, 4, rank=1)])
+    ).square().mean().backward()
+    torch.testing.assert_close(gradients(net), gradients(expected))
+    assert float(net.clip_grad_norm_(1e-3)) > 1e-3
+    net.check_sync()
+    found = net.reduce_gradients(torch.autograd.grad(squares(net(x)), list(net.parameters())))
+    assert isinstance(found, tuple)
+    assert_same_on_all_ranks(list(found))
+    assert net.metrics()["step"] == 1
+
+
+@ranks(2)
+def test_ranks_with_fewer_inputs_join(rank: int) -> None:
+    net = replicate(seeded(nn.BatchNorm1d))
+    with net.join():
+        for number in range(3 + rank):
+            train_step(net, drawn(5, 4, step=number))
+            descend(net)
+    assert_same_on_all_ranks([*net.parameters(), *net.buffers()])
+
+
+@ranks(2)
+def test_optimizers_step_in_the_backward_of_a_method() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    net = seeded()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    replicate(net)
+    for number in range(3):
+        squares(net.encode(drawn(5, 4, step=number))).backward()
+        assert_same_on_all_ranks(list(net.parameters()))
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        self.calls += 1  # type: ignore[operator]
+        return self(self.layer(x), depth - 1) if depth else x
+
+
+@ranks(2)
+def test_a_module_that_calls_itself_is_one_forward(rank: int) -> None:
+    net = replicate(Recursive())
+    for number in range(3):
+        train_step(net, drawn(2, 4, step=number))
+    assert ddp(net)._ddp_state.core.statistics.forwards == 3
+    assert_same_on_all_ranks([*gradients(net), *net.buffers()])
+
+
+@ranks(1)
+def test_a_world_of_one() -> None:
+    net = replicate(seeded(nn.BatchNorm1d))
+    plain = copy.deepcopy(net)
+    for number in range(3):
+        for each in (net, plain):
+            train_step(each, drawn(5, 4, step=number))
+        assert_same_bits(gradients(net), gradients(plain))
+    assert ddp(net).reducer.counters.wire_bytes == 0
+
+
+# Copies
+
+
+def by_pickle(net: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(net))
+
+
+def by_torch_save(net: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, by_pickle, by_torch_save])
+@ranks(2)
+def test_a_copy_is_a_plain_module(copied: Callable[[nn.Module], nn.Module], rank: int) -> None:
+    net = replicate(seeded())
+    train_step(net, drawn(5, 4))
+    made = copied(net)
+    assert type(made) is Encoder
+    assert vars(made).keys() == vars(seeded()).keys()
+    assert_same_bits(list(made.parameters()), list(net.parameters()))
+    if copied is not copy.copy and rank == 0:  # trained by one rank alone
+        train_step(made, drawn(5, 4))
+    if copied is not copy.copy:
+        again = replicate(made)
+        train_step(again, drawn(5, 4, step=1))
+        assert_same_on_all_ranks(gradients(again))
+    train_step(net, drawn(5, 4, step=2))
+    assert_same_on_all_ranks(gradients(net))
+
+
+@ranks(2)
+def test_a_slice_and_a_copied_dictionary_are_other_modules() -> None:
+    net = replicate(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    part = net[:2]
+    assert part(drawn(2, 4)).shape == (2, 4)
+    with pytest.raises(TypeError, match="Sequential is not replicated"):
+        ddp(part)
+    other = net.__new__(type(net))
+    other.__dict__ = net.__dict__.copy()
+    other._modules = {"0": nn.Linear(4, 7)}
+    assert other(drawn(2, 4)).shape == (2, 7)
+
+
+@ranks(2)
+def test_it_is_freed_with_its_hooks() -> None:
+    net = replicate(seeded())
+    train_step(net, drawn(5, 4))
+    params = [weakref.ref(each) for each in net.parameters()]
+    state, kept = weakref.ref(ddp(net)._ddp_state), net.head
+    del net
+    gc.collect()
+    assert state() is None
+    assert sum(each() is not None for each in params) == 2
+    squares(kept(drawn(2, 8))).backward()  # its own rank's
+
+
+# What cannot be replicated
+
+
+class Named(Encoder):
+    def metrics(self) -> None:
+        """Of its own."""
+
+
+class Failing(Encoder):
+    @property
+    def no_sync(self) -> None:
+        raise ValueError("not now")
+
+
+class Slotted(nn.Module):
+    __slots__ = ("extra", "layer")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = 3
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.extra
+
+
+@ranks(2)
+def test_a_module_with_slots() -> None:
+    net = replicate(Slotted())
+    train_step(net, drawn(5, 4))
+    assert_same_on_all_ranks(gradients(net))
+    assert "extra" not in vars(net)
+
+
+@ranks(2)
+def test_what_cannot_be_replicated_is_named_and_left_as_it_was() -> None:
+    whole = replicate(nn.Sequential(seeded(), nn.Linear(3, 2)))
+    wrapped = DistributedDataParallel(seeded())
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (whole, ValueError, "it is replicated already"),
+        (whole[0], ValueError, "it is a part of a Sequential that is replicated already"),
+        (nn.ModuleList([whole]), ValueError, "its part '0' is replicated already"),
+        (wrapped, TypeError, "this DistributedDataParallel is a wrapper"),
+        (wrapped.module, ValueError, "it is wrapped already"),
+        (torch.jit.script(nn.Linear(2, 2)), TypeError, "is a TorchScript module"),
+        (Named(), ValueError, "Named has attributes of its own.*: metrics"),
+        (Failing(), ValueError, "Failing has attributes of its own.*: no_sync"),
+        ("net", TypeError, r"module must be a torch.nn.Module, got str"),
+        (nn.Tanh(), RuntimeError, "doesn't have any parameter"),
+    ]
+    for module, kind, message in cases:
+        before = type(module)
+        with pytest.raises(kind, match=message):
+            replicate(module)
+        assert type(module) is before
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
+        replicate(seeded(), bucket_size=3)
+    with pytest.raises(ValueError, match=r"use torch\.autocast"):
+        replicate(seeded(), mixed_precision=object())
+    with pytest.raises(ValueError, match="'0' is replicated in place already"):
+        DistributedDataParallel(nn.ModuleList([whole]))
+    with pytest.raises(TypeError, match="Encoder is not replicated"):
+        ddp(seeded())
+    with pytest.raises(TypeError, match="int is not replicated"):
+        tritonddp.ddp(3)
+
+
+# The line of a backward
+
+
+def test_the_line_of_a_backward_is_found_from_a_thread_of_the_engine() -> None:
+    """As on a GPU, where hooks run on threads of the engine."""
+    sites, found = CallSites(), []
+
+    def on_gradient(_: Tensor) -> None:
+        thread = threading.Thread(target=lambda: found.append(sites.find(None)))
+        thread.start()
+        thread.join()
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(on_gradient)
+    x.sum().backward()
+    x.sum().backward()
+    first, second = found
+    assert "called in test_the_line" in first.name
+    assert "test_replicate.py:" in first.name
+    assert first.name != second.name
+    assert first.hash != second.hash
+    assert sites.find(None).name == "called on another thread than the main one"

@@ -1,0 +1,317 @@
+"""``stop_on_signal``: the first signal asks all ranks to stop, the second does as before."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from launched import ROOT
+from training import in_threads
+
+import tritonddp
+from tritonddp.integrations.signals import StopOnSignal
+from tritonddp.state import DDPState
+
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+class Asked:
+    """Stands for the state of a wrapper."""
+
+    class group:
+        rank = 3
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def request_stop(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def asked() -> Iterator[Asked]:
+    """A wrapper; at the end all handlers are those from before."""
+    before = {each: signal.getsignal(each) for each in (USR1, USR2, signal.SIGTERM, signal.SIGINT)}
+    stand_in: Any = Asked()
+    DDPState.live.add(stand_in)
+    yield stand_in
+    DDPState.live.discard(stand_in)
+    DDPState.stop_requests.clear()
+    after = {each: signal.getsignal(each) for each in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert after == before
+
+
+def test_the_first_signal_asks_and_the_second_does_what_it_did_before(asked: Asked) -> None:
+    calls: list[int] = []
+    before = signal.signal(USR1, lambda number, frame: calls.append(number))
+    former = signal.getsignal(USR1)
+    tritonddp.stop_on_signal(USR1)
+    signal.raise_signal(USR1)
+    assert (asked.count, calls) == (1, [])
+    assert signal.getsignal(USR1) is former
+    signal.raise_signal(USR1)
+    assert (asked.count, calls) == (1, [USR1])
+    signal.signal(USR1, before)
+
+
+def test_sigterm_is_the_default_and_each_signal_has_a_first_one(asked: Asked) -> None:
+    with tritonddp.stop_on_signal() as handler:
+        assert signal.getsignal(signal.SIGTERM) == handler._handle
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with tritonddp.stop_on_signal(USR1, USR2):
+        signal.raise_signal(USR1)
+        signal.raise_signal(USR2)
+    assert asked.count == 3
+
+
+def test_it_is_taken_back_where_nobody_has_set_another_handler(asked: Asked) -> None:
+    def other(number: int, frame: Any) -> None:
+        pass
+
+    before = signal.getsignal(USR1), signal.getsignal(USR2)
+    with tritonddp.stop_on_signal(USR1, USR2):
+        signal.signal(USR2, other)
+    assert signal.getsignal(USR1) == before[0]
+    assert signal.signal(USR2, before[1]) is other
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_handler_that_was_set_later_and_calls_ours_stays(is_removed: bool, asked: Asked) -> None:
+    calls: list[str] = []
+    before = signal.signal(USR1, lambda *_: calls.append("former"))
+    ours = tritonddp.stop_on_signal(USR1)
+    former = signal.getsignal(USR1)
+
+    def later(number: int, frame: Any) -> None:
+        calls.append("later")
+        former(number, frame)  # type: ignore[operator]
+
+    signal.signal(USR1, later)
+    if is_removed:
+        ours.remove()
+    else:
+        signal.raise_signal(USR1)
+        assert calls == ["later"]
+        assert asked.count == 1
+    calls.clear()
+    assert signal.getsignal(USR1) is later
+    signal.raise_signal(USR1)
+    assert calls == ["later", "former"]
+    signal.signal(USR1, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGWINCH, signal.SIGCONT])
+def test_a_signal_that_did_nothing_before_does_nothing_the_second_time(
+    number: int, asked: Asked
+) -> None:
+    ours = tritonddp.stop_on_signal(number)
+    former = signal.getsignal(number)
+    signal.signal(number, lambda *args: former(*args))  # type: ignore[operator,misc]
+    chained = signal.getsignal(number)
+    for _ in range(3):
+        signal.raise_signal(number)
+        assert signal.getsignal(number) is chained
+    assert asked.count == 1
+    signal.signal(number, signal.SIG_DFL)
+    ours.remove()
+
+
+def test_an_ignored_signal_is_ignored_the_second_time(asked: Asked) -> None:
+    before = signal.signal(USR1, signal.SIG_IGN)
+    tritonddp.stop_on_signal(USR1)
+    for _ in range(3):
+        signal.raise_signal(USR1)
+    assert asked.count == 1
+    signal.signal(USR1, before)
+
+
+def test_ctrl_c_asks_and_ctrl_c_again_interrupts(asked: Asked) -> None:
+    with tritonddp.stop_on_signal(signal.SIGINT):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert asked.count == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ctrl_c_while_nothing_may_interrupt(count: int, asked: Asked) -> None:
+    from tritonddp.coordination.interrupts import Uninterrupted
+
+    def struck() -> None:
+        with Uninterrupted():
+            for _ in range(count):
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with tritonddp.stop_on_signal(signal.SIGINT):
+        if count == 1:
+            struck()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                struck()
+        assert signal.getsignal(signal.SIGINT) is before
+    assert asked.count == 1
+
+
+def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Asked) -> None:
+    lines: list[str] = []
+    lock = threading.Lock()
+
+    class Locked(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with lock:
+                lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("tritonddp.signals"), Locked()
+    logger.addHandler(handler)
+    try:
+        with tritonddp.stop_on_signal(USR1):
+            with lock:
+                signal.raise_signal(USR1)
+                assert asked.count == 1
+            deadline = time.monotonic() + 30
+            while not lines and time.monotonic() < deadline:
+                time.sleep(0.01)
+    finally:
+        logger.removeHandler(handler)
+    (line,) = lines
+    assert line == (
+        "rank 3: SIGUSR1: asks all ranks to stop after the same reduction; a second SIGUSR1 does "
+        "what it did before"
+    )
+
+
+@pytest.mark.parametrize(
+    ("signals", "error", "said"),
+    [
+        (["SIGTERM"], TypeError, "should be a number such as signal.SIGTERM, got 'SIGTERM'"),
+        ([None], TypeError, "got None"),
+        ([True], TypeError, "got True"),
+        ([15.0], TypeError, r"got 15\.0"),
+        ([USR1, 4000], ValueError, "there is no signal 4000"),
+        ([0], ValueError, "there is no signal 0"),
+        ([signal.SIGKILL], ValueError, "cannot go on after SIGKILL"),
+        ([USR1, signal.SIGSTOP], ValueError, "cannot go on after SIGSTOP"),
+        ([signal.SIGSEGV], ValueError, "cannot go on after SIGSEGV: use another signal"),
+    ],
+)
+def test_what_is_no_signal_to_stop_on_is_an_error_and_changes_nothing(
+    signals: list[Any], error: type[Exception], said: str, asked: Asked
+) -> None:
+    with pytest.raises(error, match=said):
+        tritonddp.stop_on_signal(*signals)
+
+
+def test_another_thread_is_told_what_to_do(asked: Asked) -> None:
+    def there() -> None:
+        with pytest.raises(RuntimeError, match="main thread only: call it there, or have this"):
+            tritonddp.stop_on_signal()
+        with pytest.raises(RuntimeError, match="main thread only"):
+            ours.remove()
+
+    with tritonddp.stop_on_signal(USR1) as ours:
+        in_threads(there)
+
+
+def test_a_handler_that_python_cannot_put_back_is_refused(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with pytest.raises(RuntimeError, match=r"SIGUSR1 was not set by Python.*signal\.SIG_DFL"):
+        tritonddp.stop_on_signal(USR1)
+    monkeypatch.undo()
+
+
+def test_a_handler_that_cannot_be_set_leaves_none_behind(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_handler = signal.signal
+
+    def refuse(number: int, handler: Any) -> Any:
+        if number == USR2 and getattr(handler, "__self__", None).__class__ is StopOnSignal:
+            raise OSError("on purpose")
+        return set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", refuse)
+    with pytest.raises(OSError, match="on purpose"):
+        tritonddp.stop_on_signal(USR1, USR2)
+    monkeypatch.undo()
+
+
+def test_wrapping_on_another_thread_meanwhile_is_no_error(asked: Asked) -> None:
+    kept: list[Any] = []
+    ends = threading.Event()
+
+    def wrap() -> None:
+        while not ends.is_set():
+            kept[:] = [Asked() for _ in range(50)]
+            for each in kept:
+                DDPState.live.add(each)
+
+    thread = threading.Thread(target=wrap, daemon=True)
+    thread.start()
+    try:
+        for _ in range(50):
+            with tritonddp.stop_on_signal(USR1):
+                signal.raise_signal(USR1)
+    finally:
+        ends.set()
+        thread.join(30)
+    assert asked.count == 50
+
+
+def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        **options,
+    )
+
+
+TWICE = """
+import os, signal, time
+import tritonddp
+tritonddp.stop_on_signal()
+os.kill(os.getpid(), signal.SIGTERM)
+print("first", flush=True)
+time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGTERM)
+print("second")
+"""
+
+
+def test_sigterm_twice_ends_the_process() -> None:
+    done = python(TWICE)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == "first\n"
+    assert "SIGTERM: asks all ranks to stop" in done.stderr
+
+
+# Pool.terminate() waits for workers to which it sends SIGTERM.
+FORKED = """
+import multiprocessing, os, signal
+import tritonddp
+tritonddp.stop_on_signal()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(sorted(pool.map(abs, [-1, -2])), flush=True)
+pool.join()
+print("terminated", flush=True)
+"""
+
+
+def test_a_forked_process_is_ended_by_the_first_signal() -> None:
+    done = python(FORKED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[1, 2]\nterminated\n"

@@ -1,0 +1,1 @@
+"""Ranks get signals at any moment of training, a thousand times: all stop after the same step."""

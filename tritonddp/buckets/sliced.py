@@ -1,0 +1,130 @@
+"""Parameters of which each rank has a part: a device mesh with tensor parallelism beside this one.
+
+The module holds DTensors then, whose gradients would be DTensors too. So each is replaced by a
+parameter that is its local part. While the module runs, or a part of it that is called alone, a
+DTensor is made from that, and autograd leads the gradient to the local part. Stock DDP does not put
+the parameters back: after the first forward the module has none, and ``state_dict()`` lacks them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_REPLACED = "_tritonddp_replaced"
+# The hook of all optimizers that finds those of replaced parameters, once there are some.
+_hooks: list[Any] = []
+
+
+class _Layout(NamedTuple):
+    """What a DTensor is beyond its local part."""
+
+    mesh: Any
+    placements: Any
+    shape: Any
+    stride: Any
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> _Layout:
+        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def whole(self, local: Tensor) -> DTensor:
+        """The DTensor of which this is the local part."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+    def __deepcopy__(self, _: Any) -> _Layout:
+        return self  # a copy of the module has the same mesh
+
+
+class _Parts:
+    """The parameters of one module, without its submodules, that are local parts.
+
+    Args:
+        table: the module's parameters by name.
+        layouts: of the DTensors, by name.
+    """
+
+    def __init__(self, table: dict[str, Any], layouts: dict[str, _Layout]) -> None:
+        self._table = table
+        self._layouts = layouts
+        self._local: dict[str, Parameter] = {}  # while DTensors are in their place
+        self._running = 0  # forwards, one inside the other
+
+    def begin(self, *_: Any) -> None:
+        """A forward begins: make DTensors."""
+        self._running += 1
+        if self._running == 1:
+            self._local = {name: self._table[name] for name in self._layouts}
+            for name, layout in self._layouts.items():
+                self._table[name] = layout.whole(self._local[name])
+
+    def end(self, *_: Any) -> None:
+        """A forward is over, or has failed: put the local parts back."""
+        self._running -= 1
+        if self._running == 0:
+            self._table.update(self._local)
+
+    def save(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Checkpoints hold DTensors, as without data parallelism."""
+        for name, layout in self._layouts.items():
+            if (local := state.get(prefix + name)) is not None:
+                state[prefix + name] = layout.whole(local)
+
+    def load(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Take the local parts of such DTensors."""
+        for name in self._layouts:
+            if isinstance(saved := state.get(prefix + name), DTensor):
+                state[prefix + name] = saved.to_local()
+
+
+def localize(module: nn.Module) -> None:
+    """Replace all DTensors among the parameters of ``module`` by parameters that are local.
+
+    Optimizers are made afterwards: one of the replaced parameters raises a RuntimeError when it
+    steps.
+    """
+    local_of: dict[Tensor, Parameter] = {}  # a parameter may have several names
+    for owner in module.modules():
+        table: dict[str, Any] = owner._parameters
+        found = {name: param for name, param in table.items() if isinstance(param, DTensor)}
+        if not found:
+            continue
+        for name, param in found.items():
+            if param not in local_of:
+                local_of[param] = Parameter(param.to_local().detach(), param.requires_grad)
+                setattr(param, _REPLACED, True)
+            table[name] = local_of[param]
+        layouts = {name: _Layout.of(param) for name, param in found.items()}
+        parts = _Parts(table, layouts)
+        owner.register_state_dict_post_hook(partial(_Parts.save, parts))
+        owner.register_load_state_dict_pre_hook(parts.load)
+        for each in dict.fromkeys((module, owner)):
+            each.register_forward_pre_hook(parts.begin, prepend=True)
+            each.register_forward_hook(parts.end, always_call=True)
+    if local_of and not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_refuse_replaced))
+
+
+def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
+    """Hook of all optimizers."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, DTensor) and hasattr(param, _REPLACED):
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} was made before its parameters became local "
+                    "parts, for data parallelism in one dimension of a larger mesh, and would "
+                    "change nothing: make the optimizer after the module is replicated or wrapped"
+                )

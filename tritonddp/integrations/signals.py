@@ -1,0 +1,200 @@
+"""Signals of a cluster, a terminal or a spot machine: all ranks stop after the same reduction."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import logging
+import operator
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from tritonddp.state import DDPState
+
+logger = logging.getLogger("tritonddp.signals")
+
+# No handler may be set for the first two. The others are faults: a handler in Python runs after the
+# instruction that failed, which is then repeated for ever.
+_UNUSABLE = {
+    signal.SIGKILL,
+    signal.SIGSTOP,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+}
+
+
+def stop_on_signal(*signals: int) -> StopOnSignal:
+    """From now on the first of each of these signals asks all ranks to stop.
+
+    It asks for all models that are wrapped, and for those that are wrapped later: the training loop
+    looks at :meth:`DistributedDataParallel.should_stop`. One rank that gets a signal is enough.
+    The handler from before is put back then, so the second signal of a kind does what it did
+    before: SIGTERM ends the process. A process that is forked from this one gets the handler from
+    before at once.
+
+    Whoever sets a handler after this, and calls the former one, calls this one; called a second
+    time it hands on to the one before.
+
+    Args:
+        signals: numbers, such as ``signal.SIGUSR1``; by default ``signal.SIGTERM``.
+
+    Returns:
+        An object to take it back: ``remove()``, or the end of a ``with`` block, puts the handlers
+        from before back, where they have not been replaced. Models that are asked to stop are
+        asked still; models that are wrapped after it are not.
+
+    Raises:
+        RuntimeError: this is not the main thread, or a handler was not set by Python.
+        TypeError: a signal is no number.
+        ValueError: there is no such signal, or a process cannot go on after it.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module)
+        with tritonddp.stop_on_signal():
+            for inputs, targets in batches:
+                loss_function(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if model.should_stop():
+                    break  # all ranks do, after the same step
+    """
+    return StopOnSignal(_checked(signals or (signal.SIGTERM,)))
+
+
+def _checked(signals: Sequence[int]) -> list[int]:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "stop_on_signal() was called on the thread "
+            f"{threading.current_thread().name!r}, and Python sets handlers on the main thread "
+            "only: call it there, or have this thread call request_stop() of the wrapped model"
+        )
+    numbers = []
+    for each in signals:
+        try:
+            if isinstance(each, bool):
+                raise TypeError
+            number = operator.index(each)
+        except TypeError:
+            raise TypeError(
+                f"a signal should be a number such as signal.SIGTERM, got {each!r}"
+            ) from None
+        if number not in signal.valid_signals():
+            raise ValueError(f"there is no signal {number}: use one such as signal.SIGTERM")
+        if number in _UNUSABLE:
+            raise ValueError(
+                f"a process cannot go on after {_name(number)}: use another signal, such as "
+                "signal.SIGTERM"
+            )
+        if signal.getsignal(number) is None:
+            raise RuntimeError(
+                f"the handler of {_name(number)} was not set by Python, and could not be put back: "
+                f"call signal.signal(signal.{_name(number)}, signal.SIG_DFL) before, or use "
+                "another signal"
+            )
+        numbers.append(number)
+    return numbers
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+class StopOnSignal:
+    """The handler that :func:`stop_on_signal` sets."""
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        self._process = os.getpid()
+        self._is_removed = False
+        self._handled: set[int] = set()
+        # (Complete before the first handler is set: a signal may come at once.)
+        self._former: dict[int, Any] = {each: signal.getsignal(each) for each in signals}
+        try:
+            for each in self._former:
+                signal.signal(each, self._handle)
+        except OSError:
+            self.remove()
+            raise
+
+    def __enter__(self) -> StopOnSignal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Put the handlers from before back, where they have not been replaced.
+
+        Raises:
+            RuntimeError: this is not the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("handlers of signals can be put back on the main thread only")
+        self._is_removed = True
+        for number in self._former:
+            self._put_back(number)
+        DDPState.stop_requests.discard(self)
+
+    def _put_back(self, number: int) -> None:
+        if signal.getsignal(number) == self._handle:  # else somebody has set another one
+            signal.signal(number, self._former[number])
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs between any two instructions of the main thread: takes no lock that it may hold."""
+        if self._is_removed or number in self._handled or os.getpid() != self._process:
+            self._hand_on(number, frame)
+            return
+        self._handled.add(number)
+        self._put_back(number)
+        DDPState.stop_requests.add(self)  # first: a module may be wrapped on another thread
+        states = _wrapped()
+        for state in states:
+            state.request_stop()
+        who = f"rank {states[0].group.rank}" if states else f"process {self._process}"
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            # Handlers of loggers have locks, which the main thread may hold now.
+            _thread.start_new_thread(_log, (who, _name(number)))
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        """Do what the signal did before."""
+        former = self._former[number]
+        if callable(former):
+            former(number, frame)
+        elif former == signal.SIG_DFL:
+            installed = signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            # Still there: by default this signal does not end the process.
+            if installed is not None:
+                signal.signal(number, installed)
+
+
+def _wrapped() -> list[DDPState]:
+    while True:
+        try:
+            return list(DDPState.live)
+        except RuntimeError:  # another thread has wrapped a module meanwhile
+            continue
+
+
+def _log(who: str, name: str) -> None:
+    logger.warning(
+        "%s: %s: asks all ranks to stop after the same reduction; a second %s does what it did "
+        "before",
+        who,
+        name,
+        name,
+    )
