@@ -21,6 +21,7 @@ from differential.in_ranks import (
     PLAIN,
     STOCK,
     Played,
+    as_in_place,
     build,
     play_all,
 )
@@ -113,14 +114,8 @@ def _differences(scenario: Scenario, played: Sequence[Played], ways: str) -> Ite
                         f"inside {_shown(inside.seen)}"
                     )
         return
-    for rank, each in enumerate(played):
-        wrapped = each.get(BESIDE, each[OURS])
-        for ours, mine in zip(wrapped, each.get(IN_PLACE, wrapped), strict=True):
-            if ours != mine:
-                yield (
-                    f"{_where(scenario, IN_PLACE, rank, mine)} is {_shown(mine.seen)}, and "
-                    f"{_shown(ours.seen)} in a wrapper"
-                )
+    if IN_PLACE in played[0]:
+        yield from _in_place(scenario, played)
     if ways == IN_PLACE_ALONE:
         return
     end = len(scenario.actions) + 1
@@ -142,6 +137,23 @@ def _differences(scenario: Scenario, played: Sequence[Played], ways: str) -> Ite
     # What stock sums in another order on three ranks goes its own way from there: that both are
     # within rounding of the oracle, step by step, says more than how far apart they end.
     yield from Judge(scenario, STOCK).differences([each[STOCK] for each in played], end)
+
+
+def _in_place(scenario: Scenario, played: Sequence[Played]) -> Iterator[str]:
+    """With the bits of the wrapper, but where buffers come to the other ranks later or sooner."""
+    in_place = as_in_place(scenario)
+    has_buffers = any(entry.kind == "buffer" for entry in played[0][IN_PLACE])
+    if has_buffers and scenario.options.syncs_buffers and not scenario.counts:
+        end = len(scenario.actions) + 1
+        yield from Judge(in_place, IN_PLACE).differences([each[IN_PLACE] for each in played], end)
+        return
+    for rank, each in enumerate(played):
+        for ours, mine in zip(each.get(BESIDE, each[OURS]), each[IN_PLACE], strict=True):
+            if ours != mine:
+                yield (
+                    f"{_where(in_place, IN_PLACE, rank, mine)} is {_shown(mine.seen)}, and "
+                    f"{_shown(ours.seen)} in a wrapper"
+                )
 
 
 def _is_held(entry: Entry) -> bool:
@@ -177,7 +189,8 @@ class Judge:
 
     def __init__(self, scenario: Scenario, title: str) -> None:
         self._scenario, self._title = scenario, title
-        self._oracle = Oracle(scenario, [build(scenario, 0) for _ in range(scenario.world_size)])
+        networks = [build(scenario, 0) for _ in range(scenario.world_size)]
+        self._oracle = Oracle(scenario, networks, in_place=title == IN_PLACE)
         self._next = 0  # action that was not judged yet
         self.farthest = 0.0
         self.exact = self.rounded = 0

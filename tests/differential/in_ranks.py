@@ -166,15 +166,20 @@ def _transports(scenario: Scenario) -> list[str]:
     return through if scenario.world_size == 2 else [through[0]] * 2
 
 
-def _play_in_place(scenario: Scenario, ways: Sequence[partial[Any]]) -> Played:
-    """Replicated in place; and once more wrapped, if that must be another program.
+def as_in_place(scenario: Scenario) -> Scenario:
+    """The same without copies that go on: those of a replicated module are plain ones.
 
-    A copy of a replicated module is a plain one: another one that goes on has loaded a checkpoint.
+    Another one that has loaded a checkpoint does.
     """
     actions = tuple(
         Renew("checkpoint") if action == Renew("copy") else action for action in scenario.actions
     )
-    in_place = replace(scenario, actions=actions)
+    return replace(scenario, actions=actions)
+
+
+def _play_in_place(scenario: Scenario, ways: Sequence[partial[Any]]) -> Played:
+    """Replicated in place; and once more wrapped, if that must be another program."""
+    in_place = as_in_place(scenario)
     replicate = partial(tritonddp.replicate, **ways[1].keywords)
     played = {IN_PLACE: play(in_place, IN_PLACE, replicate, scenario.options)}
     if in_place != scenario:
