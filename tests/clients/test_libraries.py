@@ -29,8 +29,9 @@ class Library:
         unused: whether a parameter that nothing uses is found without an option.
         in_place: whether it trains a module that is replicated in place.
         saved: collectives that a step needs less than with stock: where the buffers of a BatchNorm
-            are sent, stock sends two messages, one for each dtype, and tritonddp one. Trainer of
-            transformers has stock look for unused parameters, which takes one more.
+            are sent, stock sends two messages, one for each dtype, and tritonddp none: they go
+            through the memory of the host. Trainer of transformers has stock look for unused
+            parameters, which takes one more.
     """
 
     packages: tuple[str, ...]
@@ -40,12 +41,12 @@ class Library:
 
 
 LIBRARIES = {
-    "accelerate": Library(("accelerate",), saved=1),
-    "fabric": Library(("lightning",), saved=1),
+    "accelerate": Library(("accelerate",), saved=2),
+    "fabric": Library(("lightning",), saved=2),
     # It wraps by an Accelerator that it makes itself, out of reach of use_tritonddp().
-    "fastai": Library(("fastai", "accelerate"), in_place=False, saved=1),
-    "ignite": Library(("ignite",), saved=1),
-    "lightning": Library(("lightning", "torchmetrics"), saved=1),
+    "fastai": Library(("fastai", "accelerate"), in_place=False, saved=2),
+    "ignite": Library(("ignite",), saved=2),
+    "lightning": Library(("lightning", "torchmetrics"), saved=2),
     # Runner says find_unused_parameters=False. All of a model's buffers stay where they are.
     "mmengine": Library(("mmengine",), unused=False),
     # Its optimizer averages what it has made of the gradients, if the model is a wrapper.
@@ -53,7 +54,7 @@ LIBRARIES = {
     "peft": Library(("peft", "transformers"), saved=1),
     "timm": Library(("timm", "torchvision")),
     "torchft": Library(("torchft",)),
-    "torchmetrics": Library(("torchmetrics",), saved=1),
+    "torchmetrics": Library(("torchmetrics",), saved=2),
     "transformers": Library(("transformers", "accelerate")),
 }
 every_library = pytest.mark.parametrize("name", sorted(LIBRARIES))
@@ -100,7 +101,13 @@ def test_a_library_ends_with_stocks_bits_and_sends_no_more(name: str) -> None:
 def test_a_library_that_trains_in_place_ends_with_stocks_bits_too(name: str) -> None:
     stock, ours = report(name, "stock"), report(name, "in_place")
     assert "DistributedDataParallel" not in ours["model"]
-    compare(name, stock, ours)
+    # Buffers come to the other ranks after a backward, with stock before the next forward.
+    (_, first), *_ = stock["bits"]
+    as_there = [
+        [params, first if mine[1] == first else buffers]
+        for mine, (params, buffers) in zip(ours["bits"], stock["bits"], strict=True)
+    ]
+    compare(name, {**stock, "bits": as_there}, ours)
 
 
 def compare(name: str, stock: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from differential.comparison import differences
 from differential.generator import KINDS, scenario_of
 from differential.hostile.comparison import Difference, hostile_differences
 from differential.hostile.generator import ROOTS, program_of
-from differential.hostile.in_ranks import OURS, WRAPPERS
+from differential.hostile.in_ranks import OURS, WRAPPERS, is_of
 from differential.in_ranks import ALL, COMPILED, IN_PLACE_ALONE
 from differential.mutations import MUTATIONS
 
@@ -83,7 +83,7 @@ def main() -> int:
         batch = _BATCH[arguments.kind]
         size = batch if count is None else min(batch, count - played)
         seeds: Sequence[int] = range(seed + played, seed + played + size)
-        if arguments.root:
+        if arguments.kind == "hostile":
             seeds = [each for each in seeds if _is_of(each, arguments)]
         alone += len(seeds)
         if arguments.v:
@@ -114,7 +114,9 @@ def _program(seed: int, arguments: argparse.Namespace) -> object:
 
 
 def _is_of(seed: int, arguments: argparse.Namespace) -> bool:
-    return {*program_of(seed, arguments.world).roots} <= {*arguments.root}
+    program = program_of(seed, arguments.world)
+    is_root = not arguments.root or {*program.roots} <= {*arguments.root}
+    return is_root and is_of(arguments.wrapper, program)
 
 
 def _differences(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[object]:
