@@ -1,4 +1,5 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
+# make evidence    failures that people reported, with stock and with tritonddp (minutes)
 # make test    the tests that are quick, of every room, in under 5 minutes on 2 cores once installed
 #              (make test TORCH=2.11.0: against another torch, in a venv of its own)
 # make test-all       all tests but those that find little more (half an hour)
@@ -49,12 +50,15 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs dist clean
+.PHONY: demo evidence test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
 	@echo "Training the digits on 2 processes, with stock DDP and then with tritonddp ..."
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py --task digits --ddp both $(ARGS)
+
+evidence: $(VENV)/.demo-installed
+	@$(BIN)/python examples/failures/run.py $(ARGS)
 
 test: $(VENV)/.test-installed
 	@echo "Running the tests that are quick, of every room (minutes: many of them start processes) ..."

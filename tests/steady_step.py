@@ -81,17 +81,24 @@ def calls(function: Callable[[], Any]) -> Counter[tuple[str, str]]:
 
 
 def steady_step(
-    count: int, buckets: int, size: int, is_local: bool = False, **options: Any
+    count: int,
+    buckets: int,
+    size: int,
+    is_local: bool = False,
+    in_place: bool = False,
+    **options: Any,
 ) -> Counter[tuple[str, str]]:
     """What a step of ``count`` parameters in so many buckets calls; on all ranks at once.
 
     Args:
         size: elements of a parameter.
         is_local: the step runs under ``no_sync``.
+        in_place: the model is replicated in place, not wrapped.
         options: of the wrapper.
     """
     cap = size * 4 * count / buckets / 2**20
-    ddp = DistributedDataParallel(Vectors(count, size), bucket_cap_mb=cap, **options)
+    wrap: Any = tritonddp.replicate if in_place else DistributedDataParallel
+    ddp = wrap(Vectors(count, size), bucket_cap_mb=cap, **options)
     inputs = torch.ones(size)
 
     def step() -> None:
@@ -100,8 +107,11 @@ def steady_step(
 
     for _ in range(WARM_UP):
         ddp.zero_grad()
-        ddp(inputs).backward()
-    assert len(ddp.reducer.buckets) == buckets
+        if in_place:  # in the same line as the step that is counted
+            step()
+        else:
+            ddp(inputs).backward()
+    assert len(tritonddp.ddp(ddp).reducer.buckets) == buckets
     if is_local:
         step()
     ddp.zero_grad()

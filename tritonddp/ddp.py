@@ -200,8 +200,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         group.recover()  # before the first collective
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        if device_mesh is not None and is_sliced(device_mesh):
-            localize(module)
+            if is_sliced(device_mesh):
+                localize(module)
         ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = [each for each in module.named_parameters() if each[0] not in ignored]
         state = DDPState.of(arguments, module, params, group)
@@ -239,8 +239,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses may override this to call another method of it."""
         state = self._ddp_state
-        # dynamo splits the graphs that it compiles in here at the buckets, if these are large.
-        outer = active_wrapper()
+        outer = active_wrapper()  # dynamo splits graphs that it compiles in here at large buckets
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         state.is_running = True
         try:
@@ -295,9 +294,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if has_grad:
             context = distributed_context() if rpc_runs() else None
             if context is None:
-                is_one = type(output) is Tensor
-                core = state.core
-                forward = core.forwards.ended(core.counters.reductions, syncs)
+                is_one, core = type(output) is Tensor, state.core
+                forward = core.forwards.ended(core.counters.reductions, syncs, state.caller)
                 watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
                 state.core.contexts.watch(state.core.reference, output, context, syncs)

@@ -37,9 +37,9 @@ class ReplicatedModule:
         is_own = wrapper is not None and wrapper._modules["module"] is self
         if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
-        forwards, frame = wrapper._ddp_state.core.forwards, _getframe(1)
-        key = id(frame.f_code), frame.f_lasti
-        forwards.caller = forwards.call_sites.get(key) or forwards.call_sites.find(frame)
+        state, frame = wrapper._ddp_state, _getframe(1)
+        sites = state.core.forwards.call_sites
+        state.caller = sites.get((id(frame.f_code), frame.f_lasti)) or sites.find(frame)
         # As wrapper.forward(), which would be one more call in each step.
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
@@ -140,7 +140,9 @@ def replicate(
 
     Args:
         module: as for :class:`DistributedDataParallel`.
-        process_group, device_mesh, device_ids: as there.
+        process_group: as there.
+        device_mesh: as there.
+        device_ids: as there.
         options: its other options, such as ``compression="int8"``, by name.
 
     Returns:
@@ -194,14 +196,14 @@ def ddp(module: Any) -> DistributedDataParallel:
         model = tritonddp.replicate(module)
         print(tritonddp.ddp(model).reducer.counters)  # what was sent so far
     """
-    found = getattr(module, "_orig_mod", module)
-    wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)
-    if wrapper is None:
-        raise TypeError(
-            f"{type(module).__name__} is not replicated: give the module that was given to "
-            "tritonddp.replicate(), not a part or a copy of it"
-        )
-    return wrapper
+    for found in (module, getattr(module, "_orig_mod", None)):
+        wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)
+        if wrapper is not None:
+            return wrapper
+    raise TypeError(
+        f"{type(module).__name__} is not replicated: give the module that was given to "
+        "tritonddp.replicate(), not a part or a copy of it"
+    )
 
 
 def _wrapper_of(module: Any) -> DistributedDataParallel | None:

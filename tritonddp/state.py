@@ -53,6 +53,7 @@ from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
+from tritonddp.reducer.graph.call_site import CallSite
 from tritonddp.reducer.reducer import Reducer
 from tritonddp.reducer.reductions import Reductions
 
@@ -69,6 +70,7 @@ class DDPState:
         figures: what ``compression="auto"`` has measured; None in another group.
         call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
         is_running: a forward runs.
+        caller: the line of the program that has called such a module.
         finalizes_manually: see ``require_manual_backward_finalization``.
         builtin_hook: communication hook of torch in C++, if one is registered.
         buffer_hook: registered by the user, instead of ``buffer_sync``.
@@ -99,6 +101,7 @@ class DDPState:
     figures: Figures | None = None
     call: Callable[..., Any] | None = None
     is_running: bool = False
+    caller: CallSite | None = None
     finalizes_manually: bool = False
     builtin_hook: dist.BuiltinCommHookType | None = None
     buffer_hook: BufferHook | None = None

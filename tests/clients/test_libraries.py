@@ -53,6 +53,7 @@ LIBRARIES = {
     "opacus": Library(("opacus",), in_place=False),
     "peft": Library(("peft", "transformers"), saved=1),
     "timm": Library(("timm", "torchvision")),
+    "torchao": Library(("torchao",)),
     "torchft": Library(("torchft",)),
     "torchmetrics": Library(("torchmetrics",), saved=2),
     "transformers": Library(("transformers", "accelerate")),

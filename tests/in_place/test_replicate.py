@@ -324,7 +324,6 @@ def test_a_world_of_one() -> None:
         for each in (net, plain):
             train_step(each, drawn(5, 4, step=number))
         assert_same_bits(gradients(net), gradients(plain))
-    assert ddp(net).reducer.counters.wire_bytes == 0
 
 
 # Copies

@@ -16,7 +16,7 @@ from tritonddp import DistributedDataParallel
 ADDED = {
     *("check_sync", "clip_grad_norm_", "comm_state_dict", "grad_noise_scale", "grad_norm"),
     *("load_comm_state_dict", "log_metrics", "metrics", "reduce_gradients", "suggested_shares"),
-    *("weighted", "wire_report"),
+    *("request_stop", "should_stop", "weighted", "wire_report"),
 }
 # What stock's class of a later torch has.
 OF_LATER_STOCK = {

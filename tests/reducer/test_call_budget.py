@@ -106,6 +106,22 @@ def test_a_step_calls_no_more_than_its_budget(case: str) -> None:
         assert called.total() <= most, f"{count} gradients in {buckets} buckets: {called}"
 
 
+@pytest.mark.parametrize("case", ["copies", "views", "copies on a GPU"])
+@ranks(2)
+def test_a_step_in_place_calls_no_more_than_one_of_a_wrapper(case: str) -> None:
+    options, size, is_gpu = CASES[case]
+    if is_gpu:
+        options = {**options, "transport": "process_group"}
+    with (
+        mock.patch("tritonddp.features.optimizer_in_backward.optimizer_hooks", return_value=None),
+        without_a_gpu() if is_gpu else contextlib.nullcontext(),
+    ):
+        for shape in SHAPES:
+            wrapped = steady_step(*shape, size, **options)
+            in_place = steady_step(*shape, size, in_place=True, **options)
+            assert in_place.total() <= wrapped.total(), in_place - wrapped
+
+
 @ranks(2)
 def test_a_steady_step_is_read_in_few_files() -> None:
     with pytest.MonkeyPatch.context() as patch:

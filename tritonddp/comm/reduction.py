@@ -89,7 +89,7 @@ class Reduction:
         used: for each parameter, whether this rank has a gradient for it.
         source: where the gradients come from.
         where: this rank and its step, for messages.
-        schema: hash of its parameters.
+        schema: hash of its parameters; behind it those of :attr:`Forwards.callers`, if any.
         join: the join protocol inside ``join()``, else ``None``.
         is_alone: there is only one rank, and no bucket is needed.
         of_backwards: its gradients are in ``.grad``, where backwards have accumulated them. Else
@@ -111,7 +111,6 @@ class Reduction:
         done: number of buckets that are reduced and unpacked.
         factor: factor of the sums, once it is known.
         is_captured: it is captured in a CUDA graph, whose replays make it.
-        callers: see :class:`RankHeader`; empty for all zeros.
     """
 
     bucket_set: BucketSet
@@ -130,7 +129,6 @@ class Reduction:
     weight: Weight | None = None
     of_backwards: bool = True
     is_captured: bool = False
-    callers: bytes = b""
     earlier: Sequence[bool] = ()
     arrived: Sequence[Tensor] = ()
     has_unannounced: bool = False
@@ -193,8 +191,7 @@ class Reduction:
         if self.join is not None:
             # Communication hooks divide by a number of ranks themselves.
             over_present = self.join.mean_over_present and averages
-        skipped = tuple(self.skipped)
-        key = self.schema, self.source, weight, skipped, over_present, averages, self.callers
+        key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
         if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)
         self.header = agreement.encoded

@@ -111,7 +111,7 @@ class RankHeader:
         skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
         stops: it asks all ranks to stop.
         callers: of a module that is replicated in place: hashes of the lines of the program that
-            have called it and its backward, 3 bytes each. Sent without a weight.
+            have called it and its backward, 3 bytes each. Sent without a weight. Else zeros.
     """
 
     schema: bytes
@@ -119,7 +119,7 @@ class RankHeader:
     weight: float | None = None
     skipped: bytes = bytes(2)
     stops: bool = False
-    callers: bytes = b""
+    callers: bytes = bytes(6)
 
     @classmethod
     def of(cls, weight: bytes, schema: bytes, skipped: bytes, source: int) -> RankHeader:
@@ -135,10 +135,7 @@ class RankHeader:
 
         Each header is followed by ``report`` bytes of zeros.
         """
-        if self.weight is None:
-            weight = self.callers + _NAN[len(self.callers) :]
-        else:
-            weight = _WEIGHT.pack(self.weight)
+        weight = self.callers + _NAN[6:] if self.weight is None else _WEIGHT.pack(self.weight)
         source = self.source | _STOPS if self.stops else self.source
         mine = _FORMAT.pack(weight, self.schema, self.skipped, source)
         size = BYTES + report
@@ -297,24 +294,22 @@ class Agreement:
         skipped: tuple[int, ...],
         over_present: bool,
         averages: bool,
-        callers: bytes = b"",
     ) -> None:
         """A reduction begins whose header differs from the last one: make it.
 
         Args:
-            schema, source: see :class:`RankHeader`.
+            schema, source: see :class:`RankHeader`; behind the schema the callers, if any.
             weight: the weight of the gradients, ``None`` if the mean is not weighted.
             skipped: indices of the buckets that are not sent.
             over_present: a mean without weights is that over the ranks that still have inputs.
                 (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
             averages: gradients are divided by the world size before they are sent.
-            callers: see :class:`RankHeader`.
         """
         self.key = None  # an interrupt below leaves no key without its header
         asked_at = self._asked_at  # once: a signal handler may ask while this runs
         stops = asked_at >= 0 and not self._has_stop
-        items = None if weight is None else weight.items
-        self._header = RankHeader(schema, source, items, skipped_hash(skipped), stops, callers)
+        items, callers = None if weight is None else weight.items, schema[3:] or bytes(6)
+        self._header = RankHeader(schema[:3], source, items, skipped_hash(skipped), stops, callers)
         self._over_present = over_present
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
@@ -326,7 +321,7 @@ class Agreement:
         alike = [*mine] * size
         self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
         self.is_unanimous, self.last_headers = False, b""
-        self.key = schema, source, weight, skipped, over_present, averages, callers
+        self.key = schema, source, weight, skipped, over_present, averages
         if self._asked_at != asked_at:
             self.key = None  # it was asked for after that: the next header has it
 

@@ -308,7 +308,10 @@ class Reducer:
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
-        callers = self.statistics.callers = self.forwards.callers
+        schema, callers = self.parameters.schema, self.forwards.callers
+        if callers is not None:
+            schema += callers[0].hash + callers[1].hash
+        self.statistics.callers = callers
         reduction = Reduction(
             current,
             () if is_alone else current.buckets,
@@ -318,13 +321,12 @@ class Reducer:
             used,
             source,
             f"rank {group.rank}, step {self.counters.reductions + 1}",
-            self.parameters.schema,
+            schema,
             self.sync.join,
             [False] * len(current.segments),
             [0] * len(current.buckets),
             is_alone,
             is_captured=is_captured,
-            callers=b"" if callers is None else callers[0].hash + callers[1].hash,
             earlier=left.used,
             arrived=tracker.log,
             has_unannounced=bool(missing),
@@ -560,7 +562,7 @@ class Reducer:
         # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: make_up
         # waits for them.)
         self._close(backward)
-        if self.reductions.afterwards is not None:
+        if self.reductions.afterwards is not None and any(self.parameters.buffer_tables):
             self.reductions.afterwards()
         for call in self.events.on_end:
             call(reduction)

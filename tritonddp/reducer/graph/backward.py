@@ -62,8 +62,8 @@ class Forward:
     number: int  # counts the forwards of this wrapper
     reductions: int  # number of reductions before it
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
-    reached: bool = False  # a reduced backward has gone through its outputs
     caller: CallSite | None = None  # the line that has called the module, replicated in place
+    reached: bool = False  # a reduced backward has gone through its outputs
 
     def is_reached(self) -> None:
         """A reduced backward goes through one more of its outputs."""
@@ -87,7 +87,6 @@ class Forwards:
     Attributes:
         call_sites: of a module that is replicated in place, where a backward that goes through no
             output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
-        caller: the line that calls the module now; ``None`` if it is not known.
         callers: of the last reduced backward: the line that has called the module, and the one that
             has called the backward. ``None`` for a wrapper, and inside ``join()``, where ranks
             without inputs call none.
@@ -97,7 +96,6 @@ class Forwards:
 
     def __init__(self) -> None:
         self.call_sites: CallSites | None = None
-        self.caller: CallSite | None = None
         self.callers: tuple[CallSite, CallSite] | None = None
         self.deferred_error: str | None = None
         self._number = 0
@@ -127,15 +125,12 @@ class Forwards:
         """A forward begins. One inside another, as in Lightning, is separate."""
         self.was_local = False
 
-    def ended(self, reductions: int, syncs: bool) -> Forward:
+    def ended(self, reductions: int, syncs: bool, caller: CallSite | None = None) -> Forward:
         """A forward has run; see :class:`Forward`."""
         self._number += 1
         self._is_armed = self._is_armed or syncs
         self.was_local = not syncs
-        forward = Forward(self._number, reductions, syncs)
-        if self.caller is not None:
-            forward.caller, self.caller = self.caller, None
-        return forward
+        return Forward(self._number, reductions, syncs, caller)
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""

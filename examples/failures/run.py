@@ -1,0 +1,243 @@
+"""Failures that people reported, with stock DDP and with tritonddp, and what came of each.
+
+    python examples/failures/run.py [NAME ...] [--limit SECONDS] [--out FILE]
+
+Every script of this folder is one failure in small, on two ranks, and knows nothing of tritonddp.
+In the end it prints a verdict that it has measured. It runs under torchrun, then under
+`tritonddp run` as it is. If it has comments `# tritonddp: LINE`, it runs there once more with these
+lines in the place of the ones below them; they are printed.
+
+Exit codes: 0; 1 if a failure remains with tritonddp; 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import tritonddp
+
+FOLDER = Path(__file__).resolve().parent
+SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py")) if path != Path(__file__)}
+STOCK = ("-m", "torch.distributed.run", "--standalone")
+OURS = ("-m", "tritonddp", "run")
+AS_IT_IS, WITH_LINES = "tritonddp", "tritonddp, with the lines"
+
+MARKED = re.compile(r"^( *)# tritonddp: (.+)\n(.+)\n", re.MULTILINE)
+VERDICT = re.compile(r"^verdict: (right|wrong|skipped): (.+)$", re.MULTILINE)
+# An error that nobody caught, as torch writes it to stderr, without the place in gloo's source.
+ERROR = re.compile(
+    r"^\[rank(\d+)\]: (?:\w+\.)*(\w+(?:Error|Exception|Interrupt)): (?:\[\S+\] )?(.+)$",
+    re.MULTILINE,
+)
+MESSAGE = re.compile(r"^(rank \d+, step \d+.*)$", re.MULTILINE)  # of tritonddp
+WRAPPED = "tritonddp run: tritonddp wrapped "
+LONGEST = 150  # characters of a message
+
+
+@dataclass
+class Outcome:
+    """Of one run: a word (right, wrong, skipped, error or hung), what was printed, and how long."""
+
+    word: str
+    detail: str
+    seconds: float
+
+
+def with_lines(source: str) -> tuple[str, list[str]]:
+    """The script with the lines that its comments offer, and these lines."""
+    lines = [each[2] for each in MARKED.finditer(source)]
+    return MARKED.sub(r"\1\2\n", source), lines
+
+
+def play(script: Path, launcher: Sequence[str], limit: float) -> Outcome:
+    """Run a script on two ranks, for ``limit`` seconds at most. Nothing outlives the call."""
+    command = [sys.executable, *launcher, "--nproc-per-node", "2", str(script)]
+    paths = [str(Path(tritonddp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    begin = time.monotonic()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return Outcome("hung", f"ended after {limit:g} s", time.monotonic() - begin)
+        finally:
+            end(process)
+        seconds = time.monotonic() - begin
+        out.seek(0)
+        err.seek(0)
+        printed = out.read(), err.read()
+    word, detail = judge(*printed, process.returncode)
+    if launcher == OURS and word in ("right", "wrong") and WRAPPED not in printed[1]:
+        word, detail = "error", f"tritonddp has wrapped no model, so this says nothing: {detail}"
+    return Outcome(word, detail, seconds)
+
+
+def judge(stdout: str, stderr: str, exit_code: int) -> tuple[str, str]:
+    """What a run came to, by what it printed: a word and a text."""
+    verdict = VERDICT.search(stdout)
+    if verdict and exit_code == 0:
+        message = MESSAGE.search(stderr)
+        return verdict[1], verdict[2] + (f" (it said: {cut(message[1])})" if message else "")
+    errors = {int(each[1]): f"{each[2]}: {each[3]}" for each in ERROR.finditer(stderr)}
+    if errors:
+        return "error", f"rank {min(errors)}: {cut(errors[min(errors)])}"
+    last = (stderr.strip() or "nothing was printed").splitlines()[-1]
+    return "error", f"exit code {exit_code}, {cut(last)}"
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 4] + " ..."
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher and its ranks, if they still run: first as it does that itself."""
+    if process.poll() is not None:
+        return
+    below = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(3)  # ranks that hang, or handle the signal, do not end by it
+    except subprocess.TimeoutExpired:
+        for pid in (process.pid, *below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 5
+        while any(Path("/proc", str(pid)).exists() for pid in below):
+            if time.monotonic() > deadline:
+                break  # killed, but nobody asks for its exit code
+            time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that this one and those below it have started."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
+def runs_of(script: Path, limit: float) -> tuple[dict[str, Outcome], list[str]]:
+    """The outcomes by the name of the way, and the lines of tritonddp."""
+    source, lines = with_lines(script.read_text())
+    outcomes = {"stock": play(script, STOCK, limit), AS_IT_IS: play(script, OURS, limit)}
+    if lines:
+        with tempfile.TemporaryDirectory(prefix="tritonddp-evidence-") as folder:
+            copy = Path(folder) / script.name
+            copy.write_text(source)
+            outcomes[WITH_LINES] = play(copy, OURS, limit)
+    return outcomes, lines
+
+
+def thread_of(script: Path) -> tuple[str, str]:
+    """The title of a failure, and the public thread in which it was reported."""
+    text = ast.get_docstring(ast.parse(script.read_text())) or ""
+    thread = re.search(r"[\w.-]+/[\w.-]+#\d+", text)
+    return text.partition("\n")[0], thread[0] if thread else "no thread"
+
+
+def machine() -> str:
+    return (
+        f"{os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, tritonddp {tritonddp.__version__}, "
+        f"{time.strftime('%Y-%m-%d')}, load average {os.getloadavg()[0]:.1f} at the start"
+    )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
+    parser.add_argument("--limit", type=float, default=60, help="seconds of a run (default: 60)")
+    parser.add_argument("--out", type=Path, help="a file for all outcomes, in JSON")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        if name not in SCRIPTS:
+            parser.error(f"there is no failure {name!r}: name some of {', '.join(SCRIPTS)}")
+    if not options.limit > 0:
+        parser.error(f"argument --limit: {options.limit:g} is not above 0")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    where = machine()
+    print(f"Two ranks over gloo, {where}")
+    found: dict[str, dict[str, Outcome]] = {}
+    for name in options.names or SCRIPTS:
+        title, thread = thread_of(SCRIPTS[name])
+        print(f"\n{name}, {thread}\n  {title}", flush=True)
+        found[name], lines = runs_of(SCRIPTS[name], options.limit)
+        for way, outcome in found[name].items():
+            if way == WITH_LINES:
+                print(*(f"    | {line}" for line in lines), sep="\n")
+            text = f"{way}: {outcome.word}, {outcome.seconds:.1f} s: {outcome.detail}"
+            print(
+                textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="    "), flush=True
+            )
+    print("\n" + "\n".join(summary(found)))
+    if options.out:
+        content = {
+            name: {way: asdict(o) for way, o in each.items()} for name, each in found.items()
+        }
+        options.out.write_text(json.dumps({"machine": where, "failures": content}, indent=1))
+    return 1 if missed(found) else 0
+
+
+def missed(found: dict[str, dict[str, Outcome]]) -> list[str]:
+    """The failures that tritonddp does not turn into a right result, by any of its ways."""
+    ours = {
+        name: [o.word for way, o in each.items() if way != "stock"] for name, each in found.items()
+    }
+    return [name for name, words in ours.items() if not {"right", "skipped"} & set(words)]
+
+
+def summary(found: dict[str, dict[str, Outcome]]) -> list[str]:
+    """A table, and what it comes to."""
+    rows = [["", "stock", AS_IT_IS, "with the lines"]]
+    for name, each in found.items():
+        cells = (each.get(way) for way in ("stock", AS_IT_IS, WITH_LINES))
+        rows.append([name, *(f"{o.word}, {o.seconds:.1f} s" if o else "" for o in cells)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    words = [{way: o.word for way, o in each.items()} for each in found.values()]
+    stock = sum(each["stock"] == "right" for each in words)
+    as_it_is = sum(each[AS_IT_IS] == "right" for each in words)
+    edited = sum(each[AS_IT_IS] != "right" == each.get(WITH_LINES) for each in words)
+    lines += [
+        "",
+        f"Right with stock: {stock} of {len(found)}. With tritonddp: {as_it_is} as they are, and "
+        f"{edited} more with the lines shown.",
+    ]
+    if names := missed(found):
+        lines.append(f"Missed: {', '.join(names)}.")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

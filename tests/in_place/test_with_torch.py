@@ -1,0 +1,167 @@
+"""A module that is replicated in place, with other parts of torch."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from test_replicate import Encoder, seeded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from training import descend, drawn, gradients, squares, train_step
+
+from tritonddp import DistributedDataParallel, ddp, replicate
+
+# Compiling
+
+
+def whole(net: nn.Module) -> Any:
+    return torch.compile(net, fullgraph=True)
+
+
+def by_method(net: nn.Module) -> Any:
+    net.compile()
+    return net
+
+
+def blocks(net: Any) -> Any:
+    net.encoder.compile()
+    return net
+
+
+def in_a_function(net: nn.Module) -> Any:
+    return torch.compile(lambda x: net(x))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", [whole, by_method, blocks, in_a_function])
+@pytest.mark.parametrize("is_first", [False, True])
+@ranks(2)
+def test_compiled_models_are_averaged(compiled: Callable[[Any], Any], is_first: bool) -> None:
+    torch._dynamo.reset()
+    net, plain = seeded(nn.BatchNorm1d), DistributedDataParallel(seeded(nn.BatchNorm1d))
+    if is_first and compiled is whole:
+        call = replicate(compiled(net))
+    elif is_first:
+        call = compiled(net)
+        replicate(net)
+    else:
+        call = compiled(replicate(net))
+    for number in range(4):
+        x = drawn(5, 4, step=number)
+        net.zero_grad()
+        squares(call(x)).backward()
+        train_step(plain, x)
+        torch.testing.assert_close(gradients(net), gradients(plain))
+        assert_same_on_all_ranks(gradients(net))
+        descend(net)
+        descend(plain)
+    with ddp(call if is_first and compiled is whole else net).no_sync():
+        net.zero_grad()
+        squares(call(drawn(5, 4))).backward()
+    first, other = gather(net.head.weight.grad)
+    assert not torch.equal(first, other)
+    net.zero_grad()
+    squares(net.encode(drawn(5, 4))).backward()
+    assert_same_on_all_ranks(gradients(net))
+
+
+@ranks(2)
+def test_ddp_finds_the_wrapper_of_what_is_compiled() -> None:
+    net = replicate(seeded())
+    compiled = torch.compile(net)
+    assert ddp(compiled) is ddp(net)
+    assert compiled.no_sync.__self__ is net
+    assert next(iter(compiled.state_dict())).startswith("_orig_mod.encoder")
+
+
+# Checkpoints of activations
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@ranks(2)
+def test_checkpoints_of_parts_and_of_the_whole(use_reentrant: bool) -> None:
+    net, plain = replicate(seeded()), DistributedDataParallel(seeded())
+
+    def part(x: Tensor) -> Tensor:
+        return net.head(checkpoint(net.encoder, x, use_reentrant=use_reentrant))
+
+    def all_of_it(x: Tensor) -> Tensor:
+        return checkpoint(net, x, use_reentrant=use_reentrant)
+
+    for call in (part, all_of_it):
+        for number in range(3):
+            x = drawn(5, 4, step=number).requires_grad_()
+            net.zero_grad()
+            squares(call(x)).backward()
+            train_step(plain, x)
+            torch.testing.assert_close(gradients(net), gradients(plain))
+            assert_same_on_all_ranks(gradients(net))
+
+
+# A tensor-parallel mesh
+
+
+def sliced(wrap: Callable[..., Any]) -> tuple[Any, Any, list[str]]:
+    """The model, what runs it, and the mesh for data parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    net = Encoder(lambda _: nn.Identity())  # type: ignore[arg-type]
+    parallelize_module(net, mesh["tp"], {"encoder.0": ColwiseParallel(), "head": RowwiseParallel()})
+    return net, wrap(net, device_mesh=mesh["dp"]), mesh
+
+
+@pytest.mark.parametrize("wrap", [replicate, DistributedDataParallel])
+@ranks(4)
+def test_a_sliced_module_keeps_its_parameters_and_its_checkpoints(wrap: Any) -> None:
+    net, run, mesh = sliced(wrap)
+    names = [name for name, _ in net.named_parameters()]
+    keys = list(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(3):
+        torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
+        optimizer.zero_grad()
+        squares(run(torch.randn(3, 4))).backward()
+        optimizer.step()
+        assert [name for name, _ in net.named_parameters()] == names
+    assert all(type(each) is nn.Parameter for each in net.parameters())
+    state = net.state_dict()
+    assert list(state) == keys
+    assert all(isinstance(each, DTensor) for each in state.values())
+    others = gather([each.full_tensor() for each in state.values()])
+    for other in others[1:]:
+        assert_same_bits(other, others[0])
+    saved = copy.deepcopy(state)
+    optimizer.step()
+    net.load_state_dict(saved)
+    for name, each in net.state_dict().items():
+        assert_same_bits(each.to_local(), saved[name].to_local(), name)
+
+
+@ranks(4)
+def test_a_part_of_a_sliced_module_is_averaged_when_it_is_called_alone() -> None:
+    net, _, mesh = sliced(replicate)
+    for number in range(3):
+        torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
+        net.zero_grad()
+        squares(net.head(net.encoder(torch.randn(3, 4)))).backward()
+        grads = gather(gradients(net))
+        assert_same_bits(grads[0], grads[2])
+        assert_same_bits(grads[1], grads[3])
+
+
+@ranks(4)
+def test_an_optimizer_of_the_replaced_parameters_is_an_error_when_it_steps() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    replicate(net, device_mesh=mesh["dp"])
+    squares(net(torch.ones(2, 4))).backward()
+    with pytest.raises(RuntimeError, match="make the optimizer after the module is replicated"):
+        optimizer.step()
