@@ -4,7 +4,9 @@ Each script trains a small model with one library, as its users do:
 
     torchrun --standalone --nproc-per-node 2 tests/clients/with_ignite.py --ddp triton
 
-Rank 0 prints a line of JSON at the end. ``--ddp stock`` must print the same ``bits``.
+Rank 0 prints a line of JSON at the end. ``--ddp stock`` must print the same ``bits``, and so must
+``--ddp in_place``, for which no class wraps: ``tritonddp.replicate`` is called, by an adapter or
+here.
 """
 
 import argparse
@@ -33,17 +35,19 @@ class Client:
     """One run of a script: its arguments, its steps, its report.
 
     Attributes:
-        triton: whether tritonddp is to wrap, and not torch's own class.
+        triton: whether tritonddp is to wrap or to replicate, and not torch's own class to wrap.
+        in_place: whether it is to replicate.
     """
 
     def __init__(self) -> None:
         if "RANK" not in os.environ:
             sys.exit(f"start it with torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
         parser = argparse.ArgumentParser()
-        parser.add_argument("--ddp", choices=["stock", "triton"], required=True)
+        parser.add_argument("--ddp", choices=["stock", "triton", "in_place"], required=True)
         parser.add_argument("--unused", action="store_true", help="give the model a parameter more")
         arguments = parser.parse_args()
-        self.triton, self._unused = arguments.ddp == "triton", arguments.unused
+        self.triton, self._unused = arguments.ddp != "stock", arguments.unused
+        self.in_place = arguments.ddp == "in_place"
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # What torch itself calls so, whatever its names stand for later.
         self._stock = nn.parallel.DistributedDataParallel
@@ -63,6 +67,18 @@ class Client:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # somebody has imported torch's class before
                 tritonddp.replace_stock()
+
+    def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
+        """What users of a library do themselves, if that does not wrap."""
+        if self.in_place:
+            import tritonddp
+
+            return tritonddp.replicate(module, **options)
+        if self.triton:
+            from tritonddp import DistributedDataParallel
+
+            return DistributedDataParallel(module, **options)
+        return self._stock(module, **options)
 
     def init_process_group(self) -> None:
         """Where the library leaves it to its users."""
@@ -93,11 +109,11 @@ class Client:
         self._ends.append(time.perf_counter())
         self._collectives.append(_collectives())
 
-    def report(self, wrapper: nn.Module, module: nn.Module, **found: Any) -> NoReturn:
+    def report(self, model: nn.Module, module: nn.Module, **found: Any) -> NoReturn:
         """Compare the ranks, print what came of the training, and end the process.
 
         Args:
-            wrapper: the model as the library holds it while it trains.
+            model: as the library holds it while it trains: the wrapper, or the module itself.
             module: the one inside, at the end of the training.
             found: what else the test looks at.
         """
@@ -105,10 +121,15 @@ class Client:
         dist.all_gather_object(bits, (_bits(module.parameters()), _bits(module.buffers())))
         times = [1e3 * (b - a) for a, b in zip(self._ends, self._ends[1:], strict=False)]
         counts = [b - a for a, b in zip(self._collectives, self._collectives[1:], strict=False)]
+        wrapper = model
+        if self.in_place:
+            import tritonddp
+
+            wrapper = tritonddp.ddp(model)  # an error, if it was not replicated
         # The last one of that name: torchft's and MMEngine's are subclasses.
         *_, base = (kind for kind in type(wrapper).__mro__ if kind.__name__ == _NAME)
         found |= {
-            "wrapper": _name(type(wrapper)),
+            "model": _name(type(model)),
             "wrapped by": base.__module__.partition(".")[0],
             "is stock's": isinstance(wrapper, self._stock),
             "bits": bits,  # of parameters and buffers, rank by rank

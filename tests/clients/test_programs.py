@@ -1,4 +1,4 @@
-"""Programs that people have, run as they are: the class is all that differs."""
+"""Programs that people have, run as they are: the class is all that differs, or there is none."""
 
 import importlib.util
 from pathlib import Path
@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
-from programs import PROGRAMS, Results, state
+from programs import PROGRAMS, Results, bare, state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, ddp, replicate
 
 STOCK = nn.parallel.DistributedDataParallel
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+# What is never trained: copies are plain modules, and what has no backward exchanges nothing.
+OWN = {"average_of_the_wrapper": "average.", "student_and_teacher": "teacher."}
+QUICK = {"gpt_under_no_sync", "pairs_contrasted_over_all_ranks"}  # in `make test`, in place too
 
 
 def assert_same(ours: Results, stock: Results) -> None:
@@ -35,9 +39,65 @@ def test_a_program_of_a_user_ends_with_stocks_bits(name: str) -> None:
     program = PROGRAMS[name]
     ours, stock = program(DistributedDataParallel), program(STOCK)
     assert_same(ours, stock)
-    buffers = ("running_mean", "running_var", "num_batches_tracked")
-    params = {key: value for key, value in ours.items() if not key.endswith(buffers)}
+    params = {key: value for key, value in ours.items() if not key.endswith(BUFFERS)}
     assert_same_on_all_ranks([value for value in params.values() if isinstance(value, Tensor)])
+
+
+def in_place(module: nn.Module, **options: Any) -> nn.Module:
+    """What a program gets for the class: it returns the module itself.
+
+    A module that is replicated stays so: where a program wraps again, there is nothing to do.
+    """
+    try:
+        ddp(module)
+    except TypeError:
+        assert replicate(module, **options) is module
+    return module
+
+
+def without_prefix(results: Results) -> Results:
+    """With names as they are without a wrapper."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return without_prefix(value)
+        if isinstance(value, list):
+            return [
+                each.replace("module.", "") if isinstance(each, str) else each for each in value
+            ]
+        return value
+
+    return {name.replace("module.", ""): plain(value) for name, value in results.items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in PROGRAMS],
+)
+@ranks(2)
+def test_a_program_ends_with_stocks_bits_in_place_too(name: str) -> None:
+    program = PROGRAMS[name]
+    ours, stock = program(in_place), program(STOCK)
+    names = [*ours, *ours.get("keys", ())]
+    # (AveragedModel has a .module of its own.)
+    assert not [each for each in names if "module." in each and not each.startswith("average.")]
+    ours, stock = without_prefix(ours), without_prefix(stock)
+    with_buffers_of(gather(stock)[0], ours, stock, OWN.get(name, "none of them"))
+    assert_same(ours, stock)
+
+
+def with_buffers_of(first: Results, ours: Results, stock: Results, own: str) -> None:
+    """Put the buffers of the first rank into ``stock``, where they have come to this one in place.
+
+    They do so at the end of a reduced backward, and with stock at the beginning of a forward.
+    """
+    for key, value in ours.items():
+        if isinstance(value, dict):
+            with_buffers_of(first[key], value, stock[key], own)
+        elif key.endswith(BUFFERS) and key.startswith(own):
+            stock[key] = value
+        elif key.endswith(BUFFERS) and torch.equal(value, first[key]):
+            stock[key] = first[key]
 
 
 # Checkpoints
@@ -57,13 +117,22 @@ def made(wrapper: Any) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("first", ["stock", "ours"])
+WRAPPERS: dict[str, Any] = {
+    "stock": STOCK,
+    "ours": DistributedDataParallel,
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("stock", "ours"), ("ours", "stock"), ("stock", "in place"), ("in place", "stock")],
+)
 @ranks(2)
 def test_a_distributed_checkpoint_of_one_class_resumes_in_the_other(
-    first: str, tmp_path: Path
+    first: str, then: str, tmp_path: Path
 ) -> None:
-    classes = [STOCK, DistributedDataParallel]
-    before, after = classes if first == "stock" else reversed(classes)
+    before, after = WRAPPERS[first], WRAPPERS[then]
     path = gather(str(tmp_path))[0]
     model, optimizer = made(before)
     train(model, optimizer, range(3))
@@ -75,7 +144,7 @@ def test_a_distributed_checkpoint_of_one_class_resumes_in_the_other(
     dcp.load({"model": params, "optimizer": moments}, checkpoint_id=path)
     set_state_dict(resumed, its_optimizer, model_state_dict=params, optim_state_dict=moments)
     train(resumed, its_optimizer, range(3, 6))
-    assert_same(state(model=resumed.module), state(model=model.module))
+    assert_same(state(model=bare(resumed)), state(model=bare(model)))
 
 
 # Metrics
@@ -106,4 +175,6 @@ def test_metrics_that_ranks_exchange_between_forward_and_backward_do_not_disturb
             optimizer.step()
         return state(model=model) | {"metrics": [*found, metric.compute().item()]}
 
-    assert_same(run(DistributedDataParallel), run(STOCK))
+    stock = run(STOCK)
+    assert_same(run(DistributedDataParallel), stock)
+    assert_same(run(in_place), without_prefix(stock))

@@ -17,7 +17,9 @@ def main() -> None:
     from ignite.metrics import Accuracy, RunningAverage
 
     idist.initialize("gloo")
-    model = idist.auto_model(client.network())
+    network = client.network()
+    # (Replicated, it is on its device already: auto_model() would put a wrapper around it.)
+    model = client.wrap(network) if client.in_place else idist.auto_model(network)
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     loader = idist.auto_dataloader(TensorDataset(*images(16 * 10)), batch_size=16, shuffle=True)
 
@@ -40,7 +42,7 @@ def main() -> None:
     trainer.run(loader, max_epochs=2)
     client.report(
         model,
-        model.module,
+        network,
         metrics=[trainer.state.metrics["loss"], trainer.state.metrics["accuracy"]],
         average=ema.ema_model.state_dict()["6.weight"].double().sum().item(),
     )

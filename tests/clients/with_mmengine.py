@@ -36,11 +36,24 @@ def main() -> None:
                 client.step_ended()
 
     client.init_process_group()  # MMEngine's own wants a GPU
+    wrapper = WRAPPER
+    if client.in_place:
+        from mmengine.registry import MODEL_WRAPPERS
+
+        @MODEL_WRAPPERS.register_module()
+        class Replicated:
+            """What Runner takes for the class of a wrapper; it gives back the module itself."""
+
+            def __new__(cls, **options: Any) -> Any:
+                return client.wrap(**options)
+
+        wrapper = {**WRAPPER, "type": "Replicated"}
+    classifier = Classifier()
     dataset = TensorDataset(*images(16 * MICROBATCHES * 8))
     sampler = torch.utils.data.DistributedSampler(dataset, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(
-            model=Classifier(),
+            model=classifier,
             work_dir=folder,
             train_dataloader=DataLoader(dataset, 4, sampler=sampler),
             train_cfg={"by_epoch": True, "max_epochs": 1},
@@ -50,7 +63,7 @@ def main() -> None:
                 "accumulative_counts": MICROBATCHES,
                 "clip_grad": {"max_norm": 1.0},
             },
-            cfg={"model_wrapper_cfg": WRAPPER},
+            cfg={"model_wrapper_cfg": wrapper},
             custom_hooks=[AfterEachStep()],
             default_hooks={"checkpoint": None, "logger": None},
             launcher="pytorch",
@@ -58,7 +71,7 @@ def main() -> None:
             randomness={"seed": 0},
         )
         runner.train()
-    client.report(runner.model, runner.model.module)
+    client.report(runner.model, classifier)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,11 @@ def main() -> None:
     optimizer = create_optimizer_v2(module, opt="lamb", lr=1e-2, weight_decay=0.02)
     averaged = ModelEmaV3(module, decay=0.9)
     task = ClassificationTask(module, LabelSmoothingCrossEntropy(0.1))
-    task.prepare_distributed(broadcast_buffers=False)
-    model = task.trainable_module
+    if client.in_place:
+        model = client.wrap(module, broadcast_buffers=False)
+    else:
+        task.prepare_distributed(broadcast_buffers=False)
+        model = task.trainable_module
     schedule = CosineLRScheduler(optimizer, t_initial=16, warmup_t=4, t_in_epochs=False)
     top1 = AverageMeter()
     inputs, labels = images(16 * 16)

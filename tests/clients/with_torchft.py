@@ -14,6 +14,7 @@ def main() -> None:
     client.replace_stock()
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
+    from torchft.process_group import ProcessGroupDummy
 
     client.init_process_group()  # for the report alone
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2) if client.rank == 0 else None
@@ -36,7 +37,16 @@ def main() -> None:
         lighthouse_addr=addresses[0],
         timeout=timedelta(seconds=30),
     )
-    model = DistributedDataParallel(manager, module)
+    if client.in_place:  # what the constructor of torchft's class does
+        import tritonddp
+
+        model = client.wrap(
+            module, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True
+        )
+        hook = DistributedDataParallel._comm_hook
+        tritonddp.ddp(model).register_comm_hook(manager, hook)
+    else:
+        model = DistributedDataParallel(manager, module)
     optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     inputs, labels = images(16 * 16)
     for x, y in zip(inputs.split(16), labels.split(16), strict=True):

@@ -3,9 +3,6 @@
 import torch
 import torch.nn.functional as F
 from client import Client, images
-from torch.nn.parallel import DistributedDataParallel as StockDDP
-
-from tritonddp import DistributedDataParallel as TritonDDP
 
 
 def main() -> None:
@@ -15,7 +12,8 @@ def main() -> None:
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
     client.init_process_group()
-    model = (TritonDDP if client.triton else StockDDP)(client.network())
+    network = client.network()
+    model = client.wrap(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     metrics = MetricCollection(
         {
@@ -36,7 +34,7 @@ def main() -> None:
         optimizer.step()
         client.step_ended()
     found = {name: value.item() for name, value in metrics.compute().items()}
-    client.report(model, model.module, metrics=found, loss=mean.compute().item())
+    client.report(model, network, metrics=found, loss=mean.compute().item())
 
 
 if __name__ == "__main__":

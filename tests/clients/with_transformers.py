@@ -50,13 +50,15 @@ def main() -> None:
         if client.triton:
             from tritonddp.integrations.accelerate import use_tritonddp
 
-            use_tritonddp(trainer.accelerator)
+            use_tritonddp(trainer.accelerator, in_place=client.in_place)
         trainer.train()
-    client.report(
-        trainer.model_wrapped,
-        model,
-        find_unused_parameters=trainer.model_wrapped.find_unused_parameters,
-    )
+    model_wrapped = trainer.model_wrapped
+    if client.in_place:
+        import tritonddp
+
+        assert model_wrapped is model
+        model_wrapped = tritonddp.ddp(model)
+    client.report(model_wrapped, model, find_unused_parameters=model_wrapped.find_unused_parameters)
 
 
 if __name__ == "__main__":

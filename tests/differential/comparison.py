@@ -10,7 +10,21 @@ from distributed import run_ranks
 from torch import Tensor
 
 from differential.generator import scenario_of
-from differential.in_ranks import LONG, OURS, PLAIN, STOCK, Played, build, play_all
+from differential.in_ranks import (
+    ALL,
+    BESIDE,
+    COMPILED,
+    IN_PLACE,
+    IN_PLACE_ALONE,
+    LONG,
+    OURS,
+    PLAIN,
+    STOCK,
+    Played,
+    as_in_place,
+    build,
+    play_all,
+)
 from differential.oracle import Expected, Oracle
 from differential.scenario import (
     Backward,
@@ -43,7 +57,7 @@ def differences(
     world_size: int,
     mutation: str | None = None,
     timeout: float = 60,
-    compiled: bool = False,
+    ways: str = ALL,
     kind: str = "usual",
 ) -> Iterator[Difference]:
     """Play scenarios on ``world_size`` ranks; yields at most one difference for each.
@@ -53,10 +67,10 @@ def differences(
         world_size: number of ranks.
         mutation: the fault that is planted in tritonddp, if any.
         timeout: for all of them, in seconds.
-        compiled: ours by torch.compile, as one graph and with the network alone compiled.
+        ways: in which they are played.
         kind: of the scenarios.
     """
-    arguments = mutation, compiled, kind
+    arguments = mutation, ways, kind
     try:
         played = run_ranks(play_all, world_size, list(seeds), *arguments, timeout=timeout)
     except pytest.fail.Exception as failure:
@@ -66,7 +80,7 @@ def differences(
         alone = [
             each
             for seed in seeds
-            for each in differences([seed], world_size, mutation, timeout, compiled, kind)
+            for each in differences([seed], world_size, mutation, timeout, ways, kind)
         ]
         yield from alone
         if not alone:
@@ -77,16 +91,14 @@ def differences(
         return
     for seed, *of_ranks in zip(seeds, *played, strict=True):
         scenario = scenario_of(seed, world_size, kind=kind)
-        what = next(_differences(scenario, of_ranks, compiled), None)
+        what = next(_differences(scenario, of_ranks, ways), None)
         if what is not None:
             yield Difference(scenario, what)
 
 
-def _differences(
-    scenario: Scenario, played: Sequence[Played], is_compiled: bool = False
-) -> Iterator[str]:
+def _differences(scenario: Scenario, played: Sequence[Played], ways: str) -> Iterator[str]:
     """In words, ``played`` being what each rank saw."""
-    if is_compiled:
+    if ways == COMPILED:
         # Where a loss leaves an output out, a graph gives zeros where parts of it give nothing.
         ends = (
             number
@@ -101,6 +113,10 @@ def _differences(
                         f"{_where(scenario, 'as one graph', rank, mine)} is {_shown(mine.seen)}, "
                         f"inside {_shown(inside.seen)}"
                     )
+        return
+    if IN_PLACE in played[0]:
+        yield from _in_place(scenario, played)
+    if ways == IN_PLACE_ALONE:
         return
     end = len(scenario.actions) + 1
     yield from Judge(scenario, OURS).differences([each[OURS] for each in played], end)
@@ -121,6 +137,23 @@ def _differences(
     # What stock sums in another order on three ranks goes its own way from there: that both are
     # within rounding of the oracle, step by step, says more than how far apart they end.
     yield from Judge(scenario, STOCK).differences([each[STOCK] for each in played], end)
+
+
+def _in_place(scenario: Scenario, played: Sequence[Played]) -> Iterator[str]:
+    """With the bits of the wrapper, but where buffers come to the other ranks later or sooner."""
+    in_place = as_in_place(scenario)
+    has_buffers = any(entry.kind == "buffer" for entry in played[0][IN_PLACE])
+    if has_buffers and scenario.options.syncs_buffers and not scenario.counts:
+        end = len(scenario.actions) + 1
+        yield from Judge(in_place, IN_PLACE).differences([each[IN_PLACE] for each in played], end)
+        return
+    for rank, each in enumerate(played):
+        for ours, mine in zip(each.get(BESIDE, each[OURS]), each[IN_PLACE], strict=True):
+            if ours != mine:
+                yield (
+                    f"{_where(in_place, IN_PLACE, rank, mine)} is {_shown(mine.seen)}, and "
+                    f"{_shown(ours.seen)} in a wrapper"
+                )
 
 
 def _is_held(entry: Entry) -> bool:
@@ -156,7 +189,8 @@ class Judge:
 
     def __init__(self, scenario: Scenario, title: str) -> None:
         self._scenario, self._title = scenario, title
-        self._oracle = Oracle(scenario, [build(scenario, 0) for _ in range(scenario.world_size)])
+        networks = [build(scenario, 0) for _ in range(scenario.world_size)]
+        self._oracle = Oracle(scenario, networks, in_place=title == IN_PLACE)
         self._next = 0  # action that was not judged yet
         self.farthest = 0.0
         self.exact = self.rounded = 0

@@ -26,13 +26,14 @@ from differential.mutations import planted
 from differential.networks import Network
 from differential.paths import nothing_prepared
 from differential.player import Player
-from differential.scenario import Forward, Options, Replace, Scenario
+from differential.scenario import Forward, Options, Renew, Replace, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.memory import in_place_bucket
 from tritonddp.comm import process_group
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import drift
+from tritonddp.integrations.in_place import behind
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
@@ -40,18 +41,24 @@ RECORDED = "tritonddp on the recorded device"
 OURS, STOCK = "tritonddp", "stock DDP"
 LONG = "tritonddp with nothing prepared"
 PLAIN = "tritonddp with a plain optimizer"
+IN_PLACE = "tritonddp in place"
+BESIDE = "tritonddp, as it is played in place"
 
 # Of torch 2.13 or newer. Older ones lack options, and fail where two forwards see one buffer.
 _STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
 
 COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
-    "allreduce_hook": lambda net: net.register_comm_hook(None, default_hooks.allreduce_hook),
-    "fp16_compress_hook": lambda net: net.register_comm_hook(
+    "allreduce_hook": lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16_compress_hook": lambda ddp: ddp.register_comm_hook(
         None, default_hooks.fp16_compress_hook
     ),
-    "noop_hook": lambda net: net.register_comm_hook(None, debugging_hooks.noop_hook),
-    "ALLREDUCE": lambda net: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    "noop_hook": lambda ddp: ddp.register_comm_hook(None, debugging_hooks.noop_hook),
+    "ALLREDUCE": lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
+
+# In which ways a scenario is played: beside the oracle and stock; ours by torch.compile, as one
+# graph and with the network alone compiled; in place beside wrapped, and nothing else.
+WAYS = ALL, COMPILED, IN_PLACE_ALONE = "all", "compiled", "in place"
 
 groups: dict[str, Any] = {}  # of the scenarios, made once; to be cleared with the default one
 
@@ -59,10 +66,10 @@ groups: dict[str, Any] = {}  # of the scenarios, made once; to be cleared with t
 def play_all(
     seeds: Sequence[int],
     mutation: str | None = None,
-    compiled: bool = False,
+    ways: str = ALL,
     kind: str = "usual",
 ) -> list[Played]:
-    """For each seed, what this rank saw with each class, or with ours ``compiled`` in two ways.
+    """For each seed, what this rank saw with each class, or in other :data:`WAYS`.
 
     Raises:
         RuntimeError: something was raised; the message says in which scenario, and where.
@@ -72,7 +79,9 @@ def play_all(
     with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         scenarios = [scenario_of(seed, dist.get_world_size(), kind=kind) for seed in seeds]
-        if compiled:
+        if ways == IN_PLACE_ALONE:
+            return [_play_in_place_alone(each) for each in scenarios]
+        if ways == COMPILED:
             return [_play_compiled(each) if compiles(each) else {} for each in scenarios]
         return [_play_all_ways(each, mutation is not None) for each in scenarios]
 
@@ -124,16 +133,14 @@ def build(scenario: Scenario, rank: int) -> Network:
 
 def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     played = {}
-    # Two numbers have one sum, more of them one for each order: that of memory, or of gloo.
-    through = ["auto", "process_group"] if scenario.seed % 2 else ["process_group", "auto"]
-    if scenario.world_size > 2:
-        through[1] = through[0]
+    through = _transports(scenario)
     ways = [partial(DistributedDataParallel, transport=each) for each in through]
     with configured(scenario.seed, scenario.thresholds):
         played[OURS] = play(scenario, OURS, ways[0], scenario.options)
         if not is_mutated:
             with nothing_prepared():
                 played[LONG] = play(scenario, LONG, ways[1], scenario.options)
+            played |= _play_in_place(scenario, ways)
         plain = replace(scenario, is_sharded=False)
         if scenario.is_sharded and scenario.world_size > 2:
             if through[0] == "auto":  # gloo adds three numbers in another order
@@ -143,6 +150,40 @@ def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
             played[PLAIN] = play(plain, PLAIN, ways[0], scenario.options)
     if scenario.stock is not None and _STOCK_DEFINES:
         played[STOCK] = play(plain, STOCK, Stock, scenario.stock)
+    return played
+
+
+def _play_in_place_alone(scenario: Scenario) -> Played:
+    ways = [partial(DistributedDataParallel, transport=each) for each in _transports(scenario)]
+    with configured(scenario.seed, scenario.thresholds):
+        played = {OURS: play(scenario, OURS, ways[0], scenario.options)}
+        return played | _play_in_place(scenario, ways)
+
+
+def _transports(scenario: Scenario) -> list[str]:
+    """Two numbers have one sum, more of them one for each order: that of memory, or of gloo."""
+    through = ["auto", "process_group"] if scenario.seed % 2 else ["process_group", "auto"]
+    return through if scenario.world_size == 2 else [through[0]] * 2
+
+
+def as_in_place(scenario: Scenario) -> Scenario:
+    """The same without copies that go on: those of a replicated module are plain ones.
+
+    Another one that has loaded a checkpoint does.
+    """
+    actions = tuple(
+        Renew("checkpoint") if action == Renew("copy") else action for action in scenario.actions
+    )
+    return replace(scenario, actions=actions)
+
+
+def _play_in_place(scenario: Scenario, ways: Sequence[partial[Any]]) -> Played:
+    """Replicated in place; and once more wrapped, if that must be another program."""
+    in_place = as_in_place(scenario)
+    replicate = partial(tritonddp.replicate, **ways[1].keywords)
+    played = {IN_PLACE: play(in_place, IN_PLACE, replicate, scenario.options)}
+    if in_place != scenario:
+        played[BESIDE] = play(in_place, BESIDE, ways[0], scenario.options)
     return played
 
 
@@ -208,7 +249,7 @@ def play(
         def wrapped(network: Network) -> nn.Module:
             net = wrap(network, **arguments_of(options), **_delayed(scenario, network))
             if scenario.communication_hook:
-                COMMUNICATION_HOOKS[scenario.communication_hook](net)
+                COMMUNICATION_HOOKS[scenario.communication_hook](behind(net) or net)
             return net
 
         player = Player(scenario, dist.get_rank(), build(scenario, dist.get_rank()), wrapped)

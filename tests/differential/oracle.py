@@ -65,20 +65,26 @@ class Oracle:
     Args:
         scenario: what is played.
         networks: one for each rank, each as rank 0 makes it.
+        in_place: whether they are replicated in place: buffers are synchronised after reductions,
+            and not before forwards.
 
     Attributes:
         owners: of parameters that a sharded optimizer has, the rank, by name.
     """
 
-    def __init__(self, scenario: Scenario, networks: Sequence[Network]) -> None:
+    def __init__(
+        self, scenario: Scenario, networks: Sequence[Network], in_place: bool = False
+    ) -> None:
         self._scenario = scenario
+        # (Ranks without inputs take part in forwards alone.)
+        self._syncs_afterwards = in_place and scenario.options.syncs_buffers and not scenario.counts
         self._everyone = [
             Player(scenario, rank, network, Alone) for rank, network in enumerate(networks)
         ]
         self._counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
         # Those that have inputs.
         self._players = list(self._everyone)
-        self._syncs_next_forward = scenario.options.syncs_buffers
+        self._syncs_next_forward = self._syncs_forwards
         # Buffers that forwards broadcast: those of an added block from the next reduction on.
         self._broadcast = self._buffers()
         # What each rank's backwards have given a gradient since the last reduction.
@@ -100,7 +106,7 @@ class Oracle:
         action = self._scenario.actions[number]
         if any(self._counts[player.rank] <= number for player in self._players):
             self._let_go(number)
-        if isinstance(action, Forward | BreakOff):
+        if isinstance(action, Forward | BreakOff) and self._syncs_next_forward:
             self._sync_buffers()
         if isinstance(action, Backward | ReduceGradients | BreakOff):
             self._note_means()
@@ -116,16 +122,16 @@ class Oracle:
                 player.trace = []
                 player.perform(number)
         if isinstance(action, Forward):
-            self._syncs_next_forward = self._scenario.options.syncs_buffers and (
-                action.grad and not action.local
-            )
+            self._syncs_next_forward = self._syncs_forwards and action.grad and not action.local
         if isinstance(action, BreakOff):
-            self._syncs_next_forward = self._scenario.options.syncs_buffers
+            self._syncs_next_forward = self._syncs_forwards
             self._broadcast = self._buffers()
             for used in self._used:
                 used.clear()
         if isinstance(action, Renew):
             self._renewed(action)
+        if isinstance(action, BreakOff) and self._syncs_afterwards:
+            self._sync_buffers()
         self._bounds = {}
         if isinstance(action, Backward):
             for player, used, earlier in zip(self._players, self._used, before, strict=True):
@@ -215,10 +221,13 @@ class Oracle:
             for param in others:
                 param.grad = None
 
+    @property
+    def _syncs_forwards(self) -> bool:
+        """Whether a forward synchronises buffers, unless the one before was under ``no_sync``."""
+        return self._scenario.options.syncs_buffers and not self._syncs_afterwards
+
     def _sync_buffers(self) -> None:
         """All ranks get those of rank 0, where stock would send them; in ``join()`` of the last."""
-        if not self._syncs_next_forward:
-            return
         source = -1 if self._scenario.counts else 0
         for buffers in zip(*self._broadcast, strict=True):
             for buffer in buffers:
@@ -231,7 +240,7 @@ class Oracle:
         self._used = [set() for _ in self._players]
         if action.by == "copy":
             return
-        self._syncs_next_forward = options.syncs_buffers
+        self._syncs_next_forward = self._syncs_forwards
         if options.syncs_first_buffers:
             for buffers in zip(*self._broadcast, strict=True):
                 for buffer in buffers:
@@ -303,6 +312,8 @@ class Oracle:
                 param.grad = None
         self._means, self._are_means = {}, True
         self._broadcast = self._buffers()
+        if self._syncs_afterwards:
+            self._sync_buffers()
 
     def _expected(self, player: Player) -> list[Expected]:
         """What the player has seen, with the gradients as they are after the reduction."""

@@ -30,7 +30,8 @@ from differential.scenario import (
     ZeroGrad,
 )
 from differential.trace import Entry, Snapshot, Trace, dense
-from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
+from tritonddp import ZeroRedundancyOptimizer
+from tritonddp.integrations.in_place import behind
 
 RATE = 0.05
 SLOW = 0.001  # so that what goes on for long goes nowhere
@@ -50,7 +51,9 @@ class Player:
         wrap: makes of it what has the methods of a wrapped one.
 
     Attributes:
-        network, net: now; a :class:`Renew` puts others into their places.
+        network, net: now; a :class:`Renew` puts others into their places. They are the same where
+            the network is replicated in place.
+        wrapper: the one of ours that ``net`` is, or that is behind it.
         trace: what was seen so far.
         metrics: what ``metrics()`` has said after each step, without what differs between ranks.
     """
@@ -65,7 +68,7 @@ class Player:
         self._wrap = wrap
         self._number = 0
         self._begin(network, wrap(network))
-        is_ours = isinstance(self.net, DistributedDataParallel)
+        is_ours = self.wrapper is not None
         self._is_manual = is_ours and scenario.is_manual
         self._has_norm = is_ours and bool(scenario.options.grad_norm)
         self._has_metrics = is_ours and bool(scenario.options.metrics)
@@ -74,9 +77,9 @@ class Player:
         self._scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scenario.scaler else None
 
     def _begin(self, network: Network, net: Any) -> None:
-        self.network, self.net = network, net
-        if self.scenario.is_manual and isinstance(net, DistributedDataParallel):
-            net.require_manual_backward_finalization = True
+        self.network, self.net, self.wrapper = network, net, behind(net)
+        if self.scenario.is_manual and self.wrapper is not None:
+            self.wrapper.require_manual_backward_finalization = True
         self._optimizer = self._make_optimizer()
         for block, kind in self.scenario.hooks:
             _add_hook(next(network.blocks[block].parameters()), kind)
@@ -95,7 +98,7 @@ class Player:
         params = [param for param in params if param not in left_out]
         if self.scenario.groups == "two":
             params = [{"params": of_heads, "lr": options["lr"] / 2}, {"params": params}]
-        if not (self.scenario.is_sharded and isinstance(self.net, DistributedDataParallel)):
+        if not self.scenario.is_sharded or self.wrapper is None:
             return kind(params, **options)
         self._optimizer = ZeroRedundancyOptimizer(params, kind, **options)
         self._see_owners()
@@ -206,9 +209,8 @@ class Player:
             net = copy.deepcopy(self.net)
             self._begin(net.module, net)
         else:
-            is_ours = isinstance(self.net, DistributedDataParallel)
             saved, network = io.BytesIO(), Network(self.network.spec)
-            sent = self.net.comm_state_dict() if is_ours else None
+            sent = None if self.wrapper is None else self.wrapper.comm_state_dict()
             torch.save((self.network.state_dict(), trained, sent), saved)
             saved.seek(0)
             values, trained, sent = torch.load(saved, weights_only=True)
@@ -216,8 +218,8 @@ class Player:
             for mine, its in zip(network.parameters(), self.network.parameters(), strict=True):
                 mine.requires_grad_(its.requires_grad)
             self._begin(network, self._wrap(network))
-            if is_ours:
-                self.net.load_comm_state_dict(sent)
+            if self.wrapper is not None:
+                self.wrapper.load_comm_state_dict(sent)
         sizes = [
             [len(group["params"]) for group in groups]
             for groups in (trained["param_groups"], self._optimizer.param_groups)
@@ -266,7 +268,7 @@ class Player:
                 stack.enter_context(self.net.weighted(action.weights[self.rank], action.reduction))
             loss.backward(retain_graph=action.retain_graph)
         if self._is_manual and not action.local:
-            self.net.finalize_backward()
+            self.wrapper.finalize_backward()
         if not action.retain_graph:
             for slot in action.slots:
                 del self._outputs[slot]
@@ -314,7 +316,7 @@ class Player:
                 loss.backward()
                 assert not breaks, "the backward should have broken off"
                 if self._is_manual:
-                    self.net.finalize_backward()
+                    self.wrapper.finalize_backward()
             except Planned:
                 assert breaks
         self.net.zero_grad(set_to_none=True)
@@ -332,7 +334,7 @@ class Player:
         expected = total.sqrt()
         if float(expected) > 1e18:  # where squares are no fp32 torch has infinity too
             return
-        found = self.net.grad_norm()
+        found = self.wrapper.grad_norm()
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0, equal_nan=True)
 
     def _see_gradients(self) -> None:

@@ -4,6 +4,7 @@ python tests/differential/run.py --seed 123 --world 2 -v     one, with all it do
 python tests/differential/run.py --seconds 600 --world 3     many
 python tests/differential/run.py --mutation no_average       with a planted fault
 python tests/differential/run.py --kind sharded --count 500    with a sharded optimizer
+python tests/differential/run.py --in-place --count 1000      in place beside wrapped alone
 python tests/differential/run.py --kind hostile --count 3000 hard on a clever wrapper
 """
 
@@ -29,7 +30,8 @@ from differential.comparison import differences
 from differential.generator import KINDS, scenario_of
 from differential.hostile.comparison import Difference, hostile_differences
 from differential.hostile.generator import ROOTS, program_of
-from differential.hostile.in_ranks import OURS, WRAPPERS
+from differential.hostile.in_ranks import OURS, WRAPPERS, is_of
+from differential.in_ranks import ALL, COMPILED, IN_PLACE_ALONE
 from differential.mutations import MUTATIONS
 
 _BATCH = {
@@ -63,6 +65,7 @@ def main() -> int:
     )
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="plant this fault")
     parser.add_argument("--compiled", action="store_true", help="ours by torch.compile")
+    parser.add_argument("--in-place", action="store_true", help="ours in place and wrapped, alone")
     parser.add_argument("--keep-going", action="store_true", help="after a difference too")
     parser.add_argument("-v", action="store_true", help="print each scenario")
     arguments = parser.parse_args()
@@ -80,7 +83,7 @@ def main() -> int:
         batch = _BATCH[arguments.kind]
         size = batch if count is None else min(batch, count - played)
         seeds: Sequence[int] = range(seed + played, seed + played + size)
-        if arguments.root:
+        if arguments.kind == "hostile":
             seeds = [each for each in seeds if _is_of(each, arguments)]
         alone += len(seeds)
         if arguments.v:
@@ -111,14 +114,17 @@ def _program(seed: int, arguments: argparse.Namespace) -> object:
 
 
 def _is_of(seed: int, arguments: argparse.Namespace) -> bool:
-    return {*program_of(seed, arguments.world).roots} <= {*arguments.root}
+    program = program_of(seed, arguments.world)
+    is_root = not arguments.root or {*program.roots} <= {*arguments.root}
+    return is_root and is_of(arguments.wrapper, program)
 
 
 def _differences(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[object]:
     if arguments.kind == "hostile":
         return hostile_differences(seeds, arguments.world, arguments.timeout, arguments.wrapper)
     timeout = 60 * (1 + 5 * arguments.compiled)
-    more = arguments.mutation, timeout, arguments.compiled, arguments.kind
+    ways = COMPILED if arguments.compiled else IN_PLACE_ALONE if arguments.in_place else ALL
+    more = arguments.mutation, timeout, ways, arguments.kind
     return differences(seeds, arguments.world, *more)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from differential.comparison import differences
+from differential.in_ranks import COMPILED
 from differential.mutations import MUTATIONS, OF_SHARDED, is_broken, planted
 
 BATCH = 10
@@ -62,7 +63,7 @@ def test_a_sharded_optimizer_ends_where_the_plain_one_does(world_size: int, seed
 @pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 30, 5)], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_programs_see_the_same_as_one_graph(world_size: int, seeds: range) -> None:
-    for difference in differences(seeds, world_size, timeout=300, compiled=True):
+    for difference in differences(seeds, world_size, timeout=300, ways=COMPILED):
         pytest.fail(str(difference), pytrace=False)
 
 

@@ -7,7 +7,8 @@ import torch
 
 from differential.hostile.comparison import hostile_differences
 from differential.hostile.faults import FAULTS
-from differential.hostile.in_ranks import STOCK
+from differential.hostile.generator import program_of
+from differential.hostile.in_ranks import IN_PLACE, STOCK, is_of
 
 BATCH = 30
 # How many programs are played on how many ranks.
@@ -35,6 +36,17 @@ def _one_thread() -> None:
 @pytest.mark.parametrize(("world_size", "seeds"), BATCHES)
 def test_random_programs_see_what_they_see_under_stock(world_size: int, seeds: range) -> None:
     for difference in hostile_differences(seeds, world_size):
+        pytest.fail(str(difference), pytrace=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_random_programs_see_the_same_in_place_where_the_contract_is_the_same(
+    world_size: int,
+) -> None:
+    seeds = [each for each in range(150) if is_of(IN_PLACE, program_of(each, world_size))]
+    assert len(seeds) > 15
+    for difference in hostile_differences(seeds, world_size, wrapper=IN_PLACE):
         pytest.fail(str(difference), pytrace=False)
 
 

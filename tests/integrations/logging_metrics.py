@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 tests/integrations/logging_metrics.py lightning on
 
-Instead of ``on`` say ``off`` for a wrapper without metrics, ``stock`` for torch's own.
+Instead of ``on`` say ``in_place`` for a module that is replicated, ``off`` for a wrapper without
+metrics, ``stock`` for torch's own.
 """
 
 import json
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS, EVERY, ACCUMULATED = 12, 4, 2
+WITH_METRICS = ("on", "in_place")
 
 
 def with_lightning(wrapper: str) -> list[Any]:
@@ -32,6 +34,8 @@ def with_lightning(wrapper: str) -> list[Any]:
     from tritonddp.integrations.lightning import MetricsCallback, TritonDDPStrategy
 
     logged = []
+    options = {"metrics": wrapper in WITH_METRICS, "in_place": wrapper == "in_place"}
+    strategy = "ddp" if wrapper == "stock" else TritonDDPStrategy(**options)
 
     class Recorder(CSVLogger):
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
@@ -50,7 +54,7 @@ def with_lightning(wrapper: str) -> list[Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            strategy="ddp" if wrapper == "stock" else TritonDDPStrategy(metrics=wrapper == "on"),
+            strategy=strategy,
             accelerator="cpu",
             devices=int(os.environ["WORLD_SIZE"]),
             max_steps=STEPS,
@@ -106,8 +110,8 @@ def with_transformers(wrapper: str) -> list[Any]:
         )
         trainer.add_callback(MetricsCallback(trainer, every=EVERY))
         if wrapper != "stock":
-            options = {"metrics": True} if wrapper == "on" else {}
-            use_tritonddp(trainer.accelerator, **options)
+            options = {"metrics": True} if wrapper in WITH_METRICS else {}
+            use_tritonddp(trainer.accelerator, in_place=wrapper == "in_place", **options)
         trainer.train()
     return logged
 

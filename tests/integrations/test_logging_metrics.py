@@ -28,9 +28,10 @@ def run(trainer: str, wrapper: str) -> Any:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("wrapper", ["on", pytest.param("in_place", marks=pytest.mark.thorough)])
 @trainers
-def test_metrics_are_logged_on_rank_0(trainer: str) -> None:
-    done = run(trainer, "on")
+def test_metrics_are_logged_on_rank_0(trainer: str, wrapper: str) -> None:
+    done = run(trainer, wrapper)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [step for step, _ in found["logged"]] == [4, 8, 12]  # of the optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tritonddp.ddp import DistributedDataParallel
+from tritonddp.integrations.in_place import behind
 
 
 def numbers_of(model: Any) -> dict[str, float]:
@@ -12,13 +13,15 @@ def numbers_of(model: Any) -> dict[str, float]:
 
     Raises:
         RuntimeError: the model was wrapped without ``metrics=True``.
-        TypeError: it was not wrapped with tritonddp.
+        TypeError: it was not wrapped with tritonddp, or replicated.
     """
-    if not isinstance(model, DistributedDataParallel):
+    wrapper = behind(model)
+    if wrapper is None:
         raise TypeError(
             "the callback logs metrics() of a model that tritonddp.DistributedDataParallel wraps, "
-            f"but the trainer has a {type(model).__module__}.{type(model).__qualname__}: use an "
-            "adapter of tritonddp.integrations, and start it with torchrun"
+            "or tritonddp.replicate() replicates, but the trainer has a "
+            f"{type(model).__module__}.{type(model).__qualname__}: use an adapter of "
+            "tritonddp.integrations, and start it with torchrun"
         )
-    found = DistributedDataParallel.metrics(model).items()
+    found = DistributedDataParallel.metrics(wrapper).items()
     return {f"ddp/{name}": value for name, value in found if isinstance(value, int | float)}

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from programs.table import Results, program, state
+from programs.table import Results, bare, program, state
 
 
 def network() -> nn.Module:
@@ -18,13 +18,13 @@ def network() -> nn.Module:
 def average_of_the_module(DDP: Any) -> Results:
     torch.manual_seed(dist.get_rank())
     model = DDP(network())
-    ema = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    ema = AveragedModel(bare(model), multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(6):
         optimizer.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
-        ema.update_parameters(model.module)
+        ema.update_parameters(bare(model))
     return state(model=model, average=ema)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from programs.table import Results, program, state
+from programs.table import Results, bare, program, set_sync, state
 from tritonddp.coordination.group import Group
 
 VOCABULARY, CONTEXT, WIDTH = 29, 12, 16
@@ -92,7 +92,7 @@ def gpt_that_sets_require_backward_grad_sync(DDP: Any) -> Results:
     optimizer = model.optimizer()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     ddp = DDP(model)
-    raw_model = ddp.module
+    raw_model = bare(ddp)
     losses, counts = [], []
     x, y = get_batch()
     for step in range(STEPS):
@@ -100,7 +100,7 @@ def gpt_that_sets_require_backward_grad_sync(DDP: Any) -> Results:
             group["lr"] = get_lr(step)
         before = issued()
         for micro_step in range(MICROBATCHES):
-            ddp.require_backward_grad_sync = micro_step == MICROBATCHES - 1
+            set_sync(ddp, micro_step == MICROBATCHES - 1)
             with torch.amp.autocast("cpu", dtype=torch.bfloat16):
                 _, loss = ddp(x, y)
                 loss = loss / MICROBATCHES
@@ -135,7 +135,7 @@ def train_under_no_sync(DDP: Any, recompute: bool) -> Results:
         optimizer.zero_grad()
         counts.append(issued() - before)
         losses += [loss.item(), norm.item()]
-    return state(model=ddp.module) | {"losses": losses, "collectives": counts[2:]}
+    return state(model=bare(ddp)) | {"losses": losses, "collectives": counts[2:]}
 
 
 @program

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from programs.table import Results, program, state
+from programs.table import Results, bare, program, state
 
 
 class Policy(nn.Module):
@@ -36,7 +36,7 @@ def policy_gradients_with_rollouts_by_the_module(DDP: Any) -> Results:
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3, eps=1e-5)
     for _ in range(2):
         observations = torch.randn(16, 5)
-        actions, before = policy.module.act(observations)
+        actions, before = bare(policy).act(observations)
         advantages, returns = torch.randn(16), torch.randn(16)
         for _ in range(2):
             for chosen in torch.randperm(16).chunk(2):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 
-from programs.table import Results, program, state
+from programs.table import Results, bare, program, state
 
 
 class MultiCrop(nn.Module):
@@ -39,9 +39,9 @@ def student_and_teacher(DDP: Any) -> Results:
     student = MultiCrop()
     teacher = copy.deepcopy(student)
     teacher = DDP(teacher)
-    teacher_without_ddp = teacher.module
+    teacher_without_ddp = bare(teacher)
     student = DDP(student)
-    teacher_without_ddp.load_state_dict(student.module.state_dict())
+    teacher_without_ddp.load_state_dict(bare(student).state_dict())
     for param in teacher.parameters():
         param.requires_grad = False
     optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad], lr=1e-2)
@@ -72,7 +72,7 @@ def student_and_teacher(DDP: Any) -> Results:
                     param.grad = None
         optimizer.step()
         with torch.no_grad():
-            pairs = zip(student.module.parameters(), teacher_without_ddp.parameters(), strict=True)
+            pairs = zip(bare(student).parameters(), teacher_without_ddp.parameters(), strict=True)
             for mine, theirs in pairs:
                 theirs.data.mul_(0.9).add_(0.1 * mine.detach().data)
     return state(student=student, teacher=teacher) | {"center": center, "loss": loss.item()}
@@ -105,5 +105,5 @@ def pairs_contrasted_over_all_ranks(DDP: Any) -> Results:
         loss.backward()
         optimizer.step()
         with torch.no_grad():
-            model.module.logit_scale.clamp_(0, 4.6)
+            bare(model).logit_scale.clamp_(0, 4.6)
     return state(model=model) | {"loss": loss.item()}

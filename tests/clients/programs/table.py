@@ -1,4 +1,4 @@
-"""The table of programs, and how a function becomes one."""
+"""The table of programs, how a function becomes one, and what differs without a wrapper."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +17,19 @@ def program(function: Program) -> Program:
     assert function.__name__ not in PROGRAMS, f"two programs are called {function.__name__}"
     PROGRAMS[function.__name__] = function
     return function
+
+
+def bare(model: nn.Module) -> Any:
+    """The module inside of a wrapper; itself, if it is replicated in place."""
+    return getattr(model, "module", model)
+
+
+def set_sync(model: Any, is_on: bool) -> None:
+    """Whether the next backward is reduced, as a program says it without ``no_sync``."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(is_on)
+    else:
+        model.require_backward_grad_sync = is_on
 
 
 def state(**modules: nn.Module) -> Results:

@@ -22,14 +22,33 @@ from differential.hostile.generator import program_of
 from differential.hostile.player import Player, Seen
 from differential.hostile.program import Program
 from differential.trace import Snapshot
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, replicate
 
-OURS, STOCK = "tritonddp", "stock"
+OURS, STOCK, IN_PLACE = "tritonddp", "stock", "in-place"
 # What stock is compared with. With itself only the generator can be wrong, with a fault it has to
 # show.
-WRAPPERS: dict[str, Any] = {OURS: DistributedDataParallel, STOCK: Stock, **FAULTS}
+WRAPPERS: dict[str, Any] = {
+    OURS: DistributedDataParallel,
+    STOCK: Stock,
+    IN_PLACE: replicate,
+    **FAULTS,
+}
 # How far sums in another order may be apart, in fp64, after some steps.
 _NEAR = 1e-9
+
+
+def is_of(wrapper: str, program: Program) -> bool:
+    """Whether stock's contract is that of ``wrapper`` too.
+
+    In place there is no other wrapper, none that has names, no backward past it, and buffers travel
+    at another time. A part of two modules is reduced with both, whichever is under ``no_sync``.
+    """
+    if wrapper != IN_PLACE:
+        return True
+    keeps_buffers = dict(program.options).get("broadcast_buffers") is False
+    has_others = {*program.roots} & {"backwards", "wrappers", "names"}
+    is_shared = program.kind == "shared encoder"
+    return not is_shared and not has_others and (keeps_buffers or not program.network.has_buffers)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,50 @@
+"""What adapters need to replicate a module in place, where their library expects a wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from tritonddp.ddp import DistributedDataParallel
+from tritonddp.replicate import ddp, replicate
+
+# What modules were replicated with, by the wrappers behind them.
+_options: WeakKeyDictionary[DistributedDataParallel, dict[str, Any]] = WeakKeyDictionary()
+
+
+def behind(model: Any) -> DistributedDataParallel | None:
+    """The wrapper that ``model`` is, or that works behind it; ``None`` if there is none of ours."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    try:
+        return ddp(model)
+    except TypeError:
+        return None
+
+
+def replicated(
+    module: nn.Module, device_ids: Any, options: Mapping[str, Any]
+) -> DistributedDataParallel:
+    """Replicate ``module`` in place, unless an earlier training has; returns the wrapper behind it.
+
+    Args:
+        module: of the user.
+        device_ids, options: for :func:`tritonddp.replicate`.
+
+    Raises:
+        TypeError: the module cannot be replicated, or an option is unknown.
+        ValueError: so too; or it is replicated already, with other options.
+    """
+    wrapper = behind(module)
+    if wrapper is None:
+        wrapper = ddp(replicate(module, device_ids=device_ids, **options))
+        _options[wrapper] = dict(options)
+    elif options and options != _options.get(wrapper):
+        raise ValueError(
+            f"this {type(module).__name__} is replicated already, and not with the options "
+            f"{', '.join(options)} as they are now: give the strategy those of then, or none"
+        )
+    return wrapper
