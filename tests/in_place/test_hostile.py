@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from training import drawn, gradients, train_step
 
-from tritonddp import replicate
+from tritonddp import DistributedDataParallel, replicate
 from tritonddp.replicate import ReplicatedModule
 
 
@@ -91,3 +91,49 @@ def test_a_graph_module_may_be_compiled_again(rank: int) -> None:
     net.recompile()
     train_step(net, drawn(5, 4, step=1))
     assert_same_on_all_ranks(gradients(net))
+
+
+# Buffers
+
+
+class Scaled(Net):
+    """Its backward needs the buffer, which each rank changes by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(x.abs().mean(0))  # type: ignore[operator]
+        return super().forward(x * self.scale) * self.scale
+
+
+@ranks(2)
+def test_a_second_backward_of_a_graph_has_the_buffers_of_its_forward(rank: int) -> None:
+    net, wrapped = replicate(Scaled()), DistributedDataParallel(Scaled())
+    for number in range(4):
+        for each in (net, wrapped):
+            each.zero_grad()
+            output = each(drawn(5, 4, step=number))
+            output.square().sum().backward(retain_graph=True)
+            output.sum().backward()
+            assert_same_on_all_ranks(gradients(each))
+        assert_same_bits(gradients(net), gradients(wrapped))
+        assert_same_on_all_ranks(list(net.buffers()))
+
+
+@ranks(2)
+def test_the_next_forward_has_the_buffers_of_rank_0_if_all_graphs_are_retained(rank: int) -> None:
+    net, wrapped = replicate(Scaled()), DistributedDataParallel(Scaled())
+    for number in range(4):
+        for each in (net, wrapped):
+            each.zero_grad()
+            each(drawn(5, 4, step=number)).square().sum().backward(retain_graph=True)
+        assert_same_bits(gradients(net), gradients(wrapped))
+        assert_same_bits(list(net.buffers()), list(wrapped.buffers()))
+    saved = {name: value.clone() * 3 for name, value in net.state_dict().items()}
+    net.load_state_dict(saved)
+    with torch.no_grad():
+        net(torch.zeros(1, 4))
+    torch.testing.assert_close(net.scale, saved["scale"] / 2)
