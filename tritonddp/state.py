@@ -164,7 +164,12 @@ class DDPState:
         self.call = call
         self._count_any_call(wrapper)
 
+    def detach(self) -> None:
+        """This process was forked: a module that is replicated in place is a plain one here."""
+        self.is_running = True  # for ever, so that calls do not go through the wrapper
+
     def _count_any_call(self, wrapper: nn.Module) -> None:
+        self.group.join_forks(self)
         step_in_backward(self.core)  # perhaps no forward of the module will look for them
         self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 

@@ -10,6 +10,7 @@ import torch
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.data import DataLoader, Dataset
 from training import drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel, replicate
@@ -137,3 +138,29 @@ def test_the_next_forward_has_the_buffers_of_rank_0_if_all_graphs_are_retained(r
     with torch.no_grad():
         net(torch.zeros(1, 4))
     torch.testing.assert_close(net.scale, saved["scale"] / 2)
+
+
+# Processes that get the model
+
+
+class Features(Dataset[Tensor]):
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> Tensor:
+        output = self.net(torch.full((1, 4), float(number)))
+        return torch.autograd.grad(output.sum(), self.net.layer.bias)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@ranks(2)
+def test_a_worker_of_a_data_loader_may_run_it(method: str, rank: int) -> None:
+    net = replicate(Net())
+    train_step(net, drawn(5, 4))
+    loader = DataLoader(Features(net), 2, num_workers=1, multiprocessing_context=method)
+    assert [batch.tolist() for batch in loader] == [[[1.0] * 4] * 2] * 2
+    train_step(net, drawn(5, 4, step=1))
+    assert_same_on_all_ranks(gradients(net))
