@@ -253,9 +253,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Everything before the module runs; returns the inputs on its device."""
         state = self._ddp_state
-        core, sync = state.core, state.sync
+        core, sync, sampler = state.core, state.sync, state.logger.sampler
         if sync.enabled and torch.is_grad_enabled():
-            sampler = state.logger.sampler
             sampler.iteration += 1  # here, since a call costs in each step
             if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
@@ -268,6 +267,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             raise
         if sync.join is not None:
             announce_forward(self)
+        if state.late_buffers:
+            state.take_over_buffers()
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync
@@ -279,8 +280,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 state.metrics.buffers_synchronised()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            on_the_side = self.use_side_stream_for_tensor_copies
-            inputs, kwargs = move_inputs(inputs, kwargs, device, on_the_side)
+            aside = self.use_side_stream_for_tensor_copies
+            inputs, kwargs = move_inputs(inputs, kwargs, device, aside)
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copyreg import _reconstructor  # type: ignore[attr-defined]
+from functools import partialmethod
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join
+from torch.fx import GraphModule
 
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
@@ -20,6 +23,20 @@ from tritonddp.ddp import DistributedDataParallel
 from tritonddp.state import DDPState
 
 _Module = TypeVar("_Module", bound=nn.Module)
+
+
+class _Behind:
+    """Holds the wrapper behind a module. A copy or a pickle of it is ``None``.
+
+    Classes that copy themselves often copy their ``__dict__``, as parametrized modules do: what
+    they make is a plain module too.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.wrapper = wrapper
+
+    def __reduce__(self) -> Any:
+        return NoneType, ()
 
 
 class ReplicatedModule:
@@ -31,7 +48,8 @@ class ReplicatedModule:
     @traced_as(replicated_in_one_graph)
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with all that the wrapper does before its forward and after it."""
-        wrapper: Any = self.__dict__.get(WRAPPER)
+        behind = self.__dict__.get(WRAPPER)
+        wrapper: Any = None if behind is None else behind.wrapper
         # What slicing or a copy of the dictionary has made has none, or that of another module.
         is_own = wrapper is not None and wrapper._modules["module"] is self
         if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
@@ -171,7 +189,7 @@ def replicate(
         **options,
     )
     object.__setattr__(module, "__class__", kind)
-    module.__dict__[WRAPPER] = wrapper  # no submodule: its parameters are those of the module
+    module.__dict__[WRAPPER] = _Behind(wrapper)
     call = super(ReplicatedModule, module).__call__  # type: ignore[misc]
     wrapper._ddp_state.run_in_place(wrapper, call)
     return module
@@ -204,8 +222,9 @@ def ddp(module: Any) -> DistributedDataParallel:
 
 def _wrapper_of(module: Any) -> DistributedDataParallel | None:
     """That of this very module: a copy of its ``__dict__`` belongs to another one."""
-    wrapper: DistributedDataParallel | None = getattr(module, "__dict__", {}).get(WRAPPER)
-    return wrapper if wrapper is not None and wrapper._modules["module"] is module else None
+    behind: _Behind | None = getattr(module, "__dict__", {}).get(WRAPPER)
+    is_own = behind is not None and behind.wrapper._modules["module"] is module
+    return behind.wrapper if behind is not None and is_own else None
 
 
 def _plain_class(kind: type) -> type:
@@ -220,7 +239,21 @@ def _class_of(plain: type) -> type:
         if kind.__bases__ == (ReplicatedModule, plain):
             return kind
     named = {name: plain.__dict__[name] for name in ("__module__", "__doc__")}
+    # These look into the class of the module, and make or change one that is like it.
+    for name in ("__deepcopy__", *(["recompile"] if issubclass(plain, GraphModule) else [])):
+        if hasattr(plain, name):
+            named[name] = partialmethod(_as_plain, getattr(plain, name))
     return type(plain.__name__, (ReplicatedModule, plain), named)
+
+
+def _as_plain(module: nn.Module, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``method`` of the class that the replicated ``module`` had before."""
+    own = type(module)
+    object.__setattr__(module, "__class__", _plain_class(own))
+    try:
+        return method(module, *arguments)
+    finally:
+        object.__setattr__(module, "__class__", own)
 
 
 def _checked(module: Any) -> type:
