@@ -429,7 +429,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            if rank == 0 and is_maintenance_announced():  # a file, a clock, the host's metadata
+            if rank == 0:  # and its clock, a file or the metadata of its host says so
                 model.request_stop()
         """
         self._ddp_state.request_stop()
@@ -443,9 +443,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            loss_function(model(inputs), targets).backward()
-            if model.should_stop():
-                save_checkpoint()  # all ranks are here
+            for inputs, targets in batches:
+                loss_function(model(inputs), targets).backward()
+                if model.should_stop():
+                    break  # all ranks, which can save together now
         """
         return self._ddp_state.should_stop()
 
