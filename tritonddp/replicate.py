@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join
 from torch.fx import GraphModule
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
@@ -121,6 +125,14 @@ class ReplicatedModule:
         """How long steps take, and for which rank the others wait. Needs ``metrics=True``."""
         return ddp(self).metrics()
 
+    def request_stop(self) -> None:
+        """Ask all ranks to stop. One is enough, at any time, on any thread."""
+        ddp(self).request_stop()
+
+    def should_stop(self) -> bool:
+        """Whether a rank has asked: True on all ranks after the same reduction."""
+        return ddp(self).should_stop()
+
 
 # The names that a module must not have itself.
 _ADDED = [name for name in vars(ReplicatedModule) if not name.startswith("__")]
@@ -192,6 +204,9 @@ def replicate(
     module.__dict__[WRAPPER] = _Behind(wrapper)
     call = super(ReplicatedModule, module).__call__  # type: ignore[misc]
     wrapper._ddp_state.run_in_place(wrapper, call)
+    if not _hooks:
+        _hooks.append(register_module_module_registration_hook(_note_part))
+        _hooks.append(register_module_parameter_registration_hook(_note_part))
     return module
 
 
@@ -218,6 +233,17 @@ def ddp(module: Any) -> DistributedDataParallel:
         f"{type(module).__name__} is not replicated: give the module that was given to "
         "tritonddp.replicate(), not a part or a copy of it"
     )
+
+
+# Of all modules, once one is replicated.
+_hooks: list[Any] = []
+
+
+def _note_part(owner: nn.Module, _: str, part: nn.Module | nn.Parameter | None) -> None:
+    """A module gets a part: a backward may reach that alone, and no forward of the whole tells."""
+    for state in tuple(DDPState.live):
+        if state.call is not None and part is not None and state.parameters.expects(owner, part):
+            state.core.watch_others()
 
 
 def _wrapper_of(module: Any) -> DistributedDataParallel | None:
@@ -280,8 +306,8 @@ def _checked(module: Any) -> type:
             f"{name} has attributes of its own that methods of a replicated module would hide: "
             f"{', '.join(clashes)}. Rename them, or wrap it with DistributedDataParallel"
         )
-    kind = _class_of(plain)
     try:
+        kind = _class_of(plain)
         object.__setattr__(module, "__class__", kind)
         object.__setattr__(module, "__class__", plain)
     except TypeError as error:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -164,3 +165,53 @@ def test_a_worker_of_a_data_loader_may_run_it(method: str, rank: int) -> None:
     assert [batch.tolist() for batch in loader] == [[[1.0] * 4] * 2] * 2
     train_step(net, drawn(5, 4, step=1))
     assert_same_on_all_ranks(gradients(net))
+
+
+# Parts that come later
+
+
+@ranks(2)
+def test_a_part_that_is_added_is_averaged_when_nothing_else_is_used(rank: int) -> None:
+    net: Any = replicate(Net())
+    train_step(net, drawn(5, 4))
+    for step in range(3):
+        torch.manual_seed(step)
+        net.head = nn.Sequential()  # replaced, the second time
+        net.head.append(nn.Linear(4, 2))
+        net.gain = nn.Parameter(torch.ones(2))
+        for number in range(3):
+            net.zero_grad()
+            features = net(drawn(5, 4, step=number)).detach() if step == 1 else drawn(5, 4)
+            (net.head(features) * net.gain).square().sum().backward()
+            assert net.gain.grad is not None
+            assert_same_on_all_ranks(gradients(net))
+
+
+@ranks(2)
+def test_a_module_in_place_has_all_methods_that_it_promises(rank: int) -> None:
+    net: Any = replicate(Net())
+    promised = re.findall(
+        r"``(\w+)``", str(replicate.__doc__).split("these methods:")[1].split(".")[0]
+    )
+    assert len(promised) == 10
+    assert all(callable(getattr(net, name)) for name in promised)
+    if rank == 1:
+        net.request_stop()
+    assert not net.should_stop()
+    train_step(net, drawn(5, 4))
+    assert net.should_stop()
+
+
+class Registered(Net):
+    def __init_subclass__(cls, *, name: str) -> None:
+        super().__init_subclass__()
+
+
+class Entry(Registered, name="entry"):
+    """Subclasses need an argument."""
+
+
+@ranks(2)
+def test_a_class_that_takes_no_subclass_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"class of Entry cannot be changed .*'name'.*: wrap it"):
+        replicate(Entry())

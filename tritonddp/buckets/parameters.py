@@ -61,6 +61,7 @@ class ModuleParameters:
         self._bucketed: dict[Tensor, str] = {}
         self.added: list[tuple[str, Parameter]] = []
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
+        self._registered: list[Parameter] = []  # since the last update()
         self.update()
         self.commit()
 
@@ -95,7 +96,19 @@ class ModuleParameters:
         if not all_of_them:
             return [param for _, param in self.added]
         others = [param for _, param in self.params if param not in self._bucketed]
+        others = list(dict.fromkeys(others + self._registered))
         return [each for each in others if each.is_floating_point() or each.is_complex()]
+
+    def expects(self, owner: nn.Module, part: nn.Module | Parameter) -> bool:
+        """Whether ``owner``, which registers this part, belongs to the module."""
+        if id(vars(owner).get("_parameters")) not in self._places:
+            return False
+        if isinstance(part, nn.Module):
+            self._registered += part.parameters()
+            self._places.update(id(_table(each._parameters)) for each in part.modules())
+        else:
+            self._registered.append(part)
+        return True
 
     def refresh(self, where: Callable[[], str], in_backward: bool = False) -> bool:
         """Whether parameters were frozen, unfrozen, replaced, added or removed since the last call.
@@ -184,6 +197,8 @@ class ModuleParameters:
         tables: list[Mapping[str, Any]] = [self._children]
         for _, each in modules:
             tables += (_table(each._parameters), _table(each._modules))
+        self._places = {id(_table(each._parameters)) for _, each in modules}
+        self._registered = []
         self._contents = list(map(_values, filter(None, tables)))
         self._empty_tables = [table for table in tables if not table]
         self._held = list(chain.from_iterable(self._contents)) if all_leaves else []

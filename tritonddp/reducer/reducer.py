@@ -188,7 +188,7 @@ class Reducer:
     def refresh_parameters(self, in_backward: bool = False) -> None:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`."""
         if self.parameters.refresh(self.where, in_backward):
-            self._watch_others()
+            self.watch_others()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
         """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
@@ -197,9 +197,9 @@ class Reducer:
         """
         self.forwards.count_any_call()
         self.reductions.call_afterwards(afterwards)
-        self._watch_others()
+        self.watch_others()
 
-    def _watch_others(self) -> None:
+    def watch_others(self) -> None:
         """Notice a backward that reaches no other parameter than such as have no bucket yet.
 
         Where any call counts, no forward may tell of a frozen parameter that is trained now.
@@ -663,7 +663,7 @@ class Reducer:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current = self.manager.current
         self.parameters.set_bucketed(current.names, current.params)
-        self._watch_others()
+        self.watch_others()
         former = getattr(self, "tracker", None)
         if former is not None:
             former.remove()
