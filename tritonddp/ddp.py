@@ -414,8 +414,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
-            named: list[tuple[str, Tensor]] = self._trainable()
-            core = self._ddp_state.core
+            named, core = self._trainable(), self._ddp_state.core
             return reduce_given(core.reductions, gradients, params, named, core.prepare_request)
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
