@@ -238,8 +238,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses may override this to call another method of it."""
-        state = self._ddp_state
-        outer = active_wrapper()  # dynamo splits graphs that it compiles in here at large buckets
+        state, outer = self._ddp_state, active_wrapper()  # dynamo splits graphs in here at buckets
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         state.is_running = True
         try:
