@@ -1,6 +1,6 @@
 """Trains with a trainer whose callback stops all ranks: one of them gets SIGTERM in a step.
 
-    torchrun --standalone --nproc-per-node 2 tests/integrations/stopping.py lightning FOLDER
+    torchrun --standalone --nproc-per-node 2 tests/integrations/stop_callbacks.py lightning FOLDER
 
 Each rank prints where it stopped, what the second training began with, and the end of that.
 """

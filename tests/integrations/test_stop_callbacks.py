@@ -8,7 +8,7 @@ from typing import Any
 import launched
 import pytest
 from launched import ROOT
-from stopping import STEPS, STRUCK
+from stop_callbacks import STEPS, STRUCK
 from test_logging_metrics import NEEDED
 
 from tritonddp.integrations.signals import should_stop
@@ -22,7 +22,7 @@ def test_all_ranks_save_and_end_and_the_next_run_goes_on_behind(
     if not any(importlib.util.find_spec(name) for name in NEEDED[trainer]):
         pytest.skip(f"needs {trainer}: the extra [integrations]")
     done = launched.run(
-        ROOT / "tests" / "integrations" / "stopping.py",
+        ROOT / "tests" / "integrations" / "stop_callbacks.py",
         *(trainer, tmp_path),
         env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
     )
