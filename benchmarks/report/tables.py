@@ -555,7 +555,7 @@ _ON_PAGES: dict[str, tuple[Show, str, Sequence[str]]] = {
     "exchange": (exchange, "KiB", ("16", "1024", "25600")),
     "network_wire": (network_wire, "wire", ("fp32", "bf16", "int8", "auto")),
     "convergence": (convergence, "task", ("text", "opposed")),
-    "compiled": (compiled, "compiled", ("bare", "stock", "ours")),
+    "compiled": (compiled, "compiled", ("stock", "ours")),
 }
 
 
