@@ -291,7 +291,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if state.buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         syncs, has_grad = state.sync.enabled, torch.is_grad_enabled()
-        if has_grad:
+        if has_grad and (state.call is None or state.parameters.trainable):
             context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one, core = type(output) is Tensor, state.core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copyreg import _reconstructor  # type: ignore[attr-defined]
@@ -320,6 +321,8 @@ def _checked(module: Any) -> type:
 def _check_parts(module: nn.Module) -> None:
     """Raise a ValueError if the module is wrapped already, or a part of it, or it is a part."""
     parts = set(module.modules())
+    if DDPState.live:
+        gc.collect()  # a module that was replicated holds itself, by way of its wrapper
     for state in DDPState.live:
         whole = state.parameters.module
         how = "wrapped" if state.call is None else "replicated"

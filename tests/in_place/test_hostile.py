@@ -1,6 +1,7 @@
 """Programs that know nothing of ``replicate``, and that a module in place has to be right for."""
 
 import copy
+import gc
 import pickle
 import re
 from collections.abc import Callable
@@ -215,3 +216,30 @@ class Entry(Registered, name="entry"):
 def test_a_class_that_takes_no_subclass_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"class of Entry cannot be changed .*'name'.*: wrap it"):
         replicate(Entry())
+
+
+@ranks(2)
+def test_a_backward_that_reaches_no_parameter_stays_on_its_rank(rank: int) -> None:
+    net = replicate(Net())
+    for number in range(4):
+        train_step(net, drawn(5, 4, step=number))
+        assert_same_on_all_ranks(gradients(net))
+        if rank == 0:  # a saliency map
+            net.requires_grad_(False)
+            x = drawn(2, 4).requires_grad_()
+            net(x).sum().backward()
+            net.requires_grad_(True)
+            assert x.grad is not None
+
+
+@ranks(2)
+def test_what_is_not_used_any_more_is_no_obstacle(rank: int) -> None:
+    gc.disable()
+    try:
+        net = replicate(nn.Sequential(Net(), nn.Linear(4, 2)))
+        head: nn.Module = net[1]
+        del net
+        train_step(replicate(head), drawn(5, 4))
+    finally:
+        gc.enable()
+    assert_same_on_all_ranks(gradients(head))
