@@ -284,7 +284,7 @@ class ModuleParameters:
             options["backward()"] = call_site
             advice = (
                 "The module is replicated in place: all ranks have to call backward() in the same "
-                "lines. Put what one rank does alone under no_sync(), or use torch.autograd.grad: "
+                "line. Put what one rank does alone under no_sync(), or use torch.autograd.grad: "
                 f"both stay on their rank. {advice}"
             )
         params = self.params if requested is None else requested

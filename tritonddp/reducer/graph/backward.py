@@ -27,7 +27,7 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
-from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, KEY, CallSite, CallSites
+from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, CallSite, CallSites
 from tritonddp.reducer.graph.participation import as_trainable
 from tritonddp.reducer.graph.unreduced import Unreduced
 
@@ -177,19 +177,16 @@ class Forwards:
         if self.call_sites is not None:
             # As CallSites.find(), but with no call in a steady step on the CPU.
             frame: FrameType | None = _getframe()
-            key: tuple[int, ...] = ()
-            is_called = False
-            while frame is not None and len(key) < KEY:
-                code = frame.f_code
-                if not is_called:
-                    is_called = code.co_name == ENGINE
-                elif (
-                    INSTALLED not in code.co_filename
-                    and frame.f_globals.get("__name__", "")[:6] != "torch."
-                ):
-                    key += id(code), frame.f_lasti
+            while frame is not None and frame.f_code.co_name != ENGINE:
                 frame = frame.f_back
-            site = self.call_sites.get(key) if key else None
+            while frame is not None and (
+                INSTALLED in frame.f_code.co_filename
+                or frame.f_globals.get("__name__", "")[:6] == "torch."
+            ):
+                frame = frame.f_back
+            site = None
+            if frame is not None:
+                site = self.call_sites.get((id(frame.f_code), frame.f_lasti))
             self.call_site = (site or self.call_sites.find()) if join is None else None
         if forward is None:
             return GradSource.ELSEWHERE
