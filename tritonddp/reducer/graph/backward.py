@@ -27,7 +27,7 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
-from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, CallSite, CallSites
+from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
 from tritonddp.reducer.graph.participation import as_trainable
 from tritonddp.reducer.graph.unreduced import Unreduced
 
@@ -181,6 +181,7 @@ class Forwards:
                 frame = frame.f_back
             while frame is not None and (
                 INSTALLED in frame.f_code.co_filename
+                or frame.f_code.co_name == MODE
                 or frame.f_globals.get("__name__", "")[:6] == "torch."
             ):
                 frame = frame.f_back

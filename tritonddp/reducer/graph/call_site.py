@@ -20,6 +20,8 @@ from types import FrameType
 ENGINE = "_engine_run_backward"
 # In the path of a file that belongs to an installed library, whose lines all programs share.
 INSTALLED = "-packages"
+# What a mode or a subclass of tensors runs between the program and ``backward()``.
+MODE = "__torch_function__"
 
 
 class CallSite:
@@ -73,7 +75,8 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_name != ENGINE:
         frame = frame.f_back
     while frame is not None:
-        if frame.f_globals.get("__name__", "")[:6] != "torch.":
+        is_of_torch = frame.f_globals.get("__name__", "")[:6] == "torch."
+        if not is_of_torch and frame.f_code.co_name != MODE:
             if INSTALLED not in frame.f_code.co_filename:
                 return frame
             other = other or frame
