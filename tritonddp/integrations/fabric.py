@@ -27,7 +27,8 @@ class TritonDDPStrategy(_Base):
         in_place: replicate the module in place, see :func:`tritonddp.replicate`. Its methods need
             no ``mark_forward_method()`` then, and get no precision or autocast of Fabric either, as
             on one device.
-        args, kwargs: of Fabric's, and of the wrapper.
+        *args: of Fabric's.
+        **kwargs: of Fabric's, and of the wrapper.
 
     Raises:
         TypeError, ValueError: ``in_place`` is neither on nor off; or in ``setup()``, as

@@ -33,7 +33,8 @@ class TritonDDPStrategy(_Base):
         in_place: replicate the LightningModule in place, see :func:`tritonddp.replicate`: backwards
             of ``manual_backward`` or of any of its methods are reduced, and it stays replicated
             after ``fit()``. ``trainer.model`` is the wrapper behind it.
-        args, kwargs: of Lightning's, and of the wrapper.
+        *args: of Lightning's.
+        **kwargs: of Lightning's, and of the wrapper.
 
     Raises:
         TypeError, ValueError: ``in_place`` is neither on nor off; or when training starts, as
