@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from training import drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel, replicate
-from tritonddp.replicate import ReplicatedModule
+from tritonddp.in_place import ReplicatedModule
 
 
 class Net(nn.Module):

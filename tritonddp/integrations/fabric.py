@@ -9,9 +9,9 @@ from torch import nn
 
 from tritonddp._arguments import check_flags
 from tritonddp.ddp import DistributedDataParallel
+from tritonddp.in_place import ddp
 from tritonddp.integrations.in_place import replicated
 from tritonddp.integrations.strategies import lightning_class
-from tritonddp.replicate import ddp
 
 _PACKAGES = "lightning.fabric", "lightning_fabric"
 _Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)

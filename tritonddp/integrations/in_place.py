@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.replicate import ddp, replicate
+from tritonddp.in_place import ddp, replicate
 
 
 def behind(model: Any) -> DistributedDataParallel | None:

@@ -184,9 +184,9 @@ def replicate(
 
     Example::
 
-        model = tritonddp.replicate(module)
-        loss_function(model(inputs), targets).backward()  # .grad holds the means over the ranks
-        assert model is module
+        net = nn.Linear(16, 4)
+        assert tritonddp.replicate(net) is net
+        loss_function(net(inputs), targets).backward()  # .grad holds the means over the ranks
     """
     kind = _checked(module)
     if options.get("mixed_precision") is not None:
@@ -223,8 +223,8 @@ def ddp(module: Any) -> DistributedDataParallel:
 
     Example::
 
-        model = tritonddp.replicate(module)
-        print(tritonddp.ddp(model).reducer.counters)  # what was sent so far
+        net = tritonddp.replicate(nn.Linear(16, 4))
+        print(tritonddp.ddp(net).reducer.counters)  # what was sent so far
     """
     for found in (module, getattr(module, "_orig_mod", None)):
         wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)
