@@ -42,9 +42,10 @@ AS_IT_IS, WITH_LINES = "tritonddp", "tritonddp, with the lines"
 
 MARKED = re.compile(r"^( *)# tritonddp: (.+)\n(.+)\n", re.MULTILINE)
 VERDICT = re.compile(r"^verdict: (right|wrong|skipped): (.+)$", re.MULTILINE)
-# An error that nobody caught, as torch writes it to stderr, without the place in gloo's source.
+# An error that nobody caught, as torch writes it to stderr: its first sentence, without the place
+# in gloo's source.
 ERROR = re.compile(
-    r"^\[rank(\d+)\]: (?:\w+\.)*(\w+(?:Error|Exception|Interrupt)): (?:\[\S+\] )?(.+)$",
+    r"^\[rank(\d+)\]: (?:\w+\.)*(\w+(?:Error|Exception|Interrupt)): (?:\[\S+\] )?(.+?)(?:\. .*)?$",
     re.MULTILINE,
 )
 # The first death in torchrun's report, of a rank that has raised nothing, or not through torch.
@@ -136,9 +137,10 @@ def judge(stdout: str, stderr: str, exit_code: int) -> tuple[str, str]:
     if verdict and exit_code == 0:
         message = MESSAGE.search(stderr)
         return verdict[1], verdict[2] + (f" (it said: {cut(message[1])})" if message else "")
+    # Of each rank the last one: that is what the earlier ones led to.
     errors = {int(each[1]): f"{each[2]}: {each[3]}" for each in ERROR.finditer(stderr)}
     if errors:
-        return "error", f"rank {min(errors)}: {cut(errors[min(errors)])}"
+        return "error", "; ".join(f"rank {rank}: {cut(errors[rank])}" for rank in sorted(errors))
     raised, death = RAISED.search(stderr), DEATH.search(stderr)
     who = f"rank {death[1]}: exit code {death[2]}" if death else f"exit code {exit_code}"
     last = raised[1] if raised else f"verdict '{verdict[2]}'" if verdict else "no verdict"

@@ -111,11 +111,11 @@ def test_the_page_has_every_script() -> None:
         ),
         (
             "",
-            "[rank1]: RuntimeError: second\n[rank0]: ValueError: cause\n"
+            "[rank1]: RuntimeError: second. Look there\n[rank0]: ValueError: cause\n"
             "[rank0]: a.b.SomeError: [/src/gloo/pair.cc:5] Timed out\nx.ChildFailedError: \n",
             1,
             "error",
-            "rank 0: SomeError: Timed out",
+            "rank 0: SomeError: Timed out; rank 1: RuntimeError: second",
         ),
     ],
     ids=[
