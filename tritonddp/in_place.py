@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
-from tritonddp.compiled.forward import WRAPPER, replicated_in_one_graph
+from tritonddp.compiled.forward import WRAPPER, replicated_in_one_graph, unless_traced
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.state import DDPState
 
@@ -206,8 +206,9 @@ def replicate(
     call = super(ReplicatedModule, module).__call__  # type: ignore[misc]
     wrapper._ddp_state.run_in_place(wrapper, call)
     if not _hooks:
-        _hooks.append(register_module_module_registration_hook(_note_part))
-        _hooks.append(register_module_parameter_registration_hook(_note_part))
+        hook = unless_traced(_note_part)  # compiled forwards may make modules, by a slice say
+        _hooks.append(register_module_module_registration_hook(hook))
+        _hooks.append(register_module_parameter_registration_hook(hook))
     return module
 
 

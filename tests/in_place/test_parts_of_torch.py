@@ -165,3 +165,24 @@ def test_an_optimizer_of_the_replaced_parameters_is_an_error_when_it_steps() -> 
     squares(net(torch.ones(2, 4))).backward()
     with pytest.raises(RuntimeError, match="make the optimizer after the module is replicated"):
         optimizer.step()
+
+
+class Sliced(nn.Module):
+    """Its forward makes a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+@ranks(2)
+def test_another_module_is_compiled_as_before_once_one_is_replicated() -> None:
+    replicate(seeded())
+    net = Sliced()
+    x = drawn(2, 4)
+    torch.testing.assert_close(torch.compile(net, fullgraph=True, backend="eager")(x), net(x))

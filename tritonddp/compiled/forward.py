@@ -73,3 +73,13 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+def unless_traced(function: Callable[..., None]) -> Callable[..., None]:
+    """``function``, but nothing where dynamo traces its call: a hook that all modules have."""
+
+    def call(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            function(*args)
+
+    return call
