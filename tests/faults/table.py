@@ -88,7 +88,9 @@ PROCESS_GROUP = (("transport", "process_group"),)
 SKIPPED = (("skip_all_reduce_unused_params", True),)
 
 # What ranks say who wait for each other through memory and through the process group.
-_OTHER_BACKWARD = "through the process group .*, and this rank bucket 0 of|onnection (closed|reset) by peer"
+_OTHER_BACKWARD = (
+    "through the process group .*, and this rank bucket 0 of|onnection (closed|reset) by peer"
+)
 # Which of these a rank meets first depends on how late the others are.
 _ANY_OF_THESE = (
     r"step \d, .*(the ranks reduce different|comparison of what the ranks hold|"
