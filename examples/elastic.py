@@ -21,6 +21,9 @@ the same training, but for its bits: sums are rounded in another order, and rand
 statistics belong to ranks. With several nodes set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, or
 torchrun's store keeps the addresses of ranks that are gone (pytorch/pytorch#135712).
 
+SIGTERM to any rank, or to torchrun, which hands it on: all ranks save after the same step and end
+well, and the next run on the folder goes on there. ``slurm.sh`` is a job that may be preempted.
+
 ``--kill-at`` and ``--kill-rank`` have a rank kill itself in the middle of a backward, in its first
 life, to see all this happen.
 """
@@ -48,6 +51,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from train import batch_loss, first_difference
 
+import tritonddp
 from tritonddp import DistributedDataParallel as DDP
 
 
@@ -200,14 +204,16 @@ def train(
         training.load(checkpoint)
         say(f"resumed at step {training.step}, saved by {checkpoint.world_size} ranks")
     is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    while training.step < args.steps:
+    is_stopped = False
+    while training.step < args.steps and not is_stopped:
         if is_first_life and (training.step, training.rank) == (args.kill_at, args.kill_rank):
             for parameter in training.ddp.parameters():
                 parameter.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         training.take_step()
-        if training.step % args.every == 0 or training.step == args.steps:
+        is_stopped = training.ddp.should_stop()
+        if training.step % args.every == 0 or training.step == args.steps or is_stopped:
             training.save(checkpoints)
-            say(f"saved step {training.step}")
+            say(f"saved step {training.step}" + ", asked to stop" * is_stopped)
     return training
 
 
@@ -276,7 +282,9 @@ def main() -> int:
     args = parse_arguments()
     try:
         device = set_up(args)
-        training = train(TASKS["digits"](), args, device, Checkpoints(args.checkpoints, args.keep))
+        with tritonddp.stop_on_signal():  # SIGTERM
+            task, checkpoints = TASKS["digits"](), Checkpoints(args.checkpoints, args.keep)
+            training = train(task, args, device, checkpoints)
     except (UsageError, CheckpointError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"elastic.py: error: {error}", file=sys.stderr)

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.diagnostics.trace import trace
+
+# (ddp() takes the name of the module, which is imported above and found as always by "from".)
+from tritonddp.in_place import ddp, replicate
 from tritonddp.integrations.replacement import instead_of_stock, replace_stock
 from tritonddp.integrations.signals import stop_on_signal
-
-# (A function: the module of that name is imported above, and found as always by "from".)
-from tritonddp.replicate import ddp, replicate
 
 if TYPE_CHECKING:
     from tritonddp.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer

@@ -417,6 +417,9 @@ def captures_leaves(error: RuntimeError) -> bool:
 # backward with an id of its own.
 current_graph_task_id = torch._C._current_graph_task_id
 
+# Whether the backward that runs on this thread was called with ``retain_graph=True``.
+graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
+
 # The autograd node that the engine runs on this thread, also while its hooks run.
 current_autograd_node = torch._C._current_autograd_node
 

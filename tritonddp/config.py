@@ -254,7 +254,7 @@ def check_module(module: nn.Module, params: Sequence[tuple[str, Tensor]], views:
                 f"{', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():
-        if WRAPPER in layer.__dict__:
+        if layer.__dict__.get(WRAPPER) is not None:
             raise ValueError(
                 f"{name or 'the module'!r} is replicated in place already, and a wrapper around it "
                 "would average its gradients twice: leave the wrapper out"

@@ -238,8 +238,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses may override this to call another method of it."""
-        state = self._ddp_state
-        outer = active_wrapper()  # dynamo splits graphs that it compiles in here at large buckets
+        state, outer = self._ddp_state, active_wrapper()  # dynamo splits graphs in here at buckets
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         state.is_running = True
         try:
@@ -253,9 +252,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Everything before the module runs; returns the inputs on its device."""
         state = self._ddp_state
-        core, sync = state.core, state.sync
+        core, sync, sampler = state.core, state.sync, state.logger.sampler
         if sync.enabled and torch.is_grad_enabled():
-            sampler = state.logger.sampler
             sampler.iteration += 1  # here, since a call costs in each step
             if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
@@ -268,6 +266,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             raise
         if sync.join is not None:
             announce_forward(self)
+        if state.late_buffers:
+            state.take_over_buffers()
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync
@@ -279,8 +279,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 state.metrics.buffers_synchronised()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            on_the_side = self.use_side_stream_for_tensor_copies
-            inputs, kwargs = move_inputs(inputs, kwargs, device, on_the_side)
+            aside = self.use_side_stream_for_tensor_copies
+            inputs, kwargs = move_inputs(inputs, kwargs, device, aside)
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
@@ -291,11 +291,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if state.buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         syncs, has_grad = state.sync.enabled, torch.is_grad_enabled()
-        if has_grad:
+        if has_grad and (state.call is None or state.parameters.trainable):
             context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one, core = type(output) is Tensor, state.core
-                forward = core.forwards.ended(core.counters.reductions, syncs, state.caller)
+                forward = core.forwards.ended(core.counters.reductions, syncs)
                 watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
                 state.core.contexts.watch(state.core.reference, output, context, syncs)
@@ -413,8 +413,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
-            named: list[tuple[str, Tensor]] = self._trainable()
-            core = self._ddp_state.core
+            named, core = self._trainable(), self._ddp_state.core
             return reduce_given(core.reductions, gradients, params, named, core.prepare_request)
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
@@ -428,7 +427,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            if rank == 0 and is_maintenance_announced():  # a file, a clock, the host's metadata
+            if rank == 0:  # and its clock, a file or the metadata of its host says so
                 model.request_stop()
         """
         self._ddp_state.request_stop()
@@ -442,9 +441,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            loss_function(model(inputs), targets).backward()
-            if model.should_stop():
-                save_checkpoint()  # all ranks are here
+            for inputs, targets in batches:
+                loss_function(model(inputs), targets).backward()
+                if model.should_stop():
+                    break  # all ranks, which can save together now
         """
         return self._ddp_state.should_stop()
 

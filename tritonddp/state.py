@@ -8,7 +8,7 @@ hand on to the module whatever the wrapper does not have.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tritonddp._torch import current_graph_task_id, graph_is_retained, preserve_version_counters
 from tritonddp.buckets.formats import AUTO
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
@@ -53,7 +54,6 @@ from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
-from tritonddp.reducer.graph.call_site import CallSite
 from tritonddp.reducer.reducer import Reducer
 from tritonddp.reducer.reductions import Reductions
 
@@ -70,7 +70,8 @@ class DDPState:
         figures: what ``compression="auto"`` has measured; None in another group.
         call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
         is_running: a forward runs.
-        caller: the line of the program that has called such a module.
+        in_place_options: with which an adapter has replicated it; ``None`` if none has.
+        late_buffers: of such a module: buffers, their values, and those of the next forward.
         finalizes_manually: see ``require_manual_backward_finalization``.
         builtin_hook: communication hook of torch in C++, if one is registered.
         buffer_hook: registered by the user, instead of ``buffer_sync``.
@@ -101,7 +102,8 @@ class DDPState:
     figures: Figures | None = None
     call: Callable[..., Any] | None = None
     is_running: bool = False
-    caller: CallSite | None = None
+    in_place_options: dict[str, Any] | None = None
+    late_buffers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     finalizes_manually: bool = False
     builtin_hook: dist.BuiltinCommHookType | None = None
     buffer_hook: BufferHook | None = None
@@ -161,7 +163,12 @@ class DDPState:
         self.call = call
         self._count_any_call(wrapper)
 
+    def detach(self) -> None:
+        """This process was forked: a module that is replicated in place is a plain one here."""
+        self.is_running = True  # for ever, so that calls do not go through the wrapper
+
     def _count_any_call(self, wrapper: nn.Module) -> None:
+        self.group.join_forks(self)
         step_in_backward(self.core)  # perhaps no forward of the module will look for them
         self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 
@@ -315,6 +322,11 @@ class DDPState:
             else:
                 self.core.post_backward.extend(self.buffer_hook.run(named))
 
+    def take_over_buffers(self) -> None:
+        """Write those that came while a graph was retained, where nobody has written since."""
+        late, self.late_buffers = self.late_buffers, []
+        _overwrite((buffer, new) for buffer, own, new in late if torch.equal(buffer, own))
+
     def count_weights(self) -> None:
         """From now on note which weights the accumulated gradients have."""
         if self.window is None:
@@ -341,11 +353,29 @@ def _buffers_after_backward(reference: weakref.ref[Any]) -> None:
     """A reduction of a module that is replicated in place is over: synchronise its buffers.
 
     Inside ``join()`` its forwards do that, as those of a wrapper: ranks without inputs take part.
+    A graph that is retained may have saved buffers for the next backward: then they keep their
+    values until the next forward, as with a wrapper.
     """
     wrapper = reference()
-    if (
-        wrapper is not None
-        and wrapper.forward_sync_buffers
-        and wrapper._ddp_state.sync.join is None
-    ):
-        wrapper._ddp_state.synchronise_buffers()
+    if wrapper is None or not wrapper.forward_sync_buffers:
+        return
+    state: DDPState = wrapper._ddp_state
+    if state.sync.join is not None:
+        return
+    state.take_over_buffers()
+    if current_graph_task_id() == -1 or not graph_is_retained():
+        state.synchronise_buffers()
+        return
+    buffers = [each.detach() for _, each in state.parameters.buffers()]
+    own = [each.clone() for each in buffers]
+    state.synchronise_buffers()
+    late = [each.clone() for each in buffers]
+    _overwrite(zip(buffers, own, strict=True))
+    state.late_buffers = list(zip(buffers, own, late, strict=True))
+
+
+def _overwrite(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give each first tensor the values of the second; for autograd it stays what it was."""
+    for tensor, values in pairs:
+        with preserve_version_counters([tensor]), torch.no_grad():
+            tensor.copy_(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import mean
 
 from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, read, show_rate
@@ -235,23 +236,16 @@ def sizes(result: Result) -> Blocks:
     )
 
 
-def host(result: Result, chosen: Sequence[str] | None = None) -> Blocks:
-    """Medians and quartiles in microseconds, of the ``chosen`` configurations or of all."""
+def host(result: Result) -> Blocks:
+    """Medians and quartiles in microseconds."""
     cells: dict[str, dict[str, str]] = {}
     for row in result.rows:
         for column, us in row.us.items():
             text = f"{number(us.median)} ({quartiles(us, per=1)})"
             cells.setdefault(row.configuration, {})[f"{row.kind}: {column}"] = text
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
-    rows = [
-        (name, *(row.get(column, "-") for column in columns))
-        for name, row in cells.items()
-        if chosen is None or name in chosen
-    ]
+    rows = [(name, *(row.get(column, "-") for column in columns)) for name, row in cells.items()]
     yield Table(("us, median (quartiles)", *columns), rows)
-    if chosen is not None and not set(chosen) <= set(cells):
-        missing = ", ".join(name for name in chosen if name not in cells)
-        yield f"\nNot measured: {missing}."
 
 
 def memory(result: Result) -> Blocks:
@@ -521,7 +515,9 @@ Show = Callable[[Result], Blocks]
 _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "step": ("Step", ("step",), (comparisons, configurations)),
     "detection": ("Detection of unused parameters", (), (detection,)),
+    "exchange": ("Ranks of one host", (), (exchange,)),
     "network": ("Slow lines", (), (network,)),
+    "network_hosts": ("Slow lines, two ranks a host", (), (network,)),
     "sizes": ("Bucket sizes", (), (sizes,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
     "convergence": ("Convergence", (), (convergence,)),
@@ -554,7 +550,21 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
                 yield from ("", f"![{title}: {plot}]({plot}.png)")
 
 
-_HOST = ("stock", "stock batched", "ours", "ours strict")  # all of which send
+# The rows that pages show, of tables that are whole in ``tables.md``: a column, and its cells.
+_ON_PAGES: dict[str, tuple[Show, str, Sequence[str]]] = {
+    "exchange": (exchange, "KiB", ("16", "1024", "25600")),
+    "network_wire": (network_wire, "wire", ("fp32", "bf16", "int8", "auto")),
+    "convergence": (convergence, "task", ("text", "opposed")),
+    "compiled": (compiled, "compiled", ("stock", "ours")),
+}
+
+
+def _excerpt(name: str, result: Result) -> Blocks:
+    show, column, cells = _ON_PAGES[name]
+    for block in show(result):
+        if isinstance(block, Table):
+            place = block.header.index(column)
+            yield Table(block.header, [row for row in block.rows if row[place] in cells])
 
 
 def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
@@ -570,23 +580,16 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
     on_gpus: list[str] = []
     for name, result in gpus:
-        tables = markdown([*gpu_steps(result), "", *gpu(result), *gpu_kernels(result)])
+        tables = markdown([*gpu_steps(result), "", *gpu(result)])
         on_gpus += ["", *tables, "", _credit(name, "gpu", result)]
     return {
         "headline": list(headline(on_cpu, gpus)) or [_NOT_MEASURED],
         "step": of("step", lambda result: comparisons(result, unused=False)),
         "branchy": of("step", lambda result: comparisons(result, unused=True)),
-        "detection": of("detection", detection),
-        "exchange": of("exchange", exchange),
-        "host": of("host", lambda result: host(result, _HOST)),
         "memory": of("memory", memory),
         "network": of("network", network),
         "network_hosts": of("network_hosts", network),
-        "sizes": of("sizes", sizes),
-        "network_wire": of("network_wire", network_wire),
-        "convergence": of("convergence", convergence),
-        "compiled": of("compiled", compiled),
-        "compiled_gloo": of("compiled_gloo", compiled),
+        **{name: of(name, partial(_excerpt, name)) for name in _ON_PAGES},
         "gpu": on_gpus[1:] or [_NOT_MEASURED],
     }
 

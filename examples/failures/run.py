@@ -3,9 +3,9 @@
     python examples/failures/run.py [NAME ...] [--limit SECONDS] [--out FILE]
 
 Every script of this folder is one failure in small, on two ranks, and knows nothing of tritonddp.
-In the end it prints a verdict that it has measured. It runs under torchrun, then under
+In the end it prints a verdict that it has measured. It runs under torchrun, and under
 `tritonddp run` as it is. If it has comments `# tritonddp: LINE`, it runs there once more with these
-lines in the place of the ones below them; they are printed.
+lines in the place of the ones below them; they are printed. The two or three run side by side.
 
 Exit codes: 0; 1 if a failure remains with tritonddp; 2 for a wrong command line.
 """
@@ -25,9 +25,10 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -41,11 +42,15 @@ AS_IT_IS, WITH_LINES = "tritonddp", "tritonddp, with the lines"
 
 MARKED = re.compile(r"^( *)# tritonddp: (.+)\n(.+)\n", re.MULTILINE)
 VERDICT = re.compile(r"^verdict: (right|wrong|skipped): (.+)$", re.MULTILINE)
-# An error that nobody caught, as torch writes it to stderr, without the place in gloo's source.
+# An error that nobody caught, as torch writes it to stderr: its first sentence, without the place
+# in gloo's source.
 ERROR = re.compile(
-    r"^\[rank(\d+)\]: (?:\w+\.)*(\w+(?:Error|Exception|Interrupt)): (?:\[\S+\] )?(.+)$",
+    r"^\[rank(\d+)\]: (?:\w+\.)*(\w+(?:Error|Exception|Interrupt)): (?:\[\S+\] )?(.+?)(?:\. .*)?$",
     re.MULTILINE,
 )
+# The first death in torchrun's report, of a rank that has raised nothing, or not through torch.
+DEATH = re.compile(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
+RAISED = re.compile(r"^(?:\w+\.)*((?!Child)\w+(?:Error|Exception): .+)$", re.MULTILINE)
 MESSAGE = re.compile(r"^(rank \d+, step \d+.*)$", re.MULTILINE)  # of tritonddp
 WRAPPED = "tritonddp run: tritonddp wrapped "
 LONGEST = 150  # characters of a message
@@ -66,32 +71,64 @@ def with_lines(source: str) -> tuple[str, list[str]]:
     return MARKED.sub(r"\1\2\n", source), lines
 
 
-def play(script: Path, launcher: Sequence[str], limit: float) -> Outcome:
-    """Run a script on two ranks, for ``limit`` seconds at most. Nothing outlives the call."""
-    command = [sys.executable, *launcher, "--nproc-per-node", "2", str(script)]
-    paths = [str(Path(tritonddp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    begin = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return Outcome("hung", f"ended after {limit:g} s", time.monotonic() - begin)
-        finally:
-            end(process)
-        seconds = time.monotonic() - begin
-        out.seek(0)
-        err.seek(0)
-        printed = out.read(), err.read()
-    word, detail = judge(*printed, process.returncode)
-    if launcher == OURS and word in ("right", "wrong") and WRAPPED not in printed[1]:
-        word, detail = "error", f"tritonddp has wrapped no model, so this says nothing: {detail}"
-    return Outcome(word, detail, seconds)
+class Run:
+    """A script on two ranks, under way. The files are for what it prints."""
+
+    def __init__(self, script: Path, launcher: Sequence[str], out: IO[str], err: IO[str]) -> None:
+        self.launcher, self._out, self._err = launcher, out, err
+        paths = [str(Path(tritonddp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._begin = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, "--nproc-per-node", "2", str(script)],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            },
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+    def outcome(self, limit: float) -> Outcome | None:
+        """None while it runs. After ``limit`` seconds it is ended."""
+        seconds = time.monotonic() - self._begin
+        exit_code = self.process.poll()
+        if exit_code is None:
+            if seconds < limit:
+                return None
+            self.end()
+            return Outcome("hung", f"ended after {limit:g} s", seconds)
+        for file in (self._out, self._err):
+            file.seek(0)
+        stderr = self._err.read()
+        word, detail = judge(self._out.read(), stderr, exit_code)
+        if self.launcher == OURS and word in ("right", "wrong") and WRAPPED not in stderr:
+            word = "error"
+            detail = f"tritonddp has wrapped no model, so this says nothing: {detail}"
+        return Outcome(word, detail, seconds)
+
+    def end(self) -> None:
+        """End the launcher and its ranks, if they still run."""
+        if self.process.poll() is None:
+            end(self.process)
+
+
+def play(launches: Mapping[str, tuple[Path, Sequence[str]]], limit: float) -> dict[str, Outcome]:
+    """Run scripts side by side, for ``limit`` seconds at most. Nothing outlives the call."""
+    runs: dict[str, Run] = {}
+    found: dict[str, Outcome] = {}
+    with contextlib.ExitStack() as stack:
+        for way, (script, launcher) in launches.items():
+            files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+            runs[way] = Run(script, launcher, *files)
+            stack.callback(runs[way].end)
+        while len(found) < len(runs):
+            time.sleep(0.05)
+            for way in runs.keys() - found.keys():
+                if outcome := runs[way].outcome(limit):
+                    found[way] = outcome
+    return {way: found[way] for way in launches}
 
 
 def judge(stdout: str, stderr: str, exit_code: int) -> tuple[str, str]:
@@ -100,11 +137,14 @@ def judge(stdout: str, stderr: str, exit_code: int) -> tuple[str, str]:
     if verdict and exit_code == 0:
         message = MESSAGE.search(stderr)
         return verdict[1], verdict[2] + (f" (it said: {cut(message[1])})" if message else "")
+    # Of each rank the last one: that is what the earlier ones led to.
     errors = {int(each[1]): f"{each[2]}: {each[3]}" for each in ERROR.finditer(stderr)}
     if errors:
-        return "error", f"rank {min(errors)}: {cut(errors[min(errors)])}"
-    last = (stderr.strip() or "nothing was printed").splitlines()[-1]
-    return "error", f"exit code {exit_code}, {cut(last)}"
+        return "error", "; ".join(f"rank {rank}: {cut(errors[rank])}" for rank in sorted(errors))
+    raised, death = RAISED.search(stderr), DEATH.search(stderr)
+    who = f"rank {death[1]}: exit code {death[2]}" if death else f"exit code {exit_code}"
+    last = raised[1] if raised else f"verdict '{verdict[2]}'" if verdict else "no verdict"
+    return "error", f"{who}, {cut(last)}"
 
 
 def cut(text: str) -> str:
@@ -112,9 +152,7 @@ def cut(text: str) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher and its ranks, if they still run: first as it does that itself."""
-    if process.poll() is not None:
-        return
+    """End a launcher and its ranks: first as it does that itself."""
     below = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     try:
@@ -143,13 +181,13 @@ def descendants(pid: int) -> list[int]:
 def runs_of(script: Path, limit: float) -> tuple[dict[str, Outcome], list[str]]:
     """The outcomes by the name of the way, and the lines of tritonddp."""
     source, lines = with_lines(script.read_text())
-    outcomes = {"stock": play(script, STOCK, limit), AS_IT_IS: play(script, OURS, limit)}
-    if lines:
-        with tempfile.TemporaryDirectory(prefix="tritonddp-evidence-") as folder:
+    launches = {"stock": (script, STOCK), AS_IT_IS: (script, OURS)}
+    with tempfile.TemporaryDirectory(prefix="tritonddp-evidence-") as folder:
+        if lines:
             copy = Path(folder) / script.name
             copy.write_text(source)
-            outcomes[WITH_LINES] = play(copy, OURS, limit)
-    return outcomes, lines
+            launches[WITH_LINES] = (copy, OURS)
+        return play(launches, limit), lines
 
 
 def thread_of(script: Path) -> tuple[str, str]:

@@ -25,6 +25,9 @@ BLOCK = 2048
 # that anything above the next multiple of 8 costs occupancy. (With marks it may be what misaligned
 # gradients take: with 3.7.1 it is 37 for bf16 that becomes fp32, 32 for most others.)
 REGISTERS = {(True, False): 32, (True, True): 48, (False, False): 40, (False, True): 56}
+# Squares of what was scaled in place: from Triton 3.8 on, a thread adds its numbers as a tree, and
+# holds them all for that: 59 registers for fp64, where 3.7.1 takes 48.
+IN_PLACE_SQUARES_OF_FP64 = 64
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,8 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
             return not variant["spilled"] and variant["registers"] <= 24
         is_plain = variant["aligned"] and not (variant["marks"] or variant["squares"])
         most = REGISTERS[is_plain, "fp64" in sides(variant)]
+        if variant["squares"] and variant["in_place"] and "fp64" in sides(variant):
+            most = IN_PLACE_SQUARES_OF_FP64
         return not variant["spilled"] and variant["registers"] <= most
 
     assert_all(compiled, is_right, architecture=architecture)

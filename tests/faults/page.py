@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_PAGES = [_DOCS / name for name in ("failures.md", "ranks-differ.md", "exceptions.md")]
+_PAGES = [_DOCS / name for name in ("failures.md", "ranks-differ.md")]
 _BLOCK = re.compile(r"<!-- fault: (\S+) -->\n```text\n(.*?)\n```", re.DOTALL)
 
 

@@ -268,6 +268,16 @@ def check_sync(ddp: DDP, draw: Draw) -> None:
         ddp.check_sync(buffers=draw(flags()), gradients=draw(flags()))
 
 
+def stopping(ddp: DDP, draw: Draw) -> None:
+    signals = draw(st.lists(absurd(), max_size=2))
+    with only_documented(tritonddp.stop_on_signal), tritonddp.stop_on_signal(*signals):
+        pass
+    if draw(st.booleans()):
+        ddp.request_stop()
+    with only_documented(DDP.forward):
+        ddp.should_stop()
+
+
 def copies(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP.__getstate__):
         (copy.deepcopy if draw(st.booleans()) else copy.copy)(ddp)
@@ -400,6 +410,7 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
         manual_finalization,
         trace,
         check_sync,
+        stopping,
         copies,
         other_group,
         logging_rate,

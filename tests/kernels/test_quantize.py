@@ -170,6 +170,24 @@ def test_a_part_of_many_ranks_is_summed_in_rank_order(numbers):
     assert both[0].headers.tolist() == [rank % 2 for rank in range(ranks) for _ in range(3)]
 
 
+@NUMBERS
+def test_what_the_sums_left_out_stays_where_no_rank_sends_or_a_sum_is_not_finite(numbers):
+    both = [quantized_buffers([torch.empty(4 * 256)], [True], numbers, 2)[0] for _ in range(2)]
+    before = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    for scales in ([0.0, 0.0], [math.nan, 0.25]):
+        for flat in both:
+            flat.residuals.reduced.copy_(before)
+            flat.incoming.numbers.fill_(3)
+            flat.incoming.scales.fill_(0.5)
+            flat.incoming.scales[:, 1] = torch.tensor(scales)
+        reduce_parts(both[0])
+        reference.reduce_parts(both[1])
+        assert_same_messages(both[0].received, both[1].received, both[0])
+        assert_same_residuals(*both)
+        assert_same_bits(both[0].residuals.reduced[1], before[1])
+        assert not torch.equal(both[0].residuals.reduced[0], before[0])
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     slots=st.lists(st.tuples(st.integers(0, 2600), st.booleans()), min_size=1, max_size=6),

@@ -5,11 +5,13 @@
 runs the example of this name on each rank, and says how many models it has wrapped.
 """
 
+import importlib
 import inspect
 import os
 import pkgutil
 import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,11 @@ def documented() -> list[str]:
 
 def examples(name: str) -> list[str]:
     """Those in the docstring of what has this name, as they stand there."""
-    obj = pkgutil.resolve_name(name)
+    first, _, rest = name.partition(".")
+    try:  # what the package has by this name, which may be that of a module too
+        obj: Any = attrgetter(rest)(importlib.import_module(first))
+    except AttributeError:
+        obj = pkgutil.resolve_name(name)
     text = inspect.cleandoc(obj.__doc__ or "")
     return [inspect.cleandoc(f"\n{block}") for block in _EXAMPLE.findall(text)]
 

@@ -17,6 +17,18 @@ SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "run")
 # With lines that come later: delete this once stop_on_signal is there.
 AHEAD = {} if hasattr(tritonddp, "stop_on_signal") else {"stopping": "tritonddp.stop_on_signal"}
 
+# What torchrun writes at its end.
+REPORT = """x.ChildFailedError:
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 7)
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -6 (pid: 8)
+"""
+
 
 def cases() -> list[object]:
     return [
@@ -81,8 +93,15 @@ def test_the_page_has_every_script() -> None:
     ("stdout", "stderr", "code", "word", "detail"),
     [
         ("verdict: right: all is well\n", "", 0, "right", "all is well"),
-        ("verdict: right: all is well\n", "", 1, "error", "exit code 1, nothing was printed"),
-        ("", "some log\n", 0, "error", "exit code 0, some log"),
+        ("verdict: right: well\n", "", 1, "error", "exit code 1, verdict 'well'"),
+        ("", "some log\n", 0, "error", "exit code 0, no verdict"),
+        (
+            "",
+            f"a.b.SomeError: early\n{REPORT}",
+            1,
+            "error",
+            "rank 1: exit code -6, SomeError: early",
+        ),
         (
             "verdict: wrong: by 3\n",
             "rank 1, step 0: an optimizer finds gradients\n",
@@ -92,14 +111,21 @@ def test_the_page_has_every_script() -> None:
         ),
         (
             "",
-            "[rank1]: RuntimeError: second\n[rank0]: ValueError: cause\n"
+            "[rank1]: RuntimeError: second. Look there\n[rank0]: ValueError: cause\n"
             "[rank0]: a.b.SomeError: [/src/gloo/pair.cc:5] Timed out\nx.ChildFailedError: \n",
             1,
             "error",
-            "rank 0: SomeError: Timed out",
+            "rank 0: SomeError: Timed out; rank 1: RuntimeError: second",
         ),
     ],
-    ids=["right", "fails at its end", "no verdict", "with a message", "of two ranks"],
+    ids=[
+        "right",
+        "fails at its end",
+        "no verdict",
+        "before the group is there",
+        "with a message",
+        "of two ranks",
+    ],
 )
 def test_what_a_run_came_to_is_read_from_what_it_printed(
     runner: ModuleType, stdout: str, stderr: str, code: int, word: str, detail: str
@@ -162,7 +188,7 @@ while True:
     time.sleep(1)
 """
     )
-    outcome = runner.play(script, runner.STOCK, 30)
+    outcome = runner.play({"one": (script, runner.STOCK)}, 30)["one"]
     assert (outcome.word, outcome.detail) == ("hung", "ended after 30 s")
     numbers = pids.read_text().split()
     assert len(numbers) == 2
@@ -175,6 +201,6 @@ def test_a_script_whose_model_is_not_wrapped_proves_nothing(
 ) -> None:
     script = tmp_path / "no_model.py"
     script.write_text("print('verdict: right: without DDP')\n")
-    outcome = runner.play(script, runner.OURS, 100)
+    outcome = runner.play({"one": (script, runner.OURS)}, 150)["one"]
     assert outcome.word == "error"
     assert outcome.detail.startswith("tritonddp has wrapped no model")

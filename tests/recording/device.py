@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -355,6 +356,13 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         ):
             return run_backward(*args, **kwargs)
 
+    # A frame of torch, as the function is whose place it takes: callers are looked for outside.
+    as_torch = types.FunctionType(
+        with_modes.__code__,
+        {**globals(), "__name__": "torch.recorded"},
+        closure=with_modes.__closure__,
+    )
+
     def record_stream(tensor: Tensor, stream: Any) -> None:
         with torch._C.DisableTorchFunction():
             memory = device.memory_of(tensor)
@@ -373,9 +381,9 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         kernels.patched(device),
         batch_norm.patched(),
         streams.patched(),
-        mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),
+        mock.patch.object(torch.autograd, "_engine_run_backward", as_torch),
         mock.patch.object(Tensor, "record_stream", record_stream),
-        mock.patch.object(torch.autograd.graph, "_engine_run_backward", with_modes),
+        mock.patch.object(torch.autograd.graph, "_engine_run_backward", as_torch),
         operations,
         appearance,
     ):

@@ -60,6 +60,7 @@ class Program:
         before: called with the wrapper and inputs in each step before its forward.
         after: likewise, behind its backward.
         keeps: gradients are zeroed where they are.
+        in_place: what is called instead of the wrapper: the net is replicated in place.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -72,13 +73,15 @@ class Program:
     before: Callable[[Any, Tensor], object] = lambda net, x: None
     after: Callable[[Any], object] = lambda net: None
     keeps: bool = False
+    in_place: Callable[[Any, Tensor], Tensor] | None = None
 
     def step(self, net: Any, x: Tensor) -> None:
         """One of them."""
         net.zero_grad(set_to_none=not self.keeps)
         self.before(net, x)
         with self.around(net):
-            net(x, self.leaves_out).sum().backward()
+            out = self.in_place(net.module, x) if self.in_place else net(x, self.leaves_out)
+            out.sum().backward()
         self.after(net)
 
 
@@ -158,6 +161,11 @@ PROGRAMS = {
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),
     "trace": Program(around=tritonddp.trace),
+    "in place": Program(in_place=lambda net, x: net(x)),
+    "in place, views, buffers": Program(
+        _VIEWS, {"batch_norm": True}, in_place=lambda net, x: net(x)
+    ),
+    "in place, parts": Program(in_place=lambda net, x: net.last(net.second(net.first(x)))),
     "mixed precision": Program(
         {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16)}
     ),
@@ -183,7 +191,8 @@ class Run:
         self.program, self.recorder = program, recorder
         torch.manual_seed(0)
         self.module = (module or Net(**program.net)).to(place)
-        self.net = DistributedDataParallel(self.module, bucket_cap_mb=CAP, **program.options)
+        wrap: Any = tritonddp.replicate if program.in_place else DistributedDataParallel
+        self.net = tritonddp.ddp(wrap(self.module, bucket_cap_mb=CAP, **program.options))
         program.prepare(self.net)
         self._x = torch.randn(5, 6) + dist.get_rank()
         self._place = place

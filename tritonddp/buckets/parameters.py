@@ -61,6 +61,7 @@ class ModuleParameters:
         self._bucketed: dict[Tensor, str] = {}
         self.added: list[tuple[str, Parameter]] = []
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
+        self._registered: list[Parameter] = []  # since the last update()
         self.update()
         self.commit()
 
@@ -95,7 +96,19 @@ class ModuleParameters:
         if not all_of_them:
             return [param for _, param in self.added]
         others = [param for _, param in self.params if param not in self._bucketed]
+        others = list(dict.fromkeys(others + self._registered))
         return [each for each in others if each.is_floating_point() or each.is_complex()]
+
+    def expects(self, owner: nn.Module, part: nn.Module | Parameter) -> bool:
+        """Whether ``owner``, which registers this part, belongs to the module."""
+        if id(vars(owner).get("_parameters")) not in self._places:
+            return False
+        if isinstance(part, nn.Module):
+            self._registered += part.parameters()
+            self._places.update(id(_table(each._parameters)) for each in part.modules())
+        else:
+            self._registered.append(part)
+        return True
 
     def refresh(self, where: Callable[[], str], in_backward: bool = False) -> bool:
         """Whether parameters were frozen, unfrozen, replaced, added or removed since the last call.
@@ -184,6 +197,8 @@ class ModuleParameters:
         tables: list[Mapping[str, Any]] = [self._children]
         for _, each in modules:
             tables += (_table(each._parameters), _table(each._modules))
+        self._places = {id(_table(each._parameters)) for _, each in modules}
+        self._registered = []
         self._contents = list(map(_values, filter(None, tables)))
         self._empty_tables = [table for table in tables if not table]
         self._held = list(chain.from_iterable(self._contents)) if all_leaves else []
@@ -247,12 +262,12 @@ class ModuleParameters:
         self,
         where: str,
         requested: Sequence[tuple[str, Tensor]] | None = None,
-        callers: Sequence[str] = (),
+        call_site: str = "",
     ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``callers`` are
-        the lines that have called the module and the backward, if ranks may not differ in both.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``call_site`` is
+        where that was called, if it has to be the same on all ranks.
 
         Raises:
             RuntimeError: always, naming what differs.
@@ -265,12 +280,12 @@ class ModuleParameters:
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
         advice = TRAIN_THE_SAME
-        if callers and requested is None:
-            options["forward"], options["backward()"] = callers
+        if call_site and requested is None:
+            options["backward()"] = call_site
             advice = (
-                "The module is replicated in place: all ranks have to call it, or backward(), in "
-                "the same line. Put what one rank does alone under no_sync(), or use "
-                f"torch.autograd.grad: both stay on their rank. {advice}"
+                "The module is replicated in place: all ranks have to call backward() in the same "
+                "line. Put what one rank does alone under no_sync(), or use torch.autograd.grad: "
+                f"both stay on their rank. {advice}"
             )
         params = self.params if requested is None else requested
         # Drop all these changes; at the next forward each rank checks again.

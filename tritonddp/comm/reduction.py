@@ -89,7 +89,7 @@ class Reduction:
         used: for each parameter, whether this rank has a gradient for it.
         source: where the gradients come from.
         where: this rank and its step, for messages.
-        schema: hash of its parameters; behind it those of :attr:`Forwards.callers`, if any.
+        schema: hash of its parameters; behind it that of a call site, if any.
         join: the join protocol inside ``join()``, else ``None``.
         is_alone: there is only one rank, and no bucket is needed.
         of_backwards: its gradients are in ``.grad``, where backwards have accumulated them. Else

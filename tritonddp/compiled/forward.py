@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonddp._torch import tree_leaves, tree_map
 from tritonddp.compiled import operators as operators  # graphs name them
 
-# The attribute of a module that is replicated in place: its wrapper.
+# The attribute of a module that is replicated in place: holds its wrapper, as ``wrapper``.
 WRAPPER = "_tritonddp"
 
 
@@ -51,7 +51,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 def replicated_in_one_graph(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     """As :func:`in_one_graph`, for a module that is replicated in place."""
-    return in_one_graph(getattr(module, WRAPPER), *inputs, **kwargs)
+    return in_one_graph(getattr(module, WRAPPER).wrapper, *inputs, **kwargs)
 
 
 def _watch_only_used(context: Any) -> None:

@@ -21,7 +21,6 @@ import struct
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ from tritonddp.coordination.group import Group, group_backend
 logger = logging.getLogger("tritonddp.comm.reduction")
 
 # fp64 weight, hash of the schema, hash of the skipped buckets, source. Without a weight that is a
-# NaN, which has room for the hashes of the callers in its first bytes. In the byte of the source
-# the highest bit is set if the rank asks all to stop.
+# NaN, which has room for the hash of a call site in its first bytes. In the byte of the source the
+# highest bit is set if the rank asks all to stop.
 _FORMAT = struct.Struct("<8s3s2sB")
 _WEIGHT = struct.Struct("<d")
 _NAN = _WEIGHT.pack(math.nan)
@@ -110,8 +109,8 @@ class RankHeader:
             sends 0: it does not know whether the other ranks weight theirs.
         skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
         stops: it asks all ranks to stop.
-        callers: of a module that is replicated in place: hashes of the lines of the program that
-            have called it and its backward, 3 bytes each. Sent without a weight. Else zeros.
+        call_site: of a module that is replicated in place: hash of the place that has called the
+            backward, 3 bytes. Sent without a weight. Else zeros.
     """
 
     schema: bytes
@@ -119,7 +118,7 @@ class RankHeader:
     weight: float | None = None
     skipped: bytes = bytes(2)
     stops: bool = False
-    callers: bytes = bytes(6)
+    call_site: bytes = bytes(3)
 
     @classmethod
     def of(cls, weight: bytes, schema: bytes, skipped: bytes, source: int) -> RankHeader:
@@ -127,7 +126,7 @@ class RankHeader:
         (number,) = _WEIGHT.unpack(weight)
         kind, stops = GradSource(source & ~_STOPS), bool(source & _STOPS)
         if math.isnan(number):
-            return cls(schema, kind, None, skipped, stops, weight[:6])
+            return cls(schema, kind, None, skipped, stops, weight[:3])
         return cls(schema, kind, number, skipped, stops)
 
     def encode(self, rank: int, world_size: int, report: int = 0) -> bytes:
@@ -135,7 +134,7 @@ class RankHeader:
 
         Each header is followed by ``report`` bytes of zeros.
         """
-        weight = self.callers + _NAN[6:] if self.weight is None else _WEIGHT.pack(self.weight)
+        weight = self.call_site + _NAN[3:] if self.weight is None else _WEIGHT.pack(self.weight)
         source = self.source | _STOPS if self.stops else self.source
         mine = _FORMAT.pack(weight, self.schema, self.skipped, source)
         size = BYTES + report
@@ -187,14 +186,14 @@ class SkippedMismatch(Mismatch):
 
 
 class SchemaMismatch(Mismatch):
-    """Ranks reduce different parameters, or other lines call. Collectives find out which."""
+    """Ranks reduce different parameters, or in other places. Collectives find out which."""
 
 
 def check(headers: Sequence[RankHeader]) -> None:
     """Check that all ranks make the same reduction.
 
     Raises:
-        SchemaMismatch: they reduce different parameters, or are called by different lines.
+        SchemaMismatch: they reduce different parameters, or are called in different places.
         SkippedMismatch: they skip different buckets.
         Disagreement: they are at different places of their programs.
     """
@@ -204,11 +203,8 @@ def check(headers: Sequence[RankHeader]) -> None:
         raise SkippedMismatch
     exempt = (GradSource.BROKEN, GradSource.JOINED)
     whole = {rank: each for rank, each in enumerate(headers) if each.source not in exempt}
-    callers = {each.callers for each in whole.values() if each.weight is None}
-    for one, other in combinations(callers, 2):
-        # (One of the two may differ: a rank may call another loss, or the module for other inputs.)
-        if one[:3] != other[:3] and one[3:] != other[3:]:
-            raise SchemaMismatch
+    if len({each.call_site for each in whole.values() if each.weight is None}) > 1:
+        raise SchemaMismatch
     sources = {each.source for each in whole.values()}
     pairs = ({GradSource.ELSEWHERE, GradSource.FORWARD}, {GradSource.ELSEWHERE, GradSource.AGAIN})
     if len(sources) > 1 and sources not in pairs:
@@ -298,7 +294,7 @@ class Agreement:
         """A reduction begins whose header differs from the last one: make it.
 
         Args:
-            schema, source: see :class:`RankHeader`; behind the schema the callers, if any.
+            schema, source: see :class:`RankHeader`; behind the schema the call site, if any.
             weight: the weight of the gradients, ``None`` if the mean is not weighted.
             skipped: indices of the buckets that are not sent.
             over_present: a mean without weights is that over the ranks that still have inputs.
@@ -308,8 +304,8 @@ class Agreement:
         self.key = None  # an interrupt below leaves no key without its header
         asked_at = self._asked_at  # once: a signal handler may ask while this runs
         stops = asked_at >= 0 and not self._has_stop
-        items, callers = None if weight is None else weight.items, schema[3:] or bytes(6)
-        self._header = RankHeader(schema[:3], source, items, skipped_hash(skipped), stops, callers)
+        items, site = None if weight is None else weight.items, schema[3:] or bytes(3)
+        self._header = RankHeader(schema[:3], source, items, skipped_hash(skipped), stops, site)
         self._over_present = over_present
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:

@@ -9,9 +9,9 @@ from torch import nn
 
 from tritonddp._arguments import check_flags
 from tritonddp.ddp import DistributedDataParallel
+from tritonddp.in_place import ddp
 from tritonddp.integrations.in_place import replicated
 from tritonddp.integrations.strategies import lightning_class
-from tritonddp.replicate import ddp
 
 _PACKAGES = "lightning.fabric", "lightning_fabric"
 _Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)
@@ -27,7 +27,8 @@ class TritonDDPStrategy(_Base):
         in_place: replicate the module in place, see :func:`tritonddp.replicate`. Its methods need
             no ``mark_forward_method()`` then, and get no precision or autocast of Fabric either, as
             on one device.
-        args, kwargs: of Fabric's, and of the wrapper.
+        *args: of Fabric's.
+        **kwargs: of Fabric's, and of the wrapper.
 
     Raises:
         TypeError, ValueError: ``in_place`` is neither on nor off; or in ``setup()``, as

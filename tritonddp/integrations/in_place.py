@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.replicate import ddp, replicate
-
-# What modules were replicated with, by the wrappers behind them.
-_options: WeakKeyDictionary[DistributedDataParallel, dict[str, Any]] = WeakKeyDictionary()
+from tritonddp.in_place import ddp, replicate
 
 
 def behind(model: Any) -> DistributedDataParallel | None:
@@ -41,8 +37,8 @@ def replicated(
     wrapper = behind(module)
     if wrapper is None:
         wrapper = ddp(replicate(module, device_ids=device_ids, **options))
-        _options[wrapper] = dict(options)
-    elif options and options != _options.get(wrapper):
+        wrapper._ddp_state.in_place_options = dict(options)
+    elif options and options != wrapper._ddp_state.in_place_options:
         raise ValueError(
             f"this {type(module).__name__} is replicated already, and not with the options "
             f"{', '.join(options)} as they are now: give the strategy those of then, or none"

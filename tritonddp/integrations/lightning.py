@@ -1,7 +1,11 @@
-"""Lightning: a strategy that wraps the model with tritonddp, and a callback that logs metrics()."""
+"""Lightning: a strategy that wraps the model with tritonddp, and callbacks.
+
+They log metrics(), and let all ranks stop together.
+"""
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from torch import nn
@@ -10,6 +14,7 @@ from tritonddp._arguments import check_every, check_flags
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.integrations.in_place import replicated
 from tritonddp.integrations.metrics import numbers_of
+from tritonddp.integrations.signals import StopOnSignal, checked, should_stop, stop_on_signal
 from tritonddp.integrations.strategies import lightning_class
 
 _PACKAGES = "lightning.pytorch", "pytorch_lightning"
@@ -28,7 +33,8 @@ class TritonDDPStrategy(_Base):
         in_place: replicate the LightningModule in place, see :func:`tritonddp.replicate`: backwards
             of ``manual_backward`` or of any of its methods are reduced, and it stays replicated
             after ``fit()``. ``trainer.model`` is the wrapper behind it.
-        args, kwargs: of Lightning's, and of the wrapper.
+        *args: of Lightning's.
+        **kwargs: of Lightning's, and of the wrapper.
 
     Raises:
         TypeError, ValueError: ``in_place`` is neither on nor off; or when training starts, as
@@ -93,3 +99,74 @@ class MetricsCallback(_Callback):
             found = numbers_of(trainer.model)
             for logger in trainer.loggers:
                 logger.log_metrics(found, step=step)
+
+
+class StopCallback(_Callback):
+    """Ends the training on all ranks after the same batch, once one rank has got a signal.
+
+    Or once one has called ``request_stop()`` of the wrapped model. A checkpoint is saved first.
+    Lightning then ends as with ``trainer.should_stop``: it validates, if the model has a validation
+    step, and calls ``on_train_end``. ``min_epochs`` and ``min_steps`` do not count.
+
+    While it trains, these signals do not come to Lightning's own handler: that makes a collective
+    which the other ranks do not make, and hangs (Lightning#20806, #20825). A second signal does
+    what it did before the training.
+
+    Args:
+        signals: as for :func:`tritonddp.stop_on_signal`, by default ``signal.SIGTERM``.
+        path: of the checkpoint, for ``trainer.fit(..., ckpt_path=path)`` of the next run. Without
+            it none is saved.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: when training starts: the model is not wrapped with
+            tritonddp; or as :func:`tritonddp.stop_on_signal`.
+
+    Example::
+
+        from pytorch_lightning import Trainer
+        from tritonddp.integrations.lightning import StopCallback, TritonDDPStrategy
+
+        callbacks = [StopCallback(path="preempted.ckpt")]
+        trainer = Trainer(strategy=TritonDDPStrategy(), callbacks=callbacks, devices=2, max_steps=4)
+        trainer.fit(lightning_module, loader)
+    """
+
+    def __init__(self, *signals: int, path: str | None = None) -> None:
+        self._signals, self._path = signals or (signal.SIGTERM,), path
+        self._before: dict[int, Any] = {}  # handlers
+        self._handler: StopOnSignal | None = None
+        self._least: tuple[Any, Any] | None = None  # the trainer's least epochs and steps
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note which handlers there are. Lightning sets its own behind this."""
+        self._before = {each: signal.getsignal(each) for each in checked(self._signals)}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Set the handler."""
+        should_stop(trainer.model)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._handler = stop_on_signal(*self._signals)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Save and end, if a rank has asked for it: all ranks are here."""
+        if self._least is not None or not should_stop(trainer.model):
+            return
+        loop = trainer.fit_loop
+        self._least = loop.min_epochs, loop.epoch_loop.min_steps
+        if self._path is not None:
+            trainer.save_checkpoint(self._path)
+        loop.min_epochs = loop.epoch_loop.min_steps = None
+        trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take back what was set."""
+        if self._handler is not None:
+            self._handler.remove()
+        if self._least is not None:
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._least
+        self._handler = self._least = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take back what was set: training ends without ``on_train_end``."""
+        self.on_train_end(trainer, pl_module)

@@ -65,10 +65,11 @@ def stop_on_signal(*signals: int) -> StopOnSignal:
                 if model.should_stop():
                     break  # all ranks do, after the same step
     """
-    return StopOnSignal(_checked(signals or (signal.SIGTERM,)))
+    return StopOnSignal(checked(signals or (signal.SIGTERM,)))
 
 
-def _checked(signals: Sequence[int]) -> list[int]:
+def checked(signals: Sequence[int]) -> list[int]:
+    """The numbers of ``signals``; raises as :func:`stop_on_signal`."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "stop_on_signal() was called on the thread "
@@ -180,6 +181,22 @@ class StopOnSignal:
             # Still there: by default this signal does not end the process.
             if installed is not None:
                 signal.signal(number, installed)
+
+
+def should_stop(model: Any) -> bool:
+    """``model.should_stop()``, of the model that a trainer trains.
+
+    Raises:
+        TypeError: it was not wrapped with tritonddp.
+    """
+    state = getattr(model, "_ddp_state", None)
+    if not isinstance(state, DDPState):
+        raise TypeError(
+            "the callback asks should_stop() of a model that tritonddp wraps, but the trainer has "
+            f"a {type(model).__module__}.{type(model).__qualname__}: use an adapter of "
+            "tritonddp.integrations, and start it with torchrun"
+        )
+    return state.should_stop()
 
 
 def _wrapped() -> list[DDPState]:

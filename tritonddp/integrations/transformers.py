@@ -1,4 +1,4 @@
-"""Trainer of transformers: a callback that logs ``metrics()``."""
+"""Trainer of transformers: callbacks that log ``metrics()``, and let all ranks stop together."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 
 from tritonddp._arguments import check_every
 from tritonddp.integrations.metrics import numbers_of
+from tritonddp.integrations.signals import StopOnSignal, should_stop, stop_on_signal
 
 _Base: Any = TrainerCallback
 
@@ -64,3 +65,49 @@ class MetricsCallback(_Base):
             logs_loss = control.should_log  # log() sets it to False
             self._trainer.log(found)
             control.should_log = logs_loss
+
+
+class StopCallback(_Base):
+    """Saves and ends on all ranks after the same step, once one rank has got a signal.
+
+    Or once one has called ``request_stop()`` of the wrapped model. The checkpoint is one of the
+    Trainer's: ``train(resume_from_checkpoint=True)`` goes on from it.
+
+    Args:
+        trainer: a Trainer whose model is wrapped with tritonddp.
+        signals: as for :func:`tritonddp.stop_on_signal`, by default ``signal.SIGTERM``. The handler
+            is there while it trains.
+
+    Raises:
+        RuntimeError, ValueError: when training starts, as :func:`tritonddp.stop_on_signal`.
+        TypeError: likewise; or, after the first step, the model is not wrapped with tritonddp.
+
+    Example::
+
+        from tritonddp.integrations.accelerate import use_tritonddp
+        from tritonddp.integrations.transformers import StopCallback
+
+        use_tritonddp(trainer.accelerator)  # trainer: a transformers.Trainer
+        trainer.add_callback(StopCallback(trainer))
+        trainer.train()
+    """
+
+    def __init__(self, trainer: Any, *signals: int) -> None:
+        self._trainer, self._signals = trainer, signals
+        self._handler: StopOnSignal | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the handler. (One that a training has left which ended by an error is replaced.)"""
+        self.on_train_end(args, state, control)
+        self._handler = stop_on_signal(*self._signals)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The optimizer has made a step."""
+        if should_stop(self._trainer.model_wrapped):
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the handler back."""
+        if self._handler is not None:
+            self._handler.remove()
+            self._handler = None

@@ -78,10 +78,10 @@ def are_finite(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sum_of_squares(x, mask, COMPUTE: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum of squares of the block ``x`` under ``mask``, in ``COMPUTE``, in a fixed order."""
+def sum_of_squares(x, COMPUTE: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum of squares of the block ``x``, in ``COMPUTE``, in a fixed order."""
     wide = widen(x, COMPUTE, EMULATE)
-    return tl.sum(tl.where(mask, wide * wide, 0.0), axis=0)
+    return tl.sum(wide * wide, axis=0)
 
 
 @triton.jit(
@@ -147,7 +147,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     inside = offsets < body
     x = tl.load(source + offsets, mask=offsets < (readable // 16) * 16, other=0.0)
     if squares is not None:
-        total = sum_of_squares(x, inside, COMPUTE, EMULATE)
+        total = sum_of_squares(x, COMPUTE, EMULATE)
     x = tl.where(present, widen(x, COMPUTE, EMULATE) * scale, 0.0)  # even if scale is inf or NaN
     x_out = narrow(x, wire, EMULATE)
     tl.store(target + offsets, x_out, mask=inside)
@@ -158,7 +158,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
         rest = body + tl.arange(0, 16)
         y = tl.load(source + rest, mask=rest < readable, other=0.0)
         if squares is not None:
-            total += sum_of_squares(y, rest < count, COMPUTE, EMULATE)
+            total += sum_of_squares(y, COMPUTE, EMULATE)
         y = tl.where(present, widen(y, COMPUTE, EMULATE) * scale, 0.0)
         y_out = narrow(y, wire, EMULATE)
         tl.store(target + rest, y_out, mask=rest < count)

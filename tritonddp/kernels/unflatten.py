@@ -95,7 +95,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
         if squares is not None:
             line = tl.arange(0, BLOCK)
             z = tl.load(target + line, mask=line < count, other=0.0)
-            tl.store(squares + tl.program_id(0), sum_of_squares(z, line < BLOCK, COMPUTE, EMULATE))
+            tl.store(squares + tl.program_id(0), sum_of_squares(z, COMPUTE, EMULATE))
         return
     scale = widen(tl.load(factor), COMPUTE, EMULATE)
 
@@ -111,7 +111,8 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     else:
         tl.store(places, x_out, mask=inside)
     if squares is not None:
-        total = sum_of_squares(x_out, inside, COMPUTE, EMULATE)
+        # Where nothing was read there is 0, times a factor that may be inf or NaN.
+        total = sum_of_squares(tl.where(inside, x_out, 0.0), COMPUTE, EMULATE)
     if body < count:
         rest = body + tl.arange(0, 16)
         y = widen(tl.load(source + rest, mask=rest < count, other=0.0), COMPUTE, EMULATE)
@@ -125,7 +126,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
         else:
             tl.store(rest_places, y_out, mask=rest < count)
         if squares is not None:
-            total += sum_of_squares(y_out, rest < count, COMPUTE, EMULATE)
+            total += sum_of_squares(tl.where(rest < count, y_out, 0.0), COMPUTE, EMULATE)
     if squares is not None:
         tl.store(squares + tl.program_id(0), total)
 

@@ -188,7 +188,7 @@ class Reducer:
     def refresh_parameters(self, in_backward: bool = False) -> None:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`."""
         if self.parameters.refresh(self.where, in_backward):
-            self._watch_others()
+            self.watch_others()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
         """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
@@ -197,9 +197,9 @@ class Reducer:
         """
         self.forwards.count_any_call()
         self.reductions.call_afterwards(afterwards)
-        self._watch_others()
+        self.watch_others()
 
-    def _watch_others(self) -> None:
+    def watch_others(self) -> None:
         """Notice a backward that reaches no other parameter than such as have no bucket yet.
 
         Where any call counts, no forward may tell of a frozen parameter that is trained now.
@@ -308,10 +308,10 @@ class Reducer:
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
-        schema, callers = self.parameters.schema, self.forwards.callers
-        if callers is not None:
-            schema += callers[0].hash + callers[1].hash
-        self.statistics.callers = callers
+        schema, site = self.parameters.schema, self.forwards.call_site
+        if site is not None:
+            schema += site.hash
+        self.statistics.call_site = site
         reduction = Reduction(
             current,
             () if is_alone else current.buckets,
@@ -663,7 +663,7 @@ class Reducer:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current = self.manager.current
         self.parameters.set_bucketed(current.names, current.params)
-        self._watch_others()
+        self.watch_others()
         former = getattr(self, "tracker", None)
         if former is not None:
             former.remove()

@@ -396,5 +396,5 @@ class Reductions:
             raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
         if self.memory is not None:  # all ranks come here, and wait for each other in verify()
             self.memory.end()
-        callers = [each.name for each in self.statistics.callers or ()]
-        self.parameters.verify(self.where(), requested, callers)
+        site = self.statistics.call_site
+        self.parameters.verify(self.where(), requested, "" if site is None else site.name)

@@ -101,8 +101,7 @@ def encode(v, FP8: tl.constexpr, BY_BITS: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def error_of(v, number, scale, before):  # type: ignore[no-untyped-def]
-    """The quantisation error of ``encode``; for a block that became NaN, the error ``before``."""
+def error_of(v, number, scale):  # type: ignore[no-untyped-def]
+    """The quantisation error of ``encode``; meaningless for a block that became NaN."""
     # + 0.0: no zero is negative, as in reference.py.
-    error = (v - number * scale[:, None]) + 0.0
-    return tl.where((scale == scale)[:, None], error, before)
+    return (v - number * scale[:, None]) + 0.0

@@ -79,6 +79,8 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
     scale = tl.load(scales + place + blocks, mask=there, other=0.0)
     x = narrow(decode(code, scale, FP8, BY_BITS) * multiplier, TARGET, EMULATE)
+    if not ALIGNED:  # nothing is wide: a store for the tail would only cost registers
+        body = count
     tl.store(target + places, x, mask=places < body)
     if body < count:
         tl.store(target + places, x, mask=(places >= body) & (places < count))

@@ -128,13 +128,14 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     x = tl.where(present, x * scale, 0.0)
     if FEEDBACK:
         residual = residuals + (part * part_blocks + place) * 256 + places
-        left_out = tl.load(residual, mask=there[:, None], other=0.0)
         used = tl.load(dynamic + slots + slot) != 0
-        x = x + tl.where(used, left_out, 0.0)
+        own = blocks * 256 < tl.where(used, count, 0)
+        x = x + tl.load(residual, mask=own[:, None], other=0.0)
     code, block_scale, number = encode(x, FP8, BY_BITS)
     if FEEDBACK:
-        error = tl.where(used, error_of(x, number, block_scale, left_out), left_out)
-        tl.store(residual, error, mask=there[:, None])
+        # Elsewhere residuals stay: not to be kept for that, they would cost 16 registers.
+        changed = own & (block_scale == block_scale)
+        tl.store(residual, error_of(x, number, block_scale), mask=changed[:, None])
     numbers = tl.multiple_of(begin + place * 256, 16)
     tl.store(numbers + places, code, mask=there[:, None])
     scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))

@@ -93,8 +93,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     places = blocks[:, None] * 256 + tl.arange(0, 256)[None, :]
     there = blocks < owned_blocks - first
     if FEEDBACK:
-        left_out = tl.load(residual + places, mask=there[:, None], other=0.0)
-        x = left_out
+        x = tl.load(residual + places, mask=there[:, None], other=0.0)
     else:
         x = tl.zeros((BLOCK // 256, 256), tl.float32) * -1.0
     some = tl.zeros((BLOCK // 256,), tl.int32)
@@ -108,11 +107,12 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     spoken = some != 0  # no scale is -0.0
     x = tl.where(spoken[:, None], x, 0.0)
     code, scale, number = encode(x, FP8, BY_BITS)
-    if FEEDBACK:
-        error = tl.where(spoken[:, None], error_of(x, number, scale, left_out), left_out)
-        tl.store(residual + places, error, mask=there[:, None])
     tl.store(own_numbers + places, code, mask=there[:, None])
     tl.store(own_scales.to(tl.pointer_type(tl.float32)) + blocks, scale, mask=there)
+    if FEEDBACK:
+        # Elsewhere residuals stay: not to be kept for that, they would cost 16 registers.
+        changed = there & spoken & (scale == scale)
+        tl.store(residual + places, error_of(x, number, scale), mask=changed[:, None])
 
 
 _launch = Launcher(reduce_parts_kernel)

@@ -27,7 +27,7 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
-from tritonddp.reducer.graph.call_site import ENGINE, CallSite, CallSites
+from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
 from tritonddp.reducer.graph.participation import as_trainable
 from tritonddp.reducer.graph.unreduced import Unreduced
 
@@ -62,7 +62,6 @@ class Forward:
     number: int  # counts the forwards of this wrapper
     reductions: int  # number of reductions before it
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
-    caller: CallSite | None = None  # the line that has called the module, replicated in place
     reached: bool = False  # a reduced backward has gone through its outputs
 
     def is_reached(self) -> None:
@@ -87,16 +86,15 @@ class Forwards:
     Attributes:
         call_sites: of a module that is replicated in place, where a backward that goes through no
             output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
-        callers: of the last reduced backward: the line that has called the module, and the one that
-            has called the backward. ``None`` for a wrapper, and inside ``join()``, where ranks
-            without inputs call none.
+        call_site: where the last reduced backward was called. ``None`` for a wrapper, and inside
+            ``join()``, where ranks without inputs call none.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         deferred_error: what the next forward raises.
     """
 
     def __init__(self) -> None:
         self.call_sites: CallSites | None = None
-        self.callers: tuple[CallSite, CallSite] | None = None
+        self.call_site: CallSite | None = None
         self.deferred_error: str | None = None
         self._number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
@@ -106,7 +104,7 @@ class Forwards:
     def count_any_call(self) -> None:
         """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
 
-        The same lines of the program have to call it on all ranks, see :class:`CallSites`.
+        It has to be called in the same place on all ranks, see :class:`CallSites`.
         """
         self.call_sites = CallSites()
 
@@ -125,12 +123,12 @@ class Forwards:
         """A forward begins. One inside another, as in Lightning, is separate."""
         self.was_local = False
 
-    def ended(self, reductions: int, syncs: bool, caller: CallSite | None = None) -> Forward:
+    def ended(self, reductions: int, syncs: bool) -> Forward:
         """A forward has run; see :class:`Forward`."""
         self._number += 1
         self._is_armed = self._is_armed or syncs
         self.was_local = not syncs
-        return Forward(self._number, reductions, syncs, caller)
+        return Forward(self._number, reductions, syncs)
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
@@ -177,19 +175,20 @@ class Forwards:
         if not reduced:
             return None
         if self.call_sites is not None:
-            # As in call_site.py, but with no call in a steady step on the CPU.
-            caller: FrameType | None = _getframe()
-            while caller is not None and caller.f_code.co_name != ENGINE:
-                caller = caller.f_back
-            while caller is not None and caller.f_globals.get("__name__", "")[:6] == "torch.":
-                caller = caller.f_back
+            # As CallSites.find(), but with no call in a steady step on the CPU.
+            frame: FrameType | None = _getframe()
+            while frame is not None and frame.f_code.co_name != ENGINE:
+                frame = frame.f_back
+            while frame is not None and (
+                INSTALLED in frame.f_code.co_filename
+                or frame.f_code.co_name == MODE
+                or frame.f_globals.get("__name__", "")[:6] == "torch."
+            ):
+                frame = frame.f_back
             site = None
-            if caller is not None:
-                site = self.call_sites.get((id(caller.f_code), caller.f_lasti))
-            if site is None:
-                site = self.call_sites.find(caller)
-            begun = site if forward is None or forward.caller is None else forward.caller
-            self.callers = (begun, site) if join is None else None
+            if frame is not None:
+                site = self.call_sites.get((id(frame.f_code), frame.f_lasti))
+            self.call_site = (site or self.call_sites.find()) if join is None else None
         if forward is None:
             return GradSource.ELSEWHERE
         was_reached, forward.reached = forward.reached, True

@@ -1,9 +1,10 @@
-"""Where in the program a module and ``backward()`` are called: the same on all ranks, or wrong.
+"""Where in the program ``backward()`` is called: in the same place on all ranks, or wrong.
 
 A module that is replicated in place reduces every backward through its parameters. So if one rank
 alone makes a backward, for a saliency map say, the others would take it for their next step, and no
 number of forwards or backwards tells them apart: each rank has made as many as the others, until
-the program ends. What differs are the lines that call the module and ``backward()``.
+the program ends. What differs is the place that calls ``backward()``: the innermost line of the
+user's program. (Not the lines that have called that one: rank 0 may well time or log its steps.)
 """
 
 from __future__ import annotations
@@ -11,26 +12,29 @@ from __future__ import annotations
 import threading
 from hashlib import sha256
 from pathlib import PurePath
-from sys import _current_frames
+from sys import _current_frames, _getframe
 from types import FrameType
 
 # The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
 # they run on the thread of the caller.
 ENGINE = "_engine_run_backward"
+# In the path of a file that belongs to an installed library, whose lines all programs share.
+INSTALLED = "-packages"
+# What a mode or a subclass of tensors runs between the program and ``backward()``.
+MODE = "__torch_function__"
 
 
 class CallSite:
-    """A line of the program.
+    """A line that calls ``backward()``.
 
     Attributes:
         name: the function and the line, for errors.
-        hash: of the file's name and the line, 3 bytes. (Not of the function: torch.compile makes
-            others of it, perhaps on one rank alone.)
+        hash: of the line, 3 bytes. (Not of the function: torch.compile makes others of it, perhaps
+            on one rank alone.)
     """
 
     def __init__(self, frame: FrameType | None) -> None:
-        line = "another thread than the main one"
-        self.name = f"called on {line}"
+        line, self.name = "", "called on another thread"
         if frame is not None:
             code = self._code = frame.f_code  # keeps the key of CallSites its own
             line = f"{PurePath(code.co_filename).name}:{frame.f_lineno}"
@@ -42,8 +46,7 @@ class CallSite:
 class CallSites(dict[tuple[int, int], CallSite]):
     """The lines that were found so far, by the id of their code and the place in it.
 
-    That of a backward is the nearest one outside of torch that has called the engine. On a GPU
-    hooks run on threads of the engine: then it is looked for in the main thread; if that runs no
+    On a GPU hooks run on threads of the engine: then the main thread is looked at; if that runs no
     backward, nothing is known, on no rank.
     """
 
@@ -52,12 +55,11 @@ class CallSites(dict[tuple[int, int], CallSite]):
         self._unknown = CallSite(None)
         self._main = threading.main_thread().ident or 0
 
-    def find(self, frame: FrameType | None) -> CallSite:
-        """The line of ``frame``; ``None``: look for that of the backward that runs."""
+    def find(self) -> CallSite:
+        """The line that has called the backward that runs. To be called from a hook."""
+        frame = _caller(_getframe(1)) or _caller(_current_frames().get(self._main))
         if frame is None:
-            frame = _caller(_current_frames().get(self._main))
-            if frame is None:
-                return self._unknown
+            return self._unknown
         key = id(frame.f_code), frame.f_lasti
         if key not in self:
             self[key] = CallSite(frame)
@@ -65,9 +67,18 @@ class CallSites(dict[tuple[int, int], CallSite]):
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The nearest frame outside of torch that has called the engine, seen from ``frame``."""
+    """The innermost frame of the user's program that has called the engine, from ``frame``.
+
+    Of a library other than torch, if there is no other.
+    """
+    other: FrameType | None = None
     while frame is not None and frame.f_code.co_name != ENGINE:
         frame = frame.f_back
-    while frame is not None and frame.f_globals.get("__name__", "")[:6] == "torch.":
+    while frame is not None:
+        is_of_torch = frame.f_globals.get("__name__", "")[:6] == "torch."
+        if not is_of_torch and frame.f_code.co_name != MODE:
+            if INSTALLED not in frame.f_code.co_filename:
+                return frame
+            other = other or frame
         frame = frame.f_back
-    return frame
+    return other

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copyreg import _reconstructor  # type: ignore[attr-defined]
-from sys import _getframe
+from functools import partialmethod
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join
+from torch.fx import GraphModule
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
@@ -21,6 +28,20 @@ from tritonddp.ddp import DistributedDataParallel
 from tritonddp.state import DDPState
 
 _Module = TypeVar("_Module", bound=nn.Module)
+
+
+class _Behind:
+    """Holds the wrapper behind a module. A copy or a pickle of it is ``None``.
+
+    Classes that copy themselves often copy their ``__dict__``, as parametrized modules do: what
+    they make is a plain module too.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.wrapper = wrapper
+
+    def __reduce__(self) -> Any:
+        return NoneType, ()
 
 
 class ReplicatedModule:
@@ -32,14 +53,12 @@ class ReplicatedModule:
     @traced_as(replicated_in_one_graph)
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with all that the wrapper does before its forward and after it."""
-        wrapper: Any = self.__dict__.get(WRAPPER)
+        behind = self.__dict__.get(WRAPPER)
+        wrapper: Any = None if behind is None else behind.wrapper
         # What slicing or a copy of the dictionary has made has none, or that of another module.
         is_own = wrapper is not None and wrapper._modules["module"] is self
         if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
-        state, frame = wrapper._ddp_state, _getframe(1)
-        sites = state.core.forwards.call_sites
-        state.caller = sites.get((id(frame.f_code), frame.f_lasti)) or sites.find(frame)
         # As wrapper.forward(), which would be one more call in each step.
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
@@ -107,6 +126,14 @@ class ReplicatedModule:
         """How long steps take, and for which rank the others wait. Needs ``metrics=True``."""
         return ddp(self).metrics()
 
+    def request_stop(self) -> None:
+        """Ask all ranks to stop. One is enough, at any time, on any thread."""
+        ddp(self).request_stop()
+
+    def should_stop(self) -> bool:
+        """Whether a rank has asked: True on all ranks after the same reduction."""
+        return ddp(self).should_stop()
+
 
 # The names that a module must not have itself.
 _ADDED = [name for name in vars(ReplicatedModule) if not name.startswith("__")]
@@ -157,9 +184,9 @@ def replicate(
 
     Example::
 
-        model = tritonddp.replicate(module)
-        loss_function(model(inputs), targets).backward()  # .grad holds the means over the ranks
-        assert model is module
+        net = nn.Linear(16, 4)
+        assert tritonddp.replicate(net) is net
+        loss_function(net(inputs), targets).backward()  # .grad holds the means over the ranks
     """
     kind = _checked(module)
     if options.get("mixed_precision") is not None:
@@ -175,9 +202,12 @@ def replicate(
         **options,
     )
     object.__setattr__(module, "__class__", kind)
-    module.__dict__[WRAPPER] = wrapper  # no submodule: its parameters are those of the module
+    module.__dict__[WRAPPER] = _Behind(wrapper)
     call = super(ReplicatedModule, module).__call__  # type: ignore[misc]
     wrapper._ddp_state.run_in_place(wrapper, call)
+    if not _hooks:
+        _hooks.append(register_module_module_registration_hook(_note_part))
+        _hooks.append(register_module_parameter_registration_hook(_note_part))
     return module
 
 
@@ -193,8 +223,8 @@ def ddp(module: Any) -> DistributedDataParallel:
 
     Example::
 
-        model = tritonddp.replicate(module)
-        print(tritonddp.ddp(model).reducer.counters)  # what was sent so far
+        net = tritonddp.replicate(nn.Linear(16, 4))
+        print(tritonddp.ddp(net).reducer.counters)  # what was sent so far
     """
     for found in (module, getattr(module, "_orig_mod", None)):
         wrapper = found if isinstance(found, DistributedDataParallel) else _wrapper_of(found)
@@ -206,10 +236,22 @@ def ddp(module: Any) -> DistributedDataParallel:
     )
 
 
+# Of all modules, once one is replicated.
+_hooks: list[Any] = []
+
+
+def _note_part(owner: nn.Module, _: str, part: nn.Module | nn.Parameter | None) -> None:
+    """A module gets a part: a backward may reach that alone, and no forward of the whole tells."""
+    for state in tuple(DDPState.live):
+        if state.call is not None and part is not None and state.parameters.expects(owner, part):
+            state.core.watch_others()
+
+
 def _wrapper_of(module: Any) -> DistributedDataParallel | None:
     """That of this very module: a copy of its ``__dict__`` belongs to another one."""
-    wrapper: DistributedDataParallel | None = getattr(module, "__dict__", {}).get(WRAPPER)
-    return wrapper if wrapper is not None and wrapper._modules["module"] is module else None
+    behind: _Behind | None = getattr(module, "__dict__", {}).get(WRAPPER)
+    is_own = behind is not None and behind.wrapper._modules["module"] is module
+    return behind.wrapper if behind is not None and is_own else None
 
 
 def _plain_class(kind: type) -> type:
@@ -224,7 +266,21 @@ def _class_of(plain: type) -> type:
         if kind.__bases__ == (ReplicatedModule, plain):
             return kind
     named = {name: plain.__dict__[name] for name in ("__module__", "__doc__")}
+    # These look into the class of the module, and make or change one that is like it.
+    for name in ("__deepcopy__", *(["recompile"] if issubclass(plain, GraphModule) else [])):
+        if hasattr(plain, name):
+            named[name] = partialmethod(_as_plain, getattr(plain, name))
     return type(plain.__name__, (ReplicatedModule, plain), named)
+
+
+def _as_plain(module: nn.Module, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``method`` of the class that the replicated ``module`` had before."""
+    own = type(module)
+    object.__setattr__(module, "__class__", _plain_class(own))
+    try:
+        return method(module, *arguments)
+    finally:
+        object.__setattr__(module, "__class__", own)
 
 
 def _checked(module: Any) -> type:
@@ -251,8 +307,8 @@ def _checked(module: Any) -> type:
             f"{name} has attributes of its own that methods of a replicated module would hide: "
             f"{', '.join(clashes)}. Rename them, or wrap it with DistributedDataParallel"
         )
-    kind = _class_of(plain)
     try:
+        kind = _class_of(plain)
         object.__setattr__(module, "__class__", kind)
         object.__setattr__(module, "__class__", plain)
     except TypeError as error:
@@ -265,6 +321,8 @@ def _checked(module: Any) -> type:
 def _check_parts(module: nn.Module) -> None:
     """Raise a ValueError if the module is wrapped already, or a part of it, or it is a part."""
     parts = set(module.modules())
+    if DDPState.live:
+        gc.collect()  # a module that was replicated holds itself, by way of its wrapper
     for state in DDPState.live:
         whole = state.parameters.module
         how = "wrapped" if state.call is None else "replicated"

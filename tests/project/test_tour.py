@@ -1,0 +1,84 @@
+"""The notebook shows what its cells put out, and they still do that."""
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nbclient", reason="needs the extra [test]")
+pytest.importorskip("matplotlib", reason="needs the extra [bench]")
+
+import tour
+
+
+def texts(cell: Any) -> str:
+    """What the cell has printed."""
+    return "".join(each.text for each in cell.outputs if each.output_type == "stream")
+
+
+def pictures(cell: Any) -> list[bytes]:
+    data = [each.data for each in cell.outputs if each.output_type == "display_data"]
+    return [base64.b64decode(each["image/png"]) for each in data if "image/png" in each]
+
+
+def kinds(cell: Any) -> list[tuple[str, ...]]:
+    """Of each output what it is: a text of stdout, a picture."""
+    return [
+        (each.output_type, *([each.name] if "name" in each else sorted(each.get("data", ()))))
+        for each in cell.outputs
+    ]
+
+
+def shows(notebook: Any) -> dict[str, str]:
+    """By the script that a cell launches, what the cell has printed."""
+    launched = [(re.search(r'launch\("(\w+)\.py"\)', cell.source), cell) for cell in notebook.cells]
+    return {script[1]: texts(cell) for script, cell in launched if script}
+
+
+def check_texts(notebook: Any) -> None:
+    """The texts by which the tour makes its points."""
+    printed = shows(notebook)
+    assert "parameters equal, bit for bit: True" in printed["train"]
+    assert "rank 1 is slow: its input takes" in printed["slow"]
+    drift = printed["drift"]
+    assert "1 of 52 parameters differ between ranks (check_drift)" in drift
+    assert "'encoder.layers.2.linear1.weight'" in drift
+    step = re.search(r"rank 0, step (\d+): ", drift)
+    assert step
+    assert 30 <= int(step[1]) < 30 + 64
+    died, differ = printed["dies"], printed["differ"]
+    assert "exit codes [1, -9]" in died
+    assert re.search(r"^RuntimeError: rank 0, step 4, bucket 0 \('", died, re.M)
+    assert re.search(r"^  rank 1 \(process \d+ on .+\) has died\.$", died, re.M)
+    assert "exit codes [1, 1]" in differ
+    assert "parameter 'head.weight': rank 0 has (10, 128)" in differ
+
+
+def test_the_saved_outputs_are_those_of_the_cells() -> None:
+    notebook = tour.read()
+    cells = tour.code_cells(notebook)
+    assert tour.outputs_are_of(notebook) == tour.hash_of_cells(notebook), "run `make notebook`"
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    check_texts(notebook)
+    assert sum(len(pictures(cell)) for cell in cells) == 4
+    # No error, no warning of a library, no folder of whoever ran it.
+    for cell in cells:
+        assert {kind for kind, *_ in kinds(cell)} <= {"stream", "display_data"}
+        assert ("stream", "stderr") not in kinds(cell)
+        assert not re.search(r"(/root|/home|/tmp|/work)/", texts(cell)), texts(cell)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)  # a minute on two cores that do nothing else
+def test_the_cells_run_and_put_out_what_is_saved(tmp_path: Path) -> None:
+    saved, fresh = tour.read(), tour.read()
+    tour.run(fresh, tmp_path)
+    check_texts(fresh)
+    for before, after in zip(tour.code_cells(saved), tour.code_cells(fresh), strict=True):
+        assert kinds(after) == kinds(before), texts(after)
+        for picture in pictures(after):
+            assert picture.startswith(b"\x89PNG")
+            assert len(picture) > 5_000  # an empty axis has less
+    assert not list(tmp_path.glob("*.py")), "scripts are written into a folder of their own"

@@ -1,0 +1,78 @@
+"""Runs examples/tour.ipynb, and saves it with what its cells have put out: ``make notebook``.
+
+The saved notebook says by a hash of which cells its outputs are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+TOUR = Path(__file__).resolve().parents[2] / "examples" / "tour.ipynb"
+_HASH = "outputs_of"  # in the notebook's metadata
+_SECONDS_A_CELL = 300
+
+
+def read() -> Any:
+    """The notebook as it lies in the repository; an error if it is no valid one."""
+    notebook = nbformat.read(TOUR, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def hash_of_cells(notebook: Any) -> str:
+    sources = [cell.source for cell in code_cells(notebook)]
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+
+
+def outputs_are_of(notebook: Any) -> str | None:
+    """The hash of the cells that made the outputs of this notebook."""
+    return notebook.metadata.get(_HASH)
+
+
+def run(notebook: Any, folder: Path) -> None:
+    """Run all cells in a kernel of this interpreter, beginning in ``folder``.
+
+    Raises:
+        CellExecutionError: a cell has failed; the error holds it, and the traceback.
+    """
+    # What a kernel remembers (history, connections) is not the user's, and nothing is left.
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "TMPDIR"):
+        (folder / name.lower()).mkdir()
+        os.environ[name] = str(folder / name.lower())
+    for cell in code_cells(notebook):
+        cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(
+        notebook,
+        timeout=_SECONDS_A_CELL,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        record_timing=False,
+    )
+    client.execute()
+    notebook.metadata[_HASH] = hash_of_cells(notebook)
+    notebook.metadata["language_info"] = {"name": "python"}  # of no particular version
+
+
+def main() -> None:
+    notebook = read()
+    with tempfile.TemporaryDirectory(prefix="tritonddp-tour-") as folder:
+        run(notebook, Path(folder))
+    nbformat.write(notebook, TOUR)
+    print(f"{TOUR}: {len(code_cells(notebook))} cells were run, and saved with their outputs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
