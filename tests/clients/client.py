@@ -124,7 +124,7 @@ class Client:
         wrapper = model
         if self.in_place:
             import tritonddp
-            from tritonddp.replicate import ReplicatedModule
+            from tritonddp.in_place import ReplicatedModule
 
             wrapper = tritonddp.ddp(model)
             found["in place"] = isinstance(wrapper.module, ReplicatedModule)
