@@ -124,8 +124,10 @@ class Client:
         wrapper = model
         if self.in_place:
             import tritonddp
+            from tritonddp.in_place import ReplicatedModule
 
-            wrapper = tritonddp.ddp(model)  # an error, if it was not replicated
+            wrapper = tritonddp.ddp(model)
+            found["in place"] = isinstance(wrapper.module, ReplicatedModule)
         # The last one of that name: torchft's and MMEngine's are subclasses.
         *_, base = (kind for kind in type(wrapper).__mro__ if kind.__name__ == _NAME)
         found |= {

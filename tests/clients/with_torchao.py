@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 from client import Client
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as StockDDP
-
-from tritonddp import DistributedDataParallel as TritonDDP
 
 WIDTH, TOKENS, ACCUMULATED, STEPS = 256, 32, 2, 12
 
@@ -54,7 +51,7 @@ def main() -> None:
     float8 = [
         name for name, each in module.named_modules() if type(each).__name__ == "Float8Linear"
     ]
-    wrapper = (TritonDDP if client.triton else StockDDP)(module)
+    wrapper = client.wrap(module)
     model = torch.compile(wrapper, backend="aot_eager")
     optimizer = AdamW8bit(module.parameters(), lr=1e-3)
     losses = []
