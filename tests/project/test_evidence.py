@@ -10,12 +10,8 @@ from types import ModuleType
 import pytest
 from launched import ROOT
 
-import tritonddp
-
 FOLDER = ROOT / "examples" / "failures"
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "run")
-# With lines that come later: delete this once stop_on_signal is there.
-AHEAD = {} if hasattr(tritonddp, "stop_on_signal") else {"stopping": "tritonddp.stop_on_signal"}
 
 # What torchrun writes at its end.
 REPORT = """x.ChildFailedError:
@@ -35,10 +31,7 @@ def cases() -> list[object]:
         pytest.param(
             path.stem,
             id=path.stem,
-            marks=[
-                *([pytest.mark.quick] if path.stem == "changing_graph" else [pytest.mark.long]),
-                *([pytest.mark.skip(reason=AHEAD[path.stem])] if path.stem in AHEAD else []),
-            ],
+            marks=pytest.mark.quick if path.stem == "changing_graph" else pytest.mark.long,
         )
         for path in SCRIPTS
     ]

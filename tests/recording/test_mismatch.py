@@ -1,6 +1,8 @@
 """On a GPU all ranks find at the same place that they do not reduce the same: none hangs."""
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,19 @@ from distributed import ranks
 
 from recording.device import recording
 from recording.programs import WARM_UP, Net
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, replicate
+
+
+def warmed_up(net: Any, x: torch.Tensor) -> Callable[[], None]:
+    """A function that makes a step, after some."""
+
+    def step() -> None:
+        net.zero_grad()
+        net(x).sum().backward()
+
+    for _ in range(WARM_UP):
+        step()
+    return step
 
 
 @pytest.mark.parametrize(
@@ -23,13 +37,7 @@ def test_a_step_that_one_rank_makes_otherwise(what: str, said: str) -> None:
         torch.manual_seed(0)
         net = DistributedDataParallel(Net(batch_norm=True).to("cuda"), bucket_cap_mb=6e-4)
         x = torch.randn(5, 6).to("cuda")
-
-        def step() -> None:
-            net.zero_grad()
-            net(x).sum().backward()
-
-        for _ in range(WARM_UP):
-            step()
+        step = warmed_up(net, x)
         is_other = dist.get_rank() == 0
         if is_other and what == "frozen":
             net.module.third.requires_grad_(False)
@@ -39,5 +47,23 @@ def test_a_step_that_one_rank_makes_otherwise(what: str, said: str) -> None:
             step()
         output = net(x)
         with pytest.raises(RuntimeError, match=said):
+            output.sum().backward()
+        torch.cuda.synchronize()
+
+
+@ranks(2, interprets=True, timeout=60)
+def test_a_probe_of_one_rank_is_an_error_on_both_in_the_next_backward() -> None:
+    """Of a module that is replicated in place."""
+    with recording():
+        torch.manual_seed(0)
+        net = replicate(Net().to("cuda"), bucket_cap_mb=6e-4)
+        x = torch.randn(5, 6).to("cuda")
+        step = warmed_up(net, x)
+        if dist.get_rank() == 0:
+            net(x[:2]).max(1).values.sum().backward()
+        else:
+            step()
+        output = net(x)
+        with pytest.raises(RuntimeError, match=r"option 'backward\(\)': rank 0 has 'called in"):
             output.sum().backward()
         torch.cuda.synchronize()
