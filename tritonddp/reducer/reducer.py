@@ -51,7 +51,6 @@ from tritonddp.reducer.graph.backward import (
     Backward,
     EndsOfBackward,
     Forward,
-    Forwards,
     WatchedParameters,
 )
 from tritonddp.reducer.graph.participation import as_trainable, is_of_others
@@ -104,7 +103,7 @@ class Reducer:
         self.where = reductions.where
         self.options = ReducerOptions(counts_dropped)
         self.statistics = reductions.statistics
-        self.forwards = Forwards()
+        self.forwards = reductions.forwards
         self.reentrant = reductions.reentrant
         self.backward: Backward | None = None
         self.unreduced = Unreduced()
@@ -311,7 +310,6 @@ class Reducer:
         schema, site = self.parameters.schema, self.forwards.call_site
         if site is not None:
             schema += site.hash
-        self.statistics.call_site = site
         reduction = Reduction(
             current,
             () if is_alone else current.buckets,

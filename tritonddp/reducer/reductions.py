@@ -37,7 +37,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture
 from tritonddp.reducer.extension import Events, Extension
-from tritonddp.reducer.graph.backward import SyncState
+from tritonddp.reducer.graph.backward import Forwards, SyncState
 from tritonddp.reducer.graph.participation import ReentrantGrads
 from tritonddp.reducer.options import ReducerOptions
 from tritonddp.reducer.statistics import Statistics
@@ -74,6 +74,7 @@ class Reductions:
         memory: moves buckets to memory of the host; ``None`` if they stay with the process group.
         reentrant: parameters whose gradients come without announcement.
         statistics: facts about the steps so far.
+        forwards: decides which backwards are reduced.
         afterwards: see :meth:`call_afterwards`.
     """
 
@@ -125,6 +126,7 @@ class Reductions:
             self.memory = peer_memory(group, transport, counters)
         self.reentrant = ReentrantGrads()
         self.statistics = Statistics()
+        self.forwards = Forwards()
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
 
@@ -396,5 +398,5 @@ class Reductions:
             raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
         if self.memory is not None:  # all ranks come here, and wait for each other in verify()
             self.memory.end()
-        site = self.statistics.call_site
+        site = self.forwards.call_site
         self.parameters.verify(self.where(), requested, "" if site is None else site.name)

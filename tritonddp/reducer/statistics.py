@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tritonddp.comm.reduction import Reduction
-from tritonddp.reducer.graph.call_site import CallSite
 
 
 @dataclass(eq=False)
@@ -17,7 +16,6 @@ class Statistics:
         forwards: number of forwards with gradients.
         is_static: all reduced backwards have reached the same parameters.
         missing: numbers of the parameters that the last one has not reached.
-        call_site: see :class:`Forwards`.
         own_gradients_at: number of reductions when ``.grad`` last became this rank's alone.
         skipped: indices of the buckets that the last reduction of a backward left out.
         reduced: number of the buckets that it reduced.
@@ -27,7 +25,6 @@ class Statistics:
     forwards: int = 0
     is_static: bool = True
     missing: Collection[int] | None = None
-    call_site: CallSite | None = None
     own_gradients_at: int = 0
     skipped: Collection[int] = ()
     reduced: int = 0

@@ -188,7 +188,7 @@ class Forwards:
             site = None
             if frame is not None:
                 site = self.call_sites.get((id(frame.f_code), frame.f_lasti))
-            self.call_site = (site or self.call_sites.find()) if join is None else None
+            self.call_site = (site or self.call_sites.find(frame)) if join is None else None
         if forward is None:
             return GradSource.ELSEWHERE
         was_reached, forward.reached = forward.reached, True

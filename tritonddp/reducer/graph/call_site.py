@@ -55,9 +55,12 @@ class CallSites(dict[tuple[int, int], CallSite]):
         self._unknown = CallSite(None)
         self._main = threading.main_thread().ident or 0
 
-    def find(self) -> CallSite:
-        """The line that has called the backward that runs. To be called from a hook."""
-        frame = _caller(_getframe(1)) or _caller(_current_frames().get(self._main))
+    def find(self, frame: FrameType | None = None) -> CallSite:
+        """The line that has called the backward that runs. To be called from a hook.
+
+        ``frame`` is that line, if it is known to be of the user's program.
+        """
+        frame = frame or _caller(_getframe(1)) or _caller(_current_frames().get(self._main))
         if frame is None:
             return self._unknown
         key = id(frame.f_code), frame.f_lasti
