@@ -28,6 +28,8 @@ from tritonddp.ddp import DistributedDataParallel
 from tritonddp.state import DDPState
 
 _Module = TypeVar("_Module", bound=nn.Module)
+# Of all modules, once one is replicated.
+_hooks: list[Any] = []
 
 
 class _Behind:
@@ -237,13 +239,9 @@ def ddp(module: Any) -> DistributedDataParallel:
     )
 
 
-# Of all modules, once one is replicated.
-_hooks: list[Any] = []
-
-
 def _note_part(owner: nn.Module, _: str, part: nn.Module | nn.Parameter | None) -> None:
     """A module gets a part: a backward may reach that alone, and no forward of the whole tells."""
-    for state in tuple(DDPState.live):
+    for state in DDPState.all_live():
         if state.call is not None and part is not None and state.parameters.expects(owner, part):
             state.core.watch_others()
 
@@ -321,23 +319,27 @@ def _checked(module: Any) -> type:
 
 def _check_parts(module: nn.Module) -> None:
     """Raise a ValueError if the module is wrapped already, or a part of it, or it is a part."""
-    parts = set(module.modules())
-    if DDPState.live:
+    if _other_use(module):
         gc.collect()  # a module that was replicated holds itself, by way of its wrapper
-    for state in DDPState.live:
+        if used := _other_use(module):
+            raise ValueError(
+                f"this {type(module).__name__} cannot be replicated: {used} already, and its "
+                "gradients would be averaged twice. Replicate the whole model once"
+            )
+
+
+def _other_use(module: nn.Module) -> str:
+    """Which wrapper reduces parameters of the module, in words; empty if none does."""
+    parts = set(module.modules())
+    for state in DDPState.all_live():
         whole = state.parameters.module
         how = "wrapped" if state.call is None else "replicated"
         if whole in parts:
             name = next(name for name, each in module.named_modules() if each is whole)
-            what = f"its part {name!r} is" if name else "it is"
-        elif any(each is module for each in whole.modules()):
-            what = f"it is a part of a {type(whole).__name__} that is"
-        else:
-            continue
-        raise ValueError(
-            f"this {type(module).__name__} cannot be replicated: {what} {how} already, and its "
-            "gradients would be averaged twice. Replicate the whole model once"
-        )
+            return f"its part {name!r} is {how}" if name else f"it is {how}"
+        if any(each is module for each in whole.modules()):
+            return f"it is a part of a {type(whole).__name__} that is {how}"
+    return ""
 
 
 def _has(module: nn.Module, name: str) -> bool:

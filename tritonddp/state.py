@@ -119,6 +119,15 @@ class DDPState:
     window: AccumulationWindow | None = field(init=False, default=None)
 
     @classmethod
+    def all_live(cls) -> list[DDPState]:
+        """Those in :attr:`live` now. For signal handlers and any thread: it takes no lock."""
+        while True:
+            try:
+                return list(cls.live)
+            except RuntimeError:  # another thread has wrapped a module meanwhile
+                continue
+
+    @classmethod
     def of(
         cls,
         arguments: Mapping[str, Any],

@@ -12,7 +12,7 @@ from launched import ROOT
 from stop_callbacks import STEPS, STRUCK
 from test_logging_metrics import NEEDED
 
-from tritonddp.integrations.signals import should_stop
+from tritonddp.integrations.in_place import should_stop
 
 
 @pytest.mark.long

@@ -12,9 +12,9 @@ from torch import nn
 
 from tritonddp._arguments import check_every, check_flags
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.integrations.in_place import replicated
+from tritonddp.integrations.in_place import replicated, should_stop
 from tritonddp.integrations.metrics import numbers_of
-from tritonddp.integrations.signals import StopOnSignal, checked, should_stop, stop_on_signal
+from tritonddp.integrations.signals import StopOnSignal, checked, stop_on_signal
 from tritonddp.integrations.strategies import lightning_class
 
 _PACKAGES = "lightning.pytorch", "pytorch_lightning"

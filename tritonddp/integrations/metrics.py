@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.integrations.in_place import behind
+from tritonddp.integrations.in_place import of_trainer
 
 
 def numbers_of(model: Any) -> dict[str, float]:
@@ -15,13 +15,6 @@ def numbers_of(model: Any) -> dict[str, float]:
         RuntimeError: the model was wrapped without ``metrics=True``.
         TypeError: it was not wrapped with tritonddp, or replicated.
     """
-    wrapper = behind(model)
-    if wrapper is None:
-        raise TypeError(
-            "the callback logs metrics() of a model that tritonddp.DistributedDataParallel wraps, "
-            "or tritonddp.replicate() replicates, but the trainer has a "
-            f"{type(model).__module__}.{type(model).__qualname__}: use an adapter of "
-            "tritonddp.integrations, and start it with torchrun"
-        )
+    wrapper = of_trainer(model, "logs metrics()")
     found = DistributedDataParallel.metrics(wrapper).items()
     return {f"ddp/{name}": value for name, value in found if isinstance(value, int | float)}

@@ -162,7 +162,7 @@ class StopOnSignal:
         self._handled.add(number)
         self._put_back(number)
         DDPState.stop_requests.add(self)  # first: a module may be wrapped on another thread
-        states = _wrapped()
+        states = DDPState.all_live()
         for state in states:
             state.request_stop()
         who = f"rank {states[0].group.rank}" if states else f"process {self._process}"
@@ -181,30 +181,6 @@ class StopOnSignal:
             # Still there: by default this signal does not end the process.
             if installed is not None:
                 signal.signal(number, installed)
-
-
-def should_stop(model: Any) -> bool:
-    """``model.should_stop()``, of the model that a trainer trains.
-
-    Raises:
-        TypeError: it was not wrapped with tritonddp.
-    """
-    state = getattr(model, "_ddp_state", None)
-    if not isinstance(state, DDPState):
-        raise TypeError(
-            "the callback asks should_stop() of a model that tritonddp wraps, but the trainer has "
-            f"a {type(model).__module__}.{type(model).__qualname__}: use an adapter of "
-            "tritonddp.integrations, and start it with torchrun"
-        )
-    return state.should_stop()
-
-
-def _wrapped() -> list[DDPState]:
-    while True:
-        try:
-            return list(DDPState.live)
-        except RuntimeError:  # another thread has wrapped a module meanwhile
-            continue
 
 
 def _log(who: str, name: str) -> None:

@@ -14,8 +14,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 from tritonddp._arguments import check_every
+from tritonddp.integrations.in_place import should_stop
 from tritonddp.integrations.metrics import numbers_of
-from tritonddp.integrations.signals import StopOnSignal, should_stop, stop_on_signal
+from tritonddp.integrations.signals import StopOnSignal, stop_on_signal
 
 _Base: Any = TrainerCallback
 

@@ -570,7 +570,7 @@ def _latest(params: Sequence[Tensor]) -> DDPState | None:
     sought = set(map(id, params))
     states = [
         each
-        for each in DDPState.live
+        for each in DDPState.all_live()
         if sought.issubset(id(param) for _, param in each.parameters.params)
     ]
     return max(states, key=lambda each: each.parameters.number, default=None)
