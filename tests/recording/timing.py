@@ -67,7 +67,12 @@ def patched(recorder: Recorder) -> Iterator[None]:
             self._run(timeline, what)
 
         def events(self) -> list[Any]:
-            event = SimpleNamespace(device_type=DeviceType.CUDA, is_user_annotation=False)
+            event = SimpleNamespace(
+                device_type=DeviceType.CUDA,
+                is_user_annotation=False,
+                name="work",
+                self_device_time_total=0.0,
+            )
             return [event] * self._launches
 
     fakes = [
