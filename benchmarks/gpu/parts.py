@@ -109,7 +109,7 @@ SANITY_NCCL = "gradients_are_those_of_stock_ddp or one_flatten_one_all_reduce"
 
 # All models that steps are compared on. The quick ones come first: what they leave of their equal
 # shares is the others'.
-MODELS = "mlp many_small transformer resnet50 llama3_8b_layer gpt2_small vit_b16"
+MODELS = "mlp transformer resnet50 llama3_8b_layer gpt2_small vit_b16 many_small"
 WORLDS = (2, 4, 8)  # ranks, as far as there are cards
 
 
@@ -121,12 +121,15 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     mlp, both = "--models mlp", f"stock and not {one}"
     quick = f"{SANITY} or ({one} and ({SANITY_NCCL}))"
     few = f"missing or ({one} and one_flatten)"
-    seconds = (142, 120) if cards == 1 else (100, 95)
+    seconds = (125, 95) if cards == 1 else (100, 95)
     files = (*KERNEL_TESTS, NCCL_TESTS[0])
     found = [
-        _tests("sanity", "what all else needs", 56, 45, files, quick, few),
+        _tests("sanity", "what all else needs", 40, 18, files, quick, few),
         _steps("step-one", "beside stock's", *seconds, f"--rounds 12 --models {MODELS}", mlp),
         _steps("step-wires", "in fewer bytes", 25, 22, _WIRES, mlp),
+        _script(
+            "step-variants", "options beside each other", 45, 40, "gpu/variants.py", 1
+        ).with_arguments("--rounds 20 --models gpt2_small mlp resnet50", f"{mlp} --rounds 3"),
         _script("step-graphs", "CUDA graphs", 15, 12, "gpu/graphs.py", 1).with_arguments(
             "--rounds 20 --models mlp transformer", mlp
         ),

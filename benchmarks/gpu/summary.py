@@ -12,6 +12,7 @@ from benchmarks.report.table import Blocks, text
 # By part, what its result is shown as.
 _TABLES: dict[str, Callable[[Result], Blocks]] = {
     "step-bus": tables.bus,
+    "step-variants": tables.variants,
     "step-graphs": tables.graphs,
     "step-compiled": tables.compiled,
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,6 +32,8 @@ from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import CASES, Batch, Case, loss
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families
+from benchmarks.report import tables
+from benchmarks.report.table import text
 from benchmarks.step.plan import SETTLED
 from tritonddp import DistributedDataParallel
 
@@ -58,7 +60,7 @@ def main() -> None:
         for name, end in deadline.shares(options.models):
             found[name] = measure(CASES[name], ranks, options.rounds, end)
             output.write({"models": found})
-            output.say("", *show(name, found[name]))
+            output.say("", *text(tables.variants(output.only("models", name))))
 
 
 def measure(case: Case, ranks: Ranks, rounds: int, end: float) -> dict[str, Any]:
@@ -117,16 +119,6 @@ def _profile(model: nn.Module, batch: Batch, ranks: Ranks) -> dict[str, dict[str
             event.self_device_time_total if on_device else event.self_cpu_time_total
         )
     return dict(sorted(totals.items(), key=lambda each: -sum(list(each[1].values())[1:])))
-
-
-def show(name: str, found: dict[str, Any]) -> Iterator[str]:
-    """A line for each configuration, milliseconds."""
-    bare = found["unwrapped"]["step_seconds"]
-    yield f"{name:24}{'host':>9}{'step':>9}{'above unwrapped':>18}"
-    for key, each in found.items():
-        step = each["step_seconds"]
-        above = f"{1e3 * (step - bare):18.3f}"
-        yield f"{key:24}{1e3 * each['host_seconds']:9.3f}{1e3 * step:9.3f}{above}"
 
 
 if __name__ == "__main__":

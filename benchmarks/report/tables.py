@@ -170,6 +170,18 @@ def graphs(result: Result) -> Blocks:
     yield from notes
 
 
+def variants(result: Result) -> Blocks:
+    """Steps by options, in ms: when the host is done, the device too, and beyond the unwrapped."""
+    rows = []
+    for name, model in result.content["models"].items():
+        bare = model["unwrapped"]["step_seconds"]
+        for label, found in model.items():
+            host, step = found["host_seconds"], found["step_seconds"]
+            above = "-" if label == "unwrapped" else ms(step - bare)
+            rows.append((name, label, ms(host), ms(step), above, str(len(found["raw"]))))
+    yield Table(("options", "ms", "host", "step", "above unwrapped", "rounds"), rows)
+
+
 def detection(result: Result) -> Blocks:
     """Backwards that ask which parameters they will reach against those that are told, and ours
     against stock that searches."""

@@ -91,15 +91,19 @@ def test_a_second_launch_compiles_nothing_and_uploads_nothing(place):
     slots = [dense([5000]), dense([33])]
     flat, _ = embedded_flat(slots, torch.float32, "cuda")
     grads, _ = embedded_gradients(slots, torch.float32, True, "cuda")
-    place.flatten(flat, grads, [True, True], 0.5)
-    place.unflatten(flat, grads)
+    factor = torch.ones(1, dtype=torch.float64, device="cuda")
+
+    def launch_all():
+        place.flatten(flat, grads, [True, True], 0.5)
+        place.unflatten(flat, grads)
+        place.unflatten(flat, grads, factor)
+
+    launch_all()
     prepared, uploads, before = dict(flat.tables.launches), flat.tables.uploads, launch.launches
-    place.flatten(flat, grads, [True, True], 0.5)
-    # An unflatten with a factor is the code of one without.
-    place.unflatten(flat, grads, torch.ones(1, dtype=torch.float64, device="cuda"))
+    launch_all()
     assert flat.tables.launches == prepared
     assert flat.tables.uploads == uploads
-    assert launch.launches - before == 2
+    assert launch.launches - before == 3
 
 
 def test_uploads_behind_a_busy_stream_do_not_overwrite_each_other(place):

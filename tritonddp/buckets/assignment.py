@@ -45,7 +45,7 @@ class BucketCaps:
         A bucket costs the host the same whatever its size, and NCCL is slow with small messages. So
         a bucket closes at 75 MiB, three of stock's, but
 
-        - at two fifths of the gradients if that is less (not below a ninth of 75 MiB), so that the
+        - at two fifths of the gradients if that is less (not below 25 MiB), so that the
           first leaves while the backward runs. The others are no larger: where the exchange takes
           about as long as the backward, a large one behind a small one waits long, and then too
           little is left of the backward to hide it.
@@ -107,7 +107,7 @@ class BucketCaps:
 
     def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
-        large, least = self.limits[-1], self.limits[-1] // 9
+        large, least = self.limits[-1], self.limits[-1] // 3
         alone = {index for index in order if self.tapers and sizes[index] >= large}
         rest = sum(sizes[index] for index in order if index not in alone)  # of bytes
         usual = min(large, max(least, 2 * rest // 5))
