@@ -127,9 +127,6 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
         _tests("sanity", "what all else needs", 40, 18, files, quick, few),
         _steps("step-one", "beside stock's", *seconds, f"--rounds 12 --models {MODELS}", mlp),
         _steps("step-wires", "in fewer bytes", 25, 22, _WIRES, mlp),
-        _script(
-            "step-variants", "options beside each other", 45, 40, "gpu/variants.py", 1
-        ).with_arguments("--rounds 20 --models gpt2_small mlp resnet50", f"{mlp} --rounds 3"),
         _script("step-graphs", "CUDA graphs", 15, 12, "gpu/graphs.py", 1).with_arguments(
             "--rounds 20 --models mlp transformer", mlp
         ),
@@ -176,7 +173,10 @@ def _steps(
 
 
 def _on_one_card(small: str) -> Iterator[Part]:
-    """Whether gradients agree between two ranks; their times say how they take turns."""
+    """Steps by options; whether gradients agree between two ranks, who take turns."""
+    options = _script("step-variants", "options beside each other", 45, 40, "gpu/variants.py", 1)
+    more = "--rounds 20 --models gpt2_small mlp llama3_8b_layer"
+    yield options.with_arguments(more, f"{small} --rounds 3")
     yield PROBE
     pair = _steps("step-pair", "of two ranks", 18, 16, "--rounds 3 --models mlp", small, 2)
     yield replace(pair, on_one_card=True)

@@ -60,7 +60,7 @@ STEPS = ("step-one", "step-wires", "step-graphs", "step-compiled")
 
 def test_parts_come_in_the_order_of_what_a_user_came_for() -> None:
     for cards, between in (
-        (1, ["probe", "step-pair"]),
+        (1, ["step-variants", "probe", "step-pair"]),
         (2, ["step-bus", "step-cards-2"]),
         (8, ["step-bus", "step-cards-2", "step-cards-4", "step-cards-8"]),
     ):
