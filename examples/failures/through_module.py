@@ -15,6 +15,7 @@ def main() -> None:
     torch.manual_seed(0)
     good_action = nn.Linear(16, 8)  # what is rewarded, the same on all ranks
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
+    # tritonddp: import tritonddp; model = tritonddp.replicate(net)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(1 + dist.get_rank())  # from here on other prompts on each rank
@@ -27,7 +28,6 @@ def main() -> None:
         advantages = rewards - rewards.mean(0)
         loss = -(advantages * distribution.log_prob(actions)).mean()
         optimizer.zero_grad()
-        # tritonddp: loss.backward(); model.reduce_gradients()
         loss.backward()
         optimizer.step()
     low, high = (nn.utils.parameters_to_vector(model.parameters()).detach() for _ in range(2))
