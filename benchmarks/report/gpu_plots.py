@@ -13,9 +13,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
-from benchmarks.base.results import Result, Row
+from benchmarks.base.results import Comparison, Model, Result, Row
 from benchmarks.report.bounds import OURS
+from benchmarks.report.drawing import OURS as PLOT_OURS
 from benchmarks.report.drawing import Axes, Figure, in_legend, pyplot, save
+from benchmarks.report.excerpts import on_one_rank
 from benchmarks.report.tables import CEILING
 
 COLOURS = {OURS: "#0b6e4f", CEILING: "#9a9a9a"}
@@ -45,9 +47,29 @@ def figures(result: Result) -> Iterator[tuple[str, Figure]]:
     where = ", ".join(result.source.split(", ")[:4])
     if result.content.get("rehearsal"):
         where = "REHEARSAL WITHOUT A GPU, MEANINGLESS"
+    rows = list(on_one_rank(result))
+    if rows:
+        yield "steps.png", steps(rows, where)
     kernels = result.part("kernels")
     if kernels is not None:
         yield "bandwidth.png", bandwidth(kernels.rows, where)
+
+
+def steps(rows: Sequence[tuple[str, Model, Comparison]], where: str) -> Figure:
+    """What ours adds to a step as a share of what stock's best adds, with its interval."""
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.36 * len(rows)), layout="constrained")
+    most = 2.0  # an interval may reach far beyond
+    for place, (_, _, one) in enumerate(rows):
+        low, high = one.overhead_interval or (one.overhead, one.overhead)
+        axes.plot([low, min(high, most)], [place, place], color=PLOT_OURS, linewidth=2.5)
+        axes.plot(one.overhead, place, "o", color=PLOT_OURS, markersize=8)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlim(-0.1, most)
+    axes.set_yticks(range(len(rows)), [f"{name}, {one.gradients}" for name, _, one in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("added to the unwrapped step, ours / stock's best (left of 1: ours adds less)")
+    axes.set_title(f"Whole steps of one rank that exchange, 95% intervals\n{where}", fontsize=10)
+    return figure
 
 
 def bandwidth(rows: Sequence[Row], where: str) -> Figure:

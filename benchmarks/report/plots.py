@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,33 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
 
     (Of everything else the tables say all that a plot would.)
     """
-    for name, draw in (("step", ratios), ("network_wire", network)):
+    for name, draw in (("step", ratios), ("network_wire", network), ("growth", growth)):
         if name in results:
             yield f"{name}.png", draw(results[name])
+
+
+def growth(result: Result) -> Figure:
+    """Wrapping, steps and processes by the number of parameters, on logarithmic axes."""
+    rows = [row for row in result.content["rows"] if "step_seconds" in row]
+    bare = {row["parameters"]: row for row in rows if row["name"] == "unwrapped"}
+    panels: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], float]] = {
+        "wrapping, s": lambda row, _: row["construction_seconds"],
+        "added to a step, ms": lambda row, base: 1e3 * (row["step_seconds"] - base["step_seconds"]),
+        "added to a process, MB": lambda row, base: (row["grown"] - base["grown"]) / 1e6,
+    }
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(13, 4), layout="constrained")
+    for axes, (title, value) in zip(all_axes, panels.items(), strict=True):
+        for name, colour in (("stock", STOCK), ("ours", OURS)):
+            shown = [row for row in rows if row["name"] == name]
+            values = [value(row, bare[row["parameters"]]) for row in shown]
+            counts = [row["parameters"] for row in shown]
+            axes.loglog(counts, values, "o-", color=colour, label=name, linewidth=2.5)
+        axes.set_title(title)
+        axes.set_xlabel("parameters of 64 elements")
+        axes.grid(alpha=0.3)
+    all_axes[0].legend(frameon=False)
+    finish(figure, "How cost grows with the number of parameters, 2 ranks", result, "medians")
+    return figure
 
 
 def ratios(step: Result) -> Figure:

@@ -28,7 +28,11 @@ from benchmarks.base.results import Results, load
 from benchmarks.report import tables as report_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("benchmarks*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "report.md",
+    *sorted((ROOT / "docs").glob("benchmarks*.md")),
+)
 PICTURES = ROOT / "docs"  # the folder of those that are on pages
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "tables.md"

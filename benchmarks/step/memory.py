@@ -8,7 +8,10 @@ profiler records each with its size and time (``profile_memory``), from before t
 to after it is gone, C++ code included. It does not see what another thread releases, and now and
 then gloo's thread is the last to hold a tensor: a run after which bytes seem to live on is thrown
 away and repeated. On CUDA the caching allocator's own peak is read, which rounds sizes up to 512
-bytes. Memory that gloo or NCCL take for themselves is in neither.
+bytes. Memory that gloo or NCCL take for themselves is in neither. On the CPU ours goes through the
+process group: of memory that ranks of a host share the profiler counts each mapping as an
+allocation, the other ranks' too, and pages that nobody has written (see ``growth/growth.py``, which
+asks the system).
 
 Two phases of a run are told apart: wrapping plus the *first* two steps, in which buckets are built
 and rebuilt, and *steady* steps. Gradients are set to None before each backward. The peak of a
@@ -25,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +140,8 @@ def measure(case: Case, ranks: Ranks, needed: bool) -> Iterator[tuple[str, Row |
     else:
         peaks_of = _cpu_peaks
     groups = families(case.unused)
+    if ranks.device.type == "cpu":
+        groups = tuple(replace(group, ours=_over_gloo(group.ours)) for group in groups)
     stock = (each for group in groups for each in group.stock)
     bare: Peaks | None = None
     for configuration in (*(group.ours for group in groups), *stock):
@@ -151,6 +156,10 @@ def measure(case: Case, ranks: Ranks, needed: bool) -> Iterator[tuple[str, Row |
         peaks, buckets = found
         above = {phase: getattr(peaks, phase) - getattr(bare, phase) for phase in PHASES}
         yield configuration.name, Row(sum(buckets), max(buckets), above, peaks.drift)
+
+
+def _over_gloo(ours: Configuration) -> Configuration:
+    return replace(ours, options={**ours.options, "transport": "process_group"})
 
 
 def _late(ranks: Ranks) -> bool:

@@ -1,0 +1,1 @@
+"""How cost grows with parameters and ranks, see growth.py."""
