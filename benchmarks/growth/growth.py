@@ -12,6 +12,7 @@ taken: for more hosts see the cost model (scale.py, and ``tritonddp doctor``).
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -178,7 +179,11 @@ def _resident(case: Case, ranks: Ranks, configuration: Configuration) -> int:
 
 
 def _own() -> int:
-    """Bytes of this process in memory; of a page that ranks share, its part of it (PSS)."""
+    """Bytes of this process in memory; of a page that ranks share, its part of it (PSS).
+
+    What the C library holds back for later goes first.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
     text = Path("/proc/self/smaps_rollup").read_text()
     (kilobytes,) = (line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))
     return 1024 * int(kilobytes)
