@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Pages beside docs/, at the same place in the site, and the plots that pages show.
 ADDED = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "benchmarks/README.md"),
+    "tests/cases/README.md",
     *("benchmarks/results/*/tables.md", "benchmarks/results/*/*.png"),
 )
 IGNORED = "benchmarks/results/local/"  # what `make bench` has measured here
@@ -40,6 +41,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they are in the site, and pictures that follow its switch for dark screens."""
     if page.file.src_uri.startswith("benchmarks/"):
         markdown = markdown.replace("](../docs/", "](../")
+    elif page.file.src_uri.startswith("tests/"):
+        markdown = markdown.replace("](../../docs/", "](../../")
     elif page.file.src_uri in ADDED:  # beside docs/, and now inside
         markdown = markdown.replace("](docs/", "](")
     else:

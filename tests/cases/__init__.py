@@ -10,7 +10,7 @@ one, write it into the module of its subject:
         net(batch(), "abcde").sum().backward()
 
 ``reducer/test_nothing_to_know.py`` runs each in all variants against the oracle, and
-``docs/differences.md`` names each.
+``README.md`` beside this names each.
 """
 
 from cases import (  # noqa: F401  each puts its cases into the table

@@ -1,4 +1,4 @@
-"""What can become of a case under stock DDP, as ``docs/differences.md`` calls it.
+"""What can become of a case under stock DDP, as ``README.md`` beside this calls it.
 
 Each case says so of itself, and ``compat/test_differences.py`` proves it.
 """

@@ -1,4 +1,4 @@
-"""What stock DDP makes of the same cases: ``docs/differences.md`` says it, and this proves it.
+"""What stock DDP makes of the same cases: ``tests/cases/README.md`` says it, and this proves it.
 
 Each case of the table runs with stock DDP on two ranks, once without and once with
 ``find_unused_parameters=True``, and is held against the same oracle as ours.

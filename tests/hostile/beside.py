@@ -26,7 +26,7 @@ from tritonddp import DistributedDataParallel
 STOCK, OURS = "stock DDP", "tritonddp"
 _CLASSES = {STOCK: Stock, OURS: DistributedDataParallel}
 _TIMEOUT = 20.0  # seconds in which a process group gives up
-_PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+_PAGE = Path(__file__).parents[1] / "cases" / "README.md"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def differences(name: str) -> Iterator[str]:
     stock, ours = play(name, STOCK), play(name, OURS)
     expected = PROGRAMS[name].expected
     if expected is not None and f"\n| {expected.row}" not in _PAGE.read_text():
-        yield f"docs/differences.md has no row that begins with '{expected.row}'"
+        yield f"tests/cases/README.md has no row that begins with '{expected.row}'"
     if stock.failure:
         yield f"{STOCK} fails itself:\n{stock.failure}"
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Expected:
-    """A difference that ``docs/differences.md`` names.
+    """A difference that ``tests/cases/README.md`` names.
 
     Attributes:
         row: how the row of the page begins: its first cell.

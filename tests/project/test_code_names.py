@@ -21,7 +21,10 @@ import tritonddp
 from tritonddp import DistributedDataParallel
 
 PACKAGE = Path(tritonddp.__file__).parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/cases/README.md")),
+]
 
 # What pages call objects of the user, and of the package: their classes.
 OBJECTS: dict[str, Any] = {

@@ -13,8 +13,9 @@ from launched import ROOT
 PAGES = [
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")),
+    ROOT / "tests" / "cases" / "README.md",
 ]
-PAGE = (ROOT / "docs" / "differences.md").read_text()
+PAGE = PAGES[-1].read_text()
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 README_LINES = 110  # beside the figures: what a newcomer reads to the end
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
@@ -43,6 +44,20 @@ def test_the_page_has_every_case_once_with_what_stock_does() -> None:
     assert rows == {name: case.stock for name, case in CASES.items()}
 
 
+def test_the_page_of_differences_counts_the_cases_of_each_kind() -> None:
+    counted = {}
+    for section in PAGE.split("\n## "):
+        if rows := ROW.findall(section):
+            right = [sum(row[column] == "right" for row in rows) for column in (1, 2)]
+            (anchor,) = slugs("# " + section.partition("\n")[0])
+            counted[anchor] = (len(rows), *right)
+    page = (ROOT / "docs" / "differences.md").read_text()
+    row = r"^\| \[[^]]+\]\(\S+?#(\S+)\) \| (\d+) \| (\d+) \| (\d+) \|"
+    said = {anchor: (*map(int, of),) for anchor, *of in re.findall(row, page, re.MULTILINE)}
+    assert len(said) == 10
+    assert said == counted
+
+
 def test_the_page_of_frameworks_has_a_row_for_every_library_that_is_tested() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text().lower()
     tables = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
@@ -67,9 +82,13 @@ def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_in_it() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that GitHub gives the headings of a page."""
+    return slugs(page.read_text())
+
+
+def slugs(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a text."""
     code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", code.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", code.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
