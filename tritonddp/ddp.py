@@ -68,10 +68,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         init_sync: verify at construction that all ranks hold the same model, and broadcast
             parameters and buffers from rank 0.
         process_group: the ranks to average over; the default group if ``None``.
-        bucket_cap_mb: bucket size in MiB of gradients. By default on CUDA devices 75, or two fifths
-            of the gradients if that is less, and smaller to the end (``docs/gpus.md``); with
-            ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all others. By default on the CPU 25, and
-            1 for the first bucket; with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, and 8.
+        bucket_cap_mb: bucket size in MiB of gradients. By default on CUDA devices 25 to 75, two
+            fifths of the gradients, and smaller to the end (``docs/gpus.md``); with ``compression``
+            1, 1, 2, 4, 8, 16, and 25 for all others. By default on the CPU 25, and 1 for the first
+            bucket; with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, and 8.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically.
             ``False``: an unused parameter is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves a copy and memory.

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,7 +66,7 @@ def main() -> None:
         return
     output = Output("growth", options.out, rounds=options.rounds)
     rows: list[dict[str, Any]] = []
-    for row in (*_of_parameters(options), *_of_ranks(options)):
+    for row in chain(_of_parameters(options), _of_ranks(options)):
         rows.append(row)
         output.write({"rows": rows})
     output.say("", *text(tables.growth(Result(output.content))))

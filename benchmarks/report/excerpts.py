@@ -12,17 +12,6 @@ _HOST = ("stock", "stock views", "ours", "ours views")
 _COSTS = ("parameter: all", "bucket: launch", "step: backward")
 
 
-def of_backwards(result: Result) -> Blocks:
-    """A model a row: ours over stock's best, with copies and with views."""
-    rows: dict[str, dict[str, str]] = {}
-    for name, _, one in result.compared:
-        rows.setdefault(name, {})[one.gradients] = _ratio(one.ours)
-    yield Table(
-        ("model", "copies", "views"),
-        [(name, each.get("copies", "-"), each.get("views", "-")) for name, each in rows.items()],
-    )
-
-
 def on_one_rank(result: Result) -> Iterator[tuple[str, Model, Comparison]]:
     """Of `make gpu`: models and their steps with copies and views, both of which send."""
     for step in result.steps.values():
@@ -47,13 +36,13 @@ def of_gpu_steps(result: Result) -> Blocks:
     yield Table((*header, "ours / its (95% interval)"), rows)
 
 
-def of_lines(result: Result) -> Blocks:
-    """A step over a line, in each dtype on the wire, as a share of stock's in fp32."""
-    rows = []
-    for line in result.lines:
-        cells = {one.gradients: _ratio(one.ours) for one in line.compared}
-        rows.append((line.rate, *(cells.get(wire, "-") for wire in ("fp32", "bf16", "int8"))))
-    yield Table(("line between two hosts", "fp32", "bf16", "int8"), rows)
+def of_growth(blocks: Blocks) -> Blocks:
+    """Tables of growth, of stock and ours alone."""
+    for block in blocks:
+        if isinstance(block, Table):
+            yield Table(block.header, [row for row in block.rows if row[1] in ("stock", "ours")])
+        else:
+            yield block
 
 
 def of_host(results: Mapping[str, Result]) -> Blocks:

@@ -645,8 +645,6 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "step": of("step", lambda result: comparisons(result, unused=False)),
         "branchy": of("step", lambda result: comparisons(result, unused=True)),
         "memory": of("memory", memory),
-        "network": of("network", network),
-        "network_hosts": of("network_hosts", network),
         **{name: of(name, partial(_excerpt, name)) for name in _ON_PAGES},
         "gpu": on_gpu,
         **_of_report(results, gpus),
@@ -659,15 +657,10 @@ def _of_report(
     """The figures of docs/report.md."""
     on_cpu = results.get(CPU, {})
     found: dict[str, list[str]] = {}
-    for name, benchmark, show in (
-        ("report_step", "step", excerpts.of_backwards),
-        ("report_lines", "network_wire", excerpts.of_lines),
-        ("report_growth", "growth", growth),
-    ):
-        found[name] = [_NOT_MEASURED]
-        if benchmark in on_cpu:
-            credit = _credit(CPU, benchmark, on_cpu[benchmark])
-            found[name] = [*markdown(show(on_cpu[benchmark])), "", credit]
+    found["report_growth"] = [_NOT_MEASURED]
+    if "growth" in on_cpu:
+        shown = markdown(excerpts.of_growth(growth(on_cpu["growth"])))
+        found["report_growth"] = [*shown, "", _credit(CPU, "growth", on_cpu["growth"])]
     found["report_gpu"] = [_NOT_MEASURED]
     hosts = {"CPU": on_cpu["host"]} if "host" in on_cpu else {}
     for name, result in gpus[-1:]:
@@ -699,12 +692,11 @@ def headline(on_cpu: Results, gpus: Sequence[tuple[str, Result]]) -> Iterator[st
         yield from markdown([Table(("time, ours / stock's best (95% interval)", ""), rows)])
         yield ""
     if on_gpu:
-        values = sorted(one.overhead for one in on_gpu.values())
-        more = [" with ".join(key) for key, one in on_gpu.items() if one.overhead > 1]
+        ends = [one.overhead_interval or [0, 2] for one in on_gpu.values()]
+        below, above = sum(high < 1 for _, high in ends), sum(low > 1 for low, _ in ends)
         yield (
-            f"On that GPU {len(values)} such comparisons gave {values[0]:.2f} to {values[-1]:.2f}, "
-            f"above 1 {'for ' * bool(more)}{' and '.join(more) or 'in none'}. One rank sends to "
-            "nobody: they hold the host's work and passes over memory, no network."
+            f"Of {len(ends)} such comparisons on that GPU {below} have intervals below 1, {above} "
+            "above. One rank sends to nobody: they hold the host's work and passes over memory."
         )
         yield ""
     measured = ("step", "network_wire")
