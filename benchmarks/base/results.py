@@ -234,7 +234,7 @@ _IDLE = {"ours": "ours idle", "ours views": "ours idle views"}
 
 def is_step(part: str) -> bool:
     """Whether a part of `make gpu` measures steps beside stock's: not graphs, nor what compiles."""
-    others = ("step-graphs", "step-compiled", "step-bus")
+    others = ("step-variants", "step-graphs", "step-compiled", "step-bus")
     return part.split("-")[0] == "step" and part not in others
 
 

@@ -68,7 +68,7 @@ class Part:
         name: on the command line and in the result file.
         title: what it is about.
         limit: seconds after which it is ended, unless parts before it have left it more.
-        estimate: seconds that it should take on an H100.
+        estimate: seconds that it should take on an H200.
         command: with ``{result}`` where the name of its result file goes.
         read: makes an outcome of it.
         ranks: how many, for a script that wants to be started by torchrun.
@@ -107,8 +107,8 @@ class Part:
 SANITY = "missing_gradients or second_launch"
 SANITY_NCCL = "gradients_are_those_of_stock_ddp or one_flatten_one_all_reduce"
 
-# All models that steps are compared on. The quick ones come first: what they leave of their equal
-# shares is the others'.
+# All models that steps are compared on. What they leave of their equal shares of the time is that
+# of those behind them; the last one needs most.
 MODELS = "mlp transformer resnet50 llama3_8b_layer gpt2_small vit_b16 many_small"
 WORLDS = (2, 4, 8)  # ranks, as far as there are cards
 
@@ -120,38 +120,38 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     mlp, both = "--models mlp", f"stock and not {one}"
     quick = f"{SANITY} or ({one} and ({SANITY_NCCL}))"
     few = f"missing or ({one} and one_flatten)"
-    seconds = (110, 95) if cards == 1 else (100, 95)
+    seconds = (98, 93) if cards == 1 else (70, 66)
     files = (*KERNEL_TESTS, NCCL_TESTS[0])
     found = [
-        _tests("sanity", "what all else needs", 40, 18, files, quick, few),
+        _tests("sanity", "what all else needs", 28, 18, files, quick, few),
         _steps("step-one", "beside stock's", *seconds, f"--rounds 12 --models {MODELS}", mlp),
-        _steps("step-wires", "in fewer bytes", 40, 35, _WIRES, mlp),
-        _script("step-graphs", "CUDA graphs", 15, 12, "gpu/graphs.py", 1).with_arguments(
+        _steps("step-wires", "in fewer bytes", 33, 28, _WIRES, mlp),
+        _script("step-graphs", "CUDA graphs", 17, 14, "gpu/graphs.py", 1).with_arguments(
             "--rounds 20 --models mlp transformer", mlp
         ),
-        _script("step-compiled", "torch.compile", 28, 25, _COMPILED, 1).with_arguments(
-            "--rounds 30 --models mlp transformer", f"{mlp} --compiler none"
+        _script("step-compiled", "torch.compile", 45, 40, _COMPILED, 1).with_arguments(
+            "--rounds 20 --models mlp transformer", f"{mlp} --compiler none"
         ),
         *(_between_cards(2 if rehearse else cards) if rehearse or cards > 1 else ()),
         *(_on_one_card(mlp) if rehearse or cards == 1 else ()),
         # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
         _script(
-            "kernels", "flatten and unflatten", 33, 30, "plain.py kernels --without wire"
+            "kernels", "flatten and unflatten", 24, 21, "plain.py kernels --without wire"
         ).with_arguments("--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"),
-        _script("quantize", "quantising kernels", 18, 16, "plain.py quantize").with_arguments(
+        _script("quantize", "quantising kernels", 20, 19, "plain.py quantize").with_arguments(
             "--rounds 4", "--only int8-many_small-fp32 fp8-many_small-bf16"
         ),
-        _script("host", "the host's work", 32, 30, "plain.py host").with_arguments("--rounds 12"),
+        _script("host", "the host's work", 38, 35, "plain.py host").with_arguments("--rounds 12"),
         _tests(
-            "test-kernels", "the compiled kernels", 42, 40, KERNEL_TESTS, f"not ({SANITY})", few
+            "test-kernels", "the compiled kernels", 46, 44, KERNEL_TESTS, f"not ({SANITY})", few
         ),
         _tests(
             "test-nccl-1",
-            *("one rank over NCCL", 34, 32, NCCL_TESTS),
+            *("one rank over NCCL", 47, 46, NCCL_TESTS),
             *(f"{one} and not ({SANITY_NCCL})", f"stock and {one}"),
         ),
-        _tests("test-nccl-2", "two ranks over NCCL", 42, 40, NCCL_TESTS, f"not {one}", both),
-        _script("memory", "memory", 13, 12, "step/memory.py --backend nccl", 1).with_arguments(
+        _tests("test-nccl-2", "two ranks over NCCL", 63, 62, NCCL_TESTS, f"not {one}", both),
+        _script("memory", "memory", 16, 15, "step/memory.py --backend nccl", 1).with_arguments(
             "--models resnet50 gpt2_small mlp", mlp
         ),
         _sanitizer(12, 11, rehearse),
@@ -160,7 +160,7 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
 
 
 _STEP = "step/step.py --backend nccl --builds 1"
-_WIRES = "--families bf16 int8 --rounds 12 --models gpt2_small llama3_8b_layer mlp"
+_WIRES = "--families bf16 int8 --rounds 12 --models gpt2_small mlp"
 _COMPILED = "compiled/compiled.py --backend nccl"
 
 
@@ -173,11 +173,11 @@ def _steps(
 
 def _on_one_card(small: str) -> Iterator[Part]:
     """Steps by options; whether gradients agree between two ranks, who take turns."""
-    options = _script("step-variants", "options beside each other", 45, 40, "gpu/variants.py", 1)
-    more = "--rounds 20 --models gpt2_small mlp llama3_8b_layer"
+    options = _script("step-variants", "options beside each other", 22, 20, "gpu/variants.py", 1)
+    more = "--rounds 20 --models gpt2_small mlp"
     yield options.with_arguments(more, f"{small} --rounds 3")
     yield PROBE
-    pair = _steps("step-pair", "of two ranks", 18, 16, "--rounds 3 --models mlp", small, 2)
+    pair = _steps("step-pair", "of two ranks", 15, 13, "--rounds 3 --models mlp", small, 2)
     yield replace(pair, on_one_card=True)
 
 
@@ -189,7 +189,7 @@ def _between_cards(cards: int) -> Iterator[Part]:
         if ranks <= cards:
             more = "--rounds 10 --families copies --models gpt2_small"
             name, title = f"step-cards-{ranks}", f"of {ranks} cards"
-            yield _steps(name, title, 24, 20, more, "--models mlp", ranks)
+            yield _steps(name, title, 20, 18, more, "--models mlp", ranks)
 
 
 def _tests(
@@ -316,7 +316,7 @@ def _last(pattern: str, text: str) -> str:
 
 
 PROBE = Part(
-    *("probe", "do two ranks on one card find each other over NCCL?", 10, 7),
+    *("probe", "do two ranks on one card find each other over NCCL?", 8, 5),
     *((sys.executable, str(BENCHMARKS / "gpu" / "one_card.py")), read_probe),
     ranks=2,
 )

@@ -21,7 +21,7 @@ _TABLES: dict[str, Callable[[Result], Blocks]] = {
 def summary(content: Mapping[str, Any]) -> Iterator[str]:
     """The lines, from what a result file says."""
     if content["rehearsal"]:
-        yield "REHEARSAL without a GPU: NO FIGURE BELOW MEANS ANYTHING; estimates are of an H100."
+        yield "REHEARSAL without a GPU: NO FIGURE BELOW MEANS ANYTHING; estimates are of an H200."
     yield from _shown(tables.gpu_steps, Result(content))
     for name, show in _TABLES.items():
         found = Result(content).part(name)

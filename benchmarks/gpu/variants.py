@@ -1,4 +1,4 @@
-"""Whole steps by options that only a GPU can measure, and where the time of a step goes.
+"""Whole steps of one rank by options that only a GPU can measure, and where their time goes.
 
     torchrun --standalone --nproc-per-node 1 benchmarks/gpu/variants.py [--models gpt2_small ...]
         [--out FILE]
@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
+import torch
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -49,6 +49,7 @@ CONFIGURATIONS = (
     *(UNWRAPPED, COPIES.stock[0], VIEWS.stock[0], COPIES.ours, VIEWS.ours),
     *(Configuration(name, DistributedDataParallel, each) for name, each in VARIANTS.items()),
 )
+OPERATIONS = 40  # of a profile
 PROFILED = ("unwrapped", "stock views", "ours", "ours views")
 
 
@@ -58,7 +59,11 @@ def main() -> None:
     with process_group("nccl") as ranks:
         output = Output("variants", options.out, ranks.rank == 0, world_size=ranks.world_size)
         for name, end in deadline.shares(options.models):
-            found[name] = measure(CASES[name], ranks, options.rounds, end)
+            try:
+                found[name] = measure(CASES[name], ranks, options.rounds, end)
+            except torch.OutOfMemoryError as error:  # of a card that cannot hold it so often
+                found[name] = {"error": str(error)}
+            gc.collect()
             output.write({"models": found})
             output.say("", *text(tables.variants(output.only("models", name))))
 
@@ -69,15 +74,13 @@ def measure(case: Case, ranks: Ranks, rounds: int, end: float) -> dict[str, Any]
     models = {each.name: each.wrap(next(copies)) for each in CONFIGURATIONS}
     copies.close()
     batch = case.batch(ranks.device, ranks.rank)
-    ways: dict[str, Callable[[], tuple[float, float]]] = {
-        name: partial(_timed, model, batch, ranks) for name, model in models.items()
-    }
+    ways = {name: partial(_timed, model, batch, ranks) for name, model in models.items()}
     for _ in range(SETTLED["cuda"]):
-        for way in ways.values():
-            way()
+        for name in ways:
+            ways[name]()
     numbers = deadline.rounds(rounds, end, discarded=1, agreed=ranks.agreed)
     samples = deadline.interleaved(ways, numbers, case.name)
-    content = {
+    return {
         name: {
             "host_seconds": median(host for host, _ in each),
             "step_seconds": median(step for _, step in each),
@@ -86,10 +89,6 @@ def measure(case: Case, ranks: Ranks, rounds: int, end: float) -> dict[str, Any]
         }
         for name, each in samples.items()
     }
-    models.clear()
-    ways.clear()
-    gc.collect()
-    return content
 
 
 def _timed(model: nn.Module, batch: Batch, ranks: Ranks) -> tuple[float, float]:
@@ -112,13 +111,16 @@ def _profile(model: nn.Module, batch: Batch, ranks: Ranks) -> dict[str, dict[str
         ranks.synchronize()
     totals: dict[str, dict[str, float]] = {}
     for event in profiler.events():
-        total = totals.setdefault(event.name[:100], {"count": 0, "host": 0.0, "device": 0.0})
+        if event.is_user_annotation:  # on the device's track too, and no work
+            continue
+        total = totals.setdefault(event.name, {"count": 0, "host": 0.0, "device": 0.0})
         total["count"] += 1
-        on_device = event.device_type == DeviceType.CUDA
-        total["device" if on_device else "host"] += (
-            event.self_device_time_total if on_device else event.self_cpu_time_total
-        )
-    return dict(sorted(totals.items(), key=lambda each: -sum(list(each[1].values())[1:])))
+        if event.device_type == DeviceType.CUDA:
+            total["device"] += event.self_device_time_total
+        else:
+            total["host"] += event.self_cpu_time_total
+    longest = sorted(totals, key=lambda name: -totals[name]["host"] - totals[name]["device"])
+    return {name: totals[name] for name in longest[:OPERATIONS]}
 
 
 if __name__ == "__main__":

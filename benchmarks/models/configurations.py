@@ -154,6 +154,11 @@ def with_sizes(stock: Configuration, sizes: Sequence[float], label: str = "sized
     return replace(stock, name=name, options={**stock.options, **given})
 
 
+def through(ours: Configuration, transport: str, label: str | None = None) -> Configuration:
+    """Ours by a transport: ``"process_group"``, where ranks of a host would share memory."""
+    return replace(ours, name=label or ours.name, options={**ours.options, "transport": transport})
+
+
 def wires() -> Families:
     """Ways to send fewer bytes, each against stock in fp32.
 

@@ -36,15 +36,6 @@ def of_gpu_steps(result: Result) -> Blocks:
     yield Table((*header, "ours / its (95% interval)"), rows)
 
 
-def of_growth(blocks: Blocks) -> Blocks:
-    """Tables of growth, of stock and ours alone."""
-    for block in blocks:
-        if isinstance(block, Table):
-            yield Table(block.header, [row for row in block.rows if row[1] in ("stock", "ours")])
-        else:
-            yield block
-
-
 def of_host(results: Mapping[str, Result]) -> Blocks:
     """The host's work in microseconds, medians, by machine."""
     rows = []

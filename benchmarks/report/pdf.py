@@ -2,19 +2,22 @@
 
     python benchmarks/report/pdf.py [--page FILE] [--out FILE]
 
-Markdown's pages need the packages markdown and weasyprint (the extra [report]), and weasyprint the
-library Pango of the system.
+It needs the packages markdown and weasyprint, which `make report` installs, and Pango, a library of
+the system.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "report.md"
 OUT = ROOT / "build" / "report.pdf"
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
+PAGE_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)")
 EXTENSIONS = ("tables", "fenced_code", "toc", "sane_lists")
 STYLE = """
 @page {
@@ -46,9 +49,18 @@ def main() -> int:
         import markdown
         import weasyprint
     except (ImportError, OSError) as error:  # OSError: Pango is not there
-        print(f"make report: {error}: pip install -e '.[report]', and Pango", file=sys.stderr)
+        print(
+            f"make report: {error}: pip install markdown weasyprint; weasyprint needs Pango",
+            file=sys.stderr,
+        )
         return 2
     text = options.page.read_text()
+    missing = [each for each in PICTURE.findall(text) if not (options.page.parent / each).exists()]
+    if missing:
+        print(f"make report: there is no {', '.join(missing)}: make figures", file=sys.stderr)
+        return 1
+    # Other pages are not in the PDF: what links to them is text.
+    text = PAGE_LINK.sub(r"\1", text)
     body = markdown.markdown(text, extensions=list(EXTENSIONS), output_format="html")
     document = f"<html lang='en'><style>{STYLE}</style><body>{body}</body></html>"
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,9 @@
     python benchmarks/report/report.py [--figures [--from local] | --check | --folder FOLDER]
 
 Reads ``benchmarks/results/<machine>/*.json``, whatever is there. For each machine it writes
-``tables.md``, and plots beside it; with ``--figures`` also what stands in ``README.md`` and
-``docs/benchmarks*.md`` between the markers ``<!-- figures: NAME -->`` and ``<!-- end figures -->``.
+``tables.md``, and plots beside it; with ``--figures`` also what stands in ``README.md``,
+``docs/report.md`` and ``docs/benchmarks*.md`` between the markers ``<!-- figures: NAME -->`` and
+``<!-- end figures -->``.
 ``--check`` writes nothing, and ends with status 1 if a table or figure is not that of the result
 files.
 
@@ -108,6 +109,12 @@ def draw(results: Results, folder: Path, pictures: Path | None) -> None:
     for name, figure in report_plots.figures(results):
         drawing.save(figure, folder / name)
         print(f"written: {folder / name}")
+    if "gpu" in results:
+        from benchmarks.report import gpu_plots
+
+        for name, figure in gpu_plots.figures(results["gpu"]):
+            drawing.save(figure, folder / name, dpi=130)
+            print(f"written: {folder / name}")
     if pictures is not None:
         for name, draw_one in (
             ("step", report_plots.draw_step),
@@ -145,7 +152,7 @@ def _options() -> argparse.Namespace:
         type=Path,
         nargs="+",
         default=PAGES,
-        help="default: README and docs/benchmarks*.md",
+        help="default: README, docs/report.md and docs/benchmarks*.md",
     )
     options = parser.parse_args()
     if options.source is not None and not options.figures:

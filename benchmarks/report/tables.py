@@ -174,6 +174,8 @@ def variants(result: Result) -> Blocks:
     """Steps by options, in ms: when the host is done, the device too, and beyond the unwrapped."""
     rows = []
     for name, model in result.content["models"].items():
+        if "error" in model:
+            continue
         bare = model["unwrapped"]["step_seconds"]
         for label, found in model.items():
             host, step = found["host_seconds"], found["step_seconds"]
@@ -419,16 +421,17 @@ def network_wire(result: Result) -> Blocks:
 def growth(result: Result) -> Blocks:
     """Times by parameters, counts by ranks, and how much larger a process is than unwrapped."""
     rows = result.content["rows"]
-    bare = {(row["parameters"], row["ranks"]): row for row in rows if row["name"] == "unwrapped"}
+    bare: dict[tuple[bool, int, int], int] = {}
     times, counts = [], []
     for row in rows:
-        base = bare[row["parameters"], row["ranks"]]
-        if row is base:
+        is_timed = "step_seconds" in row
+        base = bare.setdefault((is_timed, row["parameters"], row["ranks"]), row["grown"])
+        if row["name"] == "unwrapped":
             continue
-        grown = f"{(row['grown'] - base['grown']) / 1e6:.1f}"
-        if "step_seconds" in row:
-            above = row["step_seconds"] - base["step_seconds"]
-            shown = (ms(each) for each in (row["construction_seconds"], row["step_seconds"], above))
+        grown = f"{(row['grown'] - base) / 1e6:.1f}"
+        if is_timed:
+            keys = ("wrapping_seconds", "step_seconds", "above_seconds")
+            shown = (ms(row[key]) for key in keys)
             times.append((f"{row['parameters']:,}", row["name"], *shown, grown))
         else:
             sizes = (f"{row[key] / 1e6:.3f}" for key in ("wire_bytes", "sent_bytes"))
@@ -436,7 +439,7 @@ def growth(result: Result) -> Blocks:
     header = ("parameters", "configuration", "wrapping, ms", "step, ms", "above unwrapped, ms")
     yield Table((*header, "process, MB more"), times)
     yield ""
-    header = ("ranks", "configuration", "collectives", "on the wire, MB", "sent, MB")
+    header = ("ranks", "configuration", "collectives", "handed over, MB", "sent, MB")
     yield Table((*header, "process, MB more"), counts)
 
 
@@ -570,6 +573,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "step": ("Step", ("step",), (comparisons, configurations)),
     "detection": ("Detection of unused parameters", (), (detection,)),
     "exchange": ("Ranks of one host", (), (exchange,)),
+    "step_gloo": ("Step, through the process group", (), (comparisons, configurations)),
     "network": ("Slow lines", (), (network,)),
     "network_hosts": ("Slow lines, two ranks a host", (), (network,)),
     "sizes": ("Bucket sizes", (), (sizes,)),
@@ -582,6 +586,8 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "kernels": ("Flatten and unflatten", (), (kernels,)),
     "compiled": ("torch.compile", (), (compiled,)),
     "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
+    "variants": ("Options beside each other, in a run of its own", (), (variants,)),
+    "variants-before": ("The same, with buckets of 8 MiB at least", (), (variants,)),
     # (It draws its own plots.)
     "gpu": ("make gpu", (), (gpu_steps, gpu, gpu_parts, gpu_configurations, gpu_kernels)),
 }
@@ -633,7 +639,8 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         return [*markdown(table(result)), "", _credit(CPU, benchmark, result)]
 
     gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
-    gpus.sort(key=lambda each: str(each[1].content["machine"]["date"]))
+    # The newest that has measured steps comes last.
+    gpus.sort(key=lambda each: (bool(each[1].steps), str(each[1].content["machine"]["date"])))
     on_gpu = [_NOT_MEASURED]
     if gpus:
         name, result = gpus[-1]  # the newest
@@ -659,7 +666,7 @@ def _of_report(
     found: dict[str, list[str]] = {}
     found["report_growth"] = [_NOT_MEASURED]
     if "growth" in on_cpu:
-        shown = markdown(excerpts.of_growth(growth(on_cpu["growth"])))
+        shown = markdown(growth(on_cpu["growth"]))
         found["report_growth"] = [*shown, "", _credit(CPU, "growth", on_cpu["growth"])]
     found["report_gpu"] = [_NOT_MEASURED]
     hosts = {"CPU": on_cpu["host"]} if "host" in on_cpu else {}
@@ -686,7 +693,9 @@ def headline(on_cpu: Results, gpus: Sequence[tuple[str, Result]]) -> Iterator[st
     if GPU_GAIN in on_gpu:
         one = on_gpu[GPU_GAIN]
         what = f"one {card}, one rank: what DDP adds to a step of GPT-2 small"
-        rows.append((what, f"{one.overhead:.2f} ({_interval(one)})"))
+        low, _ = one.overhead_interval or (0, 0)
+        shown = f"{one.overhead:.2f} ({_interval(one)})"
+        rows.append((what, f"**{shown}**: slower" if low > 1 else shown))
     rows += [(name, _gain(each)) for name, each in ratios.items() if each.low > 1]
     if rows:
         yield from markdown([Table(("time, ours / stock's best (95% interval)", ""), rows)])

@@ -45,11 +45,12 @@ from benchmarks.base.command import Output
 from benchmarks.base.deadline import deadline
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import CASES, Case, default_names, loss
-from benchmarks.models.configurations import UNWRAPPED, Configuration, families
+from benchmarks.models.configurations import UNWRAPPED, Configuration, families, through
 from benchmarks.report import tables
 from benchmarks.report.table import text
 from benchmarks.step.traffic import bucket_bytes
 
+TRANSPORT = "process_group"  # of ours on the CPU
 PHASES = ("wrapping", "first", "steady")
 FIRST_STEPS = 2  # torch rebuilds its buckets at the second forward
 STEADY_STEPS = 3
@@ -101,6 +102,8 @@ def main() -> None:
     with process_group(options.backend) as ranks:
         facts = {"world_size": ranks.world_size, "backend": ranks.backend}
         facts["device"] = ranks.device.type
+        if ranks.device.type == "cpu":
+            facts["transport"] = TRANSPORT
         output = Output("memory", options.out, ranks.rank == 0, **facts)
         results: dict[str, dict[str, Any]] = {}
         left_out: list[str] = []
@@ -141,7 +144,7 @@ def measure(case: Case, ranks: Ranks, needed: bool) -> Iterator[tuple[str, Row |
         peaks_of = _cpu_peaks
     groups = families(case.unused)
     if ranks.device.type == "cpu":
-        groups = tuple(replace(group, ours=_over_gloo(group.ours)) for group in groups)
+        groups = tuple(replace(one, ours=through(one.ours, TRANSPORT)) for one in groups)
     stock = (each for group in groups for each in group.stock)
     bare: Peaks | None = None
     for configuration in (*(group.ours for group in groups), *stock):
@@ -156,10 +159,6 @@ def measure(case: Case, ranks: Ranks, needed: bool) -> Iterator[tuple[str, Row |
         peaks, buckets = found
         above = {phase: getattr(peaks, phase) - getattr(bare, phase) for phase in PHASES}
         yield configuration.name, Row(sum(buckets), max(buckets), above, peaks.drift)
-
-
-def _over_gloo(ours: Configuration) -> Configuration:
-    return replace(ours, options={**ours.options, "transport": "process_group"})
 
 
 def _late(ranks: Ranks) -> bool:

@@ -40,6 +40,7 @@ from benchmarks.models.configurations import (
     families,
     on_cards,
     once,
+    through,
     wires,
 )
 from benchmarks.models.gradients import STEPS, WrongGradients, check
@@ -65,17 +66,32 @@ def main() -> int:
     arguments.add_argument(
         "--compared-only", action="store_true", help="leave out what is only shown beside"
     )
+    arguments.add_argument("--transport", default="auto", help="of ours (default auto)")
     options = arguments.parse_args()
-    more = {"names": options.families, "compared_only": options.compared_only}
-    return run("step", options, partial(measure, **more), show, (WrongGradients, IdleError))[0]
+    more = {
+        "names": options.families,
+        "compared_only": options.compared_only,
+        "transport": options.transport,
+    }
+    refused = (WrongGradients, IdleError)
+    heading = {"transport": options.transport}
+    return run("step", options, partial(measure, **more), show, refused, **heading)[0]
 
 
 def measure(
-    case: Case, ranks: Ranks, plan: Plan, end: float, names: Sequence[str], compared_only: bool
+    case: Case,
+    ranks: Ranks,
+    plan: Plan,
+    end: float,
+    names: Sequence[str],
+    compared_only: bool,
+    transport: str = "auto",
 ) -> dict[str, Any]:
     """Check, count and time all configurations on one model until ``end``; what JSON says."""
     is_gpu = ranks.device.type == "cuda"
     groups = compared(case, ranks, plan, names, compared_only)
+    if transport != "auto":
+        groups = tuple(replace(one, ours=through(one.ours, transport)) for one in groups)
     members = (each for group in groups for each in group.members)
     configurations = once((UNWRAPPED, *members))
     profiled = once(each for group in groups for each in (UNWRAPPED, group.stock[0], group.ours))

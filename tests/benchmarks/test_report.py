@@ -121,7 +121,7 @@ def test_local_results_are_left_alone_unless_they_are_asked_for(
     assert "backward of a transformer | 0.789 " in readme.read_text()
     text = "".join(page.read_text() for page in pages)
     assert "| 0.789 |" in text
-    assert "| 2 | 1 Gbit/s | copies |" in text  # what is not there stays
+    assert "| 2 | 1 Gbit/s | int8 |" in text  # what is not there stays
     assert (folder / "cpu" / report.TABLES).read_text().startswith("# Measured on: cpu")
     assert (local / report.TABLES).read_text() == "of another run"
 
@@ -141,7 +141,13 @@ def test_what_has_no_file_is_not_measured() -> None:
     only_gpu = report_tables.figures({"gpu-h100": load(report.RESULTS)["gpu-h100"]})
     assert only_gpu["step"] == ["Not measured."]
     assert any("share of the copy" in line for line in only_gpu["gpu"])
-    assert any("bounds are met" in line for line in only_gpu["headline"])
+    assert any("have intervals below 1" in line for line in only_gpu["headline"])
+    newest = report_tables.figures(load(report.RESULTS))
+    assert any("NVIDIA H200, one rank: what DDP adds" in line for line in newest["headline"])
+    assert not any("nothing: idle" in line for line in newest["report_gpu"])
+    assert any(line.startswith("| gpt2_small, copies | 28.0 ") for line in newest["report_gpu"])
+    assert any(line.startswith("| NVIDIA H200 | ours views |") for line in newest["report_host"])
+    assert any(line.startswith("| Muon, one host | 0.51 ") for line in newest["report_sharded"])
 
 
 @pytest.mark.parametrize("names", [("speed",), (), ("step", "step")])
@@ -165,12 +171,15 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
 
-    from benchmarks.report import drawing
+    from benchmarks.report import drawing, gpu_plots
     from benchmarks.report import plots as report_plots
 
-    results = load(report.RESULTS)["cpu"]
-    drawn = dict(report_plots.figures(results))
-    assert set(drawn) == {"step.png", "network_wire.png"}
+    results = load(report.RESULTS)
+    drawn = dict(report_plots.figures(results["cpu"]))
+    assert set(drawn) == {"step.png", "network_wire.png", "growth.png"}
+    on_gpu = dict(gpu_plots.figures(results["gpu-h200"]["gpu"]))
+    assert set(on_gpu) == {"steps.png", "bandwidth.png"}
+    drawn["steps.png"] = on_gpu["steps.png"]
     for name, figure in drawn.items():
         check_labels(figure, name)
         drawing.save(figure, tmp_path / name)

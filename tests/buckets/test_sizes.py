@@ -62,7 +62,8 @@ def test_equal_gradients_go_in_equal_buckets_that_get_smaller_to_the_end(whole: 
     assert sizes[0] <= most + 0.3
     assert sizes[-1] <= 0.6 * most
     assert sizes[:-2] == [sizes[0]] * (len(sizes) - 2)
-    assert len(sizes) <= 2 + whole / 75 + (whole > 5)
+    assert len(sizes) <= 2 + whole / 75 + (whole > 15)
+    assert (len(sizes) == 1) == (whole <= 15)
 
 
 def test_a_gradient_of_the_largest_size_has_a_bucket_to_itself_and_closes_no_other() -> None:
