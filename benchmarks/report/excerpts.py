@@ -22,18 +22,27 @@ def on_one_rank(result: Result) -> Iterator[tuple[str, Model, Comparison]]:
 
 
 def of_gpu_steps(result: Result) -> Blocks:
-    """What stock's best and ours add to a step, in ms."""
+    """Steps of one rank, in ms, and what ours adds as a share of what stock's best adds."""
     rows = []
     for name, model, one in on_one_rank(result):
-        bare = model.step_seconds["unwrapped"].median
-        best, ours = (
-            model.step_seconds[each].median - bare for each in (one.best, one.contender or "ours")
-        )
+        names = ("unwrapped", one.best, one.contender or "ours")
+        shown = (model.step_seconds.get(each) for each in names)
         low, high = one.overhead_interval or (0, 0)
-        ratio = f"{one.overhead:.2f} ({low:.2f} to {high:.2f})"
-        rows.append((f"{name}, {one.gradients}", ms(bare), ms(best), ms(ours), ratio))
-    header = ("model, gradients", "unwrapped, ms", "stock's best adds", "ours adds")
-    yield Table((*header, "ours / its (95% interval)"), rows)
+        added = f"{one.overhead:.2f} ({low:.2f} to {high:.2f})"
+        rows.append(
+            (f"{name}, {one.gradients}", *(ms(each and each.median) for each in shown), added)
+        )
+    yield Table(
+        ("step, ms", "unwrapped", "stock's best", "ours", "added / its (95% interval)"), rows
+    )
+
+
+def of_growth(blocks: Blocks) -> Blocks:
+    """Of the times by parameters every other size, of stock and ours."""
+    times = next(block for block in blocks if isinstance(block, Table))
+    sizes = list(dict.fromkeys(row[0] for row in times.rows))[::-2]
+    rows = [row for row in times.rows if row[0] in sizes and row[1] in ("stock", "ours")]
+    yield Table(times.header, rows)
 
 
 def of_host(results: Mapping[str, Result]) -> Blocks:

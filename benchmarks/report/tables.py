@@ -613,9 +613,9 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
 
 # The rows that pages show, of tables that are whole in ``tables.md``: a column, and its cells.
 _ON_PAGES: dict[str, tuple[Show, str, Sequence[str]]] = {
-    "exchange": (exchange, "KiB", ("16", "1024", "25600")),
+    "exchange": (exchange, "ranks", ("2",)),
     "network_wire": (network_wire, "wire", ("fp32", "bf16", "int8", "auto")),
-    "convergence": (convergence, "task", ("text", "opposed")),
+    "convergence": (convergence, "task", ("opposed",)),
     "compiled": (compiled, "compiled", ("stock", "ours")),
 }
 
@@ -642,16 +642,14 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     # The newest that has measured steps comes last.
     gpus.sort(key=lambda each: (bool(each[1].steps), str(each[1].content["machine"]["date"])))
     on_gpu = [_NOT_MEASURED]
-    if gpus:
+    if gpus and any(excerpts.on_one_rank(gpus[-1][1])):
         name, result = gpus[-1]  # the newest
-        options = result.part("step-variants")
-        blocks = [*gpu_steps(result), "", *(variants(options) if options else ()), "", *gpu(result)]
+        blocks = excerpts.of_gpu_steps(result)
         on_gpu = [*markdown(blocks), "", _credit(name, "gpu", result)]
     return {
         "headline": list(headline(on_cpu, gpus)) or [_NOT_MEASURED],
         "step": of("step", lambda result: comparisons(result, unused=False)),
         "branchy": of("step", lambda result: comparisons(result, unused=True)),
-        "memory": of("memory", memory),
         **{name: of(name, partial(_excerpt, name)) for name in _ON_PAGES},
         "gpu": on_gpu,
         **_of_report(results, gpus),
@@ -666,13 +664,10 @@ def _of_report(
     found: dict[str, list[str]] = {}
     found["report_growth"] = [_NOT_MEASURED]
     if "growth" in on_cpu:
-        shown = markdown(growth(on_cpu["growth"]))
+        shown = markdown(excerpts.of_growth(growth(on_cpu["growth"])))
         found["report_growth"] = [*shown, "", _credit(CPU, "growth", on_cpu["growth"])]
-    found["report_gpu"] = [_NOT_MEASURED]
     hosts = {"CPU": on_cpu["host"]} if "host" in on_cpu else {}
-    for name, result in gpus[-1:]:
-        shown = markdown(excerpts.of_gpu_steps(result))
-        found["report_gpu"] = [*shown, "", _credit(name, "gpu", result)]
+    for _, result in gpus[-1:]:
         host_ = result.part("host")
         hosts |= {result.content["machine"]["gpu"]["name"]: host_} if host_ else {}
     found["report_host"] = list(markdown(excerpts.of_host(hosts))) if hosts else [_NOT_MEASURED]
