@@ -79,7 +79,7 @@ def test_lines_of_tritonddp_take_the_place_of_those_below_them(runner: ModuleTyp
 
 def test_the_page_has_every_script() -> None:
     page = (ROOT / "docs" / "evidence.md").read_text()
-    assert not [path.stem for path in SCRIPTS if f"\n{path.stem}, " not in page]
+    assert not [path.stem for path in SCRIPTS if f"\n| [{path.stem}](" not in page]
 
 
 @pytest.mark.parametrize(
