@@ -60,7 +60,8 @@ def growth(result: Result) -> Figure:
     figure, all_axes = pyplot.subplots(1, len(panels), figsize=(13, 4), layout="constrained")
     for axes, (title, value) in zip(all_axes, panels.items(), strict=True):
         for name, colour in (("stock", STOCK), ("stock batched", OTHER), ("ours", OURS)):
-            shown = [row for row in rows if row["name"] == name]
+            # (What lies below 0 is noise, and on no such axis.)
+            shown = [row for row in rows if row["name"] == name and value(row) > 0]
             counts = [row["parameters"] for row in shown]
             axes.loglog(
                 counts, list(map(value, shown)), "o-", color=colour, label=name, linewidth=2.5
