@@ -34,7 +34,7 @@ from benchmarks.base import command, deadline, processes
 from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.base.results import Result
-from benchmarks.models.cases import CASES, Case, ManyParameters, loss
+from benchmarks.models.cases import CASES, Case, ManyParameters, backward
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families, through
 from benchmarks.report import tables
 from benchmarks.report.table import text
@@ -145,7 +145,8 @@ def _times(case: Case, ranks: Ranks, rounds: int, is_long: bool) -> dict[str, An
         wrapping[each.name] = [ranks.timed(wrap)]
     copies.close()
     ways: dict[str, Callable[[], float]] = {
-        name: partial(ranks.timed, partial(_step, model, batch)) for name, model in models.items()
+        name: partial(ranks.timed, partial(backward, model, batch))
+        for name, model in models.items()
     }
     gc.collect()
     gc.freeze()  # or each step would look through all models
@@ -163,16 +164,11 @@ def _times(case: Case, ranks: Ranks, rounds: int, is_long: bool) -> dict[str, An
     }
 
 
-def _step(model: nn.Module, batch: Any) -> None:
-    model.zero_grad(set_to_none=True)
-    loss(model, batch).backward()
-
-
 def _train(case: Case, ranks: Ranks, configuration: Configuration) -> nn.Module:
     batch = case.batch(ranks.device, ranks.rank)
     model = configuration.wrap(case.model(ranks.device))
     for _ in range(STEPS):
-        _step(model, batch)
+        backward(model, batch)
     return model
 
 

@@ -114,6 +114,12 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return mse_loss(outputs, targets)
 
 
+def backward(model: nn.Module, batch: Batch) -> None:
+    """Gradients of the batch, from none: what a step does before the optimizer."""
+    model.zero_grad(set_to_none=True)
+    loss(model, batch).backward()
+
+
 def _moved(inputs: Any, device: torch.device) -> Any:
     """Tensors on ``device``. A route stays on the host, which has to follow it."""
     if isinstance(inputs, Tensor):

@@ -491,7 +491,7 @@ def _share(row: Row) -> str:
     return f"{row.of_ceiling.median:.3f}"
 
 
-def gpu(result: Result, with_met: bool = True) -> Blocks:
+def gpu(result: Result) -> Blocks:
     """The bounds, and how they stand by what was measured."""
     rows = []
     for bound in bounds.bounds(result.content["parts"]):
@@ -501,8 +501,7 @@ def gpu(result: Result, with_met: bool = True) -> Blocks:
             verdict, met = bound["verdict"], f"{bound['met_by']} of {bound['of']}"
             shown = f"{worst['value']:.3g} ({worst['where']})"
         limit = f"{sign} {bound['limit']:g} {bound['unit']}".strip()
-        if with_met or verdict != "met":
-            rows.append((bound["bound"], limit, verdict, met, shown))
+        rows.append((bound["bound"], limit, verdict, met, shown))
     yield Table(("bound", "limit", "verdict", "met by", "worst, or why not"), rows)
 
 
@@ -640,7 +639,12 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
 
     gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
     # The newest that has measured steps comes last.
-    gpus.sort(key=lambda each: (bool(each[1].steps), str(each[1].content["machine"]["date"])))
+    gpus.sort(
+        key=lambda each: (
+            any(excerpts.on_one_rank(each[1])),
+            str(each[1].content["machine"]["date"]),
+        )
+    )
     on_gpu = [_NOT_MEASURED]
     if gpus and any(excerpts.on_one_rank(gpus[-1][1])):
         name, result = gpus[-1]  # the newest

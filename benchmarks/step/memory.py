@@ -44,7 +44,7 @@ from benchmarks.base import command
 from benchmarks.base.command import Output
 from benchmarks.base.deadline import deadline
 from benchmarks.base.ranks import Ranks, process_group
-from benchmarks.models.cases import CASES, Case, default_names, loss
+from benchmarks.models.cases import CASES, Case, backward, default_names
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families, through
 from benchmarks.report import tables
 from benchmarks.report.table import text
@@ -201,10 +201,10 @@ def _profiled(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[P
             model = configuration.wrap(model)
         for _ in range(FIRST_STEPS):
             with record_function(_MARK + "first"):
-                _step(model, batch)
+                backward(model, batch)
         for _ in range(STEADY_STEPS):
             with record_function(_MARK + "steady"):
-                _step(model, batch)
+                backward(model, batch)
         buckets = bucket_bytes(model)
         del model, batch
         gc.collect()  # within the profile, so that nothing of this run is released in the next
@@ -274,19 +274,14 @@ def _cuda_peaks(
     model = copy.deepcopy(drawn).to(ranks.device)
     model = run("wrapping", configuration.wrap, model)
     for _ in range(FIRST_STEPS):
-        run("first", _step, model, batch)
+        run("first", backward, model, batch)
     for _ in range(STEADY_STEPS):
-        run("steady", _step, model, batch)
+        run("steady", backward, model, batch)
     buckets = bucket_bytes(model)
     del model, batch
     gc.collect()
     left = torch.cuda.memory_allocated(ranks.device) - floor
     return Peaks(**peaks, drift=ends[-1] - ends[-2], left=left), buckets
-
-
-def _step(model: nn.Module, batch: Any) -> None:
-    model.zero_grad(set_to_none=True)
-    loss(model, batch).backward()
 
 
 if __name__ == "__main__":

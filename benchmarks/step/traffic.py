@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.base.ranks import Ranks
-from benchmarks.models.cases import Batch, loss
+from benchmarks.models.cases import Batch, backward, loss
 from tritonddp.coordination.counters import Counters
 
 
@@ -143,8 +143,7 @@ def _counted(model: nn.Module) -> Counters:
 
 
 def _step(model: nn.Module, batch: Batch, ranks: Ranks) -> None:
-    model.zero_grad(set_to_none=True)
-    loss(model, batch).backward()
+    backward(model, batch)
     ranks.synchronize()
 
 
