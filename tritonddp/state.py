@@ -38,6 +38,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import compare_parameters
 from tritonddp.diagnostics.debug_log import enable_debug_logging
+from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.auto_compression.planner import AutoPlanner, measured
 from tritonddp.features.auto_compression.probe import Figures
@@ -295,6 +296,8 @@ class DDPState:
 
     def _extensions(self, core: Reducer) -> Iterator[Extension]:
         config = self.config
+        if self.group.size > 1:
+            yield HookedSteps(core.events)
         if config.skip_unused:
             yield SkipUnused(self.sync)
         if config.delay is not None:

@@ -293,13 +293,13 @@ def test_a_backward_that_breaks_is_marked_and_the_others_are_whole(view: bool, l
 def test_an_exception_passes_through_and_all_is_restored() -> None:
     ddp = wrapped(chain())
     events = ddp._ddp_state.core.events
-    extensions = events.extensions
     step(ddp)
+    extensions = events.extensions
     handle = ddp.module.layers["a"].weight.register_hook(fail)
     with pytest.raises(ZeroDivisionError), tritonddp.trace(ddp) as timeline:
         step(ddp)
     assert [backward.broken for backward in timeline.backwards] == [True]
-    assert len(events.extensions) == len(extensions) + 1, "that which samples steps"
+    assert events.extensions == extensions
     handle.remove()
     with tritonddp.trace(ddp) as timeline:
         step(ddp)

@@ -199,6 +199,50 @@ def test_a_backward_inside_no_sync_alone_is_named_when_an_optimizer_finds_its_gr
 
 
 @ranks(2)
+def test_microbatches_behind_the_reduced_one_are_named_when_an_optimizer_steps() -> None:
+    """The first of each window is reduced instead of the last: ranks drift, in stock too."""
+    ddp, optimizer = with_optimizer()
+    with said() as lines:
+        for number in range(8):
+            with contextlib.nullcontext() if number % 4 == 0 else ddp.no_sync():
+                ddp(filled(2, 4)).sum().backward()
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(lines) == 1
+    for part in ("rank", "step", "'first.weight'", "averaged already", "outside no_sync()"):
+        assert part in lines[0]
+
+
+def zeroed_data(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.data.zero_()
+
+
+@pytest.mark.parametrize("zero", [torch.optim.Optimizer.zero_grad, zeroed_data])
+@ranks(2)
+def test_nothing_is_said_of_local_steps_behind_reduced_ones(zero: Any) -> None:
+    """As ranks make that train by themselves for some steps; and of penalties that are alike."""
+    ddp, optimizer = with_optimizer()
+    with said() as lines:
+        for _ in range(3):
+            with ddp.no_sync():
+                ddp(filled(2, 4)).sum().backward()
+            ddp(filled(2, 4)).sum().backward()
+            with ddp.no_sync():
+                ddp.module.first.weight.pow(2).sum().backward()
+            optimizer.step()
+            zero(optimizer)
+            with ddp.no_sync():
+                ddp(filled(2, 4)).sum().backward()
+            optimizer.step()
+            zero(optimizer)
+    assert not lines
+
+
+@ranks(2)
 def test_microbatches_of_another_wrapper_of_the_same_layers_are_not_named() -> None:
     """They go around the former wrapper, which somebody still holds; the new one reduces them."""
     module = net()

@@ -55,7 +55,7 @@ from tritonddp.reducer.graph.backward import (
 )
 from tritonddp.reducer.graph.participation import as_trainable, is_of_others
 from tritonddp.reducer.graph.readiness import ReadyTracker
-from tritonddp.reducer.graph.unreduced import Unreduced, noted
+from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
 from tritonddp.reducer.in_context import ContextReducer
 from tritonddp.reducer.options import ReducerOptions
 from tritonddp.reducer.reductions import Reductions
@@ -383,10 +383,12 @@ class Reducer:
         if is_captured:
             capture.begin(self.reductions, self.tracker.streams, (), is_reduced=False)
         may_be_reduced = self.sync.enabled and self.sync.join is None
-        is_doubted = False
+        doubt = ""
         if self.group.size > 1 and self.sync.join is None:
-            is_inside = forward is not None and forward.syncs
-            is_doubted = is_inside or (is_around and may_be_reduced)
+            if forward is not None:
+                doubt = INSIDE if forward.syncs else ADDED * self.unreduced.adds_to_means()
+            elif is_around and may_be_reduced:
+                doubt = AROUND
         backward = Backward(
             self.where(),
             self.manager.current,
@@ -395,7 +397,7 @@ class Reducer:
             is_provisional=self.manager.is_provisional,
             earlier=self.unreduced.used,
             may_be_reduced=may_be_reduced,
-            is_doubted=is_doubted,
+            doubt=doubt,
             creates_graph=torch.is_grad_enabled(),
         )
         self.backward = backward
@@ -497,12 +499,12 @@ class Reducer:
                 self.reentrant.note(number)
             self.tracker.learn()
         self.unreduced.add(used)
-        if backward.is_doubted:
+        if backward.doubt:
             current = self.manager.current
             named = zip(current.names, current.params, used, strict=True)
             left = [(name, param) for name, param, comes in named if comes]
             ends = EndsOfBackward.of(backward.graph_task)
-            ends.local.append((self.unreduced, left, backward.where, not backward.may_be_reduced))
+            ends.local.append((self.unreduced, left, backward.where, backward.doubt))
         self._close(backward)
 
     def _look_back(self, reduction: Reduction) -> None:

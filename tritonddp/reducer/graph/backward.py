@@ -29,7 +29,7 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
 from tritonddp.reducer.graph.participation import as_trainable
-from tritonddp.reducer.graph.unreduced import Unreduced
+from tritonddp.reducer.graph.unreduced import INSIDE, Unreduced
 
 
 class Listener(Protocol):
@@ -238,7 +238,8 @@ class Backward:
         doubtful: parameters that may get a gradient that was not announced.
         may_be_reduced: it is local because it has gone through no output of a forward outside
             ``no_sync`` so far.
-        is_doubted: it is local, and its gradients should be dropped, or reduced later.
+        doubt: it is local, and its gradients should be dropped, or reduced later: the origin that
+            :class:`UnreducedGradient` names. Else empty.
         phase: see :class:`Phase`.
         graph_task: the engine's id of it; -1 before it is known.
         creates_graph: it runs with ``create_graph=True``.
@@ -253,7 +254,7 @@ class Backward:
     earlier: Sequence[bool] = ()
     doubtful: Collection[int] = ()
     may_be_reduced: bool = False
-    is_doubted: bool = False
+    doubt: str = ""
     creates_graph: bool = False
     phase: Phase = field(default=OPENING, init=False)
     graph_task: int = field(default=-1, init=False)
@@ -292,6 +293,7 @@ class Backward:
     def stays_local(self) -> None:
         """A forward outside ``no_sync`` does not make it a reduced one."""
         self.may_be_reduced = False
+        self.doubt = self.doubt and INSIDE
 
     def moves_to(self, phase: Phase) -> None:
         """It has ended, and is in this phase now."""
@@ -367,7 +369,7 @@ class EndsOfBackward:
     """
 
     reducers: list[Ending] = field(default_factory=list)
-    local: list[tuple[Unreduced, list[tuple[str, Parameter]], str, bool]] = field(
+    local: list[tuple[Unreduced, list[tuple[str, Parameter]], str, str]] = field(
         default_factory=list
     )
 
@@ -404,8 +406,8 @@ class EndsOfBackward:
     def _note_unreduced(self) -> None:
         """Note gradients that no wrapper reduces."""
         reduced = {param for each in self.reducers for param in each.bucket_set.params}
-        for unreduced, left, where, is_inside in self.local:
-            unreduced.note([each for each in left if each[1] not in reduced], where, is_inside)
+        for unreduced, left, where, origin in self.local:
+            unreduced.note([each for each in left if each[1] not in reduced], where, origin)
         self.local = []
 
 

@@ -17,15 +17,20 @@ from tritonddp.coordination.failures import listed
 
 logger = logging.getLogger("tritonddp.in_step")
 
-_AROUND = (
+AROUND = (
     "a backward that went through no forward of the wrapped module (a call of .module, of a method "
     "or of a submodule is none), which stays on its rank, as in stock DDP. If that was not meant, "
     "call the wrapper itself, or reduce_gradients() after the backward. If it was, drop the "
     "gradients by zero_grad() before others use them, or let this be"
 )
-_INSIDE = (
+INSIDE = (
     "a backward that started inside no_sync(), and none was reduced after it. (Stock DDP reduces "
     "it, if its forward ran outside.) Run the last backward before a step outside no_sync()"
+)
+ADDED = (
+    "a backward inside no_sync() that added to gradients which were averaged already, and none was "
+    "reduced after it, as where the first microbatch is reduced instead of the last. Run the last "
+    "backward before a step outside no_sync(), and all others inside"
 )
 
 
@@ -34,14 +39,15 @@ class UnreducedGradient(NamedTuple):
 
     Such are backwards that went through no forward of the wrapper: stock DDP leaves them alone
     without a word, and whoever trains through ``.module`` by mistake trains each rank by itself.
-    And backwards inside ``no_sync`` of a forward outside, which stock reduces. So it is said once
-    for each wrapper, when an optimizer, or for the former the wrapper's next reduced backward,
-    finds such a gradient. Nothing is said of gradients that were dropped, zeroed or reduced before.
+    And backwards inside ``no_sync`` of a forward outside, which stock reduces, and such as add to
+    the means of the last reduction. So it is said once for each wrapper, when an optimizer, or for
+    the first kind the wrapper's next reduced backward, finds such a gradient. Nothing is said of
+    gradients that were dropped, zeroed or reduced before.
 
     Attributes:
         param, grad: the parameter, and the gradient that was left.
         name, where: the parameter's name; the rank and its step.
-        origin: ``_AROUND`` or ``_INSIDE``.
+        origin: ``AROUND``, ``INSIDE`` or ``ADDED``.
         owner: of the wrapper.
     """
 
@@ -82,6 +88,10 @@ class Unreduced:
         self.used: list[bool] = []
         self.has_any = False
         self._has_warned = False
+        # Of the last reduction, one parameter's: itself, its gradient, and the version of that.
+        self._mean: tuple[weakref.ref[Tensor], weakref.ref[Tensor], int] | None = None
+        # Whether it was not zero when a local backward began, on the gradient's device.
+        self._had_mean: Tensor | None = None
 
     def add(self, used: Iterable[bool]) -> None:
         """A backward that is not reduced has used these parameters."""
@@ -89,10 +99,17 @@ class Unreduced:
         self.has_any = True
 
     def clear(self, params: Sequence[Tensor]) -> None:
-        """All gradients of these parameters, which are all in buckets, are reduced."""
+        """All gradients of these parameters, which are all in buckets, are reduced.
+
+        Called where a local backward has been before, so that other programs pay nothing.
+        """
         if noted:
             for param in params:
                 noted.pop(id(param), None)
+        means = ((param, param.grad) for param in params if param.grad is not None)
+        self._mean = next(
+            ((weakref.ref(param), weakref.ref(grad), grad._version) for param, grad in means), None
+        )
         self.used = [False] * len(params)
         self.has_any = False
 
@@ -101,17 +118,27 @@ class Unreduced:
         # (The end of a reduced backward clears this.)
         self.used = [old is not None and self.used[old] for old in former]
 
-    def note(self, named_params: Iterable[tuple[str, Tensor]], where: str, is_inside: bool) -> None:
+    def adds_to_means(self) -> bool:
+        """Whether a local backward that begins adds to means that nobody has dropped or zeroed."""
+        param, grad = (None, None) if self._mean is None else (self._mean[0](), self._mean[1]())
+        if self._mean is None or param is None or grad is None or param.grad is not grad:
+            return False
+        if grad._version != self._mean[2] or grad.is_sparse or (grad.is_cuda and is_capturing()):
+            return False
+        # (Zeroing through .data changes no version. The host does not wait for the answer here.)
+        self._had_mean = grad.detach().any()
+        return True
+
+    def note(self, named_params: Iterable[tuple[str, Tensor]], where: str, origin: str) -> None:
         """A backward has left gradients in these parameters.
 
         Args:
             named_params: the parameters.
             where: this rank and step.
-            is_inside: it started inside ``no_sync``.
+            origin: of the gradients: see :class:`UnreducedGradient`.
         """
         if self._has_warned:
             return
-        origin = _INSIDE if is_inside else _AROUND
         for name, param in named_params:
             if param.grad is not None:
                 noted[id(param)] = UnreducedGradient(
@@ -128,14 +155,15 @@ class Unreduced:
     def reduced_backward_begins(self, params: Iterable[Tensor]) -> None:
         """Warn of gradients of these parameters that it should not find, and forget all."""
         found = [noted[id(param)] for param in params if id(param) in noted]
-        around = [each for each in found if each.owner() is self and each.origin is _AROUND]
+        around = [each for each in found if each.owner() is self and each.origin is AROUND]
         _warn_of(around, "a reduced backward")
         for param in params:
             noted.pop(id(param), None)
 
     def warn(self, found: Sequence[UnreducedGradient], who: str) -> None:
         """Warn that ``who`` finds these, the first time."""
-        if self._has_warned:
+        had_mean = found[0].origin is not ADDED or (self._had_mean is not None and self._had_mean)
+        if self._has_warned or not had_mean:
             return
         self._has_warned = True
         logger.warning(

@@ -1,0 +1,94 @@
+"""An optimizer that steps in hooks of the parameters trains each rank by itself: that is said."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from distributed import ranks
+from logged import logged
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from training import filled
+
+from tritonddp import DistributedDataParallel
+
+
+def layerwise(net: nn.Module, to_none: bool) -> None:
+    """As GaLore's: an optimizer for each parameter steps once its gradient is accumulated."""
+    optimizers = {param: torch.optim.Adam([param], lr=0.1) for param in net.parameters()}
+
+    def step(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad(set_to_none=to_none)
+
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(step)
+
+
+def lomo(net: nn.Module) -> None:
+    """A hook of each gradient updates all parameters whose gradients have come, without trace."""
+
+    def step(grad: Tensor) -> Tensor:
+        for param in net.parameters():
+            if param.grad is not None:
+                param.data.add_(param.grad, alpha=-0.1)
+                param.grad = None
+        return grad
+
+    for param in net.parameters():
+        param.register_hook(step)
+
+
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def clipped(net: nn.Module) -> None:
+    for param in net.parameters():
+        param.register_hook(lambda grad: grad.clamp(-1, 1))
+        param.register_post_accumulate_grad_hook(halve)
+
+
+def plain(net: nn.Module) -> None:
+    """No hook at all."""
+
+
+def delayed(net: nn.Module) -> None:
+    """torch's own way, which this package has wait for the means."""
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+
+
+def trained(hook: Callable[[nn.Module], None]) -> tuple[DistributedDataParallel, list[str]]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    with torch.no_grad():
+        ddp.module[0].weight[0] = float("nan")
+    hook(ddp.module)
+    with logged(logging.WARNING) as found:
+        for _ in range(4):
+            ddp(filled(2, 4)).sum().backward()
+    return ddp, found.lines("hooked_steps")
+
+
+@pytest.mark.parametrize(
+    "hook", [partial(layerwise, to_none=True), partial(layerwise, to_none=False), lomo]
+)
+@ranks(2)
+def test_optimizers_in_hooks_are_named_once(hook: Any) -> None:
+    _, lines = trained(hook)
+    assert len(lines) == 1
+    for part in ("rank", "step 1", "'0.bias'", "before the gradients were averaged", "after back"):
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize("hook", [clipped, plain, delayed])
+@ranks(2)
+def test_nothing_is_said_of_other_hooks_and_nothing_is_left_in_later_steps(hook: Any) -> None:
+    ddp, lines = trained(hook)
+    assert not lines
+    kinds = [type(each).__name__ for each in ddp._ddp_state.core.events.extensions]
+    assert "HookedSteps" not in kinds
