@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copyreg import _reconstructor  # type: ignore[attr-defined]
-from functools import partialmethod
+from functools import cache, partialmethod
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -269,7 +269,25 @@ def _class_of(plain: type) -> type:
     for name in ("__deepcopy__", *(["recompile"] if issubclass(plain, GraphModule) else [])):
         if hasattr(plain, name):
             named[name] = partialmethod(_as_plain, getattr(plain, name))
-    return type(plain.__name__, (ReplicatedModule, plain), named)
+    return _kind_of_class(type(plain))(plain.__name__, (ReplicatedModule, plain), named)
+
+
+@cache
+def _kind_of_class(meta: type[type]) -> type[type]:
+    """A metaclass below ``meta``: what is set on the subclass is set on the user's class.
+
+    Code such as ``type(self).made += 1`` means that one.
+    """
+
+    class Replicated(meta):  # type: ignore[misc, valid-type]
+        def __setattr__(cls, name: str, value: Any) -> None:
+            is_of_class = name.startswith(("__", "_abc_"))
+            if is_of_class:
+                super().__setattr__(name, value)
+            else:
+                setattr(_plain_class(cls), name, value)
+
+    return Replicated
 
 
 def _as_plain(module: nn.Module, method: Callable[..., Any], *arguments: Any) -> Any:

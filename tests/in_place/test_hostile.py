@@ -67,6 +67,25 @@ OWN_COPIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Counted(Net):
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+
+
+@ranks(1)
+def test_what_is_set_on_the_class_of_a_module_is_set_on_the_users_class(rank: int) -> None:
+    net = replicate(Counted())
+    type(net)()
+    assert Counted.made == 2
+    type(net).forward = lambda self, x: 2 * self.layer(x)
+    x = torch.ones(1, 4)
+    assert torch.equal(net(x), 2 * net.layer(x))
+    assert torch.equal(Counted()(x), 2 * net.layer(x))
+
+
 @pytest.mark.parametrize("kind", OWN_COPIES)
 @ranks(2)
 def test_a_copy_by_the_class_itself_is_a_plain_module(kind: str, rank: int) -> None:
