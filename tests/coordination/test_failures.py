@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from distributed import give_up_after, ranks
 from launched import ROOT
+from torch import nn
 
+from tritonddp import DistributedDataParallel
 from tritonddp.coordination import failures
 from tritonddp.coordination.failures import FailureReport, History
 from tritonddp.coordination.group import Group
@@ -209,6 +211,41 @@ def first_is_stopped(store: str, rank: int, size: int) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     Path(f"text{rank}").write_text(failure(group))
+
+
+def killed_beside_its_worker(store: str, rank: int, size: int) -> None:
+    """The forked worker holds all sockets of the rank: none is closed by its death."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=join(store, rank, size, LIMIT))
+    for _ in range(3):
+        ddp(torch.ones(1, 4)).sum().backward()
+    if rank == size - 1:
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(LIMIT)
+            os._exit(0)
+        Path("worker").write_text(str(worker))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(3):
+            ddp(torch.ones(1, 4)).sum().backward()
+    except RuntimeError as error:
+        os.kill(int(Path("worker").read_text()), 0)  # it lives
+        Path(f"text{rank}").write_text(str(error))
+        while len(list(Path().glob("text*"))) < size - 1:
+            time.sleep(0.01)
+        os._exit(0)
+
+
+@pytest.mark.long
+def test_a_rank_killed_while_its_forked_worker_is_stuck_is_named_before_that_ends(
+    tmp_path: Path,
+) -> None:
+    try:
+        for text in run(killed_beside_its_worker, "tcp", [0, 1], tmp_path).values():
+            assert "rank 2 (process" in text
+            assert "has died" in text
+    finally:
+        os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.long
@@ -406,6 +443,6 @@ if __name__ == "__main__":
         # Nothing outlives the test process, however it ends.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
-    scenarios = [last_is_killed, first_is_killed, first_is_stopped]
+    scenarios = [last_is_killed, first_is_killed, first_is_stopped, killed_beside_its_worker]
     _, name, where, number, count = sys.argv
     next(each for each in scenarios if each.__name__ == name)(where, int(number), int(count))
