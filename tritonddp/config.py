@@ -121,9 +121,12 @@ class DDPConfig:
             delay.names if delay else frozenset(),
             device_type=device_type,
             few_bytes=bool(given.compression or (given.reduce_dtype and device_type == "cpu")),
+            finds_unused=bool(given.find_unused_parameters and not given.static_graph),
         )
         sizes = (*caps.limits, "tapering") if caps.tapers else caps.limits
         options: dict[str, Any] = {"bucket sizes": sizes, "transport": given.transport}
+        if caps.is_registered:
+            options["find_unused_parameters"] = True
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
         plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift", "buffer_sync")

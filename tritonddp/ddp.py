@@ -72,8 +72,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             fifths of the gradients, and smaller to the end (``docs/gpus.md``); with ``compression``
             1, 1, 2, 4, 8, 16, and 25 for all others. By default on the CPU 25, and 1 for the first
             bucket; with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, and 8.
-        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically.
-            ``False``: an unused parameter is an error at the next forward.
+        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
+            with ``True`` in stock's buckets. ``False``: one is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves a copy and memory.
         static_graph: accepted; all that it makes possible in stock DDP works without it here.
         delay_all_reduce_named_params: parameters, with any names, whose gradients are sent after
@@ -291,7 +291,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if state.buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         syncs, has_grad = state.sync.enabled, torch.is_grad_enabled()
-        if has_grad and (state.call is None or state.parameters.trainable):
+        if has_grad and state.parameters.trainable:  # else there is nothing to reduce
             context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one, core = type(output) is Tensor, state.core
@@ -635,10 +635,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Returns:
             ``rank`` and ``world_size`` of this run. Alike on all ranks: ``bucket_order``, names of
-            parameters, empty before the first reduced backward; ``reductions_since_change`` of a
-            parameter; ``weight_unit`` of the next weights; ``wires``, the choices of
-            ``compression="auto"``. Of this rank, with ``compression``: ``sent`` and ``reduced``,
-            quantisation errors by parameter name, fp32, in the shape of the parameter.
+            parameters, empty before the first reduced backward; ``keeps_order``, whether they stay
+            as registered; ``reductions_since_change`` of a parameter; ``weight_unit`` of the next
+            weights; ``wires``, the choices of ``compression="auto"``. Of this rank, with
+            ``compression``: ``sent`` and ``reduced``, quantisation errors by parameter name, fp32.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.

@@ -1,6 +1,7 @@
 """Buckets are formed anew in the order of the first backward, which rank 0 decides, and once."""
 
 import copy
+from typing import Any
 
 import torch
 from distributed import assert_same_bits, gather, in_rings, ranks, recorded_collectives
@@ -19,6 +20,12 @@ def placed(ddp: DistributedDataParallel) -> str:
     """The layers in the order of the buckets."""
     names = (name for bucket in ddp.reducer.buckets for name in bucket.names)
     return "".join(name.split(".")[1] for name in names)
+
+
+def grouped(ddp: DistributedDataParallel) -> list[str]:
+    """The layers of each bucket."""
+    buckets = ddp.reducer.buckets
+    return ["".join(name.split(".")[1] for name in bucket.names) for bucket in buckets]
 
 
 @ranks(2, views=True)
@@ -44,7 +51,7 @@ def test_buckets_follow_the_order_of_the_first_backward_once(view: bool) -> None
 
 @ranks(3, views=True)
 def test_rank_0_decides_where_ranks_see_different_orders(rank: int, view: bool) -> None:
-    ddp = wrap(layers(["dafbec", "abcdef", "fb"][rank]), view, bucket_cap_mb=1e-6)
+    ddp = wrap(layers(["dafbec", "abcdef", "fbcdea"][rank]), view, bucket_cap_mb=1e-6)
     alone = copy.deepcopy(ddp.module)
     for step in range(3):
         x = torch.randn(2, 4)
@@ -55,10 +62,43 @@ def test_rank_0_decides_where_ranks_see_different_orders(rank: int, view: bool) 
 
 
 @ranks(2)
-def test_parameters_that_did_not_arrive_on_rank_0_go_last() -> None:
+def test_buckets_keep_the_order_of_registration_where_some_ranks_alone_use_a_parameter(
+    rank: int,
+) -> None:
+    ddp = DistributedDataParallel(layers(["dafbec", "eb"][rank]), bucket_cap_mb_list=[1e-6, 1e-4])
+    with recorded_collectives() as calls:
+        ddp(torch.randn(2, 4)).sum().backward()
+    assert "broadcast" not in calls.names, "nothing is left to agree on"
+    assert gather(grouped(ddp)) == [["f", "ed", "cb", "a"]] * 2, "limits count from the front"
+    again = DistributedDataParallel(layers("abcdef"), bucket_cap_mb_list=[1e-6, 1e-4])
+    again.load_comm_state_dict(ddp.comm_state_dict())
+    assert grouped(again) == grouped(ddp)
+
+
+@ranks(2)
+def test_parameters_that_no_rank_has_used_go_last() -> None:
     ddp = DistributedDataParallel(layers("eb"), bucket_cap_mb=1e-6)
     ddp(torch.randn(2, 4)).sum().backward()
     assert placed(ddp) == "befdca"
+
+
+@ranks(2)
+def test_buckets_are_those_of_stock_with_its_flag() -> None:
+    """Cut in the order of registration, and never rebuilt."""
+    options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb_list": [1e-6, 1e-4]}
+    ddp = DistributedDataParallel(layers("dafbec"), **options)
+    expected = ["f", "ed", "cb", "a"]
+    assert grouped(ddp) == expected
+    for _ in range(2):
+        train_step(ddp, torch.randn(2, 4), loss=torch.sum)
+        assert grouped(ddp) == expected
+    state = DistributedDataParallel(layers("dafbec"), bucket_cap_mb=1e-6)
+    train_step(state, torch.randn(2, 4), loss=torch.sum)
+    ddp.load_comm_state_dict(state.comm_state_dict())
+    assert grouped(ddp) == expected, "whatever order another run had"
+    static = DistributedDataParallel(layers("dafbec"), static_graph=True, **options)
+    train_step(static, torch.randn(2, 4), loss=torch.sum)
+    assert "".join(grouped(static)) == "cebfad", "stock rebuilds them then"
 
 
 @ranks(2, views=True)

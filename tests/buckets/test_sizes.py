@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.models.architectures import ARCHITECTURES
@@ -103,5 +104,20 @@ def test_the_users_sizes_hold_and_the_cpu_keeps_stocks() -> None:
     assert on_cuda(25, None) == BucketCaps((25 * MIB,))
     assert on_cuda(None, [1, 25]) == BucketCaps((MIB, 25 * MIB), is_list=True)
     assert BucketCaps.of(None, None, device_type="cpu") == BucketCaps((MIB, 25 * MIB))
+    of_stock = BucketCaps((MIB, 25 * MIB), is_registered=True)
+    assert on_cuda(None, None, finds_unused=True) == of_stock == NCCL.registered()
+    assert on_cuda(2, None, finds_unused=True) == BucketCaps((2 * MIB,), is_registered=True)
     # Quantised gradients go over lines that are slow.
     assert on_cuda(None, None, few_bytes=True).limits[:3] == (MIB, MIB, 2 * MIB)
+
+
+def test_buckets_by_registration_are_those_of_stock() -> None:
+    """Limits count from the first parameter, whose bucket is the last one; each dtype by itself."""
+    sizes = [3, 9, 1, 1, 12, 30, 2, 7, 7, 1]
+    dtypes = [torch.float32, torch.float64, torch.float32]
+    params = [torch.empty(n * 10, dtype=dtypes[n % 3]) for n in sizes]
+    caps = BucketCaps((100, 400), is_registered=True)
+    buckets, _ = dist._compute_bucket_assignment_by_size(params, [100, 400], [False] * len(params))
+    expected = [bucket[::-1] for bucket in reversed(buckets)]
+    assert len(expected) > 5
+    assert assign_buckets(params, range(len(params))[::-1], caps) == expected

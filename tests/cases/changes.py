@@ -34,7 +34,7 @@ def unfrozen_and_used_on_one_rank(net: Net, rank: int, step: int) -> None:
     net(batch(), "abc" if rank else "bcd").sum().backward()
 
 
-@case(RIGHT, RIGHT, Branches, Branches, reductions=(1, 2))
+@case(RIGHT, RIGHT, Branches, Branches, reductions=(1, 1))
 def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "abcdef")

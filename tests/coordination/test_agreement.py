@@ -1,5 +1,8 @@
 """Ranks that disagree find out; ranks that merely differ do not."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from distributed import assert_same_on_all_ranks, gather, ranks
@@ -8,7 +11,9 @@ from training import breaking_off, train_step, wrap
 
 from tritonddp.coordination.agreement import (
     BYTES,
+    Agreement,
     Disagreement,
+    Displaced,
     GradSource,
     RankHeader,
     SchemaMismatch,
@@ -40,7 +45,7 @@ def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, wo
     assert total_weight(total).isnan()
 
 
-@pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 9.0])
+@pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 9.0, 0.25])
 def test_what_is_no_header_is_a_mismatch(value: float):
     headers = torch.tensor([*RankHeader(HERE, GradSource.FORWARD).encode(0, 1)]).float()
     headers[-1] = value
@@ -72,6 +77,25 @@ def test_which_places_of_programs_belong_together(sources: str, agree: bool):
         return
     with pytest.raises(Disagreement, match=r"rank \d: .*; rank \d: "):
         check(headers)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(0.0, "nothing came from rank 1 and rank 2"), (0.25, "what came holds no headers")],
+)
+def test_another_collective_in_the_place_of_a_bucket_is_named(content: float, said: str):
+    """Only this rank's own header has come: a backend that exchanges nothing, unless it has."""
+    group: Any = SimpleNamespace(rank=0, size=3, process_group=None)
+    agreement = Agreement(group)
+    agreement.open(HERE, GradSource.FORWARD, None, (), False, True)
+    mine = torch.tensor([*agreement.encoded]).float()
+    everyones = sum(torch.roll(mine, rank * BYTES) for rank in range(3))
+    agreement.read(everyones, "here")
+    assert agreement.is_unanimous
+    foreign = torch.full_like(mine, content)
+    with pytest.raises(Displaced, match=said):
+        agreement.read(mine + foreign, "here")
+    agreement.read(everyones, "here")
 
 
 def test_other_parameters_are_a_mismatch_whatever_else():

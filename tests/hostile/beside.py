@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from hostile import (  # noqa: F401  each puts its programs into the table
     backwards,
     buffers,
+    collectives,
     gradients,
     names,
     order,

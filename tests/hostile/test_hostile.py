@@ -15,6 +15,8 @@ QUICK = {
     "buffers.codebook_through_data",
     "buffers.recalibrated_on_one_rank",
     "buffers.statistic_of_gradients",
+    "collectives.a_branch_for_each_rank",
+    "collectives.saliency_with_everything_frozen",
     "gradients.aligned_gradients",
     "gradients.freed_gradients",
     "gradients.marked_gradients",

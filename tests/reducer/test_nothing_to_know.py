@@ -135,6 +135,8 @@ def check_collectives(
 ) -> None:
     """One all-reduce a bucket and reduction; after the first reduction the order is agreed.
 
+    Unless some ranks alone have used a parameter: then it is that of registration.
+
     What is reduced on request has buckets of its own, and so have parameters that were added, which
     get the values of rank 0 first.
     """
@@ -143,7 +145,7 @@ def check_collectives(
         assert net.reducer.counters.reductions == reductions * (step + 1), what
         if reductions:  # the buckets that one leaves behind are those of the next
             reduced += before + (reductions - 1) * len(net.reducer.buckets)
-            broadcasts += step == 0
+            broadcasts += step == 0 and not net._ddp_state.core.manager.keeps_order
         broadcasts += step in case.adds
         own += case.requests + (step in case.adds)
     # Small buckets go directly.

@@ -37,6 +37,7 @@ class BucketCaps:
     delayed: frozenset[str] = frozenset()  # names of parameters whose buckets are launched last
     is_list: bool = False  # the limits were given one by one
     tapers: bool = False  # see for_nccl()
+    is_registered: bool = False  # see registered()
 
     @classmethod
     def for_nccl(cls) -> BucketCaps:
@@ -70,13 +71,15 @@ class BucketCaps:
         delayed: frozenset[str] = frozenset(),
         device_type: str = "cpu",
         few_bytes: bool = False,
+        finds_unused: bool = False,
     ) -> BucketCaps:
         """From the constructor's arguments, in MiB.
 
         An explicit ``bucket_cap_mb`` holds for all buckets, the first one too. The default on CUDA
         devices is :meth:`for_nccl`, elsewhere stock's: 1 MiB for the first bucket, so that
         communication starts early, and 25 MiB for the others. With ``few_bytes`` gradients are sent
-        in fewer bytes than they have: buckets grow from 1 to 25 MiB, on the CPU to 8.
+        in fewer bytes than they have: buckets grow from 1 to 25 MiB, on the CPU to 8. With
+        ``finds_unused`` buckets are :meth:`registered`.
 
         Raises:
             TypeError: a size is not a number, or the list is not a list.
@@ -93,7 +96,8 @@ class BucketCaps:
             what = "bucket_cap_mb_list"
         else:
             if bucket_cap_mb is None and not few_bytes and device_type == "cuda":
-                return replace(cls.for_nccl(), delayed=delayed)
+                caps = replace(cls.for_nccl(), delayed=delayed)
+                return caps.registered() if finds_unused else caps
             default = _SIZES_OF_FEW_BYTES[device_type] if few_bytes else _SIZES
             sizes = [*default] if bucket_cap_mb is None else [bucket_cap_mb]
             what = "bucket_cap_mb"
@@ -103,10 +107,25 @@ class BucketCaps:
             if not 0 < size < float("inf"):
                 raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
         limits = tuple(max(1, int(size * MIB)) for size in sizes)
-        return cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
+        caps = cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
+        return caps.registered() if finds_unused else caps
+
+    def registered(self) -> BucketCaps:
+        """Buckets of stock DDP with ``find_unused_parameters=True``, which are never rebuilt.
+
+        Limits count from the first parameter in the order of registration, whose bucket is the last
+        to be launched. A bucket that waits for gradients in the order of registration waits for the
+        same layers on all ranks, whichever of them a rank uses. So it leaves at the same place
+        among the collectives that layers of the module make in the backward, as under stock.
+        """
+        limits = tuple(size * MIB for size in _SIZES) if self.tapers else self.limits
+        return replace(self, limits=limits, tapers=False, is_registered=True)
 
     def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
+        if self.is_registered:
+            buckets = replace(self, is_registered=False).cut(order[::-1], sizes)
+            return [bucket[::-1] for bucket in buckets]
         large, least = self.limits[-1], self.limits[-1] // 3
         alone = {index for index in order if self.tapers and sizes[index] >= large}
         rest = sum(sizes[index] for index in order if index not in alone)  # of bytes

@@ -26,6 +26,9 @@ logger = logging.getLogger("tritonddp.arrangement")
 # unused: many training loops freeze and unfreeze the same parameters in turns.
 REBUILD_AFTER = 8
 
+# Ranks that used a parameter are counted in the dtype of its gradient; bf16 counts to here.
+_COUNTS = 256
+
 
 class Planner(Protocol):
     """Chooses the wire format of each bucket: see :class:`AutoPlanner`."""
@@ -54,6 +57,7 @@ class BucketManager:
         factory: makes the buckets of backwards.
         planner: chooses the wire format of each bucket; ``None`` if it is fixed.
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
+        keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
         former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
         has_moved: the buckets have been replaced at least once.
@@ -75,7 +79,8 @@ class BucketManager:
         self.planner: Planner | None = None
         self._parameters = parameters
         self._group = group
-        self._caps = caps
+        self._given_caps = caps
+        self._cut_by(caps)
         self._counters = counters
         self.is_provisional = True
         self._order: list[int] | None = None  # parameter order for the next buckets
@@ -169,6 +174,9 @@ class BucketManager:
                 )
         return built
 
+    def _cut_by(self, caps: BucketCaps) -> None:
+        self._caps, self.keeps_order = caps, caps.is_registered
+
     @property
     def order(self) -> list[str]:
         """Names of the parameters in the agreed order; empty before the ranks have agreed."""
@@ -191,6 +199,7 @@ class BucketManager:
     def agree_on_order(self, arrived: Sequence[int], where: str, source_rank: int) -> list[int]:
         """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
 
+        If only some ranks have used a parameter, all keep the order of registration instead.
         ``arrived`` are numbers of parameters in the order in which their gradients came on this
         rank. Returns the numbers of parameters whose gradients did not come; these go last.
         """
@@ -200,11 +209,25 @@ class BucketManager:
         missing = sorted({*range(len(self.current.params))} - {*arrived})
         if self._is_restored:  # the ranks have agreed already
             return missing
+        if not self.keeps_order:
+            all_ranks = min(self._group.size, _COUNTS)
+            counts = [count for _, each in self.rank_counts() for count in each.tolist()]
+            if any(0 < count < all_ranks for count in counts):
+                self._cut_by(self._caps.registered())
+        if self.keeps_order:
+            self._order = self._registered_order()
+            return missing
         order = torch.tensor([*arrived, *missing], device=self.current.params[0].device)
         self._group.broadcast(order, source_rank, where, "broadcast of the order of gradients")
         self._counters.collective(order.nbytes, self._group.size)
         self._order = order.tolist()
         return missing
+
+    def _registered_order(self) -> list[int]:
+        """Numbers of the parameters in the buckets, the last registered one first."""
+        number_of = {param: number for number, param in enumerate(self.current.params)}
+        params = [param for _, param in self._parameters.params[::-1]]
+        return [number_of[param] for param in params if param in number_of]
 
     def renew(self) -> None:
         """After a reduction: rebuild if the order, or the set of parameters, has changed."""
@@ -219,7 +242,7 @@ class BucketManager:
         kept = [(names[number], params[number]) for number in order if params[number] in held]
         self._replace([*kept, *parameters.added])
 
-    def restore(self, order: Sequence[int], since_change: int) -> bool:
+    def restore(self, order: Sequence[int], since_change: int, keeps_order: bool) -> bool:
         """Restore the buckets of an earlier run. All ranks call this alike, between backwards.
 
         The next backward is observed like a first one, for gradients that the engine does not
@@ -228,6 +251,7 @@ class BucketManager:
         Args:
             order: numbers of the module's parameters; trainable ones that are missing go last.
             since_change: its value in that run.
+            keeps_order: likewise.
 
         Returns:
             Whether the buckets were replaced.
@@ -235,6 +259,9 @@ class BucketManager:
         self.is_provisional, self._order, self._is_restored = True, None, True
         self.schema = self._parameters.schema
         self._counters.since_change = since_change
+        self._cut_by(self._given_caps.registered() if keeps_order else self._given_caps)
+        if self.keeps_order:
+            order = sorted(order, reverse=True)
         named = [self._parameters.params[number] for number in order]
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]

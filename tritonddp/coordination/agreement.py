@@ -157,8 +157,11 @@ def decode(headers: Tensor) -> list[RankHeader]:
     Raises:
         SchemaMismatch: the elements are no headers: another rank has written gradients there.
     """
+    elements = headers.tolist()
     try:
-        content = bytes(map(int, headers.tolist()))
+        content = bytes(map(int, elements))
+        if [*content] != elements:
+            raise SchemaMismatch
         return [RankHeader.of(*fields) for fields in _FORMAT.iter_unpack(content)]
     except (ValueError, OverflowError):
         raise SchemaMismatch from None
@@ -179,6 +182,10 @@ class Mismatch(Exception):
 
 class Disagreement(Mismatch):
     """Ranks are at different places of their programs; the message names them."""
+
+
+class Displaced(Mismatch):
+    """Another collective ran in the place of the first bucket; the message says what came."""
 
 
 class SkippedMismatch(Mismatch):
@@ -278,6 +285,7 @@ class Agreement:
         self._mine: set[bytes] = set()
         self._readback = Readback()
         self._is_alone = False  # the group exchanges nothing; this was logged
+        self._has_heard = False  # headers of all ranks have come
         self.is_stopped = False
         self._asked_at = -1  # number of reductions when this rank asked all to stop
         self._has_stop = False  # headers that were read had such a request
@@ -452,7 +460,7 @@ class Agreement:
             self._header.weight is None
             and {content[at : at + BYTES] for at in begins} == self._mine
         ):
-            self.is_unanimous = not self._over_present
+            self.is_unanimous, self._has_heard = not self._over_present, True
             if self._header.stops:
                 self._stop_is_asked(range(self.group.size))
         else:
@@ -462,7 +470,7 @@ class Agreement:
 
     def _check_headers(self, headers: Tensor) -> None:
         if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
-            self.is_unanimous = not self._over_present
+            self.is_unanimous, self._has_heard = not self._over_present, True
             if self._header.stops:
                 self._stop_is_asked(range(self.group.size))
             return
@@ -471,7 +479,8 @@ class Agreement:
         # ``fake`` backend does by design. (The header of a rank that takes part is all zeros in one
         # case of 16 million.)
         rank, size = self.group.rank, self.group.size
-        if size > 1 and headers.tolist() == list(self._header.encode(rank, size)):
+        is_alone = size > 1 and headers.tolist() == list(self._header.encode(rank, size))
+        if is_alone and not self._has_heard:
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(
@@ -483,8 +492,9 @@ class Agreement:
             if self._header.stops:
                 self._stop_is_asked([rank])
             return
-        decoded = decode(headers)
+        decoded = self._decode_heard(headers) if self._has_heard else decode(headers)
         check(decoded)
+        self._has_heard = True
         if asking := [rank for rank, each in enumerate(decoded) if each.stops]:
             self._stop_is_asked(asking)
         broken = [f"rank {rank}" for rank, h in enumerate(decoded) if h.source is GradSource.BROKEN]
@@ -499,6 +509,16 @@ class Agreement:
         weights = [each.weight for each in decoded if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
         self.unit = 2.0 ** round(math.log2(mean))
+
+    def _decode_heard(self, headers: Tensor) -> list[RankHeader]:
+        """See :func:`decode`, in a group whose ranks have exchanged headers before."""
+        rows = headers.view(-1, BYTES).tolist()
+        if silent := [f"rank {rank}" for rank, row in enumerate(rows) if not any(row)]:
+            raise Displaced(f"nothing came from {' and '.join(silent)}")
+        try:
+            return decode(headers)
+        except SchemaMismatch:
+            raise Displaced("what came holds no headers") from None
 
     def _stop_is_asked(self, ranks: Sequence[int]) -> None:
         """These ranks ask all to stop, by the headers of a reduction that all ranks make."""

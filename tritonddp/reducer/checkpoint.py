@@ -22,6 +22,7 @@ def comm_state(reductions: Reductions) -> dict[str, Any]:
         "rank": reductions.group.rank,
         "world_size": reductions.group.size,
         "bucket_order": manager.order,
+        "keeps_order": manager.keeps_order,
         "reductions_since_change": reductions.counters.since_change,
         "weight_unit": unit,
         "wires": [] if manager.planner is None else manager.planner.state,
@@ -48,7 +49,9 @@ def load_comm_state(reductions: Reductions, states: Sequence[dict[str, Any]]) ->
     except (TypeError, ValueError) as error:
         failure = error
     try:
-        since_change, order, unit, wires = _agree(reductions, *numbers, failure is not None)
+        since_change, keeps_order, order, unit, wires = _agree(
+            reductions, *numbers, failure is not None
+        )
         if failure is not None:
             raise failure
     finally:
@@ -59,7 +62,7 @@ def load_comm_state(reductions: Reductions, states: Sequence[dict[str, Any]]) ->
     manager = reductions.manager
     if manager.planner is not None:
         manager.planner.load(wires)
-    if manager.restore(order, since_change):
+    if manager.restore(order, since_change, keeps_order):
         reductions.move_buckets()
     load_state(manager.current.buckets, states, unit)
 
@@ -82,17 +85,18 @@ def _numbers_of(reductions: Reductions, state: dict[str, Any]) -> tuple[list[flo
             f"the state has {wires!r} as 'wires', which does not fit these parameters: load the "
             "state of a run with the same model"
         )
-    return [state["reductions_since_change"], *order], [state["weight_unit"], *wires]
+    first = [state["reductions_since_change"], state.get("keeps_order", False), *order]
+    return first, [state["weight_unit"], *wires]
 
 
 def _agree(
     reductions: Reductions, order: Sequence[float], rest: Sequence[float], has_failed: bool
-) -> tuple[int, list[int], float, list[int]]:
+) -> tuple[int, bool, list[int], float, list[int]]:
     """The numbers of rank 0's state; a RuntimeError if another rank has failed to read its own."""
     # Two rows of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
     # Small integers and powers of two are exact in fp64.
     group, params = reductions.group, reductions.parameters.params
-    message = torch.zeros(3, max(1 + len(params), group.size), dtype=torch.float64, device="cpu")
+    message = torch.zeros(3, max(2 + len(params), group.size), dtype=torch.float64, device="cpu")
     if group.rank == 0:
         message[:2] = -1
         for row, numbers in zip(message, (order, rest), strict=False):
@@ -101,7 +105,7 @@ def _agree(
     message = message.to(params[0][1].device)
     group.all_reduce(message, reductions.where(), "all-reduce of the state of communication")
     reductions.counters.collective(message.nbytes, group.size, passes=2)
-    (since_change, *numbers), (unit, *wires), failed = message.tolist()
+    (since_change, keeps_order, *numbers), (unit, *wires), failed = message.tolist()
     if any(failed) and not has_failed:
         ranks = [str(rank) for rank, one in enumerate(failed) if one]
         raise RuntimeError(
@@ -109,7 +113,7 @@ def _agree(
             "nothing was loaded on any rank: see the error there"
         )
     numbers, wires = ([int(n) for n in row if n >= 0] for row in (numbers, wires))
-    return int(since_change), numbers, unit, wires
+    return int(since_change), keeps_order > 0, numbers, unit, wires
 
 
 def _check(state: Any) -> None:
@@ -124,6 +128,8 @@ def _check(state: Any) -> None:
     order = state["bucket_order"]
     if len(set(order)) < len(order):
         raise ValueError(f"{what}, but 'bucket_order' names a parameter twice: {order!r}")
+    if not isinstance(state.get("keeps_order", False), bool):  # older states lack it
+        raise TypeError(f"{what}, but 'keeps_order' is neither True nor False")
     for name, least in (("reductions_since_change", 0.0), ("weight_unit", math.ulp(0.0))):
         number = state.get(name)
         if isinstance(number, bool) or not isinstance(number, int | float):

@@ -9,6 +9,15 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.graph.backward import UNFINALIZED, Backward
 
 
+def refuse_compiled_autograd(where: str) -> NoReturn:
+    """Raise a RuntimeError: compiled autograd runs the backward."""
+    raise RuntimeError(
+        f"{where}: Compiled autograd is not compatible with tritonddp, whose hooks need autograd's "
+        "own engine: leave torch._dynamo.config.compiled_autograd at False. torch.compile does not "
+        "need it to compile a forward."
+    )
+
+
 class ReducerOptions:
     """Options of one reducer.
 

@@ -57,7 +57,7 @@ from tritonddp.reducer.graph.participation import as_trainable, is_of_others
 from tritonddp.reducer.graph.readiness import ReadyTracker
 from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
 from tritonddp.reducer.in_context import ContextReducer
-from tritonddp.reducer.options import ReducerOptions
+from tritonddp.reducer.options import ReducerOptions, refuse_compiled_autograd
 from tritonddp.reducer.reductions import Reductions
 
 _grad_of = attrgetter("grad")
@@ -239,7 +239,7 @@ class Reducer:
         # A GPU alone has to be given work in time: elsewhere nothing is assumed.
         is_captured = self.manager.current.is_on_gpu and is_capturing()
         assumes = self.manager.current.is_on_gpu and not (is_captured or self.events.needs_reached)
-        reached = tracker.query(assumes and self.group.size > 1)
+        reached = tracker.query(assumes and self.group.size > 1 and not self.manager.keeps_order)
         if reached is None:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
@@ -251,12 +251,7 @@ class Reducer:
         if self.backward is not None:
             self.options.check_finalized(self.backward, self.where())
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
-            raise RuntimeError(
-                f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose "
-                "hooks need autograd's own engine: leave "
-                "torch._dynamo.config.compiled_autograd at False. torch.compile does not need it "
-                "to compile a forward."
-            )
+            refuse_compiled_autograd(self.where())
         if self.agreement.pending and not self.agreement.is_as_before():
             self.reductions.check_pending()
         is_around = forward is None and not self.forwards.was_local
@@ -372,9 +367,8 @@ class Reducer:
             backward.moves_to(FAILED)
             tracker.stop()
             raise
-        if not is_provisional and not all(reduction.unfilled):
-            with self.launching:
-                reduction.launch_ready()
+        if not is_provisional and not reduction.unfilled[0]:
+            (self.on_gradients if is_late else tracker.tell_first)()
 
     def _open_local(
         self, forward: Forward | None, reached: list[bool], is_around: bool, is_captured: bool
@@ -419,6 +413,13 @@ class Reducer:
         self.on_backward()
         if self.backward_runs:
             self._note_early(param)
+
+    def on_gradients(self) -> None:
+        """A gradient has come: launch the buckets at the front that wait for none."""
+        reduction = None if self.backward is None else self.backward.reduction
+        if reduction is not None:
+            with torch.no_grad(), self.launching:
+                reduction.launch_ready()
 
     def _note_early(self, param: Tensor) -> None:
         """A gradient had come before the reduction was opened."""
@@ -534,25 +535,23 @@ class Reducer:
             if reduction.is_alone:
                 reduction.bucket_set.make_views()
             reduction.finish()
-            if reduction.is_captured:
-                backward.moves_to(COMPLETE)
-            elif (
+            is_unusual = (
                 manager.is_provisional
                 or self.counters.since_change + 1 == REBUILD_AFTER
                 or self.parameters.is_uncommitted
                 or self.reentrant.suspected
-            ):
+            )
+            if reduction.is_captured:
+                backward.moves_to(COMPLETE)
+            elif is_unusual or self.events.on_reduced_all:
                 with Uninterrupted():
                     for call in self.events.on_reduced_all:
                         call(reduction)
-                    arrived = self.tracker.arrivals() if manager.is_provisional else ()
-                    self.reductions.complete(reduction, arrived)
-                    backward.moves_to(COMPLETE)
-            elif self.events.on_reduced_all:
-                with Uninterrupted():
-                    for call in self.events.on_reduced_all:
-                        call(reduction)
-                    self.counters.since_change += 1
+                    if is_unusual:
+                        arrived = self.tracker.arrivals() if manager.is_provisional else ()
+                        self.reductions.complete(reduction, arrived)
+                    else:
+                        self.counters.since_change += 1
                     backward.moves_to(COMPLETE)
             else:
                 self.counters.since_change += 1

@@ -26,6 +26,7 @@ from tritonddp.coordination.agreement import (
     NOTHING,
     Agreement,
     Disagreement,
+    Displaced,
     GradSource,
     Mismatch,
     SkippedMismatch,
@@ -391,6 +392,15 @@ class Reductions:
                 "parameters to be unused on all ranks, but the ranks leave out different buckets. "
                 f"This rank leaves out: {', '.join(here) or 'none'}. The process group cannot be "
                 "used any more: restart with skip_all_reduce_unused_params=False"
+            ) from None
+        if isinstance(error, Displaced):  # likewise
+            raise RuntimeError(
+                f"{self.where()}, {self.manager.current.buckets[0].title}: {error}. Another "
+                "collective of the program has run in the place of this bucket: its order among "
+                "the buckets is not the same on all ranks. That is so where layers make "
+                "collectives in the backward, and some ranks leave a parameter unused. Give your "
+                "collectives a process group of their own (torch.distributed.new_group), or pass "
+                "find_unused_parameters=True, as with stock DDP, and restart"
             ) from None
         if reduction is not None:
             reduction.abort(str(error) or "the ranks reduce different parameters")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from torch.nn import Parameter
 
-from tritonddp._torch import current_autograd_node, gradient_node, will_engine_execute
+from tritonddp._torch import (
+    current_autograd_node,
+    gradient_node,
+    python_function,
+    will_engine_execute,
+)
+from tritonddp.reducer.graph.call_site import nodes_of_callers
 
 
 def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
@@ -48,7 +56,10 @@ def is_of_others(params: Sequence[Parameter], nodes: Sequence[Any]) -> bool:
     node = current_autograd_node()
     if not _accumulates(node):
         return True
-    return any(param.requires_grad for param in params) and _leads_to(node, nodes)
+    if not any(param.requires_grad for param in params):
+        return False
+    ends = set(nodes)
+    return any(each in ends for each in _behind([node]))
 
 
 def _accumulates(node: Any) -> bool:
@@ -67,17 +78,40 @@ def _accumulates(node: Any) -> bool:
         node = parents[0]
 
 
-def _leads_to(node: Any, ends: Sequence[Any]) -> bool:
-    """Whether the graph behind ``node`` has one of these nodes. Walks through it until it does."""
-    wanted, seen, stack = set(ends), {node}, [node]
+def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """These nodes, and all that the graph has behind them."""
+    stack = list(nodes)
+    seen = set(stack)
     while stack:
-        for parent, _ in stack.pop().next_functions:
-            if parent in wanted:
-                return True
+        node = stack.pop()
+        yield node
+        for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
-    return False
+
+
+def may_run_inner_backward() -> bool:
+    """Whether a node of the backward that runs may run a backward of its own. Walks the graph.
+
+    As reentrant checkpoints do. Those are functions in Python whose backward calls something that
+    is named after it (``torch.autograd.backward``, ``loss.backward``, ``block.backward_pass``). One
+    that cannot be read may do anything.
+    """
+    kinds = {type(node) for node in _behind([current_autograd_node(), *nodes_of_callers()])}
+    functions = filter(None, map(python_function, kinds))
+    return any(_calls_backward(each.backward) or _calls_backward(each.vjp) for each in functions)
+
+
+def _calls_backward(function: Any) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or _names_backward(code)
+
+
+def _names_backward(code: CodeType) -> bool:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    named = any(name.startswith("backward") for name in code.co_names)
+    return named or any(map(_names_backward, inner))
 
 
 class ReentrantGrads:
@@ -86,8 +120,9 @@ class ReentrantGrads:
     Such gradients come from inner backwards, which reentrant checkpoints run. The engine announces
     only the nodes of the outer backward. A parameter that it does not announce is *missing*, and
     *suspected* when that happens for the first time: the end of that backward shows whether its
-    gradient comes all the same. Once an inner backward has been seen, any missing parameter may get
-    a gradient.
+    gradient comes all the same. It is waited for if the graph has a node that may run an inner
+    backward; else it counts as there, as under stock. Once an inner backward has been seen, any
+    missing parameter may get a gradient.
 
     Parameters are given by their numbers.
     """
@@ -101,7 +136,9 @@ class ReentrantGrads:
     def may_come(self, missing: set[int]) -> set[int]:
         """Numbers that may get a gradient in a backward that announces all but ``missing``."""
         self.suspected = missing - self._stayed_away
-        return self._seen | missing if self._seen else self.suspected
+        if self._seen:
+            return self._seen | missing
+        return self.suspected if self.suspected and may_run_inner_backward() else set()
 
     def note(self, number: int) -> None:
         """A gradient has come from an inner backward."""

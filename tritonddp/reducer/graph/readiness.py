@@ -33,6 +33,9 @@ class Listener(Protocol):
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
 
+    def on_gradients(self) -> None:
+        """The first gradient since :meth:`ReadyTracker.tell_first`."""
+
     def on_segment_ready(self, number: int, incoming: Sequence[Tensor | None] = ()) -> None:
         """All gradients of a segment are ready, the ``incoming`` one of the node that runs too."""
 
@@ -169,6 +172,15 @@ class ReadyTracker:
             self._expect(reached, doubtful)
         self._hook.__setstate__(self._hearing if self._hears else self._logging)
         self._looked[0] = 0 if looks else _NOBODY_LOOKS
+
+    def tell_first(self) -> None:
+        """Call :meth:`Listener.on_gradients` when the next gradient has come.
+
+        Buckets that wait for no gradient leave then, as under stock: the module may make
+        collectives of its own before its first gradient.
+        """
+        usual = self._hearing if self._hears else self._logging
+        self._hook.__setstate__((_gradient_tells, (self._hook, usual, self._listener), {}, None))
 
     def stop(self) -> bool:
         """The backward is over: a gradient that comes now begins another one.
@@ -326,6 +338,16 @@ def _first_gradient(listener: weakref.ref[Listener], param: Tensor) -> None:
     reducer = listener()
     if reducer is not None:
         reducer.on_first_gradient(param)
+
+
+def _gradient_tells(
+    hook: Any, usual: tuple[Any, ...], listener: weakref.ref[Listener], param: Tensor
+) -> None:
+    hook.__setstate__(usual)
+    hook(param)
+    reducer = listener()
+    if reducer is not None:
+        reducer.on_gradients()
 
 
 def _gradient_on_stream(
