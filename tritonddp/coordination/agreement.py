@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import Readback, is_capturing
+from tritonddp._modes import outside_modes
 from tritonddp.coordination.group import Group, group_backend
 
 logger = logging.getLogger("tritonddp.comm.reduction")
@@ -320,7 +321,8 @@ class Agreement:
         mine = self.encoded[rank * self.nbytes :][:BYTES]
         self._mine = {mine}
         alike = [*mine] * size
-        self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
+        with outside_modes():
+            self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
         self.is_unanimous, self.last_headers = False, b""
         self.key = schema, source, weight, skipped, over_present, averages
         if self._asked_at != asked_at:
