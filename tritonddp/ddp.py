@@ -626,13 +626,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             model = tritonddp.DistributedDataParallel(module, compression="auto")
             print(model.wire_report())
         """
-        planner = self._ddp_state.core.manager.planner
-        if planner is not None:
-            return planner.explanation
-        return (
-            'there was no choice: compression is not "auto", or its process group has one rank '
-            "or was replaced"
-        )
+        return self._ddp_state.explain_wires()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.
@@ -701,8 +695,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: a hook is registered already, or a backward is under way; and in
                 ``backward()``, naming rank, step and bucket, if the hook fails.
             TypeError: ``hook`` is not callable, or is a bfloat16 hook without support in torch.
-            ValueError: the hook's annotations have other types, or ``gradient_divide_factor`` was
-                given.
+            ValueError: its annotations have other types, or ``gradient_divide_factor`` was given.
 
         Example::
 

@@ -367,6 +367,15 @@ class DDPState:
             self.window = AccumulationWindow(self.parameters, self.sync, self.core.manager)
             self.core.events.install(self.window)
 
+    def explain_wires(self) -> str:
+        """See :meth:`DistributedDataParallel.wire_report`."""
+        if (planner := self.core.manager.planner) is not None:
+            return planner.explanation
+        return (
+            'there was no choice: compression is not "auto", or its process group has one rank '
+            "or was replaced"
+        )
+
     def metrics_for(self, method: str) -> Metrics:
         """The object that times steps, for ``method``; raises a RuntimeError without one."""
         if self.metrics is None:

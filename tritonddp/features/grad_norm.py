@@ -351,7 +351,9 @@ class GradientNorms:
         # reduction has brought buckets with owners, all are.
         mine: list[Any] = [p.grad for p in with_grad if owners.get(p, 0) == rank]
         if len(mine) < len(with_grad):
-            total = torch.stack(norms_of(mine)).double().norm() if mine else torch.zeros(())
+            total = measured.total.new_zeros(())
+            if mine:
+                total = torch.stack(norms_of(mine)).double().norm()
         is_double = float(measured.total.dtype is torch.float64)  # here, or on any rank
         sums = torch.stack([total.double().square(), total.new_tensor(is_double).double()])
         sums = sums.to(core.manager.current.params[0].device)
