@@ -33,7 +33,7 @@ _UNUSABLE = {
 }
 
 
-# Set where a server starts that shall have a process group of its own.
+# Environment variable, set where a server starts that shall have a process group of its own.
 _APART = "_TRITONDDP_OWN_PROCESS_GROUP"
 
 
@@ -264,14 +264,14 @@ def _start_server_apart() -> None:
 
     server: Any = forkserver.ensure_running.__self__  # type: ignore[attr-defined]
     pid, preloaded = (vars(server)[name] for name in ("_forkserver_pid", "_preload_modules"))
-    if pid is None:
+    if __name__ not in preloaded:
         forkserver.set_forkserver_preload([*preloaded, __name__])
-        os.environ[_APART] = "1"  # for its import of this module
-        try:
-            forkserver.ensure_running()
-        finally:
-            del os.environ[_APART]
-    elif os.getpgid(pid) == os.getpgrp():
+    os.environ[_APART] = "1"  # for its import of this module
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[_APART]
+    if vars(server)["_forkserver_pid"] == pid and os.getpgid(pid) == os.getpgrp():
         _warn([str(pid)])
 
 
