@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonddp import _torch
+from tritonddp._modes import outside_modes
 
 
 def is_capturing() -> bool:
@@ -113,7 +114,8 @@ class Readback:
         """Prepare for a copy of another tensor than the last time."""
         kind = tensor.shape, tensor.dtype, tensor.device
         if kind != self._kind:  # an event belongs to one device
-            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            with outside_modes([tensor]):
+                self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
             self._stream = None
             self._kind = kind

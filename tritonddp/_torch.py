@@ -7,6 +7,7 @@ this is the only file to mend.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import math
 import sys
@@ -29,6 +30,7 @@ import torch.distributed as dist
 # aborts the process ("terminate called without an active exception").
 import torch.distributed.nn
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
 
@@ -42,6 +44,8 @@ from torch.nn.parallel.distributed import (
     _MixedPrecision,
 )
 from torch.utils import _pytree
+from torch.utils.data._utils import worker as _loading
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # Arguments of stock's class and its _register_buffer_comm_hook: users import them from there.
 BufferCommHookLocation = _BufferCommHookLocation
@@ -57,6 +61,10 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 # The modes of this thread, from the first one on, and how they begin and end.
 function_modes = torch.overrides._get_current_function_mode_stack
 push_function_mode, pop_function_mode = torch.overrides._push_mode, torch.overrides._pop_mode
+# Contexts without them, without dispatch modes, and without transforms of torch.func.
+without_function_modes: Any = torch._C.DisableTorchFunction
+without_dispatch_modes: Any = torch._C._DisableTorchDispatch
+without_transforms = temporarily_clear_interpreter_stack
 
 
 def code_was_compiled() -> bool:
@@ -299,23 +307,18 @@ def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device])
     return torch.device("cpu")
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of collectives of ``group``: known to its backend, not to the group."""
-    return _backend_option(group, device, "_timeout")
-
-
-def gloo_threads(group: dist.ProcessGroup) -> int | None:
-    """Number of gloo threads of a group, for logging data; stock reads it in C++."""
-    return _backend_option(group, torch.device("cpu"), "_threads")
-
-
-def _backend_option(group: dist.ProcessGroup, device: torch.device, name: str) -> Any:
+def _backend_option(name: str, group: dist.ProcessGroup, device: torch.device) -> Any:
     """The option ``name`` of the group's backend; ``None`` if it has none."""
     try:
         backend: Any = group._get_backend(device)
         return getattr(backend.options, name)
     except (AttributeError, RuntimeError):
         return None
+
+
+# Of a group and a device: the timeout of collectives, and the number of gloo's threads.
+timeout_of: Callable[..., timedelta | None] = partial(_backend_option, "_timeout")
+gloo_threads: Callable[..., int | None] = partial(_backend_option, "_threads")
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:
@@ -385,9 +388,8 @@ raw_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def cuda_sleep(cycles: int) -> None:
-    """Have the current stream do nothing for ``cycles``; torch has no public kernel for it."""
-    torch.cuda._sleep(cycles)
+# Has the current stream do nothing for a number of cycles; torch has no public kernel for it.
+cuda_sleep = torch.cuda._sleep
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
@@ -446,9 +448,9 @@ def hooks_after_accumulation(param: Tensor) -> list[Any]:
 
 
 def _is_ours(function: Any) -> bool:
-    if isinstance(getattr(function, "__self__", None), list):
-        return True
-    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    is_of_list = isinstance(getattr(function, "__self__", None), list)
+    return is_of_list or package == __name__.partition(".")[0]
 
 
 # Run a function when the backward that runs on this thread is over. FSDP2 and stock DDP end their
@@ -631,9 +633,8 @@ def move_inputs(
     return moved_args[0], moved_kwargs[0]
 
 
-def throws_on_early_termination(joinable: Any) -> bool:
-    """Whether the ``Join`` raises on all ranks as soon as one rank has no inputs left."""
-    return joinable._join_config.throw_on_early_termination
+# Of a joinable: whether the ``Join`` raises on all ranks as soon as one rank has no inputs left.
+throws_on_early_termination = attrgetter("_join_config.throw_on_early_termination")
 
 
 class CountingJoin(Join):
@@ -700,6 +701,17 @@ def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) 
     """``all_gather_into_tensor``, whose name torch 2.13 deprecates; returns the work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, tensor, group=group, async_op=True)
+
+
+# What a process of a DataLoader runs; it is looked up there when the process starts.
+loading_loop = partial(getattr, _loading, "_worker_loop")
+set_loading_loop = partial(setattr, _loading, "_worker_loop")
+
+
+def loading_processes() -> list[Any]:
+    """The processes of all DataLoaders, which only their iterators know."""
+    iterators = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
+    return [process for each in iterators for process in getattr(each, "_workers", ())]
 
 
 def nvlinks(device: torch.device) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +65,7 @@ class DDPConfig:
     lazy: bool  # lazy_bucket_allocation
     in_place: bool  # reduce_in_place
     skip_unused: bool  # skip_all_reduce_unused_params
+    divide_factor: float | None  # gradient_divide_factor
     check_finite: str | None
     check_drift: str | None
     grad_norm: bool
@@ -96,6 +99,7 @@ class DDPConfig:
                 f"{given.compression!r} has them summed otherwise: leave one of them out"
             )
         check_flags({name: arguments[name] for name in FLAGS})
+        divide_factor = divide_factor_of(given.gradient_divide_factor)
         syncs_buffers, syncs_initial_buffers = buffer_options(given)
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
@@ -133,6 +137,8 @@ class DDPConfig:
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
         switches = ("metrics", "grad_norm", "reduce_in_place")
         options |= {name: True for name in switches if arguments[name]}
+        if divide_factor is not None:
+            options["gradient_divide_factor"] = divide_factor
         return cls(
             wire,
             caps,
@@ -141,9 +147,12 @@ class DDPConfig:
             output_device,
             views=bool(given.gradient_as_bucket_view),
             lazy=bool(given.lazy_bucket_allocation),
-            # Sums of squares are those of buffers; compression="auto" compares buffers.
-            in_place=bool(given.reduce_in_place) and not (given.grad_norm or given.compression),
+            # Sums of squares are those of buffers; compression="auto" compares buffers. NCCL's AVG
+            # divides by the number of ranks.
+            in_place=bool(given.reduce_in_place)
+            and not (given.grad_norm or given.compression or divide_factor),
             skip_unused=bool(given.skip_all_reduce_unused_params),
+            divide_factor=divide_factor,
             check_finite=given.check_finite,
             check_drift=given.check_drift,
             grad_norm=bool(given.grad_norm),
@@ -154,6 +163,21 @@ class DDPConfig:
             syncs_initial_buffers=syncs_initial_buffers,
             options=options | wire_options,
         )
+
+
+def divide_factor_of(factor: Any) -> float | None:
+    """``gradient_divide_factor`` as a float, by which gradients can be divided; raises if not."""
+    if factor is None:
+        return None
+    if isinstance(factor, bool) or not isinstance(factor, Real):
+        raise TypeError(f"gradient_divide_factor should be None or a number, got {factor!r}")
+    try:
+        divisor = float(factor)
+    except OverflowError:
+        divisor = math.inf
+    if not 0 < divisor < math.inf or math.isinf(1 / divisor):
+        raise ValueError(f"gradient_divide_factor should be positive and finite, got {factor!r}")
+    return divisor
 
 
 def check_transport(

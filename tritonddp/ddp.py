@@ -133,6 +133,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ``"off"``: as ``forward_sync_buffers=False``.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
             copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
+        gradient_divide_factor: gradients are summed, and divided by this number instead of the
+            number of ranks, also inside :meth:`join`. ``1`` sums: for losses whose parts add up
+            over the ranks (``docs/batches.md``). Gradients that are in ``.grad`` before a backward,
+            reduced already, are added as they are.
 
     Attributes:
         module: the wrapped module.
@@ -188,6 +192,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         grad_norm: bool = False,
         buffer_sync: str | None = None,
         reduce_in_place: bool = False,
+        gradient_divide_factor: float | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
@@ -358,7 +363,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 and other backwards, or those of means and of sums, are accumulated together; or a
                 loss that does not depend on the module's outputs is to be accumulated with others.
             TypeError: ``n`` is no number.
-            ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
+            ValueError: ``n`` is negative or not finite, ``reduction`` is unknown, or
+                ``gradient_divide_factor`` was given.
 
         Example::
 
@@ -620,13 +626,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             model = tritonddp.DistributedDataParallel(module, compression="auto")
             print(model.wire_report())
         """
-        planner = self._ddp_state.core.manager.planner
-        if planner is not None:
-            return planner.explanation
-        return (
-            'there was no choice: compression is not "auto", or its process group has one rank '
-            "or was replaced"
-        )
+        return self._ddp_state.explain_wires()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.
@@ -695,7 +695,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: a hook is registered already, or a backward is under way; and in
                 ``backward()``, naming rank, step and bucket, if the hook fails.
             TypeError: ``hook`` is not callable, or is a bfloat16 hook without support in torch.
-            ValueError: the hook's annotations have other types.
+            ValueError: its annotations have other types, or ``gradient_divide_factor`` was given.
 
         Example::
 
@@ -703,7 +703,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         """
         self._noting(check_hook, hook)
-        self._ddp_state.core.register_comm_hook(state, hook)
+        self._ddp_state.register_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
     # When the caller says where a backward ends

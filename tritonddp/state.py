@@ -53,6 +53,7 @@ from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.kernels.dispatch import gradient_dtype
+from tritonddp.reducer.earlier_means import ReducedOnce
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
 from tritonddp.reducer.reducer import Reducer
@@ -236,6 +237,7 @@ class DDPState:
             is_registered=config.transport == REGISTERED_MEMORY,
             is_in_place=config.in_place,
             reporters=list(self.reporters()),
+            divide_factor=config.divide_factor,
         )
         core = self.core = Reducer(reductions, counts_dropped=not finds_unused)
         if finds_unused is False:
@@ -290,18 +292,20 @@ class DDPState:
             self.metrics = Metrics(group, device, self.counters)
             yield self.metrics
         if config.grad_norm and group.size > 1:  # one rank alone reduces nothing
-            yield GradNorm(group.size, self.counters)
+            yield GradNorm(group.size, self.counters, config.divide_factor)
         if config.check_drift is not None and group.size > 1:
             yield DriftCheck(config.check_drift, group, self.parameters, compare_parameters)
 
     def _extensions(self, core: Reducer) -> Iterator[Extension]:
-        config = self.config
+        config, parameters = self.config, self.parameters
         if self.group.size > 1:
             yield HookedSteps(core.events)
         if config.skip_unused:
             yield SkipUnused(self.sync)
         if config.delay is not None:
             yield DeferredBuckets(config.delay.until, config.caps.delayed, core.launching)
+        if config.divide_factor not in (None, self.group.size):
+            yield ReducedOnce(lambda: [param for _, param in parameters.params])
         if config.check_finite is not None:
             yield FiniteCheck(config.check_finite, self.group)
         if self.figures is not None:
@@ -315,9 +319,18 @@ class DDPState:
         self.core.finalize_manually(required)
         self.finalizes_manually = required
 
+    def register_hook(self, state: Any, hook: Hook) -> None:
+        """Have ``hook`` reduce all buckets; raises as the wrapper's ``register_comm_hook``."""
+        if self.config.divide_factor is not None:
+            raise ValueError(
+                "gradient_divide_factor was given when the module was wrapped, and a communication "
+                "hook divides by itself: leave one of them out"
+            )
+        self.core.register_comm_hook(state, hook)
+
     def register_builtin_hook(self, kind: dist.BuiltinCommHookType, hook: Hook) -> None:
         """Have ``hook``, which does the same as torch's of this kind, reduce all buckets."""
-        self.core.register_comm_hook(self.group.process_group, hook)
+        self.register_hook(self.group.process_group, hook)
         self.builtin_hook = kind
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
@@ -340,10 +353,28 @@ class DDPState:
         _overwrite((buffer, new) for buffer, own, new in late if torch.equal(buffer, own))
 
     def count_weights(self) -> None:
-        """From now on note which weights the accumulated gradients have."""
+        """From now on note which weights the accumulated gradients have.
+
+        Raises:
+            ValueError: the sum is divided by a number of the user's.
+        """
+        if (divisor := self.config.divide_factor) is not None:
+            raise ValueError(
+                f"weighted(n) divides by the items of all ranks, and gradient_divide_factor="
+                f"{divisor:g} was given when the module was wrapped: leave one of them out"
+            )
         if self.window is None:
             self.window = AccumulationWindow(self.parameters, self.sync, self.core.manager)
             self.core.events.install(self.window)
+
+    def explain_wires(self) -> str:
+        """See :meth:`DistributedDataParallel.wire_report`."""
+        if (planner := self.core.manager.planner) is not None:
+            return planner.explanation
+        return (
+            'there was no choice: compression is not "auto", or its process group has one rank '
+            "or was replaced"
+        )
 
     def metrics_for(self, method: str) -> Metrics:
         """The object that times steps, for ``method``; raises a RuntimeError without one."""

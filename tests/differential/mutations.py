@@ -303,7 +303,7 @@ def values_of_one_rank(original: Any) -> Any:
     return step
 
 
-@mutation("zero.means:EarlierMeans._take_out")
+@mutation("reducer.earlier_means:MeansAside.take_out")
 def means_that_count_on_one_rank(original: Any) -> Any:
     """A mean that is in ``.grad`` already is reduced as this rank's gradient."""
     return lambda self: None

@@ -48,6 +48,7 @@ _VALID = {
     "check_drift": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
     "buffer_sync": st.sampled_from(["broadcast", "mean", "off"]),
+    "gradient_divide_factor": st.sampled_from([1, 2.5]),
     "grad_norm": st.booleans(),
     "metrics": st.booleans(),
     "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),

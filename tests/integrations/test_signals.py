@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from launched import ROOT, played
 from training import in_threads
 
 import tritonddp
+from tritonddp._torch import loading_loop, set_loading_loop
+from tritonddp.integrations import signals
 from tritonddp.integrations.signals import StopOnSignal
 from tritonddp.state import DDPState
 
@@ -329,20 +332,17 @@ import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
 import tritonddp
 
-def own_group(worker):
-    os.setpgrp()
-
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = tritonddp.DistributedDataParallel(torch.nn.Linear(4, 2))
-loader = DataLoader(torch.randn(100_000, 4), 4, num_workers=1, worker_init_fn=own_group)
+loader = DataLoader(torch.randn(100_000, 4), 4, num_workers=1)
 with tritonddp.stop_on_signal():
     for number, x in enumerate(loader):
         model(x).sum().backward()
         if (number, dist.get_rank()) == (20, 0):
             os.kill(os.getppid(), signal.SIGTERM)
         if model.should_stop():
-            print(f"rank {dist.get_rank()} stopped", flush=True)
+            print(f"rank {dist.get_rank()} stopped\\n", end="", flush=True)
             break
 dist.destroy_process_group()
 """
@@ -353,3 +353,132 @@ def test_ranks_whose_loaders_have_processes_stop_by_a_signal_to_torchrun(tmp_pat
     done = played(LOADING, tmp_path, nproc=2)
     assert sorted(done.stdout.splitlines()) == ["rank 0 stopped", "rank 1 stopped"], done.stderr
     assert "DataLoader worker" not in done.stderr
+
+
+# A signal to the process group, of which workers of DataLoaders are members.
+SHIELDED = """
+import multiprocessing, os, signal, sys
+import torch
+from torch.utils.data import DataLoader
+import tritonddp
+from tritonddp.state import DDPState
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, number):
+        if number == 9 and "individually" in sys.argv:
+            signal.raise_signal(signal.SIGUSR1)
+        return number
+
+def is_there(process):
+    process.join(10)
+    return process.is_alive()
+
+def play(number, method, is_persistent, is_before):
+    options = {"multiprocessing_context": method, "persistent_workers": is_persistent}
+    loader = DataLoader(Data(), None, num_workers=2, **options)
+    iterator = iter(loader) if is_before else None
+    with tritonddp.stop_on_signal(number):
+        iterator = iterator or iter(loader)
+        workers, seen = iterator._workers, []
+        for each in iterator:
+            if len(seen) == 3:  # all have begun
+                os.killpg(os.getpgrp(), number)
+            seen.append(each)
+        asked = len(DDPState.stop_requests)
+        if is_persistent:
+            seen += iter(loader)
+    alike = sorted(seen) == sorted([*range(24)] * (1 + is_persistent))
+    del iterator, loader, each
+    print(method, alike, asked, [is_there(process) for process in workers], flush=True)
+
+if __name__ == "__main__":
+    os.setpgrp()
+    loop = torch.utils.data._utils.worker._worker_loop
+    for case in eval(sys.argv[1]):
+        play(*case)
+    assert torch.utils.data._utils.worker._worker_loop is loop
+    if "killed" in sys.argv:
+        with tritonddp.stop_on_signal():
+            workers = iter(DataLoader(Data(), num_workers=2))._workers
+            print(*(each.pid for each in workers), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+TERM = signal.SIGTERM
+IN_A_GROUP = {
+    "forked": [(TERM, "fork", False, False), (TERM, "fork", True, False)],
+    "forked before": [
+        (TERM, "fork", False, True),
+        (TERM, "fork", True, True),
+        (USR1, "fork", 0, 1),
+    ],
+    "spawned": [(TERM, "spawn", True, False)],
+    "by a server": [(TERM, "forkserver", False, False)],
+}
+
+
+def shielded(tmp_path: Path, cases: Any, *more: str, **options: Any) -> Any:
+    script = tmp_path / "script.py"  # spawned processes import it
+    script.write_text(SHIELDED)
+    numbered = repr([(int(number), *rest) for number, *rest in cases])
+    return subprocess.run(
+        [sys.executable, script, numbered, *more],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("forked", "forked before"),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("spawned", "by a server")),
+    ],
+)
+def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(kind: str, tmp_path: Path) -> None:
+    done = shielded(tmp_path, IN_A_GROUP[kind])
+    wanted = [f"{method} True 1 [False, False]" for _, method, *_ in IN_A_GROUP[kind]]
+    assert done.stdout.splitlines() == wanted, done.stderr[-3000:]
+    assert "run already" not in done.stderr
+
+
+@pytest.mark.long
+def test_workers_that_cannot_be_shielded_are_named(tmp_path: Path) -> None:
+    """Here SIGWINCH is sent, which ends nobody."""
+    done = shielded(tmp_path, [(signal.SIGWINCH, "spawn", False, True)])
+    assert "spawn True 1 [False, False]" in done.stdout, done.stderr[-3000:]
+    assert re.search(r"will end workers .* run already \(processes \d+, \d+\): enter", done.stderr)
+
+
+def test_workers_end_with_their_parent_and_bear_a_signal_of_their_own(tmp_path: Path) -> None:
+    done = shielded(tmp_path, [(USR1, "fork", False, False)], "individually", "killed")
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    first, pids = done.stdout.splitlines()
+    assert first == "fork True 1 [False, False]"
+    deadline = time.monotonic() + 30  # torch's loop looks each 5 seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids.split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_several_handlers_shield_until_the_last_is_removed(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "_shield", signals._Shield())  # other tests have removed nothing
+    loop = loading_loop()
+    one = tritonddp.stop_on_signal(USR1)
+    two = tritonddp.stop_on_signal(USR2)
+    one.remove()
+    one.remove()
+    shield: Any = loading_loop()
+    assert shield is signals._shield
+    assert shield._signals == {USR2}
+    set_loading_loop(print)  # somebody else's, later
+    two.remove()
+    assert loading_loop() is print
+    assert shield._signals == set()
+    set_loading_loop(loop)

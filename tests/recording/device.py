@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from recording import autograd, batch_norm, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent
+from tritonddp import _torch
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
 _READS = ("tolist", "numpy", "__array__")
@@ -383,6 +384,9 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         streams.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", as_torch),
         mock.patch.object(Tensor, "record_stream", record_stream),
+        # Without its modes there is no such device.
+        mock.patch.object(_torch, "without_function_modes", contextlib.nullcontext),
+        mock.patch.object(_torch, "without_dispatch_modes", contextlib.nullcontext),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", as_torch),
         operations,
         appearance,

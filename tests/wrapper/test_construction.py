@@ -155,6 +155,14 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"compression": "int8", "exact": "wheight"},
         "no parameter 'wheight'",
     ),
+    "divided by nothing": ({"gradient_divide_factor": 0}, "positive and finite, got 0"),
+    "divided by less": ({"gradient_divide_factor": -2.0}, "positive and finite, got -2.0"),
+    "divided by nan": ({"gradient_divide_factor": float("nan")}, "positive and finite, got nan"),
+    "divided by too much": ({"gradient_divide_factor": 10**400}, "positive and finite, got 1000"),
+    "divided by too little": (
+        {"gradient_divide_factor": 1e-320},
+        "positive and finite, got 1e-320",
+    ),
     "buffer_sync": (
         {"buffer_sync": "sum"},
         "buffer_sync should be None or one of 'broadcast', 'mean', 'off'",
@@ -184,6 +192,8 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "mixed precision": ({"mixed_precision": object()}, "mixed_precision; _MixedPrecision"),
     "reduce_dtype by name": ({"reduce_dtype": "bf16"}, "reduce_dtype; 'bf16'"),
     "exact, by no name": ({"compression": "int8", "exact": 3}, "exact should be a name; got 3"),
+    "divided by truth": ({"gradient_divide_factor": True}, "None or a number, got True"),
+    "divided by a word": ({"gradient_divide_factor": "mean"}, "None or a number, got 'mean'"),
     "grad_norm": ({"grad_norm": "yes"}, "grad_norm should be True or False"),
     "metrics": ({"metrics": "yes"}, "metrics"),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._modes import outside_modes
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack
 from tritonddp.buckets.bucket_set import BucketSet, assign
@@ -160,7 +161,9 @@ class BucketManager:
         is_temporary = factory is not self.factory
         planner = None if is_temporary else self.planner
         wire_of = planner.wire_of if planner is not None else lambda index: None
-        built = BucketSet(named_params, self._caps, factory, former, sparse, wire_of, is_temporary)
+        caps = self._caps
+        with outside_modes(param for _, param in named_params):
+            built = BucketSet(named_params, caps, factory, former, sparse, wire_of, is_temporary)
         if logger.isEnabledFor(logging.DEBUG):
             where = f"rank {self._group.rank}, step {self._counters.reductions}"
             for bucket in built.buckets:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp._modes import outside_modes
 from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import Work, all_reduce, broadcast
 from tritonddp.coordination.group import Group
@@ -86,7 +87,8 @@ class Messages:
         state = [max_bytes, *(list(map(each, tensors)) for each in _STATE)]
         if state == self._state:
             return self._messages
-        messages = [Message(batch) for batch in _batches(tensors, max_bytes)]
+        with outside_modes(tensors):
+            messages = [Message(batch) for batch in _batches(tensors, max_bytes)]
         if {*map(type, tensors)} == {Tensor} and not any(message.copies for message in messages):
             self._state, self._messages = state, messages
         else:
@@ -126,7 +128,8 @@ class Message:
         if self._flat is None:
             self._flat = self.pieces[0]
             if len(self.pieces) > 1:
-                self._flat = self.pieces[0].new_empty(sum(self.sizes))
+                with outside_modes(self.tensors):
+                    self._flat = self.pieces[0].new_empty(sum(self.sizes))
         return self._flat
 
     def fill(self) -> None:

@@ -463,7 +463,7 @@ class StockDDPNames:
         """
         own = self._ddp_state
         for hook, state in self._comm_hooks:
-            own.core.register_comm_hook(state, hook)
+            own.register_hook(state, hook)
         if own.builtin_hook is not None:
             own.register_builtin_hook(own.builtin_hook, _hook_in_python(own.builtin_hook))
 

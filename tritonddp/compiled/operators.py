@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from tritonddp._modes import outside_modes
 from tritonddp._torch import (
     comptime,
     current_graph_task_id,
@@ -81,7 +82,8 @@ class Traced:
             if sum(name in vars(each) for each in type(wrapper).__mro__) > 1:
                 self.obstacle = _OVERRIDES.format(name)
         number = next(_numbers)
-        self.state = torch.tensor([number, 0], device="cpu")
+        with outside_modes():
+            self.state = torch.tensor([number, 0], device="cpu")
         self.gradients: GraphGradients | None = None
         _traced[number] = self
 

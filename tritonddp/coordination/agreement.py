@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import Readback, is_capturing
+from tritonddp._modes import outside_modes
 from tritonddp.coordination.group import Group, group_backend
 
 logger = logging.getLogger("tritonddp.comm.reduction")
@@ -247,8 +248,10 @@ class Agreement:
             report of zeros.
         is_unanimous: all headers were equal, and had no weights. While they stay so, the host need
             not look at them.
-        scale: factor of the gradients before the sum: the weight (else 1), divided by the world
-            size unless that is divided by later.
+        divisor: what the sum is divided by: the number of ranks, or a number of the user's, which
+            then is that of a mean over the ranks with inputs too.
+        scale: factor of the gradients before the sum: the weight (else 1), divided by
+            :attr:`divisor` unless that is divided by later.
         unit: weights are divided by it before the sum: near the last weights, alike on all ranks.
         last_headers: bytes of the reduced headers and reports of the last reduction, if the headers
             were unanimous; on a GPU if there are no reports. On the CPU those who find the same
@@ -266,14 +269,17 @@ class Agreement:
         group: Group,
         report_nbytes: int = 0,
         on_reports: Callable[[Sequence[bytes]], None] | None = None,
+        divide_factor: float | None = None,
     ) -> None:
         self.group = group
+        self.divisor = group.size if divide_factor is None else divide_factor
+        self._is_mean = divide_factor is None
         self._on_reports = on_reports
         self.nbytes = BYTES + report_nbytes
         self.key: object = None
         self.encoded = b""
         self.is_unanimous = False
-        self.scale = 1.0 / group.size
+        self.scale = 1.0 / self.divisor
         self.unit = _FIRST_UNIT
         self.pending = False
         self.has_reports = report_nbytes > 0
@@ -307,23 +313,24 @@ class Agreement:
             skipped: indices of the buckets that are not sent.
             over_present: a mean without weights is that over the ranks that still have inputs.
                 (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
-            averages: gradients are divided by the world size before they are sent.
+            averages: gradients are divided by :attr:`divisor` before they are sent.
         """
         self.key = None  # an interrupt below leaves no key without its header
         asked_at = self._asked_at  # once: a signal handler may ask while this runs
         stops = asked_at >= 0 and not self._has_stop
         items, site = None if weight is None else weight.items, schema[3:] or bytes(3)
         self._header = RankHeader(schema[:3], source, items, skipped_hash(skipped), stops, site)
-        self._over_present = over_present
+        self._over_present = over_present and self._is_mean
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
-            self.scale /= self.group.size
+            self.scale /= self.divisor
         rank, size = self.group.rank, self.group.size
         self.encoded = self._header.encode(rank, size, self.nbytes - BYTES)
         mine = self.encoded[rank * self.nbytes :][:BYTES]
         self._mine = {mine}
         alike = [*mine] * size
-        self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
+        with outside_modes():
+            self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
         self.is_unanimous, self.last_headers = False, b""
         self.key = schema, source, weight, skipped, over_present, averages
         if self._asked_at != asked_at:

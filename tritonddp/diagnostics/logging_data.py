@@ -91,7 +91,9 @@ class Logger:
         reducer = wrapper._ddp_state.core
         trainable, current = reducer.parameters.trainable, reducer.manager.current
         params = [param for _, param in trainable]
-        backend = group_backend(wrapper.process_group)
+        group, cpu = wrapper.process_group, torch.device("cpu")
+        backend = group_backend(group)
+        threads = gloo_threads(group, cpu) if backend == "gloo" else None
         ints: dict[str, int | None] = {
             "rank": wrapper.process_group.rank(),
             "world_size": wrapper.process_group.size(),
@@ -113,7 +115,7 @@ class Logger:
             "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
             "static_graph": wrapper.static_graph or None,
             "join_uneven_inputs": self._joins or None,
-            "gloo_num_threads": gloo_threads(wrapper.process_group) if backend == "gloo" else None,
+            "gloo_num_threads": threads,
             **self.sampler.times,
         }
         strs = {

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._device import is_capturing
+from tritonddp._modes import outside_modes
 from tritonddp._torch import preserve_version_counters
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import (
@@ -114,7 +115,8 @@ class BufferSync:
                 self.reset()  # they may come from a rank that does not have the last means
                 self._send(named)
             elif self._averages:
-                self._average(named)
+                with outside_modes(buffers):
+                    self._average(named)
             elif (shared := self._through_memory()) is None:
                 self._send(named)
             else:
@@ -158,7 +160,6 @@ class BufferSync:
 
     # The mean
 
-    @torch.no_grad()
     def _average(self, named: _Named) -> None:
         """Average the floating-point buffers that have changed on any rank, broadcast the others.
 

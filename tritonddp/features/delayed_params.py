@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tritonddp._modes import outside_modes
 from tritonddp._torch import gradient_node, register_post_accumulate_grad_hook, will_engine_execute
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.extension import Extension
@@ -75,7 +76,8 @@ class DeferredBuckets(Extension):
     def __init__(
         self, until: Tensor, names: frozenset[str], launching: AbstractContextManager[Any]
     ) -> None:
-        self._node = gradient_node(until)
+        with outside_modes([until]):
+            self._node = gradient_node(until)
         self._names = names
         self._launching = launching
         self._waits: Backward | None = None

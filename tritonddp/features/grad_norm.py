@@ -130,10 +130,14 @@ class GradNorm(Extension):
 
     report_nbytes = _REPORT.size
 
-    def __init__(self, world_size: int, counters: Counters) -> None:
+    def __init__(
+        self, world_size: int, counters: Counters, divide_factor: float | None = None
+    ) -> None:
         count_unscaling()
         self._counters = counters
         self._world_size = world_size
+        # Factor of the squares of what was reduced, which may be divided by another number.
+        self._to_mean = 1.0 if divide_factor is None else (divide_factor / world_size) ** 2
         self._reduced: list[_Reduced] = []
         self._is_replayed = False  # a CUDA graph writes gradients, which is not noticed here
         self.local_squares: Tensor | None = None
@@ -200,7 +204,8 @@ class GradNorm(Extension):
         """
         local, self._mean_squares = math.nan, math.nan
         if self._read is not None and not reduction.is_captured:
-            local, self._mean_squares = self._read().tolist()
+            local, squares = self._read().tolist()
+            self._mean_squares = squares * self._to_mean
         self._read = None
         return _REPORT.pack(local)
 
@@ -346,7 +351,9 @@ class GradientNorms:
         # reduction has brought buckets with owners, all are.
         mine: list[Any] = [p.grad for p in with_grad if owners.get(p, 0) == rank]
         if len(mine) < len(with_grad):
-            total = torch.stack(norms_of(mine)).double().norm() if mine else torch.zeros(())
+            total = measured.total.new_zeros(())
+            if mine:
+                total = torch.stack(norms_of(mine)).double().norm()
         is_double = float(measured.total.dtype is torch.float64)  # here, or on any rank
         sums = torch.stack([total.double().square(), total.new_tensor(is_double).double()])
         sums = sums.to(core.manager.current.params[0].device)

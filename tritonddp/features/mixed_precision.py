@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonddp._modes import outside_modes
 from tritonddp._torch import MixedPrecision, cast_inputs, current_graph_task_id
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.kernels.flat_buffer import DTYPES
@@ -100,9 +101,10 @@ class LowPrecision:
         """Set ``_fp_param`` and ``_mp_param`` as stock DDP does; the latter takes no memory."""
         for name, param in module.named_parameters():
             if name not in self._ignored:
-                low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
-                param._mp_param = low.expand(param.shape)  # type: ignore[attr-defined]
-                param._fp_param = param.data  # type: ignore[attr-defined]
+                with outside_modes([param]):
+                    low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
+                    param._mp_param = low.expand(param.shape)  # type: ignore[attr-defined]
+                    param._fp_param = param.data  # type: ignore[attr-defined]
 
     def _replace(self, part: nn.Module) -> list[tuple[Any, str, Any]]:
         """Replace all parameters of ``part`` by casts; returns what :meth:`_put_back` needs."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import _thread
 import contextlib
 import logging
+import multiprocessing
 import operator
 import os
 import signal
 import threading
 from collections.abc import Sequence
+from functools import partial
+from multiprocessing.context import get_spawning_popen
 from types import FrameType, TracebackType
 from typing import Any
 
+from tritonddp._torch import loading_loop, loading_processes, set_loading_loop
 from tritonddp.state import DDPState
 
 logger = logging.getLogger("tritonddp.signals")
@@ -29,6 +33,10 @@ _UNUSABLE = {
 }
 
 
+# Environment variable, set where a server starts that shall have a process group of its own.
+_APART = "_TRITONDDP_OWN_PROCESS_GROUP"
+
+
 def stop_on_signal(*signals: int) -> StopOnSignal:
     """From now on the first of each of these signals asks all ranks to stop.
 
@@ -37,6 +45,10 @@ def stop_on_signal(*signals: int) -> StopOnSignal:
     The handler from before is put back then, so the second signal of a kind does what it did
     before: SIGTERM ends the process. A process that is forked from this one gets the handler from
     before at once.
+
+    A signal to the process group of this process leaves the workers of its DataLoaders at work: the
+    loop that stops needs them. Until ``remove()`` they are started in process groups of their own,
+    and those that run already get one; a warning in the log says where that cannot be.
 
     Whoever sets a handler after this, and calls the former one, calls this one; called a second
     time it hands on to the one before.
@@ -125,6 +137,7 @@ class StopOnSignal:
         except OSError:
             self.remove()
             raise
+        _shield.add(self, signals)
 
     def __enter__(self) -> StopOnSignal:
         return self
@@ -148,6 +161,7 @@ class StopOnSignal:
         self._is_removed = True
         for number in self._former:
             self._put_back(number)
+        _shield.remove(self)
         DDPState.stop_requests.discard(self)
 
     def _put_back(self, number: int) -> None:
@@ -181,6 +195,112 @@ class StopOnSignal:
             # Still there: by default this signal does not end the process.
             if installed is not None:
                 signal.signal(number, installed)
+
+
+class _Shield:
+    """What workers of DataLoaders run while signals stop all ranks: torch's loop, out of reach.
+
+    A worker in a process group of its own gets no signal that is for the group of its parent. Of
+    those that are sent to each process it ignores all but SIGTERM, by which its parent ends it.
+    """
+
+    def __init__(self) -> None:
+        self._in_force: dict[StopOnSignal, Sequence[int]] = {}
+        self._former: Any = None
+
+    def add(self, handler: StopOnSignal, signals: Sequence[int]) -> None:
+        """Shield workers from these signals too."""
+        if not hasattr(os, "setpgid"):  # Windows, which has no process groups
+            return
+        if not self._in_force:
+            self._former = loading_loop()
+            set_loading_loop(self)
+        self._in_force[handler] = signals
+        if multiprocessing.active_children():
+            _move(loading_processes())
+
+    def remove(self, handler: StopOnSignal) -> None:
+        """Workers that start from now on are shielded for others only."""
+        if self._in_force.pop(handler, None) and not self._in_force and loading_loop() is self:
+            set_loading_loop(self._former)
+
+    def __call__(self, *args: Any) -> None:
+        """The loop of a forked worker."""
+        _work(self._signals, self._former, *args)
+
+    def __reduce__(self) -> Any:
+        """The loop of a worker that is not forked: it has torch's own."""
+        if getattr(get_spawning_popen(), "method", "") == "forkserver" and self._in_force:
+            _start_server_apart()
+        return partial, (_work_spawned, self._signals)
+
+    @property
+    def _signals(self) -> set[int]:
+        return {number for signals in self._in_force.values() for number in signals}
+
+
+_shield = _Shield()
+
+
+def _work_spawned(signals: set[int], *args: Any) -> None:
+    _work(signals, loading_loop(), *args)
+
+
+def _work(signals: set[int], loop: Any, *args: Any) -> None:
+    if signals:
+        os.setpgid(0, 0)
+    for number in signals - {signal.SIGTERM}:
+        signal.signal(number, _ignore)  # unlike SIG_IGN not in programs that the worker starts
+    loop(*args)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _start_server_apart() -> None:
+    """The server that forks workers ends them when it ends: it gets a process group of its own."""
+    from multiprocessing import forkserver  # which Windows has not
+
+    server: Any = forkserver.ensure_running.__self__  # type: ignore[attr-defined]
+    pid, preloaded = (vars(server)[name] for name in ("_forkserver_pid", "_preload_modules"))
+    if __name__ not in preloaded:
+        forkserver.set_forkserver_preload([*preloaded, __name__])
+    os.environ[_APART] = "1"  # for its import of this module
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[_APART]
+    if vars(server)["_forkserver_pid"] == pid and os.getpgid(pid) == os.getpgrp():
+        _warn([str(pid)])
+
+
+if os.environ.pop(_APART, None):
+    os.setpgid(0, 0)
+
+
+def _move(workers: Sequence[Any]) -> None:
+    """Give workers of DataLoaders that run already process groups of their own."""
+    left = []
+    for each in workers:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            if os.getpgid(each.pid) == os.getpgrp():
+                try:
+                    os.setpgid(each.pid, each.pid)
+                except OSError:  # only processes that are forked let their parent do that
+                    left.append(str(each.pid))
+    if left:
+        _warn(left)
+
+
+def _warn(processes: Sequence[str]) -> None:
+    logger.warning(
+        "process %d: a signal to the process group will end workers of a DataLoader, since they, "
+        "or the server that forks them, run already (processes %s): enter stop_on_signal() before "
+        "the first loop over a DataLoader",
+        os.getpid(),
+        ", ".join(processes),
+    )
 
 
 def _log(who: str, name: str) -> None:

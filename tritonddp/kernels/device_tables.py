@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tritonddp._device import is_capturing, upload, uploaded
+from tritonddp._modes import outside_modes
 from tritonddp.kernels import launch
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.launch import Launcher
@@ -142,7 +143,8 @@ class DeviceTables:
     def of(cls, flat: FlatBuffer) -> Any:
         """The tables of ``flat``, built when they are first asked for."""
         if flat.tables is None:
-            flat.tables = cls(flat)
+            with outside_modes([flat.data]):
+                flat.tables = cls(flat)
         return flat.tables
 
     def update(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonddp._modes import outside_modes
 from tritonddp._torch import (
     foreach_copy_,
     foreach_mul,
@@ -360,7 +361,8 @@ class _Batched:
         """Make the factor for this scale."""
         self.scale = math.nan  # not valid if an interrupt comes before the end
         # Via fp64, as torch does with a number: it may be too large for fp32.
-        self.factor = torch.tensor(scale, dtype=torch.float64, device="cpu").to(self._dtype)
+        with outside_modes():
+            self.factor = torch.tensor(scale, dtype=torch.float64, device="cpu").to(self._dtype)
         self.scale = scale
 
 

@@ -66,6 +66,7 @@ class Reductions:
         is_registered: buckets lie in memory that the backend has registered.
         is_in_place: large gradients are reduced where they lie, where that is possible.
         reporters: extensions that send reports to the other ranks, the same on every rank.
+        divide_factor: sums of gradients are divided by it; ``None`` for the number of ranks.
 
     Attributes:
         parameters, group, sync, counters: see above.
@@ -99,6 +100,7 @@ class Reductions:
         is_registered: bool = False,
         is_in_place: bool = False,
         reporters: Sequence[Extension] = (),
+        divide_factor: float | None = None,
     ) -> None:
         self.counters = counters = counters or Counters()
         self.parameters = parameters
@@ -106,7 +108,8 @@ class Reductions:
         self.sync = sync
         self.events = Events(reporters)
         report_nbytes = sum(each.report_nbytes for each in reporters)
-        self.agreement = Agreement(group, report_nbytes, self.events.on_reports)
+        on_reports = self.events.on_reports
+        self.agreement = Agreement(group, report_nbytes, on_reports, divide_factor)
         wire = wire or WireFormat()
         transport = ProcessGroupTransport(group, counters)
         factory = BucketFactory(
@@ -198,11 +201,12 @@ class Reductions:
             self.memory.begin(self.manager.current)
 
     def need_no_exchange(self, options: ReducerOptions) -> bool:
-        """Whether the only rank needs no buckets: its gradients are the mean."""
+        """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
         manager = self.manager
         wire = manager.factory.wire
         return (
             not self.exchanges_alone
+            and self.agreement.divisor == 1
             and options.comm_hook is None
             and not options.finalizes_manually
             and self.sync.join is None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._modes import outside_modes
 from tritonddp._torch import foreach_copy_
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -35,8 +36,10 @@ class MasterWeights:
         for param in params:
             if param not in self.of:
                 is_low = param.dtype in _LOW
-                self.of[param] = Parameter(param.detach().float()) if is_low else param
+                self.of[param] = param
                 if is_low:
+                    with outside_modes([param]):
+                        self.of[param] = Parameter(param.detach().float())
                     self._versions[param] = param._version
 
     def remove(self, params: Iterable[Tensor]) -> None:

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tritonddp._modes import outside_modes
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.host.memory_exchange import Announced, MemoryExchange, Progress
@@ -104,7 +105,8 @@ class PeerMemory:
         self._moved = ref(current)
         if self.refusal is not None:
             return
-        with self._group.guard(where, "agreement to exchange through memory"):
+        guard = self._group.guard(where, "agreement to exchange through memory")
+        with guard, outside_modes(current.params):
             refusal = self._connect(where) or self._share(current)
         if refusal is None:
             return

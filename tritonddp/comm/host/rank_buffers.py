@@ -129,7 +129,7 @@ class RankBuffers:
         """Write a gradient that is summed in parts, each of which is consecutive in memory."""
         shape, strides = self._flat.layout.shapes[slot], self._flat.layout.strides[slot]
         is_in_order = grad.stride() == strides
-        dense = grad if is_in_order else torch.empty_strided(shape, strides, dtype=grad.dtype)
+        dense = grad if is_in_order else grad.new_empty_strided(shape, strides)
         line = dense.as_strided((dense.numel(),), (1,))
         for start, end, terms in self._cuts[slot]:
             _add(terms, line[start:end])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonddp._modes import outside_modes
+
 
 @dataclass(eq=False)
 class Memory:
@@ -66,6 +68,7 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
     # (Python's mmap would keep one more descriptor open for each mapping.)
     path = f"/proc/self/fd/{descriptor}"
     try:
-        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        with outside_modes():
+            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(str(error).partition("\n")[0]) from error

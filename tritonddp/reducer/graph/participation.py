@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
+from tritonddp._modes import outside_modes
 from tritonddp._torch import (
     current_autograd_node,
     gradient_node,
@@ -21,7 +22,8 @@ from tritonddp.reducer.graph.call_site import nodes_of_callers
 
 def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter; a RuntimeError if one has none."""
-    nodes: list[Any] = [gradient_node(param) for param in params]
+    with outside_modes(params):  # under inference_mode there is none
+        nodes: list[Any] = [gradient_node(param) for param in params]
     for node, param in zip(nodes, params, strict=True):
         if getattr(node, "variable", None) is None:
             raise RuntimeError(

@@ -1,0 +1,230 @@
+"""``gradient_divide_factor``: the sum over ranks is divided by it, however gradients travel."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from recording.programs import Program, play
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import _apply_optimizer_in_backward
+from training import WAYS, assert_close, drawn, gradients, wrap
+from uneven import Net as Uneven
+from uneven import loss_of, train
+
+import tritonddp
+from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
+
+# Of a sum in a dtype or in blocks of so many bits.
+ROUNDED = {"bf16": 2e-2, "bf16 views": 2e-2, "fp16": 2e-3, "int8": 2e-2, "fp8": 1e-1, "mixed": 2e-2}
+FACTORS = pytest.mark.parametrize("factor", [1, 2.5])
+
+
+class Net(nn.Module):
+    """Large and small, complex and sparse, used by rank 0 alone and by none."""
+
+    def __init__(self, is_plain: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(20, 300), nn.Linear(300, 40)
+        self.some, self.never = nn.Linear(40, 40), nn.Linear(3, 3)
+        self.phase = None if is_plain else nn.Parameter(torch.ones(7, dtype=torch.complex64))
+        self.table = None if is_plain else nn.Embedding(12, 20, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is not None:
+            x = x + self.table(torch.arange(4) + dist.get_rank())
+        x = self.second(self.first(x))
+        if dist.get_rank() == 0:
+            x = self.some(x)
+        return x.square().mean() * (1 if self.phase is None else (self.phase * 2j).abs().sum())
+
+
+def sums(net: nn.Module, factor: float) -> list[Tensor | None]:
+    """Of the gradients of this rank over all ranks, divided; ``None`` where no rank has one."""
+    found: list[Tensor | None] = []
+    for grad in gradients(net):
+        there = [
+            each for each in gather(None if grad is None else grad.to_dense()) if each is not None
+        ]
+        found.append(sum(there[1:], there[0]) / factor if there else None)
+    return found
+
+
+def dense(grads: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if grad is None else grad.to_dense() for grad in grads]
+
+
+def assert_divided(actual: list[Any], expected: list[Any], within: float, what: str) -> None:
+    """By the norm of each: rounding is relative to the largest elements."""
+    for one, other in zip(dense(actual), expected, strict=True):
+        assert (one is None) == (other is None), what
+        if one is not None:
+            assert float((one - other).norm()) <= within * float(other.norm()), what
+
+
+@FACTORS
+@pytest.mark.parametrize("way", [*WAYS, "norm", "drift"])
+@ranks(2)
+def test_the_sum_is_divided_however_it_travels(way: str, factor: float) -> None:
+    options = {"norm": {"grad_norm": True}, "drift": {"check_drift": "raise"}} | WAYS
+    module = Net(is_plain=way in ("mixed", "norm"))
+    net = copy.deepcopy(module)
+    ddp = DistributedDataParallel(net, gradient_divide_factor=factor, **options[way])
+    for number in range(4):
+        module.zero_grad()
+        ddp.zero_grad()
+        for net in (module, ddp):
+            net(drawn(4, 20, step=number)).backward()
+        what = f"{way}, step {number}"
+        assert_divided(gradients(ddp), sums(module, factor), ROUNDED.get(way, 1e-5), what)
+        assert_same_on_all_ranks(dense(gradients(ddp)), what)
+
+
+@FACTORS
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2)
+def test_what_is_reduced_already_is_added_as_it_is(view: bool, factor: float) -> None:
+    """Over backwards that are reduced, local, or reduced on request: like one of all of them."""
+    module = Net()
+    ddp = wrap(copy.deepcopy(module), view, gradient_divide_factor=factor)
+    for number in range(7):
+        module(drawn(4, 20, step=number)).backward()
+        loss = ddp(drawn(4, 20, step=number))
+        if number in (2, 4):
+            with ddp.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        if number == 4:
+            ddp.reduce_gradients()
+        if number != 2:
+            assert_divided(gradients(ddp), sums(module, factor), 1e-5, f"backward {number}")
+    for param in ddp.parameters():  # what is written by hand counts
+        param.grad = torch.ones_like(param)
+    ddp.reduce_gradients()
+    by_hand = [torch.ones_like(param) for param in ddp.parameters()]
+    wanted = [each * (2 / factor) for each in by_hand]
+    assert_close(gradients(ddp), wanted)
+    assert_close(list(ddp.reduce_gradients(by_hand)), wanted)
+
+
+@pytest.mark.parametrize("over_all", [False, True])
+@ranks(3)
+def test_it_holds_inside_join_whatever_the_mean_would_be(rank: int, over_all: bool) -> None:
+    """As if the ranks that have left had gradients of zero: their number does not count."""
+    counts, factor = (1, 3, 2), 2.5
+    ddp = wrap(Uneven().double(), gradient_divide_factor=factor, forward_sync_buffers=False)
+    context = ddp.join(divide_by_initial_world_size=over_all)
+    found = train(ddp, counts[rank], context)
+    models = [Uneven().double() for _ in counts]
+    for step in range(max(counts)):
+        present = [each for each, count in enumerate(counts) if step < count]
+        for each in present:
+            loss_of(models[each], each, step).backward()
+        for params in zip(*(model.parameters() for model in models), strict=True):
+            grads = [param.grad for param in params if param.grad is not None]
+            for param in params:
+                param.grad = sum(grads[1:], grads[0]) / factor if grads else None
+        if step < counts[rank]:
+            assert_close(found[step], gradients(models[rank]), f"step {step}")
+        for model in models:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0 if param.grad is None else 0.05 * param.grad
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+@ranks(2)
+def test_owners_and_optimizers_in_the_backward_step_with_it(transport: str) -> None:
+    """Both as a plain optimizer; an owner also where it keeps its gradients."""
+    module, options = Net(is_plain=True), {"transport": transport, "gradient_divide_factor": 1}
+    owned, stepped = (wrap(copy.deepcopy(module), **options) for _ in range(2))
+    optimizer = ZeroRedundancyOptimizer(owned.parameters(), torch.optim.SGD, lr=0.1)
+    _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
+    plain = copy.deepcopy(module)
+    for number in range(4):
+        x = drawn(4, 20, step=number)
+        for net in (owned, stepped, plain):
+            net(x).backward()
+        for param, total in zip(plain.parameters(), sums(plain, 1), strict=True):
+            param.grad = total
+        optimizer.step()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        plain.zero_grad()
+        optimizer.zero_grad()
+        for net in (owned, stepped):
+            assert_close(list(net.module.parameters()), list(plain.parameters()), f"step {number}")
+    twice = [owned(drawn(4, 20, step=9)).backward() for _ in range(2)]
+    assert twice == [None, None]
+    for _ in range(2):
+        plain(drawn(4, 20, step=9)).backward()
+    mine = [(p.grad, total) for p, total in zip(owned.parameters(), sums(plain, 1), strict=True)]
+    kept = [(grad, total) for grad, total in mine if grad is not None]
+    assert 0 < len(kept) < len(mine)
+    for grad, total in kept:
+        assert_close(grad, total)
+
+
+@ranks(1)
+def test_a_rank_alone_divides_too() -> None:
+    ddp = tritonddp.replicate(nn.Linear(4, 3), gradient_divide_factor=4)
+    plain = copy.deepcopy(ddp)
+    for number in range(4):
+        for net in (ddp, plain):
+            net.zero_grad()
+            net(drawn(2, 4, step=number)).sum().backward()
+        for one, other in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad * 4, other.grad)
+    one = wrap(nn.Linear(4, 3), gradient_divide_factor=1)
+    assert one._ddp_state.core.reductions.agreement.divisor == 1
+    assert not one._ddp_state.core.events.needs_buckets  # and so nothing is sent
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reduce_in_place": True}, {"gradient_as_bucket_view": True}]
+)
+@ranks(2, interprets=True)
+def test_on_a_gpu_the_kernels_divide(options: dict[str, Any]) -> None:
+    """On the recorded device, beside the mean of the same program."""
+    mean = play(Program(options)).gradients
+    found = play(Program({**options, "gradient_divide_factor": 1})).gradients
+    for one, other in zip(found, mean, strict=True):
+        assert torch.equal(one, 2 * other)
+
+
+@ranks(2)
+def test_the_noise_scale_is_that_of_the_mean() -> None:
+    found = []
+    for factor in (None, 1):
+        ddp = wrap(Net(is_plain=True), grad_norm=True, gradient_divide_factor=factor)
+        for number in range(4):
+            ddp.zero_grad()
+            ddp(drawn(4, 20, step=number)).backward()
+        found.append((ddp.grad_noise_scale(), float(ddp.grad_norm())))
+    assert found[1] == pytest.approx((found[0][0], 2 * found[0][1]), rel=1e-5)
+
+
+@ranks(2)
+def test_who_divides_by_another_number_is_refused(rank: int) -> None:
+    ddp = wrap(nn.Linear(4, 3), gradient_divide_factor=3)
+    said = "gradient_divide_factor.* leave one of them out"
+    with pytest.raises(ValueError, match=said):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(ValueError, match=said):
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with (
+        pytest.raises(ValueError, match="gradient_divide_factor=3 was given"),
+        ddp.weighted(2),
+    ):
+        pass
+    ddp(drawn(2, 4)).sum().backward()
+    assert_same_on_all_ranks(gradients(ddp))
+    with pytest.raises(RuntimeError, match="option 'gradient_divide_factor'"):
+        wrap(nn.Linear(4, 3), gradient_divide_factor=1 + rank)
+    with pytest.raises(RuntimeError, match="option 'gradient_divide_factor'"):
+        wrap(nn.Linear(4, 3), gradient_divide_factor=None if rank else 2)
