@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
+from tritonddp.buckets import parameters as module_of_parameters
 from tritonddp.buckets.manager import REBUILD_AFTER
-from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.buckets.parameters import ModuleParameters, schema_of
 from tritonddp.coordination.group import Group
 
 
@@ -329,6 +331,34 @@ def test_a_dtype_that_cannot_be_reduced_is_named() -> None:
     ddp.module.phase = Parameter(torch.zeros(2, dtype=torch.complex32))
     with pytest.raises(NotImplementedError, match=r"'phase'.*complex32"):
         ddp(batch(0, 0))
+
+
+@ranks(1)
+def test_freezing_in_turns_walks_over_no_module_and_makes_no_hash_twice() -> None:
+    wrapper = nn.Module()
+    wrapper.module = net()
+    group = Group(dist.group.WORLD)
+    parameters = ModuleParameters(wrapper, (), group)
+    parameters.set_bucketed(*zip(*parameters.params, strict=True))
+    layers = wrapper.module.layers
+    for turn in range(3):
+        layers["b"].requires_grad_(turn % 2 == 0)
+        layers["a"].requires_grad_(turn % 2 == 1)
+        with (
+            mock.patch.object(ModuleParameters, "update", autospec=True) as update,
+            mock.patch.object(module_of_parameters, "schema_of", side_effect=schema_of) as hashed,
+        ):
+            assert parameters.refresh(str)
+            assert not parameters.refresh(str)
+        assert (update.call_count, hashed.call_count) == (0, int(turn == 0))
+        fresh = ModuleParameters(wrapper, (), group)
+        fresh.set_bucketed(*zip(*fresh.params, strict=True))
+        assert parameters.schema == fresh.schema
+        assert parameters.trainable == fresh.trainable
+    layers["d"] = nn.Linear(4, 4).double()
+    layers["b"].requires_grad_(False)  # and another change beside
+    assert parameters.refresh(str)
+    assert [name for name, _ in parameters.added] == ["layers.d.weight", "layers.d.bias"]
 
 
 @ranks(1)

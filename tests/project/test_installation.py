@@ -22,6 +22,14 @@ import tritonddp
 print(tritonddp.__file__)
 """
 
+# (A list of what a plain import of torch brings too would be another one with each version.)
+IMPORTED = """
+import sys, torch
+from_torch = set(sys.modules)
+import tritonddp
+print(*sorted(set(sys.modules) - from_torch))
+"""
+
 
 # A script of two ranks, in an operating system that has nothing of Linux's own, and no Triton.
 ELSEWHERE = """
@@ -126,3 +134,14 @@ def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: P
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(run, env=plain, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.strip() == str(tree / "tritonddp.py"), done.stderr
+
+
+def test_the_import_brings_nothing_large_that_only_some_programs_need() -> None:
+    """DTensor and SymPy take 0.7 s of CPU time, which every rank of a job would pay."""
+    run = [sys.executable, "-c", IMPORTED]
+    imported = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    assert "tritonddp.ddp" in imported
+    large = {"sympy", "mpmath", "triton", "torch._dynamo", "torch._inductor", "torch.fx"}
+    assert not large & set(imported)
+    assert "torch.distributed.tensor" not in imported
+    assert "torch.distributed.checkpoint" not in imported

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
+from tritonddp.reducer.reducer import Reducer
 
 
 def layers() -> nn.Sequential:
@@ -41,6 +43,19 @@ class Broken(RuntimeError):
 def test_what_a_wrapper_owes_in_a_context_comes_first_on_all_ranks() -> None:
     core = wrap(layers())._ddp_state.core
     assert core.contexts.order < core.order
+
+
+@ranks(2)
+def test_wrappers_of_one_backward_are_asked_once_whether_they_have_failed() -> None:
+    """Each asking all others, which are more with each, would cost the square of their number."""
+    nets = [wrap(layers()) for _ in range(5)]
+    asked: Any
+    with mock.patch.object(Reducer, "make_up", autospec=True, side_effect=Reducer.make_up) as asked:
+        for number in range(2):
+            torch.stack([net(batch(number)).sum() for net in nets]).sum().backward()
+    assert asked.call_count <= 2
+    for net in nets:
+        assert_gradients_alike(net)
 
 
 def break_off(model: nn.Module, layer: int, ranks_that_fail: list[int]) -> Any:

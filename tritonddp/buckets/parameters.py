@@ -6,7 +6,7 @@ Training loops freeze, unfreeze, replace and add parameters after a model was wr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn
 
@@ -23,6 +23,8 @@ from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 _values = methodcaller("values")
+# As many are kept: those who freeze and unfreeze do so in turns.
+_MOST_SCHEMAS = 8
 
 
 class ModuleParameters:
@@ -61,6 +63,7 @@ class ModuleParameters:
         self._bucketed: dict[Tensor, str] = {}
         self.added: list[tuple[str, Parameter]] = []
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
+        self._schemas: dict[tuple[bool | str, ...], bytes] = {}  # by what requires gradients
         self._registered: list[Parameter] = []  # since the last update()
         self.update()
         self.commit()
@@ -127,7 +130,12 @@ class ModuleParameters:
         if not self.has_changed():
             return False
         known = {param for _, param in self.added}
-        self.update()
+        self._required = list(map(_requires_grad, self._looked_at))
+        if self.has_changed():
+            self.update()
+        else:
+            self.is_uncommitted = True
+            self._note_required()
         for name, param in self.added:
             select(param.device)  # raises where there are no kernels
             if gradient_dtype(param) not in GRADIENT_DTYPES:
@@ -211,22 +219,34 @@ class ModuleParameters:
         self.is_uncommitted = False
 
     def _sort(self) -> None:
-        self.trainable = [(name, param) for name, param in self.params if param.requires_grad]
         self._looked_at = [param for _, param in self.params]
+        self._outside = [each for each in self.params if each[1] not in self._bucketed]
+        self._schemas.clear()
         self._required = list(map(_requires_grad, self._looked_at))
+        self._note_required()
+
+    def _note_required(self) -> None:
+        """Which parameters require gradients has changed, and perhaps nothing else."""
+        self.trainable = list(compress(self.params, self._required))
         # Include parameters that were frozen again meanwhile: they may have a gradient.
-        waiting = {param for _, param in self.added} | {param for _, param in self.trainable}
+        waiting = {param for _, param in self.added}
         self.added = [
             (name, param)
-            for name, param in self.params
-            if param in waiting and param not in self._bucketed
+            for name, param in self._outside
+            if param.requires_grad or param in waiting
         ]
-        self.schema = schema_of(
-            self.trainable,
-            f"wrapper {self.number}",
-            *(f"+{name}" for name, _ in self.added),
-            *(f"sparse {name}" for name in self.names_of_sparse()),
-        )
+        added = [f"+{name}" for name, _ in self.added]
+        key = (*self._required, *added)
+        if key not in self._schemas:
+            if len(self._schemas) == _MOST_SCHEMAS:
+                self._schemas.clear()
+            self._schemas[key] = schema_of(
+                self.trainable,
+                f"wrapper {self.number}",
+                *added,
+                *(f"sparse {name}" for name in self.names_of_sparse()),
+            )
+        self.schema = self._schemas[key]
 
     def names_of_sparse(self) -> list[str]:
         """Names of the trainable parameters whose gradients are expected to be sparse."""

@@ -9,17 +9,26 @@ the parameters back: after the first forward the module has none, and ``state_di
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _REPLACED = "_tritonddp_replaced"
 # The hook of all optimizers that finds those of replaced parameters, once there are some.
 _hooks: list[Any] = []
+
+
+def _dtensor() -> type[DTensor]:
+    """Imported where there may be one: it brings SymPy, which takes longer than this package."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
 
 
 class _Layout(NamedTuple):
@@ -36,7 +45,7 @@ class _Layout(NamedTuple):
 
     def whole(self, local: Tensor) -> DTensor:
         """The DTensor of which this is the local part."""
-        return DTensor.from_local(
+        return _dtensor().from_local(
             local,
             self.mesh,
             self.placements,
@@ -86,7 +95,7 @@ class _Parts:
     def load(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         """Take the local parts of such DTensors."""
         for name in self._layouts:
-            if isinstance(saved := state.get(prefix + name), DTensor):
+            if isinstance(saved := state.get(prefix + name), _dtensor()):
                 state[prefix + name] = saved.to_local()
 
 
@@ -99,7 +108,7 @@ def localize(module: nn.Module) -> None:
     local_of: dict[Tensor, Parameter] = {}  # a parameter may have several names
     for owner in module.modules():
         table: dict[str, Any] = owner._parameters
-        found = {name: param for name, param in table.items() if isinstance(param, DTensor)}
+        found = {name: param for name, param in table.items() if isinstance(param, _dtensor())}
         if not found:
             continue
         for name, param in found.items():
@@ -122,7 +131,7 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
     """Hook of all optimizers."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, DTensor) and hasattr(param, _REPLACED):
+            if isinstance(param, _dtensor()) and hasattr(param, _REPLACED):
                 raise RuntimeError(
                     f"this {type(optimizer).__name__} was made before its parameters became local "
                     "parts, for data parallelism in one dimension of a larger mesh, and would "

@@ -20,6 +20,7 @@ from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
 from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import PeerError
 from tritonddp.coordination.interrupts import Uninterrupted
@@ -142,8 +143,7 @@ class Reduction:
     factor: Tensor | None = field(default=None, init=False)
     # A bucket that is sent with NaN, since another one was sent wrong.
     _spoiled: Bucket | None = field(default=None, init=False)
-    # Indices of sparse buckets whose rows have been exchanged.
-    _exchanged: Collection[int] = field(default=(), init=False)
+    _has_exchanged: bool = field(default=False, init=False)  # rows of sparse gradients
     _has_headers: bool = field(default=False, init=False)  # those of all ranks have been read
     _is_logged: bool = field(default=False, init=False)  # each bucket, at level DEBUG
 
@@ -417,7 +417,7 @@ class Reduction:
                 else:
                     self._read_headers()
             if isinstance(bucket, SparseBucket):
-                self._exchange_rows(bucket)
+                self._exchange_rows(discards)
             if self._is_logged:
                 self._log_wait(bucket)
             if discards:
@@ -451,9 +451,7 @@ class Reduction:
         if not isinstance(error, LocalError):
             raise self.explain(bucket, error) from error
         self._read_headers()
-        for each in self.buckets:
-            if isinstance(each, SparseBucket) and each.index not in self.skipped:
-                self._exchange_rows(each)
+        self._exchange_rows(discards)
         if not discards:
             raise error if cause is None or isinstance(cause, Exception) else cause
 
@@ -468,17 +466,32 @@ class Reduction:
         self.factor = self.agreement.read(headers, self.where, work)
         self._has_headers = True
 
-    def _exchange_rows(self, bucket: SparseBucket) -> None:
-        """The second step of sparse gradients, after the all-reduce of the buffer."""
-        self.agreement.check_pending()  # after a mismatch the announced row counts mean nothing
-        if bucket.index in self._exchanged:  # already done, before an interrupt
+    def _exchange_rows(self, discards: bool) -> None:
+        """The second step of sparse gradients, once: for all, whose buffers it waits for."""
+        if self._has_exchanged:  # perhaps before an interrupt
             return
+        buckets = [
+            bucket
+            for bucket in self.buckets
+            if isinstance(bucket, SparseBucket) and bucket.index not in self.skipped
+        ]
+        if not buckets:
+            return
+        self.agreement.check_pending()  # after a mismatch the announced row counts mean nothing
+        for bucket in buckets:
+            try:
+                bucket.exchange.wait(bucket, self.works[bucket.index])
+            except RuntimeError as error:
+                self._wait_failed(bucket, error, discards)
         try:
             with Uninterrupted():
-                exchange_rows(bucket, self.group.process_group, self.counters)
-                self._exchanged = {*self._exchanged, bucket.index}
+                exchange_rows(buckets, self.group.process_group, self.counters)
+                self._has_exchanged = True
         except RuntimeError as error:
-            raise self.explain(bucket, error, "exchange of sparse gradients") from error
+            names = listed([name for bucket in buckets for name in bucket.names])
+            last = f"s up to {buckets[-1].index}" if len(buckets) > 1 else f" {buckets[0].index}"
+            where = f"{self.where}, bucket{last} ({names})"
+            raise self.group.explain(where, "exchange of sparse gradients", error) from error
 
     def _read_flags(self) -> None:
         """On a GPU: used flags that the host has to know, in one copy for all buckets."""

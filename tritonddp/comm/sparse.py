@@ -1,74 +1,120 @@
-"""The second step of a sparse gradient: all ranks gather the rows of all, and sum them.
+"""The second step of sparse gradients: all ranks gather the rows of all, and sum them.
 
 The rows are padded to the largest number on any rank, and all-gathered, which every backend
-offers. NCCL has no collective for sparse tensors, and gloo's pads and gathers in the same way.
+offers: those of many tables in one message. NCCL has no collective for sparse tensors, and gloo's
+pads and gathers in the same way, each table by itself.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._device import let_go
-from tritonddp.buckets.sparse_bucket import Kind, SparseBucket
+from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket
 from tritonddp.coordination.collectives import all_gather_into, all_reduce
 from tritonddp.coordination.counters import Counters
 from tritonddp.kernels.flat_buffer import round_up
 
 # Bytes to which the parts of a message are aligned: at least the largest element.
 _ALIGNMENT = 16
+# A message with further rows takes no more bytes: a rank holds those of all ranks at a time.
+_MOST_NBYTES = 8 << 20
+
+
+class _Rows:
+    """Rows of one table that the ranks have announced.
+
+    Attributes:
+        counts: of each rank.
+        is_broken: a rank sends none, since its backward failed.
+        nbytes: in the message of a rank.
+    """
+
+    def __init__(self, bucket: SparseBucket, announced: Sequence[Announcement]) -> None:
+        self.bucket = bucket
+        self.counts = [each.rows for each in announced]
+        self.is_broken = any(each.kind is Kind.BROKEN for each in announced)
+        param = bucket.params[0]
+        self.device = param.device
+        self._shape = param.shape[1:]
+        self._width = math.prod(self._shape) * bucket.gradient_dtype.itemsize  # bytes of a row
+        most = max(self.counts)
+        self.nbytes = _values_at(most) + round_up(most * self._width, _ALIGNMENT)
+
+    def write(self, message: Tensor) -> None:
+        """Write those of this rank into their part of its message."""
+        indices, values = self.bucket.take_rows()
+        _write(message, 0, indices)
+        _write(message, _values_at(len(indices)), values)
+        let_go(indices, values)  # made on the stream of the gradient
+
+    def read(self, messages: Sequence[Tensor]) -> None:
+        """Give the bucket those of all ranks, in rank order, from their parts of all messages."""
+        all_indices, all_values = [], []
+        for theirs, count in zip(messages, self.counts, strict=True):
+            all_indices.append(theirs[: 8 * count].view(torch.int64))
+            rows = theirs[_values_at(count) :][: count * self._width]
+            all_values.append(rows.view(self.bucket.gradient_dtype).view(count, *self._shape))
+        values = torch.cat(all_values)
+        if self.is_broken:  # a sum without one of the ranks must not look like a mean
+            values.fill_(torch.nan)
+        self.bucket.receive_rows(torch.cat(all_indices), values)
 
 
 @torch.no_grad()
-def exchange_rows(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters) -> None:
-    """Give ``bucket``, whose buffer is reduced, the sum of the sparse gradients of all ranks.
+def exchange_rows(
+    buckets: Iterable[SparseBucket], group: dist.ProcessGroup, counters: Counters
+) -> None:
+    """Give these buckets, whose buffers are reduced, the sums of the sparse gradients of all ranks.
 
-    One collective, or none if no rank has rows. The host waits for the reduced buffer, which holds
-    the row counts of all ranks.
+    A collective for as many as fit into a message, none for those of which no rank has rows. The
+    host waits for the reduced buffers, which hold the row counts of all ranks.
     """
-    if not bucket.flat.flags.item():  # no rank has used the parameter
-        return
-    announced = bucket.announced()
-    kinds = {each.kind for each in announced}
-    if Kind.DENSE in kinds:
-        total = bucket.take_dense()
-        counters.collective(total.nbytes, group.size(), passes=2)
-        all_reduce(torch.view_as_real(total) if total.is_complex() else total, group).wait()
-        receive = partial(bucket.receive_dense, total)
-        numbers = total
-    else:
-        indices, numbers = _gather(bucket, [each.rows for each in announced], group, counters)
-        receive = partial(bucket.receive_rows, indices, numbers)
-    if Kind.BROKEN in kinds:  # a sum without one of the ranks must not look like a mean
-        numbers.fill_(torch.nan)
-    receive()
+    gathered: list[_Rows] = []
+    nbytes = 0  # of these
+    for bucket in buckets:
+        if not bucket.flat.flags.item():  # no rank has used the parameter
+            continue
+        announced = bucket.announced()
+        rows = _Rows(bucket, announced)
+        if any(each.kind is Kind.DENSE for each in announced):
+            total = bucket.take_dense()
+            counters.collective(total.nbytes, group.size(), passes=2)
+            all_reduce(torch.view_as_real(total) if total.is_complex() else total, group).wait()
+            if rows.is_broken:
+                total.fill_(torch.nan)
+            bucket.receive_dense(total)
+            continue
+        if not rows.nbytes:
+            bucket.receive_rows(*bucket.take_rows())
+            continue
+        nbytes += rows.nbytes
+        if gathered and (nbytes > _MOST_NBYTES or gathered[0].device != rows.device):
+            _gather(gathered, group, counters)
+            gathered, nbytes = [], rows.nbytes
+        gathered.append(rows)
+    if gathered:
+        _gather(gathered, group, counters)
 
 
-def _gather(
-    bucket: SparseBucket, counts: list[int], group: dist.ProcessGroup, counters: Counters
-) -> tuple[Tensor, Tensor]:
-    """Indices and values of all ranks, in rank order."""
-    indices, values = bucket.take_rows()
-    if not any(counts):
-        return indices, values
-    width = values[0:0].new_empty((1, *values.shape[1:])).nbytes  # bytes of a row
-    size = _values_at(max(counts)) + round_up(max(counts) * width, _ALIGNMENT)
-    message = indices.new_zeros(size, dtype=torch.uint8)
-    _write(message, 0, indices)
-    _write(message, _values_at(len(indices)), values)
-    let_go(indices, values)  # made on the stream of the gradient
-    gathered = message.new_empty(size * len(counts))
+def _gather(tables: Sequence[_Rows], group: dist.ProcessGroup, counters: Counters) -> None:
+    """Exchange the rows of these tables in one message of each rank."""
+    sizes = [each.nbytes for each in tables]
+    size = sum(sizes)
+    message = torch.zeros(size, dtype=torch.uint8, device=tables[0].device)
+    for table, part in zip(tables, message.split(sizes), strict=True):
+        table.write(part)
+    gathered = message.new_empty(size * group.size())
     counters.collective(gathered.nbytes, group.size())
     all_gather_into(gathered, message, group).wait()
-    all_indices, all_values = [], []
-    for theirs, count in zip(gathered.split(size), counts, strict=True):
-        all_indices.append(theirs[: 8 * count].view(torch.int64))
-        rows = theirs[_values_at(count) :][: count * width].view(values.dtype)
-        all_values.append(rows.view(count, *values.shape[1:]))
-    return torch.cat(all_indices), torch.cat(all_values)
+    parts = [each.split(sizes) for each in gathered.split(size)]
+    for table, theirs in zip(tables, zip(*parts, strict=True), strict=True):
+        table.read(theirs)
 
 
 def _write(message: Tensor, place: int, content: Tensor) -> None:

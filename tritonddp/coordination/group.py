@@ -50,6 +50,7 @@ class _Shared:
     wrappers: Iterator[int] = field(default_factory=count)
     tags: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
+    recovered_in: int = -1  # the backward in which Group.recover() was called last; -1 for none
     is_inherited: bool = False  # this process was forked from the rank that made the group
 
 
@@ -141,11 +142,19 @@ class Group(FailureReport):
 
     # Backwards that have failed
 
-    def recover(self) -> None:
+    def recover(self, graph_task: int = -1) -> None:
         """Make the collectives of failed backwards, in all wrappers of the group.
 
         Collectives match by order, so each wrapper has to do this before any other collective.
+
+        Args:
+            graph_task: the engine's id of the backward that runs and reaches a further wrapper; -1
+                for none. Once in each is enough: no other has begun since, and what fails in this
+                one ends it.
         """
+        if graph_task != -1 and graph_task == self._shared.recovered_in:
+            return
+        self._shared.recovered_in = graph_task
         self.refuse_if_forked()
         for owner in self._living_owners():
             owner.finish_waiting()

@@ -146,14 +146,18 @@ class Events(ReductionEvents):
 
     def _set(self, extensions: tuple[Extension, ...]) -> None:
         self.extensions = extensions
-        for event in (name for name in vars(Extension) if name.startswith("on_")):
-            nothing = getattr(Extension, event)
-            methods = (
+        for event, nothing in _EVENTS:
+            methods = [
                 getattr(each, event)
                 for each in extensions
                 if getattr(type(each), event) is not nothing
-            )
+            ]
             setattr(self, event, tuple(methods))
         self.needs_reached = any(each.needs_reached for each in extensions)
-        of_buckets = (each for each in vars(ReductionEvents) if each.startswith("on_"))
-        self.needs_buckets = any(getattr(self, event) for event in of_buckets)
+        self.needs_buckets = any(getattr(self, event) for event in _EVENTS_OF_BUCKETS)
+
+
+# By name, the method of an extension that does nothing. (Each of the first steps is timed, so that
+# an extension comes and goes.)
+_EVENTS = [(name, each) for name, each in vars(Extension).items() if name.startswith("on_")]
+_EVENTS_OF_BUCKETS = [name for name in vars(ReductionEvents) if name.startswith("on_")]

@@ -44,6 +44,7 @@ from tritonddp.reducer.graph.backward import (
     Forward,
     Forwards,
     call_back,
+    one_of_each_node,
     tensors_in,
 )
 from tritonddp.reducer.graph.participation import gradient_nodes
@@ -195,9 +196,9 @@ class ContextReducer:
             else:  # its gradients go to .grad
                 call_back(reducer, forward, gradient)
 
-        for tensor in (*tensors_in(output), *tensors_in(values_of_rrefs(output))):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(hook)
+        outputs = (*tensors_in(output), *tensors_in(values_of_rrefs(output)))
+        for tensor in one_of_each_node(outputs):
+            tensor.register_hook(hook)
 
     def _check(self) -> None:
         inside = f"{self._reductions.where()}: inside torch.distributed.autograd.context()"

@@ -232,7 +232,7 @@ class Reducer:
             self.group.refuse_if_forked()
             return
         if self.group.owners:
-            self.group.recover()
+            self.group.recover(current_graph_task_id())
         if forward is None and self.forwards.call_sites is not None:
             self.refresh_parameters(in_backward=True)
         tracker = self.tracker

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from operator import attrgetter, methodcaller
 from sys import _getframe
 from types import FrameType, NoneType
 from typing import Any, Protocol
@@ -202,6 +203,8 @@ class Forwards:
         """A reduction on request begins: it disarms all forwards until now."""
         self.was_local, self._prepared, self._is_armed = False, 0, False
 
+
+_grad_fn_of = attrgetter("grad_fn")
 
 # How often, and for how many seconds, to wait for a thread that still holds a failed backward.
 _TRIES, _PAUSE = 200, 1e-4
@@ -438,7 +441,7 @@ def _shared_views(reducers: Sequence[Ending]) -> RuntimeError | None:
     return None
 
 
-def watch(reference: weakref.ref[Any], forward: Forward, outputs: Iterable[Tensor]) -> None:
+def watch(reference: weakref.ref[Any], forward: Forward, outputs: Collection[Tensor]) -> None:
     """Notice the start of each backward through one of these tensors, which a forward returned.
 
     The hook of the first gradient alone would not do: a backward that reaches no parameter of this
@@ -450,17 +453,27 @@ def watch(reference: weakref.ref[Any], forward: Forward, outputs: Iterable[Tenso
         forward: the forward.
         outputs: of it.
     """
-    for output in outputs:
-        if output.grad_fn is None:
-            continue
+    hook = unserializable_hook(partial(call_back, reference, forward))
+    for output in one_of_each_node(outputs):
         hooks = backward_hooks_of(output)
         # A tensor that the module passes through may live long: it gets one hook only.
         if hooks and any(
-            isinstance(hook, partial) and hook.func is call_back and hook.args[0] is reference
-            for hook in hooks.values()
+            isinstance(each, partial) and each.func is call_back and each.args[0] is reference
+            for each in hooks.values()
         ):
             continue
-        output.register_hook(unserializable_hook(partial(call_back, reference, forward)))
+        output.register_hook(hook)
+
+
+def one_of_each_node(outputs: Collection[Tensor]) -> Collection[Tensor]:
+    """One of the tensors that each node of the graph has made; no leaves.
+
+    A hook of any of them is called when the node runs. Each one has the engine copy the list of all
+    gradients of the node: hooks of all ``n`` outputs of ``unbind`` would cost ``n * n``.
+    """
+    by_node = dict(zip(map(_grad_fn_of, outputs), outputs, strict=True))
+    by_node.pop(None, None)
+    return by_node.values()
 
 
 class WatchedParameters:
@@ -493,24 +506,38 @@ _PLAIN = frozenset({NoneType, bool, bytes, float, int, str})
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Tensors in any nesting of containers, dataclasses and types known to pytree."""
+    """Tensors in any nesting of containers, dataclasses and types known to pytree.
+
+    A tensor that is there twice may be so in the result.
+    """
     tensors: list[Tensor] = []
     seen: dict[int, Any] = {}  # a container may hold itself
-    stack = [output]
+    contents: dict[type, Callable[[Any], Iterable[Any]]] = {}  # by type: what a container holds
+    stack: list[Iterable[Any]] = [(output,)]
     while stack:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen[id(item)] = item
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif isinstance(item, Mapping):
-            stack.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            if not _PLAIN.issuperset(map(type, item)):  # a long list of numbers costs little
-                stack.extend(item)
-        elif is_dataclass(item):
-            stack.extend(getattr(item, each.name, None) for each in fields(item))
-        else:
-            stack.extend(tree_leaves(item))
+        for item in stack.pop():
+            kind = type(item)
+            if kind is Tensor:
+                tensors.append(item)
+            elif kind in _PLAIN or id(item) in seen:
+                continue
+            elif kind not in contents and isinstance(item, Tensor):
+                tensors.append(item)
+            else:
+                seen[id(item)] = item
+                if kind not in contents:
+                    contents[kind] = _contents_of(item)
+                stack.append(contents[kind](item))
     return tensors
+
+
+def _contents_of(container: Any) -> Callable[[Any], Iterable[Any]]:
+    """A function that returns what this object holds, and others of its type."""
+    if isinstance(container, Mapping):
+        return methodcaller("values")
+    if isinstance(container, list | tuple | set | frozenset):
+        return iter
+    if is_dataclass(container):
+        names = [each.name for each in fields(container)]
+        return lambda each: [getattr(each, name, None) for name in names]
+    return tree_leaves
