@@ -457,13 +457,11 @@ moves_nodes_into_captures: Callable[[], bool] = getattr(
 )
 
 
-def gradient_node(tensor: Tensor) -> Any:
-    """The autograd node that ``tensor``'s gradient goes to: AccumulateGrad for a leaf.
+# The tensor in C++ behind an object: another one after torch.utils.swap_tensors.
+tensor_behind = attrgetter("_cdata")
 
-    For a parameter of a tensor subclass, ``get_gradient_edge`` alone returns the node of a view.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(tensor).node
+# Context: tensor subclasses count as plain tensors.
+without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
 def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:

@@ -124,7 +124,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "reducer/on_demand.py": {
         "_reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
     },
-    "reducer/graph/participation.py": {"gradient_nodes": (1, GUARD)},
+    "reducer/graph/participation.py": {"accumulating_nodes": (1, GUARD)},
     "reducer/graph/readiness.py": {
         "ReadyTracker._hook_end.gradient_is_final": (
             1,

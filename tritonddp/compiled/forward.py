@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._torch import tree_leaves, tree_map
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.compiled import operators as operators  # graphs name them
 
 # The attribute of a module that is replicated in place: holds its wrapper, as ``wrapper``.
@@ -37,8 +38,8 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
         inputs, kwargs = tree_map(on_device, (inputs, kwargs))
     if has_grad:
-        for name, param in ddp.module.named_parameters():
-            if param.requires_grad and name not in ddp.parameters_to_ignore:
+        for name, param in parameters_of(ddp.module, ddp.parameters_to_ignore):
+            if param.requires_grad:
                 torch.ops.tritonddp.watch_gradient(param, started, name)
         # A backward that reaches no parameter may still reach the inputs.
         for each in tree_leaves((inputs, kwargs)):

@@ -46,7 +46,7 @@ from tritonddp.reducer.graph.backward import (
     call_back,
     tensors_in,
 )
-from tritonddp.reducer.graph.participation import gradient_nodes
+from tritonddp.reducer.graph.participation import accumulating_nodes
 from tritonddp.reducer.on_demand import detached
 from tritonddp.reducer.options import ReducerOptions
 from tritonddp.reducer.reductions import Reductions
@@ -260,7 +260,7 @@ class ContextReducer:
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, self._reference, number))
-                    for number, node in enumerate(gradient_nodes(begins.params))
+                    for number, node in enumerate(accumulating_nodes(begins.params))
                 ]
                 begins.backward.queue_end(
                     partial(self._end, begins), partial(_broke_off, weakref.ref(begins))

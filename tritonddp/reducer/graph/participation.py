@@ -6,14 +6,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._torch import current_autograd_node, gradient_node, will_engine_execute
+from tritonddp._torch import current_autograd_node, will_engine_execute, without_overrides
 
 
-def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
+class _Joined(torch.autograd.Function):
+    """A function whose node leads to those of all its inputs."""
+
+    @staticmethod
+    def forward(_: Any, *tensors: Tensor) -> Tensor:
+        return torch.empty((), device="cpu")
+
+
+def gradient_nodes(params: Sequence[Tensor]) -> list[Any]:
+    """The autograd node that the gradient of each parameter goes to; ``None`` if it is frozen.
+
+    As ``torch.autograd.graph.get_gradient_edge``, which takes ten times as long, and returns the
+    node of a view for a parameter of a tensor subclass.
+    """
+    with torch.enable_grad(), without_overrides():
+        node = _Joined.apply(*params).grad_fn
+    return [None] * len(params) if node is None else [each for each, _ in node.next_functions]
+
+
+def accumulating_nodes(params: Sequence[Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter; a RuntimeError if one has none."""
-    nodes: list[Any] = [gradient_node(param) for param in params]
+    nodes = gradient_nodes(params)
     for node, param in zip(nodes, params, strict=True):
         if getattr(node, "variable", None) is None:
             raise RuntimeError(
@@ -37,18 +58,18 @@ def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
             param.requires_grad_(False)
 
 
-def is_of_others(params: Sequence[Parameter], nodes: Sequence[Any]) -> bool:
+def is_of_others(params: Sequence[Parameter]) -> bool:
     """Whether the backward that runs, and reaches none of ``params``, is none of the wrapper's.
 
     It is so for ``torch.autograd.grad``, and for ``backward(inputs=...)``, with respect to other
     tensors: the graph then has parameters that are not reached. Otherwise it is a backward that
-    uses no parameter on this rank, and ranks that use some wait for it. ``nodes`` are the
-    AccumulateGrad nodes of the parameters.
+    uses no parameter on this rank, and ranks that use some wait for it.
     """
     node = current_autograd_node()
     if not _accumulates(node):
         return True
-    return any(param.requires_grad for param in params) and _leads_to(node, nodes)
+    # (Not the nodes that our hooks are on: ``.data`` of another dtype, and back, brings others.)
+    return any(param.requires_grad for param in params) and _leads_to(node, gradient_nodes(params))
 
 
 def _accumulates(node: Any) -> bool:
@@ -69,12 +90,12 @@ def _accumulates(node: Any) -> bool:
 
 def _leads_to(node: Any, ends: Sequence[Any]) -> bool:
     """Whether the graph behind ``node`` has one of these nodes. Walks through it until it does."""
-    wanted, seen, stack = set(ends), {node}, [node]
+    wanted, seen, stack = set(ends), {node, None}, [node]
     while stack:
         for parent, _ in stack.pop().next_functions:
-            if parent in wanted:
-                return True
-            if parent is not None and parent not in seen:
+            if parent not in seen:
+                if parent in wanted:
+                    return True
                 seen.add(parent)
                 stack.append(parent)
     return False
