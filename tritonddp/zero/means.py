@@ -44,6 +44,11 @@ class EarlierMeans(Extension):
         self._is_reduced = is_reduced
         self._is_out = False  # the means are not in .grad
 
+    def take_over(self, former: EarlierMeans) -> None:
+        """Go on from the means of an earlier optimizer, whose parameters keep their owners."""
+        self._is_reduced |= former._is_reduced
+        self._means, self._left = dict(former._means), former._left
+
     def on_begin(self, backward: Backward) -> None:
         """Note the means, and take them out if the backward is reduced."""
         if backward.reduction is not None and self._optimizer() is None:
