@@ -465,9 +465,14 @@ without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
 def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """``tensor.register_post_accumulate_grad_hook``, past the overrides of tensor subclasses."""
+    """``tensor.register_post_accumulate_grad_hook``, past the overrides of tensor subclasses.
+
+    Also after ``torch.utils.swap_tensors``, which leaves the dictionary of hooks with the object.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.register_post_accumulate_grad_hook(hook)
+        handle = tensor.register_post_accumulate_grad_hook(hook)
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+        return handle
 
 
 def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from distributed import ranks
+from distributed import assert_same_on_all_ranks, ranks
 from modules import Layers
 from oracle import one_per_rank
 from torch import nn
@@ -235,3 +235,20 @@ def test_in_place() -> None:
             check(net, step, tolerance=1e-6)
             if step % 2:
                 change(net)
+
+
+@ranks(2)
+def test_in_place_an_optimizer_refuses_gradients_of_which_nothing_told() -> None:
+    net = tritonddp.replicate(Layers("abc").double())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    check(net, 0)
+    swap()(net)
+    net.layers["a"](batch(1)).sum().backward()  # no hook is left on these
+    with pytest.raises(RuntimeError, match=r"'layers\.a\.weight'.*call the module itself once"):
+        optimizer.step()
+    net.zero_grad()
+    check(net, 2)
+    net.zero_grad()
+    net.layers["a"](batch(1)).sum().backward()
+    assert_same_on_all_ranks([net.layers["a"].weight.grad])
+    optimizer.step()

@@ -59,8 +59,6 @@ class ModuleParameters:
             ranks.
         is_uncommitted: parameters have changed, perhaps not on all ranks: see :meth:`commit`.
         buffer_tables: the buffer dictionaries of all modules: if all are empty, there are none.
-        were_swapped: there are other tensors behind parameters in buckets than there were in
-            :meth:`set_bucketed`, of the same kind.
     """
 
     def __init__(self, wrapper: nn.Module, ignored: Collection[str], group: Group) -> None:
@@ -152,7 +150,7 @@ class ModuleParameters:
         """
         if not self.has_changed():
             return False
-        if self.were_swapped:
+        if self.swapped():
             self.check_kinds(range(len(self._in_buckets)), where)
         known = {param for _, param in self.added}
         self.update()
@@ -187,9 +185,10 @@ class ModuleParameters:
                     "synchronised: wrap the module again after such a change"
                 )
 
-    @property
-    def were_swapped(self) -> bool:
-        return list(map(tensor_behind, self._in_buckets)) != self._behind
+    def swapped(self) -> list[Tensor]:
+        """Parameters in buckets behind which there is another tensor than in that method."""
+        pairs = zip(self._in_buckets, self._behind, strict=True)
+        return [param for param, behind in pairs if tensor_behind(param) != behind]
 
     def has_new_gradient(self, param: Tensor) -> bool:
         """Whether the gradient of an added parameter has come, or changed, since it was added."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tritonddp._torch import tree_leaves, tree_map
-from tritonddp.buckets.parameters import parameters_of
 from tritonddp.compiled import operators as operators  # graphs name them
 
 # The attribute of a module that is replicated in place: holds its wrapper, as ``wrapper``.
@@ -38,8 +37,13 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
         inputs, kwargs = tree_map(on_device, (inputs, kwargs))
     if has_grad:
-        for name, param in parameters_of(ddp.module, ddp.parameters_to_ignore):
-            if param.requires_grad:
+        seen = set()
+        for prefix, part in ddp.module.named_modules():  # as parameters_of(), into which dynamo
+            for key, param in part.named_parameters(recurse=False):  # does not look
+                name = f"{prefix}.{key}" if prefix else key
+                if param in seen or not param.requires_grad or name in ddp.parameters_to_ignore:
+                    continue
+                seen.add(param)
                 torch.ops.tritonddp.watch_gradient(param, started, name)
         # A backward that reaches no parameter may still reach the inputs.
         for each in tree_leaves((inputs, kwargs)):

@@ -183,7 +183,7 @@ class Reducer:
     def refresh_parameters(self, in_backward: bool = False) -> None:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`."""
         if self.parameters.refresh(self.where, in_backward):
-            if self.parameters.were_swapped and not self.backward_runs:
+            if self.parameters.swapped() and not self.backward_runs:
                 self._track()
             self.watch_others()
 
