@@ -11,7 +11,7 @@ import gc
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -392,21 +392,8 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 cuda_sleep = torch.cuda._sleep
 
 
-def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
-    """For each autograd node, whether the running backward will execute it; 0.1 to 0.2 us a node.
-
-    The public ``register_multi_grad_hook`` uses it too. ``None`` if the engine runs for
-    ``torch.autograd.grad``, which captures leaves instead of accumulating into them.
-    """
-    try:
-        return list(map(will_execute, nodes))
-    except RuntimeError as error:
-        if captures_leaves(error):
-            return None
-        raise
-
-
-# For one node, see :func:`will_engine_execute`.
+# Whether the engine will execute an autograd node in the backward that runs, 0.1 to 0.2 us. The
+# public ``register_multi_grad_hook`` uses it too.
 will_execute = torch._C._will_engine_execute_node
 
 
@@ -465,19 +452,22 @@ moves_nodes_into_captures: Callable[[], bool] = getattr(
 )
 
 
-def gradient_node(tensor: Tensor) -> Any:
-    """The autograd node that ``tensor``'s gradient goes to: AccumulateGrad for a leaf.
+# The tensor in C++ behind an object: another one after torch.utils.swap_tensors.
+tensor_behind = attrgetter("_cdata")
 
-    For a parameter of a tensor subclass, ``get_gradient_edge`` alone returns the node of a view.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(tensor).node
+# Context: tensor subclasses count as plain tensors.
+without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
 def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """``tensor.register_post_accumulate_grad_hook``, past the overrides of tensor subclasses."""
+    """``tensor.register_post_accumulate_grad_hook``, past the overrides of tensor subclasses.
+
+    Also after ``torch.utils.swap_tensors``, which leaves the dictionary of hooks with the object.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.register_post_accumulate_grad_hook(hook)
+        handle = tensor.register_post_accumulate_grad_hook(hook)
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+        return handle
 
 
 def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
@@ -574,16 +564,6 @@ def distributed_context() -> int | None:
         return torch._C._distributed_autograd._current_context()._context_id()
     except RuntimeError:
         return None
-
-
-def distributed_engine_runs() -> bool:
-    """Whether the backward on this thread is one of ``torch.distributed.autograd``.
-
-    Its engine does not record which nodes are in the graph. So torch does not know the current node
-    then, or reports that this node will not run.
-    """
-    node = current_autograd_node()
-    return node is None or will_engine_execute([node]) == [False]
 
 
 def gradients_in_context(context: int) -> dict[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from tritonddp._torch import (
     traced_as,
 )
 from tritonddp.buckets.assignment import MIB
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
@@ -35,15 +36,12 @@ from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.features.join import announce_forward, refuse_inside
 from tritonddp.features.mixed_precision import LowPrecision
-from tritonddp.features.optimizer_in_backward import step_in_backward
+from tritonddp.features.optimizer_in_backward import OPTIMIZERS_IN_BACKWARD, step_in_backward
 from tritonddp.features.weighted_mean import weight_of
 from tritonddp.reducer.checkpoint import comm_state
 from tritonddp.reducer.graph.backward import tensors_in, watch
 from tritonddp.reducer.on_demand import reduce_given
 from tritonddp.state import DDPState
-
-# Optimizers can step in the backward only if this module is imported.
-_OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
@@ -208,7 +206,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             if is_sliced(device_mesh):
                 localize(module)
         ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        params = [each for each in module.named_parameters() if each[0] not in ignored]
+        params = parameters_of(module, ignored)
         state = DDPState.of(arguments, module, params, group)
         self._ddp_state, self.parameters_to_ignore = state, ignored
         Joinable.__init__(self)
@@ -263,7 +261,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
         try:
-            if _OPTIMIZERS_IN_BACKWARD in sys.modules:
+            if OPTIMIZERS_IN_BACKWARD in sys.modules:
                 step_in_backward(core)
             core.before_forward()
         except Exception as error:

@@ -35,7 +35,7 @@ from tritonddp.config import (
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.verify import describe, tell_failure, verify_same
+from tritonddp.coordination.verify import describe, plain_tensors, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import compare_parameters
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.hooked_steps import HookedSteps
@@ -193,6 +193,9 @@ class DDPState:
     def begin_alike(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Verify that all ranks wrap the same module, and give all the values of rank 0.
 
+        As in stock DDP these are of what ``named_parameters()`` of the module yields, also where it
+        hides some of ``params``.
+
         Raises:
             RuntimeError: they do not; names what differs.
         """
@@ -201,9 +204,11 @@ class DDPState:
         options = dict(self.config.options)
         if sparse := parameters.names_of_sparse():
             options["sparse gradients"] = sparse
-        verify_same(describe(params, buffers, options), self.group, self.device)
+        sent = plain_tensors(parameters.shown())
+        described = describe([*params, *sent], buffers, options)
+        verify_same(described, self.group, self.device)
         self.group.remember_processes()
-        tensors = [tensor.detach() for _, tensor in [*params, *buffers]]
+        tensors = [tensor.detach() for _, tensor in [*sent, *buffers]]
         self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
 
     def measure(self, params: Sequence[tuple[str, Tensor]]) -> None:

@@ -1,6 +1,7 @@
 """Parameters that are frozen, unfrozen, replaced or added after the module was wrapped."""
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, in_rings, ranks, recorded_collectives
+from logged import logged
 from modules import Layers
 from oracle import assert_mean, one_per_rank
 from torch import nn
@@ -201,8 +203,16 @@ def test_what_is_added_starts_from_the_values_of_rank_0(rank: int, view: bool) -
     added = Wide()
     nn.init.constant_(added.scale, 2.0 + rank)
     ddp.module.layers["d"] = added
-    ddp(batch(1)).sum().backward()
+    with logged(logging.WARNING) as kept:
+        ddp(batch(1)).sum().backward()
     assert added.scale.tolist() == [2.0] * 4
+    # The forward has used the others: docs/batches.md says so.
+    (line,) = kept.lines("in_step") if rank else ["layers.d.scale", *kept.lines("in_step")]
+    assert "layers.d.scale" in line
+    add_a_layer(ddp.module)
+    with logged(logging.WARNING) as kept:
+        ddp(batch(2)).sum().backward()
+    assert not kept.lines("in_step")
 
 
 @ranks(2)

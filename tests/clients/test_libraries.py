@@ -139,3 +139,18 @@ def test_unused_parameters_need_no_option_but_where_the_page_says_so(name: str) 
 def test_every_script_is_run() -> None:
     scripts = {path.stem for path in Path(__file__).parent.glob("with_*.py")}
     assert scripts == {f"with_{name}" for name in LIBRARIES}
+
+
+def test_a_lora_on_quantised_weights_of_torchao() -> None:
+    """Stock DDP cannot wrap these: they are compared, and sent, by the tensors they are made of."""
+    if (missing := why_missing("torchao")) is not None:
+        pytest.skip(missing)
+    script = ROOT / "tests" / "clients" / "lora_on_torchao.py"
+    done = launched.run(script, env={"PYTHONPATH": str(ROOT)}, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-6000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["kind"] for row in rows] == ["int8", "int8", "nf4", "nf4"]
+    for row in rows:
+        assert row["same before, after wrapping, at the end"] == [False, True, True]
+        assert row["learns"]
+        assert row["loaded"]

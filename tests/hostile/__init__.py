@@ -8,6 +8,7 @@ buffers        they are rank 0's at each forward
 gradients      they are the user's tensors
 order          of wrappers with a group each
 names          on the wrapper
+overrides      of named_parameters() and its like
 strictness     of find_unused_parameters=False
 
 A program is a function that is decorated with :func:`hostile.table.program` and gets the class to

@@ -18,6 +18,7 @@ from hostile import (  # noqa: F401  each puts its programs into the table
     gradients,
     names,
     order,
+    overrides,
     strictness,
 )
 from hostile.record import Record, Row

@@ -24,6 +24,7 @@ QUICK = {
     "names.forwarding_subclass",
     "names.scripted_module",
     "order.two_groups",
+    "overrides.named_members",
     "strictness.adversarial_inputs",
     "strictness.shared_encoder",
 }

@@ -34,7 +34,6 @@ DISAGREE = "ranks that disagree just there; tests/differential and tests/faults 
 UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "_device.py": {"Moments.wait": (1, GPU)},
     "_torch.py": {
-        "will_engine_execute": (1, "what else torch may raise; it goes on"),
         "gradients_in_context": (ALL, ENGINE),
         "put_into_context": (ALL, ENGINE),
         "_put": (ALL, ENGINE),
@@ -124,7 +123,10 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "reducer/on_demand.py": {
         "_reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
     },
-    "reducer/graph/participation.py": {"gradient_nodes": (1, GUARD)},
+    "reducer/graph/participation.py": {
+        "accumulating_nodes": (1, GUARD),
+        "will_engine_execute": (1, "what else torch may raise; it goes on"),
+    },
     "reducer/graph/readiness.py": {
         "ReadyTracker._hook_end.gradient_is_final": (
             1,

@@ -109,6 +109,12 @@ class BucketSet:
                 if bucket.wants_flags:  # else it holds nothing
                     bucket.discard()
 
+    def mend_views(self) -> None:
+        """Lead gradients that were moved, as by ``module.to()``, back to the memory of buckets."""
+        for bucket in self.buckets:
+            if bucket.has_views and bucket.flat is not None:
+                bucket.flat.mend_views()
+
     def fits(
         self,
         named_params: Sequence[tuple[str, Parameter]],

@@ -19,6 +19,7 @@ from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.memory.in_place_bucket import InPlaceBucket, may_be_in_place
 from tritonddp.buckets.memory.view_bucket import ViewBucket
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.coordination.agreement import BYTES
@@ -314,7 +315,7 @@ class ExactParams:
         self._module = module
         self._asks: Callable[[str, Tensor], Any] | None = wanted if callable(wanted) else None
         self._patterns = () if callable(wanted) or wanted is None else _patterns_of(wanted)
-        names = [name for name, _ in module.named_parameters()] if self._patterns else []
+        names = [name for name, _ in parameters_of(module)] if self._patterns else []
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tritonddp._torch import tensor_behind
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
@@ -21,10 +22,25 @@ from tritonddp.coordination.verify import TRAIN_THE_SAME, describe, verify_same
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
 _requires_grad = attrgetter("requires_grad")
-_dtype = attrgetter("dtype")
 _values = methodcaller("values")
 # As many are kept: those who freeze and unfreeze do so in turns.
 _MOST_SCHEMAS = 8
+# What all ranks, and the buckets, expect of a parameter.
+_kind = attrgetter("shape", "dtype", "device", "layout")
+
+
+def parameters_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Parameter]]:
+    """The parameters of ``module``, each once, with the first of its names that is not ignored.
+
+    As stock DDP, which asks each submodule for its own: they may override ``named_parameters()``.
+    """
+    found: dict[Parameter, str] = {}
+    for prefix, part in module.named_modules():
+        for key, param in part.named_parameters(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            if name not in ignored:
+                found.setdefault(param, name)
+    return [(name, param) for param, name in found.items()]
 
 
 class ModuleParameters:
@@ -61,6 +77,7 @@ class ModuleParameters:
         self._group = group
         self.number = -1
         self._bucketed: dict[Tensor, str] = {}
+        self._behind: list[int] = []  # for each of those, the tensor in C++
         self.added: list[tuple[str, Parameter]] = []
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
         self._schemas: dict[tuple[bool | str, ...], bytes] = {}  # by what requires gradients
@@ -75,6 +92,11 @@ class ModuleParameters:
         assert module is not None
         return module
 
+    def shown(self) -> list[tuple[str, Parameter]]:
+        """What ``named_parameters()`` of the module yields, which may hide some, or yield more."""
+        named = self.module.named_parameters()
+        return [each for each in named if each[0] not in self._ignored]
+
     def register(self) -> None:
         """Give the wrapper its number, the same on all ranks.
 
@@ -88,9 +110,8 @@ class ModuleParameters:
     def set_bucketed(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """These parameters, and no others, are in buckets now."""
         self._bucketed = dict(zip(params, names, strict=True))
-        self._in_buckets = list(params)
-        self._devices = [param.device for param in params]
-        self._kinds = self._kinds_now()
+        self._behind = list(map(tensor_behind, params))
+        self._kinds = list(map(_kind, params))
         self._grads_of_added.clear()
         self._sort()
 
@@ -107,14 +128,14 @@ class ModuleParameters:
         if id(vars(owner).get("_parameters")) not in self._places:
             return False
         if isinstance(part, nn.Module):
-            self._registered += part.parameters()
+            self._registered += [param for _, param in parameters_of(part)]
             self._places.update(id(_table(each._parameters)) for each in part.modules())
         else:
             self._registered.append(part)
         return True
 
     def refresh(self, where: Callable[[], str], in_backward: bool = False) -> bool:
-        """Whether parameters were frozen, unfrozen, replaced, added or removed since the last call.
+        """Whether parameters were frozen, replaced, added or removed, say, since the last call.
 
         A parameter in a bucket that gets no gradient any more counts as unused, which needs no
         action. A parameter in no bucket (:attr:`added`) gets one at the end of the next reduced
@@ -126,9 +147,12 @@ class ModuleParameters:
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
+            RuntimeError: there is a tensor of another kind behind a parameter.
         """
         if not self.has_changed():
             return False
+        if self.swapped():
+            self.check_kinds(range(len(self._bucketed)), where)
         known = {param for _, param in self.added}
         self._required = list(map(_requires_grad, self._looked_at))
         if self.has_changed():
@@ -149,30 +173,29 @@ class ModuleParameters:
                 self._grads_of_added[param] = param.grad, param.grad._version
         return True
 
-    def check_kinds(self, unreached: Collection[int], where: Callable[[], str]) -> None:
-        """Raise if a backward does not reach these parameters for another reason than no use.
+    def check_kinds(self, numbers: Collection[int], where: Callable[[], str]) -> None:
+        """Raise if these parameters cannot get what their buckets hold.
 
         Their numbers are those of :meth:`set_bucketed`.
 
         Raises:
             RuntimeError: a parameter has changed its dtype or device, and with it the autograd
-                node that has our hooks.
+                node that has our hooks; or its shape.
         """
-        if self._kinds_now() == self._kinds:
-            return
-        for number in unreached:
-            param = self._in_buckets[number]
-            was, now = (self._kinds[0][number], self._devices[number]), (param.dtype, param.device)
-            if now != was:
+        params = list(self._bucketed)
+        for number in numbers:
+            param, was = params[number], self._kinds[number]
+            if (now := _kind(param)) != was:
                 raise RuntimeError(
-                    f"{where()}: parameter {self._bucketed[param]!r} was {was[0]} on {was[1]} when "
-                    f"it was wrapped and is now {now[0]} on {now[1]}, so that its gradient would "
-                    "not be synchronised: wrap the module again after such a change"
+                    f"{where()}: parameter {self._bucketed[param]!r} was {_in_words(was)} when it "
+                    f"was wrapped and is now {_in_words(now)}, so that its gradient would not be "
+                    "synchronised: wrap the module again after such a change"
                 )
 
-    def _kinds_now(self) -> tuple[list[torch.dtype], list[int]]:
-        """Dtype and device index of all parameters in buckets; 0.15 us each."""
-        return list(map(_dtype, self._in_buckets)), list(map(Tensor.get_device, self._in_buckets))
+    def swapped(self) -> list[Tensor]:
+        """Parameters in buckets behind which another tensor is than in :meth:`set_bucketed`."""
+        pairs = zip(self._bucketed, self._behind, strict=True)
+        return [param for param, behind in pairs if tensor_behind(param) != behind]
 
     def has_new_gradient(self, param: Tensor) -> bool:
         """Whether the gradient of an added parameter has come, or changed, since it was added."""
@@ -186,7 +209,17 @@ class ModuleParameters:
         self.is_uncommitted = True
         module = self.module
         modules = list(module.named_modules())
-        found = [each for each in module.named_parameters() if each[0] not in self._ignored]
+        found = parameters_of(module, self._ignored)
+        # Modules keep their parameters and submodules in such dictionaries. Comparing the contents
+        # takes 0.06 us per entry, without a walk over the modules.
+        tables: list[Mapping[str, Any]] = [self._children]
+        for _, each in modules:
+            tables += (_table(each._parameters), _table(each._modules))
+        self._contents = list(map(_values, filter(None, tables)))
+        held = list(chain.from_iterable(self._contents))
+        # What an override of named_parameters() does not yield any more stays: stock asks once.
+        left = set(map(id, held)).difference(id(param) for _, param in found)
+        found += [each for each in self.params if id(each[1]) in left]
         # Inside torch.func.functional_call, tensors made from parameters replace them during this
         # forward. Their gradients go to the parameters.
         former, all_leaves = dict(self.params), all(param.is_leaf for _, param in found)
@@ -200,16 +233,14 @@ class ModuleParameters:
         self.sparse = {param for name, param in self.params if name in sparse_names}
         self._buffers_since_update = [(name, _table(each._buffers)) for name, each in modules]
         self.buffer_tables = [table for _, table in self._buffers_since_update]
-        # Modules keep their parameters and submodules in such dictionaries. Comparing the contents
-        # takes 0.06 us per entry, without a walk over the modules.
-        tables: list[Mapping[str, Any]] = [self._children]
-        for _, each in modules:
-            tables += (_table(each._parameters), _table(each._modules))
+        method = getattr(module.named_buffers, "__func__", None)
+        self._overrides_buffers = method is not nn.Module.named_buffers
+        if self._overrides_buffers:  # it may yield others
+            self.buffer_tables.append({"": None})
         self._places = {id(_table(each._parameters)) for _, each in modules}
         self._registered = []
-        self._contents = list(map(_values, filter(None, tables)))
         self._empty_tables = [table for table in tables if not table]
-        self._held = list(chain.from_iterable(self._contents)) if all_leaves else []
+        self._held = held if all_leaves else []
         self._sort()
 
     def commit(self) -> None:
@@ -217,6 +248,7 @@ class ModuleParameters:
         self._buffers = self._buffers_since_update
         self._buffer_places = []
         self.is_uncommitted = False
+        self.buffers()
 
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
@@ -256,26 +288,38 @@ class ModuleParameters:
         """Whether anything has changed since the last :meth:`update`."""
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
             return True
+        if list(map(tensor_behind, self._bucketed)) != self._behind:
+            return True
         held = list(chain.from_iterable(self._contents))
         return len(held) != len(self._held) or not all(map(is_, held, self._held))
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers that all ranks hold, each once. Modules may reassign them at any time."""
+        """The buffers that all ranks hold, each once. Modules may reassign them at any time.
+
+        As in stock DDP, ``named_buffers()`` says which. But as long as a change is uncommitted they
+        are those of before, as their modules hold them by these names now.
+        """
         tables = [table for _, table in self._buffers]
         # As for parameters: comparing all buffers is faster than collecting their names again.
         held = list(chain.from_iterable(map(_values, tables)))
         places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
         if places != self._buffer_places or not all(map(is_, held, self._held_buffers)):
-            found: dict[Tensor, str] = {}
-            for prefix, table in self._buffers:
-                for key, buffer in table.items():
-                    name = f"{prefix}.{key}" if prefix else key
-                    if buffer is not None and name not in self._ignored:
-                        found.setdefault(buffer, name)
-            named = [(name, buffer) for buffer, name in found.items()]
-            if not all(buffer.is_leaf for buffer in found):
+            if self.is_uncommitted:
+                now = {
+                    f"{prefix}.{key}" if prefix else key: buffer
+                    for prefix, table in self._buffers
+                    for key, buffer in table.items()
+                }
+                taken_up = [(name, now.get(name, former)) for name, former in self._named_buffers]
+                named = [(name, buffer) for name, buffer in taken_up if buffer is not None]
+            else:
+                found = self.module.named_buffers()
+                named = [each for each in found if each[0] not in self._ignored]
+            if not all(buffer.is_leaf for _, buffer in named):
                 return named  # not cached: a buffer with a graph would keep that graph alive
-            self._named_buffers, self._held_buffers, self._buffer_places = named, held, places
+            self._named_buffers = named
+            if not self._overrides_buffers:
+                self._held_buffers, self._buffer_places = held, places
         return self._named_buffers
 
     def verify(
@@ -325,6 +369,11 @@ def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
         for name, param in named_params
     ]
     return schema_hash([*parts, *more])
+
+
+def _in_words(kind: tuple[Any, ...]) -> str:
+    shape, dtype, device, layout = kind
+    return f"{dtype} on {device}, {tuple(shape)}" + f" {layout}" * (layout is not torch.strided)
 
 
 class _ScriptedTable(Mapping[str, Any]):

@@ -32,6 +32,7 @@ from tritonddp._torch import (
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.comm.grad_bucket import GradBucket
@@ -162,8 +163,8 @@ class StockDDPNames:
     def _trainable(self) -> list[tuple[str, Tensor]]:
         return [
             (name, param)
-            for name, param in self.module.named_parameters()
-            if param.requires_grad and name not in self.parameters_to_ignore
+            for name, param in parameters_of(self.module, self.parameters_to_ignore)
+            if param.requires_grad
         ]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:

@@ -37,8 +37,13 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
         inputs, kwargs = tree_map(on_device, (inputs, kwargs))
     if has_grad:
-        for name, param in ddp.module.named_parameters():
-            if param.requires_grad and name not in ddp.parameters_to_ignore:
+        seen = set()
+        for prefix, part in ddp.module.named_modules():  # as parameters_of(), into which dynamo
+            for key, param in part.named_parameters(recurse=False):  # does not look
+                name = f"{prefix}.{key}" if prefix else key
+                if param in seen or not param.requires_grad or name in ddp.parameters_to_ignore:
+                    continue
+                seen.add(param)
                 torch.ops.tritonddp.watch_gradient(param, started, name)
         # A backward that reaches no parameter may still reach the inputs.
         for each in tree_leaves((inputs, kwargs)):

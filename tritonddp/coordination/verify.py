@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from tritonddp.coordination.collectives import all_gather
 from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
 
+logger = logging.getLogger("tritonddp.arrangement")
+
 # Most names in one error message; the rest is counted.
 _SHOWN = 10
 _CPU = torch.device("cpu")
@@ -24,8 +27,41 @@ TRAIN_THE_SAME = (
 )
 # Most characters of a line in it: the text comes from another rank.
 _LONGEST = 1_000
+# Classes of tensors whose values cannot be seen, of which the log has said so.
+_left_alone: set[str] = set()
 # Most bytes of a description: enough for some million parameters.
 _LARGEST = 2**30
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its values are in memory of its own: not of a subclass that is made of other tensors.
+
+    Such are quantised weights: those of torchao, for example.
+    """
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return not own or (not hasattr(tensor, "__tensor_flatten__") and bool(tensor.data_ptr()))
+
+
+def plain_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The tensors that hold the values of these: themselves, or those that they are made of.
+
+    What does not say of what it is made (``__tensor_flatten__``) is left out, and the log says so.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, tensor in named:
+        if is_plain(tensor):
+            found.append((name, tensor))
+        elif hasattr(tensor, "__tensor_flatten__"):
+            parts, _ = tensor.__tensor_flatten__()
+            found += plain_tensors([(f"{name}.{part}", getattr(tensor, part)) for part in parts])
+        elif (kind := type(tensor).__name__) not in _left_alone:
+            _left_alone.add(kind)
+            logger.warning(
+                "%r is a %s, which has no __tensor_flatten__: each rank keeps its own values of "
+                "such tensors, and they are not compared. Load the same ones on all ranks",
+                *(name, kind),
+            )
+    return found
 
 
 def describe(

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonddp._torch import running_statistics
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.coordination.collectives import all_gather, all_reduce
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.coordination.verify import describe, plain_tensors, verify_same
 from tritonddp.diagnostics.checksum import checksums
 from tritonddp.reducer.reducer import Reducer
 
@@ -55,16 +56,16 @@ def check_sync(
     group, device = reducer.group, reducer.manager.current.params[0].device
     where = f"{reducer.where()}, check_sync()"
     # (A module under tensor parallelism may have other tensors in the places of its parameters.)
-    named = module.named_parameters()
-    params = [each for each in named if each[0] not in ignored]
+    params = parameters_of(module, ignored)
     held = [each for each in module.named_buffers() if each[0] not in ignored]
     if buffers is False:
         held = []
     own = _of_own_batches(module, group) if buffers is None else []
     what = f"{buffers}, without {own}" if own else buffers
     compared = {"buffers": what, "gradients": gradients}
-    verify_same(describe(params, held, compared), group, device, where)
-    items = [_Item("parameter", name, param, param) for name, param in params]
+    tensors = plain_tensors(params)
+    verify_same(describe([*params, *tensors], held, compared), group, device, where)
+    items = [_Item("parameter", name, tensor, tensor) for name, tensor in tensors]
     items += [_Item("buffer", name, each, each) for name, each in held if name not in own]
     if gradients is not False:
         items += [

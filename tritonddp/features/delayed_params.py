@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tritonddp._modes import outside_modes
-from tritonddp._torch import gradient_node, register_post_accumulate_grad_hook, will_engine_execute
+from tritonddp._torch import register_post_accumulate_grad_hook
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
+from tritonddp.reducer.graph.participation import gradient_nodes, will_engine_execute
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class DeferredBuckets(Extension):
     def __init__(
         self, until: Tensor, names: frozenset[str], launching: AbstractContextManager[Any]
     ) -> None:
-        with outside_modes([until]):
-            self._node = gradient_node(until)
+        self._nodes = gradient_nodes([until])
         self._names = names
         self._launching = launching
         self._waits: Backward | None = None
@@ -98,7 +97,7 @@ class DeferredBuckets(Extension):
         self._waits, reduction = None, backward.reduction
         if reduction is None or backward.is_provisional:
             return
-        if will_engine_execute([self._node]) == [True]:
+        if will_engine_execute(self._nodes) == [True]:
             self._waits = backward
             for index in self._delayed(reduction):
                 reduction.hold(index)

@@ -32,6 +32,7 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.verify import plain_tensors
 from tritonddp.reducer.extension import Extension
 
 # Parts of the row of all parameters, hashed in turn.
@@ -160,9 +161,8 @@ class DriftCheck(Extension):
         self._device = self._seen[0][1].device if self._seen else torch.device("cpu")
         self._is_late = self._device.type == "cuda"  # hashes reach the host one report later
         added = {param for _, param in self._seen_added}
-        self._named = [
-            (name, param) for name, param in self._seen if param not in added and _has_bytes(param)
-        ]
+        seen = plain_tensors(each for each in self._seen if each[1] not in added)
+        self._named = [each for each in seen if _has_bytes(each[1])]
         sizes = (param.numel() * param.element_size() for _, param in self._named)
         self._ends = list(accumulate(sizes, initial=0))  # byte offsets in the row
         self._slices: dict[int, _Slice] = {}

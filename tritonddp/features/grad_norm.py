@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from tritonddp._device import Readback
 from tritonddp._torch import count_unscaling, foreach_mul_
 from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.counters import Counters
 from tritonddp.kernels.reference import norm_of, norms_of
@@ -258,7 +259,7 @@ class _Measured:
     """
 
     def __init__(self, module: nn.Module, last: GradNorm | None) -> None:
-        params = list(module.parameters())
+        params = [param for _, param in parameters_of(module)]
         # Usually all gradients are in buckets. Sets of ids find that out without a Python loop.
         others = set(map(id, params))
         self.reduced: list[_Reduced] = []
@@ -317,7 +318,7 @@ class GradientNorms:
         if not per_parameter:
             return self._total(module, _Measured(module, self._last))
         self._refuse_owners()
-        named = [each for each in module.named_parameters() if each[1].grad is not None]
+        named = [each for each in parameters_of(module) if each[1].grad is not None]
         grads: list[Any] = [param.grad for _, param in named]
         return {name: each for (name, _), each in zip(named, norms_of(grads), strict=True)}
 
@@ -345,7 +346,7 @@ class GradientNorms:
         core, owners = self._core, self._core.manager.factory.owners
         if not owners:
             return measured.total
-        with_grad = [param for param in module.parameters() if param.grad is not None]
+        with_grad = [param for _, param in parameters_of(module) if param.grad is not None]
         total, rank = measured.total, core.group.rank
         # A gradient without an owner is there on all ranks, and counts on one. Before the first
         # reduction has brought buckets with owners, all are.

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import MixedPrecision, cast_inputs, current_graph_task_id
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.sparse_bucket import sparse_parameters
+from tritonddp.coordination.verify import is_plain
 from tritonddp.kernels.flat_buffer import DTYPES
 
 
@@ -60,8 +62,8 @@ class LowPrecision:
         self._put_back(self._replaced)  # left by a recomputation that broke off
         self._recomputed.clear()
         if self._ignored:
-            named = module.named_parameters()
-            self._kept = {param for name, param in named if name in self._ignored}
+            others = {param for _, param in parameters_of(module, self._ignored)}
+            self._kept = {p for _, p in parameters_of(module) if p not in others}
         self._watch(module)
         replaced = self._replace(module)
         self._is_running = self._has_run = True
@@ -99,12 +101,11 @@ class LowPrecision:
 
     def _name_params(self, module: nn.Module) -> None:
         """Set ``_fp_param`` and ``_mp_param`` as stock DDP does; the latter takes no memory."""
-        for name, param in module.named_parameters():
-            if name not in self._ignored:
-                with outside_modes([param]):
-                    low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
-                    param._mp_param = low.expand(param.shape)  # type: ignore[attr-defined]
-                    param._fp_param = param.data  # type: ignore[attr-defined]
+        for _, param in parameters_of(module, self._ignored):
+            with outside_modes([param]):
+                low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
+                param._mp_param = low.expand(param.shape)  # type: ignore[attr-defined]
+                param._fp_param = param.data  # type: ignore[attr-defined]
 
     def _replace(self, part: nn.Module) -> list[tuple[Any, str, Any]]:
         """Replace all parameters of ``part`` by casts; returns what :meth:`_put_back` needs."""
@@ -116,6 +117,8 @@ class LowPrecision:
             for key, param in module._parameters.items():
                 if param is None or not param.is_floating_point() or param in self._kept:
                     continue
+                if not (param.requires_grad or is_plain(param)):
+                    continue  # quantised weights: their layers know what to do with inputs
                 if param in sparse and param.dtype != self._dtype and param not in low:
                     low[param] = _Cast.apply(param, self._dtype)
                 elif param not in low:

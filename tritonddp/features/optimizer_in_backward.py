@@ -9,6 +9,9 @@ from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.reducer import Reducer
 
+# Optimizers can step in the backward only if this module is imported.
+OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+
 
 def step_in_backward(reducer: Reducer) -> None:
     """Where optimizers step in the backward, delay their steps until gradients are reduced.

@@ -268,6 +268,13 @@ class FlatBuffer:
             layout.strides[slot],
         )
 
+    def mend_views(self) -> None:
+        """Lead :attr:`views` back here that are elsewhere now, with their values."""
+        for slot, view in enumerate(self.views):
+            offset = self.layout.offsets[slot] * self.dtype.itemsize
+            if view.numel() and view.data_ptr() != self.data.data_ptr() + offset:
+                view.data = self.tensor_at(slot).copy_(view)
+
     def part(self, first: int, last: int) -> Any:
         """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""
         part = copy.copy(self)

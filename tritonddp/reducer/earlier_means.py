@@ -35,6 +35,11 @@ class MeansAside:
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
         self._is_out = False  # the means are not in .grad
 
+    def take_over(self, former: MeansAside) -> None:
+        """Go on from the results that ``former`` knows of the same parameters."""
+        self.is_reduced |= former.is_reduced
+        self._means, self._left = dict(former._means), former._left
+
     @torch.no_grad()
     def note(self) -> None:
         """A backward is about to add to the gradients, or a reduction to begin."""

@@ -29,7 +29,6 @@ from torch.nn import Parameter
 
 from tritonddp._torch import (
     current_graph_task_id,
-    distributed_engine_runs,
     gradients_in_context,
     put_into_context,
     queue_end_of_backward,
@@ -47,7 +46,7 @@ from tritonddp.reducer.graph.backward import (
     one_of_each_node,
     tensors_in,
 )
-from tritonddp.reducer.graph.participation import gradient_nodes
+from tritonddp.reducer.graph.participation import accumulating_nodes, distributed_engine_runs
 from tritonddp.reducer.on_demand import detached
 from tritonddp.reducer.options import ReducerOptions
 from tritonddp.reducer.reductions import Reductions
@@ -261,7 +260,7 @@ class ContextReducer:
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, self._reference, number))
-                    for number, node in enumerate(gradient_nodes(begins.params))
+                    for number, node in enumerate(accumulating_nodes(begins.params))
                 ]
                 begins.backward.queue_end(
                     partial(self._end, begins), partial(_broke_off, weakref.ref(begins))

@@ -28,11 +28,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import is_capturing
-from tritonddp._torch import (
-    COMPILED_AUTOGRAD,
-    IN_COMPILED_AUTOGRAD,
-    current_graph_task_id,
-)
+from tritonddp._torch import COMPILED_AUTOGRAD, IN_COMPILED_AUTOGRAD, current_graph_task_id
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.manager import REBUILD_AFTER
 from tritonddp.comm.comm_hook import CommHook, Hook
@@ -187,6 +183,8 @@ class Reducer:
     def refresh_parameters(self, in_backward: bool = False) -> None:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`."""
         if self.parameters.refresh(self.where, in_backward):
+            if self.parameters.swapped() and not self.backward_runs:
+                self._track()
             self.watch_others()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
@@ -244,10 +242,14 @@ class Reducer:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
         if not all(reached):
-            if not any(reached) and is_of_others(self.manager.current.params, tracker.nodes):
+            if not any(reached) and is_of_others(self.manager.current.params):
                 return
             missing = {number for number, comes in enumerate(reached) if not comes}
-            self.parameters.check_kinds(missing, self.where)
+            if missing != self.statistics.missing:
+                self.parameters.check_kinds(missing, self.where)
+                if tracker.is_outdated(missing):
+                    self._track()
+                    return self.on_backward(forward)
         if self.backward is not None:
             self.options.check_finalized(self.backward, self.where())
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
@@ -662,6 +664,7 @@ class Reducer:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current = self.manager.current
         self.parameters.set_bucketed(current.names, current.params)
+        current.mend_views()
         self.watch_others()
         former = getattr(self, "tracker", None)
         if former is not None:

@@ -258,6 +258,7 @@ class Reductions:
         parameters = self.parameters
         params = [param for _, param in parameters.added]
         if self._broadcast is not None:
+            own = [param.detach().clone() for param in params]
             # (The values are mostly equal already, so a graph that is kept may be used again.)
             with preserve_version_counters(params):
                 names = [name for name, _ in parameters.added]
@@ -265,6 +266,14 @@ class Reductions:
                     [param.detach() for param in params],
                     f"step {self.counters.reductions}",
                     f"parameters that were added ({listed(names)})",
+                )
+            pairs = zip(names, map(torch.equal, own, params), strict=True)
+            if others := [name for name, is_equal in pairs if not is_equal]:
+                logger.warning(
+                    "%s: %s, added since the last reduction, had other values than on rank %s, "
+                    "which all ranks have from now on. The gradients of this step are those of the "
+                    "other values: make such values alike before the forward, by the same seed say",
+                    *(self.where(), listed(others), self.sync.source_rank),
                 )
         source, is_empty = reduction.source, reduction.source.is_empty
         bucket_set = self.temporary(parameters.added)

@@ -42,6 +42,10 @@ class EarlierMeans(Extension):
             lambda: [p for p, each in owners.items() if each == rank], is_reduced
         )
 
+    def take_over(self, former: EarlierMeans) -> None:
+        """Go on from the means of an earlier optimizer, whose parameters keep their owners."""
+        self._means.take_over(former._means)
+
     def on_begin(self, backward: Backward) -> None:
         """Note the means, and take them out if the backward is reduced."""
         if backward.reduction is not None and self._optimizer() is None:

@@ -144,14 +144,17 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise
         self._verify(self.param_groups)
         self._owned = OwnedState(self.optim, self._owners, self._masters, self._group)
-        for kind in (EarlierMeans, WaitsBeforeBackward):
-            if (former := self._core.events.of(kind)) is not None:
+        earlier = self._core.events.of(EarlierMeans)
+        for former in (earlier, self._core.events.of(WaitsBeforeBackward)):
+            if former is not None:
                 self._core.events.remove(former)  # this one takes over
         self._own()
         if self._users is not None:
             self._core.events.install(WaitsBeforeBackward(self._users))
             finalize(self, self._users.end)  # at exit too: others wait for what this rank sends
         self._means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
+        if earlier is not None:
+            self._means.take_over(earlier)
         self._core.events.install(self._means)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
@@ -188,6 +191,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             try:
                 super().add_param_group(param_group)
                 group = self.param_groups[-1]
+                self._core.refresh_parameters()
                 _check_held(self._state, group["params"])
                 _check(self._state, self._named(group["params"]))
                 self._add_owners()
@@ -404,13 +408,28 @@ class ZeroRedundancyOptimizer(Optimizer):
         verify_same(describe(named, [], alike), self._group, self._device, where)
 
     def _add_owners(self) -> None:
-        """Give parameters that have no owner one."""
+        """Give parameters that have no owner one.
+
+        Those of an earlier optimizer keep theirs: the others do not have their gradients.
+
+        Raises:
+            ValueError: the earlier one had other parameters, whose gradients nobody would step.
+        """
         core = self._core
         core.settle_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
         self._reduced = core.reduced_parameters()  # (it leaves out those that have owners)
+        former = core.manager.factory.owners
+        left = [name for name, p in self._named(former) if p not in params and p.grad is not None]
+        if left:
+            raise ValueError(
+                f"{core.where()}: the earlier ZeroRedundancyOptimizer has {listed(left)}, and the "
+                "gradients are on the owners alone: step it and call zero_grad(), or give this "
+                "one all parameters, in groups"
+            )
+        self._owners.update({p: rank for p, rank in former.items() if p in params})
         add_owners(self._owners, order, self._group.size)
 
     def _own(self) -> None:
@@ -558,7 +577,9 @@ def _total_norm(
 
 
 def _state_of(params: Sequence[Tensor]) -> DDPState:
-    """What is behind the wrapper that has these parameters."""
+    """What is behind the wrapper that has these parameters, also if they were added just now."""
+    for each in DDPState.all_live():
+        each.core.refresh_parameters()
     state = _latest(params[:1])
     if state is None:
         raise ValueError(f"the parameters belong to no wrapper of this process: {_WRAP}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.diagnostics.checksum import checksums
 
 CAPTURED_STEPS = 3  # the first steps of the optimizer
@@ -59,8 +60,8 @@ def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[st
     for number, wrapper in enumerate(models):
         module: Any = wrapper.module
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        for name, param in module.named_parameters():
-            if name not in ignored and param.requires_grad:
+        for name, param in parameters_of(module, ignored):
+            if param.requires_grad:
                 label = name if len(models) == 1 else f"model {number}: {name}"
                 tensors[label] = param.grad if what == "gradient" else param.detach()
     sums = checksums(list(tensors.values()))

@@ -8,22 +8,67 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import (
+    captures_leaves,
     current_autograd_node,
-    gradient_node,
     python_function,
-    will_engine_execute,
+    will_execute,
+    without_overrides,
 )
 from tritonddp.reducer.graph.call_site import nodes_of_callers
 
 
-def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
+def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
+    """For each autograd node, whether the engine will execute it in the backward that runs.
+
+    ``None`` if that is ``torch.autograd.grad``, which captures leaves instead of accumulating.
+    """
+    try:
+        return list(map(will_execute, nodes))
+    except RuntimeError as error:
+        if captures_leaves(error):
+            return None
+        raise
+
+
+def distributed_engine_runs() -> bool:
+    """Whether the backward on this thread is one of ``torch.distributed.autograd``.
+
+    Its engine does not record which nodes are in the graph. So torch does not know the current node
+    then, or reports that this node will not run.
+    """
+    node = current_autograd_node()
+    return node is None or will_engine_execute([node]) == [False]
+
+
+class _Joined(torch.autograd.Function):
+    """A function whose node leads to those of all its inputs."""
+
+    @staticmethod
+    def forward(_: Any, *tensors: Tensor) -> Tensor:
+        return torch.empty((), device="cpu")
+
+
+def gradient_nodes(params: Sequence[Tensor]) -> list[Any]:
+    """The autograd node that the gradient of each parameter goes to; ``None`` if it is frozen.
+
+    As ``torch.autograd.graph.get_gradient_edge``, which takes ten times as long, and returns the
+    node of a view for a parameter of a tensor subclass.
+    """
+    # (Under inference_mode there are none.)
+    with outside_modes(params), torch.enable_grad(), without_overrides():
+        node = _Joined.apply(*params).grad_fn
+    return [None] * len(params) if node is None else [each for each, _ in node.next_functions]
+
+
+def accumulating_nodes(params: Sequence[Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter; a RuntimeError if one has none."""
-    with outside_modes(params):  # under inference_mode there is none
-        nodes: list[Any] = [gradient_node(param) for param in params]
+    nodes = gradient_nodes(params)
     for node, param in zip(nodes, params, strict=True):
         if getattr(node, "variable", None) is None:
             raise RuntimeError(
@@ -47,20 +92,20 @@ def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
             param.requires_grad_(False)
 
 
-def is_of_others(params: Sequence[Parameter], nodes: Sequence[Any]) -> bool:
+def is_of_others(params: Sequence[Parameter]) -> bool:
     """Whether the backward that runs, and reaches none of ``params``, is none of the wrapper's.
 
     It is so for ``torch.autograd.grad``, and for ``backward(inputs=...)``, with respect to other
     tensors: the graph then has parameters that are not reached. Otherwise it is a backward that
-    uses no parameter on this rank, and ranks that use some wait for it. ``nodes`` are the
-    AccumulateGrad nodes of the parameters.
+    uses no parameter on this rank, and ranks that use some wait for it.
     """
     node = current_autograd_node()
     if not _accumulates(node):
         return True
     if not any(param.requires_grad for param in params):
         return False
-    ends = set(nodes)
+    # (Not the nodes that our hooks are on: ``.data`` of another dtype, and back, brings others.)
+    ends = set(gradient_nodes(params))
     return any(each in ends for each in _behind([node]))
 
 

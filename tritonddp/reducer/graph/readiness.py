@@ -19,7 +19,11 @@ from torch.nn import Parameter
 from tritonddp._device import current_stream, join_streams
 from tritonddp._torch import captures_leaves, register_post_accumulate_grad_hook, will_execute
 from tritonddp.comm.reduction import Reduction
-from tritonddp.reducer.graph.participation import ReentrantGrads, gradient_nodes
+from tritonddp.reducer.graph.participation import (
+    ReentrantGrads,
+    accumulating_nodes,
+    gradient_nodes,
+)
 
 # Position in the log of a segment that no hook waits for: it is packed at the end of the backward.
 _NEVER = -1
@@ -75,7 +79,7 @@ class ReadyTracker:
     ) -> None:
         # Holding AccumulateGrad nodes keeps them, and the hooks registered on them, alive: autograd
         # itself refers to them only weakly.
-        self.nodes = gradient_nodes(params)
+        self.nodes = accumulating_nodes(params)
         self.log: list[Tensor] = []  # the parameters in the order of their gradients
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
         # The engine was not asked for each of them. What is not reached is found at the end.
@@ -209,7 +213,19 @@ class ReadyTracker:
     def inherit(self, former: ReadyTracker) -> None:
         """Take over the streams of the nodes that ``former`` holds too."""
         self.streams[:], self.streams_beside[:] = former.streams, former.streams_beside
-        self._unheard.difference_update(set(former._params).difference(former._unheard))
+        held, both = set(self.nodes), zip(former._params, former.nodes, strict=True)
+        kept = {param for param, node in both if node in held}
+        self._unheard.difference_update(kept.difference(former._unheard))
+
+    def is_outdated(self, numbers: Collection[int]) -> bool:
+        """Whether one of these parameters has another autograd node now, without our hooks.
+
+        So it is once its ``.data`` was of another dtype or device, as after ``module.double()``,
+        though it is back.
+        """
+        wanted = [number for number in numbers if self._params[number].requires_grad]
+        now = gradient_nodes([self._params[number] for number in wanted])
+        return not all(map(is_, now, map(self.nodes.__getitem__, wanted)))
 
     def remove(self) -> None:
         """Take all hooks away."""

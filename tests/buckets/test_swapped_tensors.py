@@ -1,0 +1,254 @@
+"""Another tensor behind a parameter: the object stays, its autograd node and our hooks do not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from distributed import assert_same_on_all_ranks, ranks
+from modules import Layers
+from oracle import one_per_rank
+from torch import nn
+from training import drawn, wrap
+
+import tritonddp
+
+
+@contextmanager
+def conversion(swap: bool, overwrite: bool = False) -> Iterator[None]:
+    future = torch.__future__
+    future.set_swap_module_params_on_conversion(swap)
+    future.set_overwrite_module_params_on_conversion(overwrite)
+    try:
+        yield
+    finally:
+        future.set_swap_module_params_on_conversion(False)
+        future.set_overwrite_module_params_on_conversion(False)
+
+
+def swap(*names: str) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        for name, param in module.named_parameters():
+            if not names or name.split(".")[1] in names:
+                param.grad = None
+                torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone() * 0.5))
+
+    return change
+
+
+def move(swaps: bool, overwrites: bool = False) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        with conversion(swaps, overwrites):
+            module.to(torch.float32).to(torch.float64)
+
+    return change
+
+
+def load(module: nn.Module) -> None:
+    with conversion(True):
+        module.load_state_dict({k: v.clone() * 0.5 for k, v in module.state_dict().items()})
+
+
+def of_a_layer(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    return lambda module: change(module.layers["b"])
+
+
+CHANGES = {
+    "one": swap("b"),
+    "last": swap("a"),
+    "all": swap(),
+    "loaded": load,
+    "a loaded layer": of_a_layer(load),
+    "moved by swaps": move(True),
+    "moved by data": move(False),
+    "moved by new ones": move(False, True),
+    "a layer moved by swaps": of_a_layer(move(True)),
+    "a layer moved by data": of_a_layer(move(False)),
+}
+
+
+def batch(step: int, rank: int | None = None) -> torch.Tensor:
+    return drawn(3, 4, step=step, rank=rank, dtype=torch.float64)
+
+
+def check(ddp: nn.Module, *steps: int, tolerance: float = 1e-12) -> None:
+    """Backwards, all but the last under ``no_sync``: their mean is added to ``.grad``."""
+    before = [0 if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+    alone = one_per_rank(getattr(ddp, "module", ddp))
+    for rank, each in enumerate(alone):
+        for step in steps:
+            each(batch(step, rank)).sum().backward()
+    for step in steps:
+        with nullcontext() if step == steps[-1] else ddp.no_sync():
+            ddp(batch(step)).sum().backward()
+    columns = zip(before, *map(nn.Module.parameters, alone), strict=True)
+    for param, (former, *of_ranks) in zip(ddp.parameters(), columns, strict=True):
+        if param.requires_grad:
+            mean = former + sum(each.grad for each in of_ranks) / len(of_ranks)
+            torch.testing.assert_close(param.grad, mean, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["dropped", "kept"])
+@ranks(2, views=True)
+def test_the_next_step_is_right(keeps: bool, view: bool) -> None:
+    for change in CHANGES.values():
+        ddp = wrap(Layers("abc").double(), view, bucket_cap_mb=1e-4)
+        for step in range(6):
+            if not keeps:
+                ddp.zero_grad()
+            check(ddp, step, tolerance=1e-6)
+            if step % 2:
+                change(ddp.module)
+
+
+@ranks(2, views=True)
+def test_before_gradients_accumulate(view: bool) -> None:
+    for change in CHANGES.values():
+        ddp = wrap(Layers("abc").double(), view)
+        check(ddp, 0)
+        change(ddp.module)
+        ddp.zero_grad()
+        check(ddp, 1, 2, 3)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@ranks(2, views=True)
+def test_while_gradients_accumulate(swaps: bool, view: bool) -> None:
+    ddp = wrap(Layers("abc").double(), view)
+    check(ddp, 0)
+    ddp.zero_grad()
+    alone = one_per_rank(ddp.module)
+    for step in (1, 2, 3):
+        with nullcontext() if step == 3 else ddp.no_sync():
+            ddp(batch(step)).sum().backward()
+        if step < 3:
+            move(swaps)(ddp.module)
+        for rank, each in enumerate(alone):
+            each(batch(step, rank)).sum().backward()
+    columns = zip(*map(nn.Module.parameters, alone), strict=True)
+    for param, (one, other) in zip(ddp.parameters(), columns, strict=True):
+        mean = (one.grad + other.grad) / 2
+        torch.testing.assert_close(param.grad, mean, rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = {
+    "int8": {"compression": "int8"},
+    "lazy": {"lazy_bucket_allocation": True},
+    "process group": {"transport": "process_group"},
+    "skip": {"skip_all_reduce_unused_params": True},
+    "strict": {"find_unused_parameters": False},
+    "delayed": {},
+    "hook": {},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@ranks(2)
+def test_whatever_the_options(option: str) -> None:
+    for change in ("all", "moved by data"):
+        module = Layers("abc").double()
+        options = dict(OPTIONS[option])
+        if option == "delayed":
+            options["delay_all_reduce_named_params"] = [
+                ("layers.a.weight", module.layers["a"].weight)
+            ]
+            options["param_to_hook_all_reduce"] = module.layers["b"].weight
+        if option == "int8":
+            options["exact"] = "layers.*"
+        ddp = wrap(module, bucket_cap_mb=1e-4, **options)
+        for step in range(6):
+            ddp.zero_grad()
+            check(ddp, step)
+            if step % 2:
+                CHANGES[change](ddp.module)
+
+
+@pytest.mark.parametrize("change", ["one", "all"])
+@ranks(2, 3, views=True)
+def test_one_rank_alone_may_do_it(rank: int, change: str, view: bool) -> None:
+    ddp = wrap(Layers("abc").double(), view, bucket_cap_mb=1e-4)
+    for step in range(5):
+        ddp.zero_grad()
+        check(ddp, step)
+        if rank == 1 and step % 2:
+            for name, param in ddp.module.named_parameters():
+                if change == "all" or ".b." in name:
+                    param.grad = None
+                    torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
+
+
+@ranks(2)
+def test_another_kind_is_named_at_the_forward(rank: int) -> None:
+    ddp = wrap(Layers("abc").double())
+    check(ddp, 0)
+    ddp.zero_grad()
+    for other in (torch.zeros(4, 4), torch.zeros(2, 2, dtype=torch.float64)):
+        torch.utils.swap_tensors(ddp.module.layers["b"].weight, nn.Parameter(other))
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"'layers\.b\.weight' was torch\.float64 on cpu.*wrap"
+            ):
+                ddp(batch(1))
+    right = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    torch.utils.swap_tensors(ddp.module.layers["b"].weight, right)
+    check(ddp, 2)
+
+
+@ranks(2)
+def test_what_torch_refuses_between_forward_and_backward_comes_through(rank: int) -> None:
+    ddp = wrap(Layers("abc").double(), bucket_cap_mb=1e-4)
+    check(ddp, 0)
+    for who in (0, 1):
+        ddp.zero_grad()
+        loss = ddp(batch(1)).sum()
+        if who in (1, 1 + rank):
+            bias = ddp.module.layers[
+                "b"
+            ].bias  # (of a weight, which the graph has, it refuses that)
+            torch.utils.swap_tensors(bias, nn.Parameter(bias.detach().clone()))
+            with pytest.raises(RuntimeError, match="poisoned by swap_tensors"):
+                loss.backward()
+        else:
+            loss.backward()
+        ddp.zero_grad()
+        check(ddp, 2)
+
+
+@ranks(2)
+def test_frozen_parameters_are_moved_too() -> None:
+    module = Layers("abc").double()
+    module.layers["b"].requires_grad_(False)
+    ddp = wrap(module, bucket_cap_mb=1e-4)
+    for step in range(6):
+        ddp.zero_grad()
+        check(ddp, step, tolerance=1e-6)
+        move(swaps=True)(module)
+        module.layers["b"].requires_grad_(step > 2)
+
+
+@ranks(2)
+def test_in_place() -> None:
+    for change in CHANGES.values():
+        net = tritonddp.replicate(Layers("abc").double(), bucket_cap_mb=1e-4)
+        for step in range(4):
+            net.zero_grad()
+            check(net, step, tolerance=1e-6)
+            if step % 2:
+                change(net)
+
+
+@ranks(2)
+def test_in_place_an_optimizer_refuses_gradients_of_which_nothing_told() -> None:
+    net = tritonddp.replicate(Layers("abc").double())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    check(net, 0)
+    swap()(net)
+    net.layers["a"](batch(1)).sum().backward()  # no hook is left on these
+    with pytest.raises(RuntimeError, match=r"'layers\.a\.weight'.*call the module itself once"):
+        optimizer.step()
+    net.zero_grad()
+    check(net, 2)
+    net.zero_grad()
+    net.layers["a"](batch(1)).sum().backward()
+    assert_same_on_all_ranks([net.layers["a"].weight.grad])
+    optimizer.step()
