@@ -104,9 +104,9 @@ def is_of_others(params: Sequence[Parameter]) -> bool:
         return True
     if not any(param.requires_grad for param in params):
         return False
-    # (Not the nodes that our hooks are on: ``.data`` of another dtype, and back, brings others.)
-    ends = set(gradient_nodes(params))
-    return any(each in ends for each in _behind([node]))
+    # Not the nodes that our hooks are on: ``.data`` of another dtype, and back, brings others.
+    ends = {each for each in gradient_nodes(params) if each is not None}
+    return not any(will_engine_execute(ends) or ()) and any(n in ends for n in _behind([node]))
 
 
 def _accumulates(node: Any) -> bool:
