@@ -140,6 +140,8 @@ class ReplicatedModule:
         return ddp(self).should_stop()
 
 
+# In the class of a replicated module, once that is complete.
+_MADE = "_tritonddp_made"
 # The names that a module must not have itself.
 _ADDED = [name for name in vars(ReplicatedModule) if not name.startswith("__")]
 
@@ -252,12 +254,9 @@ def _note_part(owner: nn.Module, _: str, part: nn.Module | nn.Parameter | None) 
 
 def _refuse_swapped(optimizer: Optimizer, *_: Any) -> None:
     """Hook of all optimizers: our hooks went with the tensor, and nothing told of a backward."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     for state in DDPState.all_live():
-        if state.call is None or not (swapped := state.parameters.swapped()):
-            continue
-        stepped = {param for group in optimizer.param_groups for param in group["params"]}
-        left = stepped.intersection(param for param in swapped if param.grad is not None)
-        if names := [name for name, param in state.parameters.params if param in left]:
+        if state.call is not None and (names := state.parameters.swapped(params)):
             raise RuntimeError(
                 f"{state.core.where()}: there is another tensor behind {listed(names)} since the "
                 "last forward of the replicated module (torch.utils.swap_tensors), so that the "
@@ -289,25 +288,38 @@ def _class_of(plain: type) -> type:
     for name in ("__deepcopy__", *(["recompile"] if issubclass(plain, GraphModule) else [])):
         if hasattr(plain, name):
             named[name] = partialmethod(_as_plain, getattr(plain, name))
-    return _kind_of_class(type(plain))(plain.__name__, (ReplicatedModule, plain), named)
+    made = _kind_of_class(type(plain))(plain.__name__, (ReplicatedModule, plain), named)
+    type.__setattr__(made, _MADE, True)
+    return made
 
 
 @cache
 def _kind_of_class(meta: type[type]) -> type[type]:
     """A metaclass below ``meta``: what is set on the subclass is set on the user's class.
 
-    Code such as ``type(self).made += 1`` means that one.
+    Code such as ``type(self).made += 1`` means that one. (Not what is set while the subclass is
+    made, as by an ``__init_subclass__`` of the user's.)
     """
 
     class Replicated(meta):  # type: ignore[misc, valid-type]
         def __setattr__(cls, name: str, value: Any) -> None:
-            is_of_class = name.startswith(("__", "_abc_"))
-            if is_of_class:
-                super().__setattr__(name, value)
-            else:
+            if _is_of_users(cls, name):
                 setattr(_plain_class(cls), name, value)
+            else:
+                super().__setattr__(name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            if _is_of_users(cls, name):
+                delattr(_plain_class(cls), name)
+            else:
+                super().__delattr__(name)
 
     return Replicated
+
+
+def _is_of_users(kind: type, name: str) -> bool:
+    own = vars(kind)
+    return _MADE in own and name not in own and not name.startswith(("__", "_abc_"))
 
 
 def _as_plain(module: nn.Module, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -359,6 +359,11 @@ class Bucket:
             ]
         self.used[first:last] = used
         self._counters.flattens += 1
+        # Whoever sets .data of a gradient (module.to(), for example) has moved the view itself.
+        if self.has_views:
+            addresses = list(map(Tensor.data_ptr, self.flat.views[first:last]))
+            if addresses != self.flat.addresses[first:last]:
+                self.flat.mend_views()
         if not all(used):
             for slot, flag in enumerate(used):
                 if grads[slot] is not None and not flag:

@@ -213,8 +213,8 @@ class BucketManager:
         if self._is_restored:  # the ranks have agreed already
             return missing
         if not self.keeps_order:
-            all_ranks = min(self._group.size, _COUNTS)
             counts = [count for _, each in self.rank_counts() for count in each.tolist()]
+            all_ranks = min(max(counts), _COUNTS)  # (In join() some have no inputs.)
             if any(0 < count < all_ranks for count in counts):
                 self._cut_by(self._caps.registered())
         if self.keeps_order:

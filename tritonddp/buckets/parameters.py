@@ -5,9 +5,9 @@ Training loops freeze, unfreeze, replace and add parameters after a model was wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, eq, is_, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -68,6 +68,7 @@ class ModuleParameters:
         self._children = wrapper._modules
         self._ignored = ignored
         self._buffers_since_update: list[tuple[str, Mapping[str, Tensor | None]]] = []
+        self._buffers = self._buffers_since_update
         self._held: list[Any] = []
         # From the last check: keys and numbers of keys, tensors, and the result of buffers().
         self._buffer_places: list[int | str] = []
@@ -77,7 +78,7 @@ class ModuleParameters:
         self._group = group
         self.number = -1
         self._bucketed: dict[Tensor, str] = {}
-        self._behind: list[int] = []  # for each of those, the tensor in C++
+        self._behind: dict[int, None] = {}  # the tensors in C++ behind those, in their order
         self.added: list[tuple[str, Parameter]] = []
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
         self._schemas: dict[tuple[bool | str, ...], bytes] = {}  # by what requires gradients
@@ -110,7 +111,7 @@ class ModuleParameters:
     def set_bucketed(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """These parameters, and no others, are in buckets now."""
         self._bucketed = dict(zip(params, names, strict=True))
-        self._behind = list(map(tensor_behind, params))
+        self._behind = dict.fromkeys(map(tensor_behind, params))
         self._kinds = list(map(_kind, params))
         self._grads_of_added.clear()
         self._sort()
@@ -151,7 +152,7 @@ class ModuleParameters:
         """
         if not self.has_changed():
             return False
-        if self.swapped():
+        if self.were_swapped():
             self.check_kinds(range(len(self._bucketed)), where)
         known = {param for _, param in self.added}
         self._required = list(map(_requires_grad, self._looked_at))
@@ -192,10 +193,21 @@ class ModuleParameters:
                     "synchronised: wrap the module again after such a change"
                 )
 
-    def swapped(self) -> list[Tensor]:
-        """Parameters in buckets behind which another tensor is than in :meth:`set_bucketed`."""
-        pairs = zip(self._bucketed, self._behind, strict=True)
-        return [param for param, behind in pairs if tensor_behind(param) != behind]
+    def swapped(self, among: Iterable[Tensor]) -> list[str]:
+        """Names of parameters with gradients behind which there is a tensor of no bucket.
+
+        The parameters are ``among`` these. Meant for each step of an optimizer.
+        """
+        others = [each for each in among if tensor_behind(each) not in self._behind]
+        return [
+            self._bucketed[each]
+            for each in others
+            if each in self._bucketed and each.grad is not None
+        ]
+
+    def were_swapped(self) -> bool:
+        """Whether there are other tensors behind parameters than in :meth:`set_bucketed`."""
+        return not all(map(eq, map(tensor_behind, self._bucketed), self._behind))
 
     def has_new_gradient(self, param: Tensor) -> bool:
         """Whether the gradient of an added parameter has come, or changed, since it was added."""
@@ -245,10 +257,10 @@ class ModuleParameters:
 
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
-        self._buffers = self._buffers_since_update
-        self._buffer_places = []
         self.is_uncommitted = False
-        self.buffers()
+        if self._buffers is not self._buffers_since_update:
+            self._buffers, self._buffer_places = self._buffers_since_update, []
+            self.buffers()
 
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
@@ -288,7 +300,7 @@ class ModuleParameters:
         """Whether anything has changed since the last :meth:`update`."""
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
             return True
-        if list(map(tensor_behind, self._bucketed)) != self._behind:
+        if not all(map(eq, map(tensor_behind, self._bucketed), self._behind)):
             return True
         held = list(chain.from_iterable(self._contents))
         return len(held) != len(self._held) or not all(map(is_, held, self._held))
@@ -318,7 +330,7 @@ class ModuleParameters:
             if not all(buffer.is_leaf for _, buffer in named):
                 return named  # not cached: a buffer with a graph would keep that graph alive
             self._named_buffers = named
-            if not self._overrides_buffers:
+            if not (self._overrides_buffers or self.is_uncommitted):
                 self._held_buffers, self._buffer_places = held, places
         return self._named_buffers
 

@@ -483,6 +483,8 @@ class Reduction:
                 bucket.exchange.wait(bucket, self.works[bucket.index])
             except RuntimeError as error:
                 self._wait_failed(bucket, error, discards)
+        if self._has_exchanged:  # there
+            return
         try:
             with Uninterrupted():
                 exchange_rows(buckets, self.group.process_group, self.counters)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._device import Readback, is_capturing
@@ -487,7 +488,9 @@ class Agreement:
         # case of 16 million.)
         rank, size = self.group.rank, self.group.size
         is_alone = size > 1 and headers.tolist() == list(self._header.encode(rank, size))
-        if is_alone and not self._has_heard:
+        # (A group written in Python may give back what it got, as torchft's after an error.)
+        is_torchs = type(self.group.process_group) is dist.ProcessGroup
+        if is_alone and not (self._has_heard and is_torchs):
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tritonddp._torch import backward_hooks_of, hooks_after_accumulation
 from tritonddp.coordination.failures import listed
+from tritonddp.coordination.verify import is_plain
 from tritonddp.reducer.extension import Events, Extension
 from tritonddp.reducer.graph.backward import Backward
 
@@ -39,14 +40,16 @@ class HookedSteps(Extension):
     def on_begin(self, backward: Backward) -> None:
         """Keep the values of some parameters with hooks."""
         reduction, self._before = backward.reduction, []
-        # (Communication hooks may step optimizers by means.)
-        if reduction is None or reduction.is_captured or not backward.bucket_set.averages:
+        if reduction is None or reduction.is_captured:
             return
         named = zip(backward.bucket_set.names, backward.bucket_set.params, strict=True)
+        # (Communication hooks may step optimizers by means.)
         hooked = [
             (name, param)
             for name, param in named
-            if hooks_after_accumulation(param) or backward_hooks_of(param)
+            if backward.bucket_set.averages
+            and is_plain(param)
+            and (hooks_after_accumulation(param) or backward_hooks_of(param))
         ]
         hooked.sort(key=lambda each: each[1].numel())
         self._before = [(name, p, p.detach().clone()) for name, p in hooked[:_PARAMS]]
@@ -67,8 +70,8 @@ class HookedSteps(Extension):
         if changed:
             logger.warning(
                 "%s: %s changed in the backward, before the gradients were averaged over the "
-                "ranks: each rank trains by its own gradients. A hook of these parameters steps an "
-                "optimizer. Step after backward(), or by torch.distributed.optim."
+                "ranks. If a hook of these parameters steps an optimizer, each rank trains by its "
+                "own gradients: step after backward(), or by torch.distributed.optim."
                 "_apply_optimizer_in_backward, whose steps wait for the mean. It is said once",
                 backward.where,
                 listed(changed),

@@ -213,7 +213,7 @@ class _Shield:
         if not hasattr(os, "setpgid"):  # Windows, which has no process groups
             return
         if not self._in_force:
-            self._former = loading_loop()
+            self._former = self._former or loading_loop()  # once: another tool's may call this
             set_loading_loop(self)
         self._in_force[handler] = signals
         if multiprocessing.active_children():

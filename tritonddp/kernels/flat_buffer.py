@@ -248,6 +248,7 @@ class FlatBuffer:
         marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
         self.marks = marks.view(len(layout.numels), words)
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
+        self.addresses = list(map(Tensor.data_ptr, self.views))  # where they were last
 
     @property
     def memory(self) -> list[Tensor]:
@@ -272,8 +273,10 @@ class FlatBuffer:
         """Lead :attr:`views` back here that are elsewhere now, with their values."""
         for slot, view in enumerate(self.views):
             offset = self.layout.offsets[slot] * self.dtype.itemsize
-            if view.numel() and view.data_ptr() != self.data.data_ptr() + offset:
+            is_elsewhere = view.numel() and view.data_ptr() != self.data.data_ptr() + offset
+            if is_elsewhere and view.shape == self.layout.shapes[slot]:
                 view.data = self.tensor_at(slot).copy_(view)
+        self.addresses = list(map(Tensor.data_ptr, self.views))
 
     def part(self, first: int, last: int) -> Any:
         """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""
@@ -288,6 +291,7 @@ class FlatBuffer:
         self.headers = self.headers[:0]
         self.marks = self.marks[first:last]
         self.views = self.views[first:last]
+        self.addresses = self.addresses[first:last]
         self.is_part, self.first_slot = True, first
         self.tables = self.batched = None
 

@@ -34,6 +34,7 @@ class MeansAside:
         # What the last local backward has left: gradients with a mean in them, and their versions.
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
         self._is_out = False  # the means are not in .grad
+        self._is_noted = False  # in this backward, which may be reduced after all
 
     def take_over(self, former: MeansAside) -> None:
         """Go on from the results that ``former`` knows of the same parameters."""
@@ -43,6 +44,9 @@ class MeansAside:
     @torch.no_grad()
     def note(self) -> None:
         """A backward is about to add to the gradients, or a reduction to begin."""
+        if self._is_noted:
+            return
+        self._is_noted = True
         if self.is_reduced:
             # Copies: a backward adds to the tensor itself, and it may be a view of its bucket.
             self._means = {p: p.grad.clone() for p in self._params() if p.grad is not None}
@@ -77,6 +81,7 @@ class MeansAside:
 
     def close(self, reduction: Reduction | None) -> None:
         """A backward is over. After a reduction ``.grad`` holds means, until another adds to it."""
+        self._is_noted = False
         if reduction is not None:
             self.is_reduced = True
         else:

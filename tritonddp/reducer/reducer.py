@@ -183,7 +183,7 @@ class Reducer:
     def refresh_parameters(self, in_backward: bool = False) -> None:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`."""
         if self.parameters.refresh(self.where, in_backward):
-            if self.parameters.swapped() and not self.backward_runs:
+            if self.parameters.were_swapped() and not self.backward_runs:
                 self._track()
             self.watch_others()
 
@@ -245,7 +245,7 @@ class Reducer:
             if not any(reached) and is_of_others(self.manager.current.params):
                 return
             missing = {number for number, comes in enumerate(reached) if not comes}
-            if missing != self.statistics.missing:
+            if missing != self.statistics.missing or self.reentrant.has_come:
                 self.parameters.check_kinds(missing, self.where)
                 if tracker.is_outdated(missing):
                     self._track()
@@ -382,7 +382,8 @@ class Reducer:
         doubt = ""
         if self.group.size > 1 and self.sync.join is None:
             if forward is not None:
-                doubt = INSIDE if forward.syncs else ADDED * self.unreduced.adds_to_means()
+                adds = self.unreduced.adds_to_means(self.manager.current.params)
+                doubt = INSIDE if forward.syncs else ADDED if adds else ""
             elif is_around and may_be_reduced:
                 doubt = AROUND
         backward = Backward(
@@ -413,7 +414,7 @@ class Reducer:
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
         self.on_backward()
-        if self.backward_runs:
+        if self.backward_runs and self.tracker.knows(param):
             self._note_early(param)
 
     def on_gradients(self) -> None:
@@ -662,13 +663,13 @@ class Reducer:
 
     def _track(self) -> None:
         """Make the lists and hooks anew for the parameters in the current buckets."""
-        current = self.manager.current
+        current, were_swapped = self.manager.current, self.parameters.were_swapped()
         self.parameters.set_bucketed(current.names, current.params)
         current.mend_views()
         self.watch_others()
         former = getattr(self, "tracker", None)
         if former is not None:
-            former.remove()
+            former.remove(drops_nodes=were_swapped)
         with as_trainable(current.params):
             self.tracker = ReadyTracker(current.params, current.ranges, current.segments_of, self)
         if former is not None:

@@ -18,7 +18,7 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.comm.broadcast import StateBroadcast, bytes_of
 from tritonddp.comm.host.peer_memory import PeerMemory
 from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.comm.reduction import Reduction
@@ -78,6 +78,7 @@ class Reductions:
         statistics: facts about the steps so far.
         forwards: decides which backwards are reduced.
         afterwards: see :meth:`call_afterwards`.
+        stepped_at: number of reductions when the owners of parameters have stepped last.
     """
 
     # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
@@ -133,6 +134,11 @@ class Reductions:
         self.forwards = Forwards()
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
+        self.stepped_at = -1
+
+    def owners_have_stepped(self) -> None:
+        """The owners of parameters have used all gradients that are reduced."""
+        self.stepped_at = self.counters.reductions
 
     def call_afterwards(self, function: Callable[[], None]) -> None:
         """Call this on all ranks whenever a backward is reduced, or made up for."""
@@ -267,8 +273,10 @@ class Reductions:
                     f"step {self.counters.reductions}",
                     f"parameters that were added ({listed(names)})",
                 )
-            pairs = zip(names, map(torch.equal, own, params), strict=True)
-            if others := [name for name, is_equal in pairs if not is_equal]:
+            pairs = zip(names, own, params, strict=True)
+            if others := [
+                name for name, one, new in pairs if not torch.equal(bytes_of(one), bytes_of(new))
+            ]:
                 logger.warning(
                     "%s: %s, added since the last reduction, had other values than on rank %s, "
                     "which all ranks have from now on. The gradients of this step are those of the "

@@ -249,6 +249,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.optim.step(**kwargs)
         if self._masters is not None:
             self._masters.after_step()
+        core.reductions.owners_have_stepped()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._values.begin(f"{core.where()}, optimizer step")
@@ -423,7 +424,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._reduced = core.reduced_parameters()  # (it leaves out those that have owners)
         former = core.manager.factory.owners
         left = [name for name, p in self._named(former) if p not in params and p.grad is not None]
-        if left:
+        if left and core.reductions.stepped_at < core.counters.reductions:
             raise ValueError(
                 f"{core.where()}: the earlier ZeroRedundancyOptimizer has {listed(left)}, and the "
                 "gradients are on the owners alone: step it and call zero_grad(), or give this "

@@ -454,7 +454,11 @@ def watch(reference: weakref.ref[Any], forward: Forward, outputs: Collection[Ten
         outputs: of it.
     """
     hook = unserializable_hook(partial(call_back, reference, forward))
-    for output in one_of_each_node(outputs):
+    if len(outputs) > 1:
+        outputs = one_of_each_node(outputs)
+    for output in outputs:
+        if output.grad_fn is None:
+            continue
         hooks = backward_hooks_of(output)
         # A tensor that the module passes through may live long: it gets one hook only.
         if hooks and any(

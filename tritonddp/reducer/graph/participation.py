@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -142,23 +142,39 @@ def may_run_inner_backward() -> bool:
     """Whether a node of the backward that runs may run a backward of its own. Walks the graph.
 
     As reentrant checkpoints do. Those are functions in Python whose backward calls something that
-    is named after it (``torch.autograd.backward``, ``loss.backward``, ``block.backward_pass``). One
-    that cannot be read may do anything.
+    is named after it (``torch.autograd.backward``, ``loss.backward``, ``block.backward_pass``), by
+    itself or by other functions of its module. One that cannot be read may do anything.
     """
     kinds = {type(node) for node in _behind([current_autograd_node(), *nodes_of_callers()])}
     functions = filter(None, map(python_function, kinds))
-    return any(_calls_backward(each.backward) or _calls_backward(each.vjp) for each in functions)
+    seen: set[Any] = set()
+    return any(
+        _calls_backward(each.backward, seen) or _calls_backward(each.vjp, seen)
+        for each in functions
+    )
 
 
-def _calls_backward(function: Any) -> bool:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is None or _names_backward(code)
+def _calls_backward(function: Any, seen: set[Any]) -> bool:
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    seen.add(function)
+    names = list(_names_in(code))
+    if any(name.startswith("backward") for name in names):
+        return True
+    found = (function.__globals__.get(name) for name in names)
+    others = [each for each in found if isinstance(each, FunctionType) and each not in seen]
+    return any(
+        _calls_backward(each, seen) for each in others if each.__module__ == function.__module__
+    )
 
 
-def _names_backward(code: CodeType) -> bool:
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    named = any(name.startswith("backward") for name in code.co_names)
-    return named or any(map(_names_backward, inner))
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
 
 
 class ReentrantGrads:

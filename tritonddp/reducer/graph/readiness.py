@@ -213,7 +213,7 @@ class ReadyTracker:
     def inherit(self, former: ReadyTracker) -> None:
         """Take over the streams of the nodes that ``former`` holds too."""
         self.streams[:], self.streams_beside[:] = former.streams, former.streams_beside
-        held, both = set(self.nodes), zip(former._params, former.nodes, strict=True)
+        held, both = set(self.nodes), zip(former._params, former.nodes, strict=False)
         kept = {param for param, node in both if node in held}
         self._unheard.difference_update(kept.difference(former._unheard))
 
@@ -227,9 +227,15 @@ class ReadyTracker:
         now = gradient_nodes([self._params[number] for number in wanted])
         return not all(map(is_, now, map(self.nodes.__getitem__, wanted)))
 
-    def remove(self) -> None:
-        """Take all hooks away."""
+    def remove(self, drops_nodes: bool = False) -> None:
+        """Take all hooks away.
+
+        With ``drops_nodes`` let go of the nodes too: after swap_tensors torch lets none run that
+        existed then, and a parameter gets a new one only where nobody holds it.
+        """
         self._remove()
+        if drops_nodes:
+            self.nodes = []
         _remove_all(self._end_hooks.values())
         self._end_hooks.clear()
 
@@ -275,7 +281,7 @@ class ReadyTracker:
 
     def arrivals(self) -> list[int]:
         """The log, as numbers of parameters."""
-        return [self._number_of[id(param)] for param in self.log]
+        return [self._number_of[id(param)] for param in self.log if self.knows(param)]
 
     def unannounced(self) -> list[tuple[int, int]]:
         """Gradients that were not announced, or came again: parameter and position in the log."""
@@ -306,8 +312,9 @@ class ReadyTracker:
                 f"{reduction.where}: the gradient of {reduction.bucket_set.names[late[0]]!r} "
                 f"arrived after its bucket {bucket.index} had been flattened or left out. It comes "
                 "from an inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
-                "earlier steps it did not. From the next step on such gradients are waited "
-                "for; with use_reentrant=False they are announced beforehand."
+                "earlier steps it did not, or the unused parameter was converted and back. From "
+                "the next step on such gradients are waited for; with use_reentrant=False they are "
+                "announced beforehand."
             )
 
     def learn(self) -> None:
@@ -316,6 +323,10 @@ class ReadyTracker:
         others = set(self._order).difference(arrived)
         self._order = arrived + [number for number in self._order if number in others]
         self.reached = []  # so that the next begin() calls _expect()
+
+    def knows(self, param: Tensor) -> bool:
+        """Whether it has this parameter: after swap_tensors a hook may be called for another."""
+        return id(param) in self._number_of
 
     def number_of(self, param: Tensor) -> int:
         """The number of a parameter."""

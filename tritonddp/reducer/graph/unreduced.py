@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonddp._device import is_capturing
+from tritonddp._torch import tensor_behind
 from tritonddp.coordination.failures import listed
 
 logger = logging.getLogger("tritonddp.in_step")
@@ -88,8 +89,10 @@ class Unreduced:
         self.used: list[bool] = []
         self.has_any = False
         self._has_warned = False
-        # Of the last reduction, one parameter's: itself, its gradient, and the version of that.
-        self._mean: tuple[weakref.ref[Tensor], weakref.ref[Tensor], int] | None = None
+        # Of the last reduction, until a local backward follows: the number of a parameter, the
+        # tensor behind its gradient, and the version of that. (A weak reference to a tensor would
+        # keep swap_tensors from it.)
+        self._mean: tuple[int, int, int] | None = None
         # Whether it was not zero when a local backward began, on the gradient's device.
         self._had_mean: Tensor | None = None
 
@@ -106,10 +109,8 @@ class Unreduced:
         if noted:
             for param in params:
                 noted.pop(id(param), None)
-        means = ((param, param.grad) for param in params if param.grad is not None)
-        self._mean = next(
-            ((weakref.ref(param), weakref.ref(grad), grad._version) for param, grad in means), None
-        )
+        means = ((n, param.grad) for n, param in enumerate(params) if param.grad is not None)
+        self._mean = next(((n, tensor_behind(grad), grad._version) for n, grad in means), None)
         self.used = [False] * len(params)
         self.has_any = False
 
@@ -118,12 +119,13 @@ class Unreduced:
         # (The end of a reduced backward clears this.)
         self.used = [old is not None and self.used[old] for old in former]
 
-    def adds_to_means(self) -> bool:
+    def adds_to_means(self, params: Sequence[Tensor]) -> bool:
         """Whether a local backward that begins adds to means that nobody has dropped or zeroed."""
-        param, grad = (None, None) if self._mean is None else (self._mean[0](), self._mean[1]())
-        if self._mean is None or param is None or grad is None or param.grad is not grad:
+        mean, self._mean = self._mean, None
+        grad = None if mean is None or mean[0] >= len(params) else params[mean[0]].grad
+        if mean is None or grad is None or mean[1:] != (tensor_behind(grad), grad._version):
             return False
-        if grad._version != self._mean[2] or grad.is_sparse or (grad.is_cuda and is_capturing()):
+        if grad.is_sparse or (grad.is_cuda and is_capturing()):
             return False
         # (Zeroing through .data changes no version. The host does not wait for the answer here.)
         self._had_mean = grad.detach().any()
