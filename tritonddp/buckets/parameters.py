@@ -70,6 +70,7 @@ class ModuleParameters:
         self._buffers_since_update: list[tuple[str, Mapping[str, Tensor | None]]] = []
         self._held: list[Any] = []
         # From the last check: keys and numbers of keys, tensors, and the result of buffers().
+        self._buffers: list[tuple[str, Mapping[str, Any]]] = []
         self._buffer_places: list[int | str] = []
         self._held_buffers: list[Tensor | None] = []
         self._named_buffers: list[tuple[str, Tensor]] = []
@@ -245,8 +246,9 @@ class ModuleParameters:
 
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
-        self._buffers = self._buffers_since_update
-        self._buffer_places = []
+        if self._buffers is not self._buffers_since_update:
+            self._buffers = self._buffers_since_update
+            self._buffer_places = []
         self.is_uncommitted = False
         self.buffers()
 
@@ -318,7 +320,7 @@ class ModuleParameters:
             if not all(buffer.is_leaf for _, buffer in named):
                 return named  # not cached: a buffer with a graph would keep that graph alive
             self._named_buffers = named
-            if not self._overrides_buffers:
+            if not (self._overrides_buffers or self.is_uncommitted):
                 self._held_buffers, self._buffer_places = held, places
         return self._named_buffers
 
