@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from one_graph import (
 from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp.compiled.operators import Traced
 
 
 @ranks(2, timeout=300)
@@ -159,5 +161,34 @@ def test_two_wrappers_of_a_module_and_a_copy() -> None:
             for number in range(3):
                 each.step(number)
                 each.assert_means(number)
-        state, others = (each.ddp._ddp_state.traced.state[0] for each in (net, other))
-        assert int(state) != int(others)
+        numbers = {int(each.ddp._ddp_state.traced.number) for each in (net, other)}
+        assert len(numbers) == 2
+
+
+@ranks(2, timeout=300)
+def test_forwards_in_one_graph_are_neither_merged_nor_reordered() -> None:
+    parts = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)  # one of them has buffers
+    a, b, c = wrapped = [DistributedDataParallel(each) for each in parts]
+    names = {
+        int(each._ddp_state.traced.number): name for each, name in zip(wrapped, "abc", strict=True)
+    }
+    begun = []
+    begin = Traced.begin_forward
+
+    def noting(traced: Traced) -> int:
+        begun.append(names[int(traced.number)])
+        return begin(traced)
+
+    def loss(x: Tensor) -> Tensor:
+        x = a(x)
+        return (a(x) + a(x) + b(x) + c(x) + b(x) + c(x) + c(x)).sum()
+
+    with fresh_dynamo(), patch.object(Traced, "begin_forward", noting):
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        for step in range(3):
+            with torch.set_grad_enabled(step < 2):
+                result = compiled(torch.randn(3, 4))
+            if step < 2:
+                result.backward()
+            assert "".join(begun) == "aaabcbcc"
+            begun.clear()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tritonddp._torch import tree_leaves, tree_map
 from tritonddp.compiled import operators as operators  # graphs name them
@@ -25,10 +26,12 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     if traced.obstacle:
         raise NotImplementedError(traced.obstacle)
     has_grad = torch.is_grad_enabled()
-    written = [traced.state]
-    if ddp.forward_sync_buffers:
-        written.extend(ddp.module.buffers())
-    started = torch.ops.tritonddp.begin_forward(written, has_grad, traced.version)
+    facts = traced.number, None, has_grad, traced.version  # (None: until _complete)
+    buffers = list(ddp.module.buffers()) if ddp.forward_sync_buffers else []
+    if buffers:
+        started = torch.ops.tritonddp.begin_forward_with_buffers(*facts, buffers)
+    else:
+        started = torch.ops.tritonddp.begin_forward(*facts)
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
 
@@ -50,7 +53,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
             if isinstance(each, Tensor) and each.requires_grad:
                 torch.ops.tritonddp.watch_gradient(each, started, "")
     outputs = (ddp._ddp_state.call or ddp.module)(*inputs, **kwargs)
-    traced.while_tracing(_watch_only_used)
+    traced.while_tracing(_complete)
     return outputs
 
 
@@ -59,13 +62,20 @@ def replicated_in_one_graph(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     return in_one_graph(getattr(module, WRAPPER).wrapper, *inputs, **kwargs)
 
 
-def _watch_only_used(context: Any) -> None:
-    """Take ``watch_gradient`` of tensors that the module has not used out of the traced graph.
+def _complete(context: Any) -> None:
+    """Complete the traced graph: it keeps forwards in order, and watches what the module has used.
 
-    It would make them inputs of the graph. Then autograd calls the hooks of such parameters, with
-    ``None`` instead of a gradient.
+    ``watch_gradient`` of other tensors would make them inputs of the graph. Then autograd calls the
+    hooks of such parameters, with ``None`` instead of a gradient.
     """
     started = context.get_local("started").as_proxy().node
+    for node in started.graph.nodes:
+        if node is started:
+            break
+        if node.target in operators.BEGIN:
+            started.update_arg(1, node)
+    # What a checkpoint recomputes in the backward does not begin another forward.
+    started.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in list(started.users):
         if node.target is torch.ops.tritonddp.watch_gradient and len(node.args[0].users) == 1:
             node.graph.erase_node(node)

@@ -1,10 +1,12 @@
 """The operators by which a compiled graph calls the wrapper.
 
 ``begin_forward`` is the first operator of a forward graph. It does all that the wrapper does before
-a forward. ``gradient_ready`` is in the backward graph, once for each parameter, directly after the
-operator that makes its gradient. ``watch_gradient`` puts it there while the graph is traced. None
-of them computes anything: gradients are outputs of the graph, and autograd sets ``.grad`` as usual.
-``to_contiguous`` copies the gradient of a convolution's weight in front of that.
+a forward. Where that overwrites buffers it is ``begin_forward_with_buffers``, which costs more: in
+each step torch looks up how an operator changes its arguments. ``gradient_ready`` is in the
+backward graph, once for each parameter, directly after the operator that makes its gradient.
+``watch_gradient`` puts it there while the graph is traced. None of them computes anything:
+gradients are outputs of the graph, and autograd sets ``.grad`` as usual. ``to_contiguous`` copies
+the gradient of a convolution's weight in front of that.
 
 A graph holds names of parameters. It does not depend on buckets, which may change, on ranks, or on
 the wrapper: it gets the number of the wrapper from ``begin_forward``.
@@ -61,9 +63,7 @@ class Traced:
         begin: function that does the wrapper's work before each forward.
 
     Attributes:
-        state: int64 ``(2,)`` on the CPU: the number of the wrapper, and the number of forwards that
-            its graphs have begun. Each forward changes it, so that torch.compile neither merges nor
-            reorders the forwards of one graph.
+        number: int64 ``()`` on the CPU: the number of the wrapper.
         version: of this package. torch keeps graphs on disk, also those of an older version.
         gradients: takes the gradients that graphs announce, once a graph has run.
         while_tracing: function that calls its argument while a forward is traced.
@@ -83,7 +83,7 @@ class Traced:
                 self.obstacle = _OVERRIDES.format(name)
         number = next(_numbers)
         with outside_modes():
-            self.state = torch.tensor([number, 0], device="cpu")
+            self.number = torch.tensor(number, device="cpu")
         self.gradients: GraphGradients | None = None
         _traced[number] = self
 
@@ -123,29 +123,35 @@ def _overlap(tensors: Iterable[Tensor]) -> bool:
     return any(first[1] > second[0] for first, second in pairwise(sorted(ranges)))
 
 
-def _begin_forward(written: list[Tensor], has_grad: bool, version: str) -> Tensor:
+def _begin_forward(
+    wrapper: Tensor,
+    after: Tensor | None,
+    has_grad: bool,
+    version: str,
+    buffers: Sequence[Tensor] = (),
+) -> Tensor:
     """The wrapper's work before a forward, see :meth:`Traced.begin_forward`.
 
     Args:
-        written: :attr:`Traced.state`, and the buffers of the module, which may be overwritten with
-            those of another rank.
+        wrapper: :attr:`Traced.number`.
+        after: result for the forward before this one in the same graph, so that torch.compile
+            neither merges nor reorders them.
         has_grad: the forward is traced with gradients.
         version: see :attr:`Traced.version`.
+        buffers: of the module, which may be overwritten with those of another rank.
 
     Returns:
         The numbers of the wrapper and of this forward, int64 ``(2,)`` on the CPU.
     """
-    state, *buffers = written
-    state[1] += 1
-    wrapper = int(state[0])
-    traced = _traced[wrapper]
+    number = int(wrapper)
+    traced = _traced[number]
     with torch.set_grad_enabled(has_grad):
-        number = traced.begin_forward()
+        forward = traced.begin_forward()
     # (Graphs may pass copies of the buffers, and write them back at their end.)
     for copy, buffer in zip(buffers, traced.buffers(), strict=True):
         if copy.data_ptr() != buffer.data_ptr():
             copy.copy_(buffer)
-    return torch.tensor([wrapper, number], device="cpu")
+    return torch.tensor([number, forward], device="cpu")
 
 
 def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
@@ -204,9 +210,16 @@ def _gradient_ready(grad: Tensor, forward: Tensor, name: str) -> None:
 
 # Python that runs in each step cannot be in a CUDA graph.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
+_FORWARD = "Tensor wrapper, Tensor? after, bool has_grad, str version"
 for _schema, _function, _fake, _tags in (
     (
-        "begin_forward(Tensor(a!)[] written, bool has_grad, str version) -> Tensor",
+        f"begin_forward({_FORWARD}) -> Tensor",
+        _begin_forward,
+        lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"),
+        _UNSAFE,
+    ),
+    (
+        f"begin_forward_with_buffers({_FORWARD}, Tensor(a!)[] buffers) -> Tensor",
         _begin_forward,
         lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"),
         _UNSAFE,
@@ -235,13 +248,15 @@ for _schema, _function, _fake, _tags in (
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tritonddp::{_name}", _fake)
 _library.impl("watch_gradient", _watch_gradient, "Autograd")
+BEGIN = torch.ops.tritonddp.begin_forward, torch.ops.tritonddp.begin_forward_with_buffers
 
 
 @functools.cache
 def _prepare_tracing() -> Callable[[Callable[[Any], None]], None]:
     """Make these operators traceable, and return :func:`comptime`. (Imports torch's tracer.)"""
     keep_dynamo_out(f"{__package__}.forward")
-    for each in ("begin_forward", "gradient_ready", "watch_gradient"):
+    ops = torch.ops.tritonddp
+    for each in (*BEGIN, ops.gradient_ready, ops.watch_gradient):
         # Graphs keep them, although nothing uses their results.
-        torch.fx.has_side_effect(getattr(torch.ops.tritonddp, each).default)
+        torch.fx.has_side_effect(each.default)
     return comptime()

@@ -523,15 +523,17 @@ def tensors_in(output: Any) -> list[Tensor]:
             kind = type(item)
             if kind is Tensor:
                 tensors.append(item)
-            elif kind in _PLAIN or id(item) in seen:
-                continue
-            elif kind not in contents and isinstance(item, Tensor):
-                tensors.append(item)
-            else:
-                seen[id(item)] = item
-                if kind not in contents:
-                    contents[kind] = _contents_of(item)
-                stack.append(contents[kind](item))
+            elif kind not in _PLAIN:
+                held = contents.get(kind)
+                if held is None:
+                    if isinstance(item, Tensor):
+                        tensors.append(item)
+                        continue
+                    held = contents[kind] = _contents_of(item)
+                key = id(item)
+                if key not in seen:
+                    seen[key] = item
+                    stack.append(held(item))
     return tensors
 
 
@@ -543,5 +545,13 @@ def _contents_of(container: Any) -> Callable[[Any], Iterable[Any]]:
         return iter
     if is_dataclass(container):
         names = [each.name for each in fields(container)]
-        return lambda each: [getattr(each, name, None) for name in names]
+        get = attrgetter(*names, "__class__")  # (a tuple, also of one field)
+
+        def values(each: Any) -> Iterable[Any]:
+            try:
+                return get(each)[:-1]
+            except AttributeError:  # a field that is not set
+                return [getattr(each, name, None) for name in names]
+
+        return values
     return tree_leaves
