@@ -297,7 +297,7 @@ class _Generator:
         return [Probe(counts, way, self._one_of(ends), self._chance(0.3))]
 
     def _draw_saliency(self, title: str) -> list[Action]:
-        # (Forwards that broadcast buffers are as many on all ranks. And no other collective may be in
+        # (Forwards that broadcast buffers are as many on all ranks. No other collective may be in
         # front of the one in which stock agrees on its buckets.)
         if self._kind not in ("one network", "shared encoder"):
             return []
