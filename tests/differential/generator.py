@@ -21,12 +21,15 @@ from differential.scenario import (
     Require,
     Scenario,
     Step,
+    Swap,
     ZeroGrad,
 )
 from differential.sharded import sharded
 
 _T = TypeVar("_T")
 
+SWAPS = ["swap_tensors", "load_state_dict", "data", "swap", "overwrite"]
+NOT_FP32 = {"linear in fp64", "linear in bf16", "buffered", "complex"}
 WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
 
 
@@ -240,7 +243,7 @@ class _Generator:
     def _draw_step(self, number: int) -> list[Action]:
         """One iteration of a training loop."""
         self._adds = False
-        actions: list[Action] = self._draw_change(number)
+        actions: list[Action] = [*self._draw_change(number), *self._draw_swap()]
         weighted = self._reduction_of_weights()
         if weighted:
             actions.append(ZeroGrad(True, False))
@@ -316,6 +319,20 @@ class _Generator:
                     self._random.randrange(self._world_size),
                 )
                 return [ZeroGrad(True, False), BreakOff(self._rows(), path, rank, at)]
+
+    def _draw_swap(self) -> list[Action]:
+        """Tensors behind parameters change, by which stock raises, or goes on with old ones."""
+        hooked = {block for block, _ in self._hooks} | ({"b0"} if self._delays else set())
+        fp32 = [
+            block
+            for block, kind in self._kinds.items()
+            if kind not in NOT_FP32 and block not in hooked and self._trains[block]
+        ]
+        fixed = self._for_stock or self._joins or self._network.tied or self._adds
+        is_none = fixed or not fp32 or self._more.random() > 0.4
+        # (First gradients of new parameters do not go through hooks.)
+        ways = SWAPS[:-1] if self._communication_hook else SWAPS
+        return [] if is_none else [Swap(self._more.choice(fp32), self._more.choice(ways))]
 
     def _freeze_or_not(self, block: str) -> list[Action]:
         self._trains[block] = not self._trains[block]

@@ -26,6 +26,7 @@ from differential.scenario import (
     Replace,
     Scenario,
     Step,
+    Swap,
     ZeroGrad,
 )
 from differential.trace import Entry, dense
@@ -128,6 +129,8 @@ class Oracle:
             self._broadcast = self._buffers()
             for used in self._used:
                 used.clear()
+        if isinstance(action, Swap):  # of which converted buffers are new ones
+            self._broadcast = self._buffers()
         if isinstance(action, Renew):
             self._renewed(action)
         if isinstance(action, BreakOff) and self._syncs_afterwards:

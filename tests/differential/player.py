@@ -26,6 +26,7 @@ from differential.scenario import (
     Require,
     Scenario,
     Step,
+    Swap,
     Write,
     ZeroGrad,
 )
@@ -183,6 +184,8 @@ class Player:
                 self.network.blocks[block].requires_grad_(grad)
             case Replace(block, kind):
                 self._replace(block, kind)
+            case Swap(block, by):
+                self._swap(self.network.blocks[block], by)
             case Renew(by):
                 self._renew(by)
             case BreakOff():
@@ -197,11 +200,30 @@ class Player:
         if self.scenario.groups:  # the wrapper knows them from the next reduction on
             kept = [param for param in self._added if param not in gone]
             self._added = [*kept, *self.network.blocks[block].parameters()]
-            return
+        else:
+            self._step_with_others(gone)
+
+    def _step_with_others(self, gone: set[nn.Parameter]) -> None:
+        """The optimizer has the parameters that there are."""
         (group,) = self._optimizer.param_groups
         group["params"] = [*self.network.parameters()]
-        for param in gone:
+        for param in gone.difference(group["params"]):
             self._optimizer.state.pop(param, None)
+
+    def _swap(self, block: nn.Module, by: str) -> None:
+        gone = {*block.parameters()}
+        self.forget_outputs()  # whose graphs hold what is behind parameters
+        if by == "swap_tensors":
+            param = next(block.parameters())
+            torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
+            return
+        with _converting(by):
+            if by == "load_state_dict":
+                block.load_state_dict(copy.deepcopy(block.state_dict()))
+            else:
+                block.to(torch.float64).to(torch.float32)
+        if by == "overwrite":
+            self._step_with_others(gone)
 
     def _renew(self, by: str) -> None:
         trained = self._trained()
@@ -378,6 +400,19 @@ def _add_hook(param: Tensor, kind: str) -> None:
         param.register_hook(lambda gradient: None if gradient is None else gradient * 3)
     else:
         param.register_post_accumulate_grad_hook(scale)
+
+
+@contextlib.contextmanager
+def _converting(by: str) -> Iterator[None]:
+    """Context: how torch converts parameters: see :class:`differential.scenario.Swap`."""
+    future = torch.__future__
+    future.set_swap_module_params_on_conversion(by in ("swap", "load_state_dict"))
+    future.set_overwrite_module_params_on_conversion(by == "overwrite")
+    try:
+        yield
+    finally:
+        future.set_swap_module_params_on_conversion(False)
+        future.set_overwrite_module_params_on_conversion(False)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,9 @@ from pathlib import Path
 # In front of the folder of this file, whose modules are those of a package; the package that is
 # played behind PYTHONPATH, which may name that of another tree.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(
-    2 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    str(Path(__file__).resolve().parents[2]),
-)
+import distributed  # noqa: F401  which puts its tree in front of all
+
+sys.path.insert(2 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)), sys.path.pop(0))
 
 import torch
 

@@ -172,6 +172,20 @@ class Replace(Action):
 
 
 @dataclass(frozen=True)
+class Swap(Action):
+    """There are other tensors behind the parameters of a block, with the same values.
+
+    Attributes:
+        block: that is concerned.
+        by: ``"swap_tensors"`` of the first one, ``"load_state_dict"`` that swaps, or a conversion
+            to fp64 and back: by ``"data"``, ``"swap"``, or ``"overwrite"``: new parameters.
+    """
+
+    block: str
+    by: str
+
+
+@dataclass(frozen=True)
 class Renew(Action):
     """Another wrapper goes on: a ``copy``, or a new one that loads a ``checkpoint``."""
 

@@ -1,5 +1,6 @@
 """What is told of parameters that backwards reach, and strict mode, where all must be."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,16 @@ def test_strict_mode_raises_when_stock_does() -> None:
             net(drawn(4, 3))
         with net.no_sync(), pytest.raises(RuntimeError, match="Expected to have finished"):
             net(drawn(4, 3))
+
+
+@ranks(2)
+def test_strict_mode_wants_no_gradient_of_what_was_replaced() -> None:
+    net = DistributedDataParallel(Two(), find_unused_parameters=False)
+    net(drawn(4, 3)).sum().backward()
+    net.module.first = copy.deepcopy(net.module.first)
+    for _ in range(2):
+        net(drawn(4, 3)).sum().backward()
+        net._check_reducer_finalized()
 
 
 @ranks(2)

@@ -25,20 +25,6 @@ class Centered(torch.autograd.Function):
         return gradient - mean / dist.get_world_size()
 
 
-class Exchanged(torch.autograd.Function):
-    """Rows of all ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return Exchanged.backward(ctx, x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        rows = torch.empty_like(gradient)
-        dist.all_to_all_single(rows, gradient.contiguous())
-        return rows
-
-
 class LikeABucket(torch.autograd.Function):
     """Sums as many elements in the backward as a bucket has, most of them zero."""
 
@@ -115,19 +101,6 @@ def a_branch_for_each_rank(DDP, record):
 
 
 @program()
-def experts_by_rank(DDP, record):
-    """All-to-all between experts of which each rank leaves one out, in turns."""
-    rank = dist.get_rank()
-    _train(
-        DDP,
-        record,
-        Net(),
-        lambda step: {"which": (rank + step) % 2, "collective": Exchanged.apply},
-        find_unused_parameters=True,
-    )
-
-
-@program()
 def a_collective_before_the_first_gradient(DDP, record):
     """A rank leaves the head out: its bucket, the first one, leaves behind the first collective.
 
@@ -188,28 +161,3 @@ class Checkpointed(nn.Module):
 def reentrant_checkpoints_from_a_later_step_on(DDP, record):
     """Every parameter is used. Stock: right without its flag."""
     _train(DDP, record, Checkpointed(), lambda step: {"recomputes": step >= 5})
-
-
-@program()
-def saliency_with_everything_frozen(DDP, record):
-    """A frozen module, and gradients of inputs, of which rank 1 makes two more.
-
-    Stock: where no parameter is trainable nothing is reduced.
-    """
-    rank = dist.get_rank()
-    net = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
-    ddp = DDP(net)
-    for step in range(4):
-        ddp.zero_grad()
-        ddp(torch.ones(1, 16) * (rank + step)).sum().backward()
-        record.model(f"step {step}", net)
-        ddp.requires_grad_(False)
-        for number in range(1 + 2 * rank):
-            x = torch.full((1, 16), float(number + step), requires_grad=True)
-            ddp(x)[0, 0].backward()
-            record(f"step {step}, gradient of input {number}", x.grad)
-        ddp.requires_grad_(True)
-    ddp.requires_grad_(False)
-    for _ in range(1 + rank):
-        ddp(torch.ones(1, 16, requires_grad=True)).sum().backward()
-    dist.barrier()

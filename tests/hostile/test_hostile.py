@@ -16,7 +16,6 @@ QUICK = {
     "buffers.recalibrated_on_one_rank",
     "buffers.statistic_of_gradients",
     "collectives.a_branch_for_each_rank",
-    "collectives.saliency_with_everything_frozen",
     "gradients.aligned_gradients",
     "gradients.freed_gradients",
     "gradients.marked_gradients",

@@ -58,15 +58,16 @@ class StrictUnused(Extension):
         if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
             return  # the reduction of no backward
         unused = {
-            name
+            param
             for bucket in reduction.buckets
-            for name, is_used in zip(bucket.names, bucket.used, strict=True)
+            for param, is_used in zip(bucket.params, bucket.used, strict=True)
             if not is_used or bucket.index in reduction.skipped
         }
         if not unused:
             return
-        trainable = [name for name, _ in self._parameters.trainable]
-        found = {name: index for index, name in enumerate(trainable) if name in unused}
+        # (One that was replaced meanwhile is not trained, though another one may have its name.)
+        trainable = enumerate(self._parameters.trainable)
+        found = {name: index for index, (name, param) in trainable if param in unused}
         if found:
             self._forwards.defer(unused_error(reduction.where, self._rank, found))
 

@@ -5,6 +5,8 @@ Stock DDP is the judge: what each rank sees is the same, bit by bit on two ranks
 program.py     a program: what is wrapped, and a list of actions, in words too
 networks.py    what is wrapped: small networks with buffers that are written in all ways
 training.py    what every training does: forwards, backwards, steps, evaluations
+collectives.py modules with collectives of their own in the backward
+modes.py       inference_mode, default dtypes and devices, modes that count
 backwards.py   backwards through the module, by one rank alone, or a few on each
 buffers.py     buffers written in any way at any moment
 gradients.py   users that hold, copy, mark, free and change gradients

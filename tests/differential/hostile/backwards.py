@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from differential.hostile.player import Player
 from differential.hostile.program import Action
@@ -18,7 +18,7 @@ WAYS: dict[str, Callable[[Player], Tensor]] = {
     "the parameters": lambda player: player.network.penalty() * 0.1,
     "functional_call": lambda player: (
         torch.func.functional_call(
-            player.network, dict(player.network.named_parameters()), (player.batch(),)
+            player.network, dict(nn.Module.named_parameters(player.network)), (player.batch(),)
         )
         .pow(2)
         .mean()
@@ -101,6 +101,35 @@ class InputGradient(Action):
         else:
             (gradient,) = torch.autograd.grad(loss, output.x, retain_graph=True)
             player.see("gradient of the batch", gradient)
+
+
+@dataclass(frozen=True)
+class Saliency(Action):
+    """Gradients of batches through the wrapper, which is frozen while they are made.
+
+    Attributes:
+        counts: of batches, for each rank.
+        part: of the network that is frozen; with ``""`` all is, and backwards end at the batch.
+        wrapper: its title.
+    """
+
+    counts: tuple[int, ...]
+    part: str = ""
+    wrapper: str = "main"
+
+    def perform(self, player: Player) -> None:
+        wrapper = player.wrapped[self.wrapper]
+        frozen = wrapper.module.get_submodule(self.part)
+        frozen.requires_grad_(False)
+        for number in range(self.counts[player.rank]):
+            x = player.batch().requires_grad_()
+            out = wrapper(x).sum()
+            if self.part:
+                (x.grad,) = torch.autograd.grad(out, x)
+            else:
+                out.backward()
+            player.see(f"gradient of batch {number}", x.grad)
+        frozen.requires_grad_()
 
 
 @dataclass(frozen=True)

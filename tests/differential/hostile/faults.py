@@ -1,8 +1,11 @@
 """Stock DDP with a fault: what the programs have to find, whatever the package does."""
 
+import logging
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 
@@ -56,6 +59,48 @@ class UsesAName(Stock):
         return super().forward(*args, **kwargs)
 
 
+class ABucketForEach(Stock):
+    """Each parameter leaves as soon as it is there, whatever others there are on other ranks."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        super().__init__(module, **options | {"bucket_cap_mb": 1e-6})
+
+
+class AllThereIs(Stock):
+    """Initial values are those of rank 0 also where the module hides a parameter."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        for param in nn.Module.parameters(nn.ModuleList([module])):
+            dist.broadcast(param.data, 0)
+        super().__init__(module, **options)
+
+
+class MadeInTheFirstForward(Stock):
+    """What is kept is made in the first forward, in whatever mode that runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "_kept"):
+            self._kept = torch.ones(1)
+        return super().forward(*args, **kwargs) * self._kept
+
+
+class ArmedWithNothingToTrain(Stock):
+    """Forwards tell each other that they are there."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            dist.all_reduce(torch.ones(2 + next(self.parameters()).requires_grad))
+        return super().forward(*args, **kwargs)
+
+
+class AlarmsForNothing(Stock):
+    """The log says something of optimizers in hooks."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        super().__init__(module, **options)
+        logging.getLogger("tritonddp.hooked_steps").warning("A hook steps an optimizer")
+
+
 FAULTS = {
     cls.__name__: cls
     for cls in (
@@ -64,5 +109,10 @@ FAULTS = {
         GradientsInBuckets,
         GradientsAreOthers,
         UsesAName,
+        ABucketForEach,
+        AllThereIs,
+        MadeInTheFirstForward,
+        ArmedWithNothingToTrain,
+        AlarmsForNothing,
     )
 }

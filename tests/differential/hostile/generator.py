@@ -11,8 +11,10 @@ from differential.hostile.backwards import (
     InputGradient,
     ParameterGradient,
     Probe,
+    Saliency,
 )
 from differential.hostile.buffers import KeepState, Recalibrate, SwapIn, Write
+from differential.hostile.collectives import COLLECTIVES
 from differential.hostile.gradients import (
     ChangeGradients,
     ChangeKept,
@@ -24,8 +26,9 @@ from differential.hostile.gradients import (
     ReadAsWords,
 )
 from differential.hostile.groups import ForwardsInAnyOrder
+from differential.hostile.modes import MODES, OF_EVALUATIONS, Under
 from differential.hostile.names import DeleteName, ReadNames, SetName
-from differential.hostile.networks import BUFFERS, UNSEEN, WAYS
+from differential.hostile.networks import BUFFERS, OVERRIDES, UNSEEN, WAYS
 from differential.hostile.program import Action, NetworkSpec, Program
 from differential.hostile.training import (
     Backward,
@@ -41,7 +44,12 @@ from differential.hostile.wrappers import Average, CopyWrapper, LetGo, WrapAgain
 
 _T = TypeVar("_T")
 
-ROOTS = ("backwards", "buffers", "gradients", "wrappers", "groups", "names")
+ROOTS = (
+    *("backwards", "buffers", "gradients", "wrappers", "groups", "names"),
+    *("collectives", "modes"),
+)
+# Of those that some ranks go through alone, or in an order of their own.
+_ALONE = {"backwards", "buffers", "groups"}
 KINDS = ("one network", "local and global", "two groups", "ring of pairs", "shared encoder")
 # Those whose wrappers have a group each, which ranks take in any order.
 OF_GROUPS = ("two groups", "ring of pairs")
@@ -64,7 +72,10 @@ class _Generator:
         self._seed = seed
         self._world_size = world_size
         self._random = random.Random(f"hostile {seed} {world_size}")
-        self._roots = tuple(sorted(self._random.sample(ROOTS, 2 if self._chance(0.4) else 1)))
+        roots = self._random.sample(ROOTS, 2 if self._chance(0.4) else 1)
+        if "collectives" in roots:
+            roots = [each for each in roots if each not in _ALONE]
+        self._roots = tuple(sorted(roots))
         self._kind = self._draw_kind()
         self._network = self._draw_network()
         self._title = {"two groups": "first", "shared encoder": "actor"}.get(self._kind, "main")
@@ -83,6 +94,12 @@ class _Generator:
             actions += self._draw_quiet_steps()
         for number in range(steps):
             actions += self._draw_step(number)
+        if "backwards" in self._roots and self._chance(0.2):
+            actions += self._draw_saliency(self._title)
+        if "modes" in self._roots:
+            if self._kind not in OF_GROUPS and self._chance(0.6):
+                actions.insert(0, Evaluate(self._random.randint(1, 2), self._title))
+            actions = list(map(self._in_a_mode, actions))
         return Program(
             self._seed,
             self._world_size,
@@ -112,6 +129,13 @@ class _Generator:
         spec = NetworkSpec(
             layers=self._random.randint(1, 4), width=self._one_of([3, 8, 8, 16, 65, 130])
         )
+        if "collectives" in self._roots:
+            collective = self._one_of(list(COLLECTIVES))
+            branches = self._kind == "one network" and self._chance(0.7)
+            layers = self._random.randint(2, 4)
+            spec = replace(spec, layers=layers, collective=collective, branches=branches)
+        if "names" in self._roots and self._chance(0.5):
+            spec = replace(spec, overrides=self._one_of(list(OVERRIDES)))
         is_about_buffers = "buffers" in self._roots
         # (Where ranks differ in the order of their forwards, buffers may not be broadcast.)
         if self._kind in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
@@ -135,6 +159,13 @@ class _Generator:
             options["gradient_as_bucket_view"] = True
         if self._chance(0.5):
             options["bucket_cap_mb"] = self._one_of([1e-4, 1e-3, 0.02])
+        if self._network.branches:
+            options["find_unused_parameters"] = True
+            if "bucket_cap_mb" in options:
+                # The three layers between two collectives: where stock sends them is the same for
+                # any of the branches.
+                elements = 3 * self._network.width * (self._network.width + 1)
+                options["bucket_cap_mb"] = elements * (4 if self._world_size == 2 else 8) / 2**20
         if self._network.has_buffers and self._chance(0.08):
             options["broadcast_buffers"] = False
         return tuple(options.items())
@@ -184,7 +215,7 @@ class _Generator:
         actions.append(ZeroGrad(self._chance(0.7)) if self._chance(0.8) else ZeroGrad())
         actions += self._interludes("zeroed", number)
         if self._chance(0.2):
-            uneven = self._chance(0.6) and title != "alone"
+            uneven = self._chance(0.6) and title != "alone" and not self._network.collective
             count = self._random.randint(1, 3)
             counts = [self._random.randint(1, 3) if uneven else count for _ in self._ranks]
             actions.append(Microbatches(tuple(counts), title))
@@ -196,6 +227,8 @@ class _Generator:
         else:
             if self._chance(0.1):
                 actions += [Forward(0, title), Drop(0)]
+            if "backwards" in self._roots and self._chance(0.25):
+                actions += self._draw_saliency(title)
             actions.append(Forward(0, title))
             actions += self._interludes("between", number)
             actions.append(Backward())
@@ -262,6 +295,24 @@ class _Generator:
         )
         way = self._one_of(list(backwards.WAYS))
         return [Probe(counts, way, self._one_of(ends), self._chance(0.3))]
+
+    def _draw_saliency(self, title: str) -> list[Action]:
+        # (Forwards that broadcast buffers are as many on all ranks. No other collective may be in
+        # front of the one in which stock agrees on its buckets.)
+        if self._kind not in ("one network", "shared encoder"):
+            return []
+        least = 2 if self._network.has_buffers else 0
+        counts = tuple(self._random.randint(least, 2) for _ in self._ranks)
+        return [Saliency(counts, self._one_of(["", "", "encoder"]), title)]
+
+    def _in_a_mode(self, action: Action) -> Action:
+        """The action, or the same in a mode."""
+        if isinstance(action, Evaluate) and self._chance(0.8):
+            return Under(self._one_of(list(OF_EVALUATIONS)), action)
+        usual = Forward | ForwardsInAnyOrder | Backward | Microbatches | Step | WrapAgain
+        if isinstance(action, usual) and self._chance(0.3):
+            return Under(self._one_of(list(MODES)), action)
+        return action
 
     def _draw_buffers(self, moment: str, number: int) -> list[Action]:
         spec = self._network

@@ -55,6 +55,11 @@ def _drop(player: Player, param: Tensor) -> None:
     param.grad = None
 
 
+def _step(player: Player, param: Tensor) -> None:
+    torch.optim.SGD([param], lr=0.05).step()
+    param.grad = None
+
+
 def _note(player: Player, param: Tensor) -> None:
     """The norm of what is this rank's own, as it comes."""
     player.see("norm in a hook", param.grad.double().norm())  # type: ignore[union-attr]
@@ -66,6 +71,7 @@ def _look_in_the_end(player: Player, param: Tensor) -> None:
 
 # Each with the parameters that it is put on.
 ALL, FIRST, LAST = slice(None), slice(1), slice(-1, None)
+STEPS = "drops the gradient after a step of an optimizer"
 HOOKS: dict[str, tuple[Callable[[Player, Tensor], None], slice]] = {
     "marks the gradient with an attribute": (_mark, ALL),
     "holds the gradient": (_hold, ALL),
@@ -74,6 +80,7 @@ HOOKS: dict[str, tuple[Callable[[Player, Tensor], None], slice]] = {
     "scales the gradient in place": (_scale, ALL),
     "gives the gradient other data": (_scale_data, ALL),
     "drops the gradient": (_drop, FIRST),
+    STEPS: (_step, ALL),
     "notes the norm of the gradient": (_note, ALL),
     "looks at all gradients in a callback at the end": (_look_in_the_end, FIRST),
 }

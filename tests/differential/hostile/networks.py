@@ -1,10 +1,12 @@
 """Small networks whose buffers are part of what they compute, and are written in all ways."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from differential.hostile.collectives import Layer
 from differential.hostile.program import NetworkSpec
 
 # Kinds of buffers, by name: made anew for each network.
@@ -101,12 +103,16 @@ class Network(nn.Module):
         self.forwards = 0
         self.encoder = encoder or nn.Linear(spec.width, spec.width)
         self.layers = nn.ModuleList(
-            nn.Linear(spec.width, spec.width) for _ in range(spec.layers - 1)
+            Layer(spec) if spec.collective else nn.Linear(spec.width, spec.width)
+            for _ in range(spec.layers - 1)
         )
         self.norm = nn.BatchNorm1d(spec.width) if spec.has_norm else nn.Identity()
         self.state = Buffers(spec)
         # What users call their attributes.
         self.config, self.sync, self.group, self.caps = {"hidden": spec.width}, "sync", "group", 3
+        if spec.overrides:
+            part, cls = OVERRIDES[spec.overrides]
+            self.get_submodule(part).__class__ = cls
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` is (rows, width), and so is the result."""
@@ -148,6 +154,40 @@ class Network(nn.Module):
         else:
             value = buffer + 1
         WAYS[way](self.state, name, value.to(buffer.dtype))
+
+
+class HidesParameters(Network):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return _without("weight", super().named_parameters(*args, **kwargs))
+
+
+class RenamesParameters(Network):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        named = super().named_parameters(*args, **kwargs)
+        return ((f"its_{name}", param) for name, param in named)
+
+
+class HidesBuffers(Network):
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return _without("s", super().named_buffers(*args, **kwargs))
+
+
+class HidesItsBias(nn.Linear):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return _without("bias", super().named_parameters(*args, **kwargs))
+
+
+def _without(part: str, named: Iterator[tuple[str, Any]]) -> Iterator[Any]:
+    return (each for each in named if part not in each[0].rpartition(".")[2])
+
+
+# By which class ``named_parameters()`` or ``named_buffers()`` of a part of the network is another.
+OVERRIDES: dict[str, tuple[str, type[nn.Module]]] = {
+    "hides weights": ("", HidesParameters),
+    "renames parameters": ("", RenamesParameters),
+    "hides buffers": ("", HidesBuffers),
+    "hides a bias of a layer": ("encoder", HidesItsBias),
+}
 
 
 def another_value(buffer: Tensor) -> Tensor:

@@ -140,8 +140,8 @@ class Player:
         groups = [self.group(0, (rank,)) for rank in range(self.program.world_size)]
         return groups[self.rank]
 
-    def batch(self, rows: int = 4) -> Tensor:
-        return torch.randn(rows, self.program.network.width, dtype=self.dtype)
+    def batch(self, rows: int = 6) -> Tensor:
+        return torch.randn(rows, self.program.network.width, dtype=self.dtype, device="cpu")
 
     def see(self, what: str, value: Any) -> None:
         """A tensor, or anything with a ``repr``."""
@@ -169,7 +169,7 @@ class Player:
         return [
             (f"{number}.{name}", tensor)
             for number, network in enumerate(self.networks)
-            for name, tensor in getattr(network, f"named_{kind}")()
+            for name, tensor in getattr(nn.Module, f"named_{kind}")(network)
         ]
 
 

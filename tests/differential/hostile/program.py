@@ -31,6 +31,10 @@ class NetworkSpec(Described):
         written_in_forward: how the forward writes a buffer; ``""`` is not at all.
         written_in_backward: how a hook of the backward does.
         quiet: the forwards before the first one that does.
+        collective: of :data:`differential.hostile.collectives.COLLECTIVES`, its own in each forward
+            and backward; ``""`` is none.
+        branches: whether each rank may leave out one of two layers in front of a collective.
+        overrides: which method it overrides, of :data:`differential.hostile.networks.OVERRIDES`.
     """
 
     layers: int = 2
@@ -40,6 +44,9 @@ class NetworkSpec(Described):
     written_in_forward: str = ""
     written_in_backward: str = ""
     quiet: int = 0
+    collective: str = ""
+    branches: bool = False
+    overrides: str = ""
 
     @property
     def has_buffers(self) -> bool:

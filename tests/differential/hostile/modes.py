@@ -1,0 +1,67 @@
+"""What is done in a mode of torch's."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from differential.hostile.player import Player
+from differential.hostile.program import Action
+
+
+class CountsFunctions(TorchFunctionMode):
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountsOperations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "default dtype float64": lambda: _default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "device meta": lambda: torch.device("meta"),
+    "functions counted": CountsFunctions,
+    "operations counted": CountsOperations,
+}
+# Those without gradients.
+OF_EVALUATIONS = MODES | {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
+
+
+@dataclass(frozen=True)
+class Under(Action):
+    """An action in a mode.
+
+    Attributes:
+        mode: of :data:`MODES`, or of :data:`OF_EVALUATIONS`.
+        action: what is done.
+    """
+
+    mode: str
+    action: Action
+
+    def perform(self, player: Player) -> None:
+        with OF_EVALUATIONS[self.mode]():
+            self.action.perform(player)
