@@ -53,8 +53,15 @@ def of_a_layer(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], Non
     return lambda module: change(module.layers["b"])
 
 
+def swap_mutually(module: nn.Module) -> None:
+    one, other = module.layers["a"].weight, module.layers["b"].weight
+    one.grad = other.grad = None
+    torch.utils.swap_tensors(one, other)
+
+
 CHANGES = {
     "one": swap("b"),
+    "mutually": swap_mutually,
     "last": swap("a"),
     "all": swap(),
     "loaded": load,
@@ -109,6 +116,27 @@ def test_before_gradients_accumulate(view: bool) -> None:
         change(ddp.module)
         ddp.zero_grad()
         check(ddp, 1, 2, 3)
+
+
+@ranks(2, views=True)
+def test_after_gradients_have_accumulated(view: bool) -> None:
+    for change in CHANGES.values():
+        ddp = wrap(Layers("abc").double(), view)
+        for step in range(3):
+            ddp.zero_grad()
+            check(ddp, 2 * step, 2 * step + 1, tolerance=1e-6)
+            change(ddp.module)
+
+
+@ranks(2)
+def test_views_of_buckets_whose_data_was_set_are_led_back() -> None:
+    """Also where nobody tells: no parameter has moved."""
+    ddp = wrap(Layers("abc").double(), view=True, bucket_cap_mb=1e-4)
+    for step in range(6):
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+        check(ddp, step)
+        for param in ddp.parameters():
+            param.grad.data = param.grad.data * 2
 
 
 @pytest.mark.parametrize("swaps", [False, True])

@@ -15,7 +15,7 @@ from distributed import VIEW, assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import descend, drawn, in_threads, train_step, wrap
+from training import assert_gradients_alike, descend, drawn, in_threads, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -113,6 +113,26 @@ class InPython(dist.ProcessGroup):
             return self.done(self.backend.allgather(outputs, inputs, options), outputs)
         outputs[0][0].copy_(inputs[0])
         return self.done(None, outputs)
+
+
+class Discards(InPython):
+    """As torchft's after an error: the step is not committed, and gradients stay what they are."""
+
+    fails = False
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        return self.done(None, tensors) if self.fails else super().allreduce(tensors, options)
+
+
+@ranks(2)
+def test_a_group_in_python_may_give_back_what_it_got_and_average_later() -> None:
+    group = Discards(backend=dist.group.WORLD)
+    ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+    for number in range(6):
+        Discards.fails = number in (2, 3)
+        train_step(ddp, drawn(6, 4, step=number))
+        if not Discards.fails:
+            assert_gradients_alike(ddp)
 
 
 def net() -> nn.Sequential:

@@ -112,6 +112,19 @@ def test_what_is_reduced_already_is_added_as_it_is(view: bool, factor: float) ->
     assert_close(list(ddp.reduce_gradients(by_hand)), wanted)
 
 
+@ranks(2)
+def test_what_is_reduced_already_stays_in_a_backward_that_is_reduced_after_all() -> None:
+    """It goes through an output of a forward under ``no_sync`` first."""
+    ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
+    x = torch.ones(1, 4)
+    late, first = ddp(x), ddp(x)
+    first.sum().backward()
+    with ddp.no_sync():
+        local = ddp(x)
+    (local.sum() + late.sum()).backward()
+    assert_close(gradients(ddp), [torch.full((1, 4), 6.0)])
+
+
 @pytest.mark.parametrize("over_all", [False, True])
 @ranks(3)
 def test_it_holds_inside_join_whatever_the_mean_would_be(rank: int, over_all: bool) -> None:

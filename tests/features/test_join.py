@@ -275,7 +275,8 @@ def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(
                 assert (model.last.weight.grad is not None) == (step >= 20)
             names.append(tuple(ddp.reducer.placement.names))
     assert rank == 0 or trained
-    assert rank != 1 or len(set(names)) == 5, names
+    # (Ranks use layers unevenly in the first step: buckets keep the order of registration.)
+    assert rank != 1 or len(set(names)) == 4, names
     assert len(set(gather(names[-1] if count > 3 else tuple(ddp.reducer.placement.names)))) == 1
     required = [param.requires_grad for param in model.parameters()]
     assert gather(required) == [[*required[:-2], False, False]] * 3

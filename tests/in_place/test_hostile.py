@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,13 @@ class Counted(Net):
         type(self).made += 1
 
 
+class Prepared(Net):
+    made = 5
+
+    def __init_subclass__(cls) -> None:
+        cls.made = 0
+
+
 @ranks(1)
 def test_what_is_set_on_the_class_of_a_module_is_set_on_the_users_class(rank: int) -> None:
     net = replicate(Counted())
@@ -84,6 +92,11 @@ def test_what_is_set_on_the_class_of_a_module_is_set_on_the_users_class(rank: in
     x = torch.ones(1, 4)
     assert torch.equal(net(x), 2 * net.layer(x))
     assert torch.equal(Counted()(x), 2 * net.layer(x))
+    with mock.patch.object(type(net), "forward", lambda self, x: x):
+        assert torch.equal(net(x), x)
+    assert torch.equal(net(x), 2 * net.layer(x))
+    replicate(Prepared())
+    assert Prepared.made == 5, "this is not one of its own subclasses"
 
 
 @pytest.mark.parametrize("kind", OWN_COPIES)
