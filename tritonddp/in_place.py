@@ -295,15 +295,16 @@ def _class_of(plain: type) -> type:
 
 @cache
 def _kind_of_class(meta: type[type]) -> type[type]:
-    """A metaclass below ``meta``: what is set on the subclass is set on the user's class.
+    """A metaclass below ``meta``: data that is set on the subclass is set on the user's class.
 
     Code such as ``type(self).made += 1`` means that one. (Not what is set while the subclass is
-    made, as by an ``__init_subclass__`` of the user's.)
+    made, as by an ``__init_subclass__`` of the user's; and no methods, which are patched for a
+    while, and taken away again.)
     """
 
     class Replicated(meta):  # type: ignore[misc, valid-type]
         def __setattr__(cls, name: str, value: Any) -> None:
-            if _is_of_users(cls, name):
+            if _is_of_users(cls, name) and not callable(value) and not hasattr(value, "__get__"):
                 setattr(_plain_class(cls), name, value)
             else:
                 super().__setattr__(name, value)

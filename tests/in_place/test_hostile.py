@@ -88,13 +88,13 @@ def test_what_is_set_on_the_class_of_a_module_is_set_on_the_users_class(rank: in
     net = replicate(Counted())
     type(net)()
     assert Counted.made == 2
-    type(net).forward = lambda self, x: 2 * self.layer(x)
     x = torch.ones(1, 4)
-    assert torch.equal(net(x), 2 * net.layer(x))
-    assert torch.equal(Counted()(x), 2 * net.layer(x))
     with mock.patch.object(type(net), "forward", lambda self, x: x):
         assert torch.equal(net(x), x)
-    assert torch.equal(net(x), 2 * net.layer(x))
+    assert torch.equal(net(x), net.layer(x))
+    with mock.patch.object(type(net), "made", 7):
+        assert Counted.made == 7
+    assert Counted.made == 2
     replicate(Prepared())
     assert Prepared.made == 5, "this is not one of its own subclasses"
 
