@@ -489,8 +489,9 @@ class Agreement:
         rank, size = self.group.rank, self.group.size
         is_alone = size > 1 and headers.tolist() == list(self._header.encode(rank, size))
         # (A group written in Python may give back what it got, as torchft's after an error.)
-        is_torchs = type(self.group.process_group) is dist.ProcessGroup
-        if is_alone and not (self._has_heard and is_torchs):
+        if is_alone and not (
+            self._has_heard and type(self.group.process_group) is dist.ProcessGroup
+        ):
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(

@@ -250,6 +250,7 @@ class QuantizedBuffer(FlatBuffer):
         self.headers = trailer[slots:]
         self.marks = self.incoming.marks.T
         self.views: list[Tensor] = []
+        self.addresses: list[int] = []
         self.data = self.message
         if device.type == "cpu":
             self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)
