@@ -332,7 +332,10 @@ class _Generator:
         is_none = fixed or not fp32 or self._more.random() > 0.4
         # (First gradients of new parameters do not go through hooks.)
         ways = SWAPS[:-1] if self._communication_hook else SWAPS
-        return [] if is_none else [Swap(self._more.choice(fp32), self._more.choice(ways))]
+        if is_none:
+            return []
+        # (And torch swaps no gradients of which others have weak references.)
+        return [ZeroGrad(True, False), Swap(self._more.choice(fp32), self._more.choice(ways))]
 
     def _freeze_or_not(self, block: str) -> list[Action]:
         self._trains[block] = not self._trains[block]
