@@ -243,7 +243,8 @@ class _Generator:
     def _draw_step(self, number: int) -> list[Action]:
         """One iteration of a training loop."""
         self._adds = False
-        actions: list[Action] = [*self._draw_change(number), *self._draw_swap()]
+        # (The graph of a backward that has broken off is held up to the next one.)
+        actions: list[Action] = self._draw_change(number) or self._draw_swap()
         weighted = self._reduction_of_weights()
         if weighted:
             actions.append(ZeroGrad(True, False))
@@ -328,11 +329,14 @@ class _Generator:
             for block, kind in self._kinds.items()
             if kind not in NOT_FP32 and block not in hooked and self._trains[block]
         ]
-        fixed = self._for_stock or self._joins or self._network.tied or self._adds
+        fixed = self._for_stock or self._joins or self._network.tied
         is_none = fixed or not fp32 or self._more.random() > 0.4
         # (First gradients of new parameters do not go through hooks.)
         ways = SWAPS[:-1] if self._communication_hook else SWAPS
-        return [] if is_none else [Swap(self._more.choice(fp32), self._more.choice(ways))]
+        if is_none:
+            return []
+        # (And torch swaps no gradients of which others have weak references.)
+        return [ZeroGrad(True, False), Swap(self._more.choice(fp32), self._more.choice(ways))]
 
     def _freeze_or_not(self, block: str) -> list[Action]:
         self._trains[block] = not self._trains[block]

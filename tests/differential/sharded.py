@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from differential.scenario import Action, Replace, Require, Scenario, Step, Write
+from differential.scenario import Action, Replace, Require, Scenario, Step, Swap, Write
 
 _SPARSE = "sparse embedding"
 _LONG = 30  # steps
@@ -43,6 +43,8 @@ def _actions(scenario: Scenario, draw: random.Random) -> Iterator[Action]:
                 action = Require(action.block, True)  # as a new one is trained
             elif action.kind == _SPARSE:
                 action = replace(action, kind="linear")
+        if isinstance(action, Swap) and action.by == "overwrite":
+            action = replace(action, by="swap")  # the groups stay those that they are
         # Gradients that are there for a step may be for the next one.
         skips = draw.random() < 0.08 and not scenario.scaler  # which unscales once before a step
         if not (isinstance(action, Step) and skips):

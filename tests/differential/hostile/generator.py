@@ -173,7 +173,7 @@ class _Generator:
     def _draw_hooks(self) -> tuple[tuple[str, bool], ...]:
         if "gradients" not in self._roots:
             return ()
-        count = self._one_of([0, 1, 1, 2])
+        count = self._one_of([1, 2, 2])
         # One that drops the gradient leaves nothing to look at for those after it.
         drawn = self._random.sample(list(gradients.HOOKS), count)
         if self._kind in OF_GROUPS:
@@ -359,8 +359,8 @@ class _Generator:
                     return [FreeKept()]
         if moment != "after":
             return []
-        looks: list[Action] = [LookAtMemory(), CopyGradients(), ReadAsWords(), Multiply()]
-        actions = self._random.sample(looks, self._random.randint(1, 3))
+        looks: list[Action] = [CopyGradients(), ReadAsWords(), Multiply()]
+        actions = [LookAtMemory(), *self._random.sample(looks, self._random.randint(0, 2))]
         if self._chance(0.3):
             self._is_kept = True
             actions.append(KeepGradients())
