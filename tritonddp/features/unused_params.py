@@ -57,17 +57,22 @@ class StrictUnused(Extension):
         """Prepare the error for the next forward, if the backward left parameters unused."""
         if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
             return  # the reduction of no backward
+        by_name = reduction.source is GradSource.CONTEXT  # its buckets hold stand-ins
         unused = {
-            param
+            name if by_name else param
             for bucket in reduction.buckets
-            for param, is_used in zip(bucket.params, bucket.used, strict=True)
+            for name, param, is_used in zip(bucket.names, bucket.params, bucket.used, strict=True)
             if not is_used or bucket.index in reduction.skipped
         }
         if not unused:
             return
         # (One that was replaced meanwhile is not trained, though another one may have its name.)
         trainable = enumerate(self._parameters.trainable)
-        found = {name: index for index, (name, param) in trainable if param in unused}
+        found = {
+            name: index
+            for index, (name, param) in trainable
+            if (name if by_name else param) in unused
+        }
         if found:
             self._forwards.defer(unused_error(reduction.where, self._rank, found))
 
