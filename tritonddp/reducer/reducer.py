@@ -245,11 +245,11 @@ class Reducer:
             if not any(reached) and is_of_others(self.manager.current.params):
                 return
             missing = {number for number, comes in enumerate(reached) if not comes}
-            if missing != self.statistics.missing or self.reentrant.has_come:
+            if missing != self.statistics.missing:
                 self.parameters.check_kinds(missing, self.where)
-                if tracker.is_outdated(missing):
-                    self._track()
-                    return self.on_backward(forward)
+            if tracker.is_outdated(missing):
+                self._track()
+                return self.on_backward(forward)
         if self.backward is not None:
             self.options.check_finalized(self.backward, self.where())
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
