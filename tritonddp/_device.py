@@ -285,12 +285,6 @@ class Moments:
         """Whether the device has reached all of them. Does not wait."""
         return all(each.has_passed() for each in self._stamps.values())
 
-    def wait(self) -> None:
-        """Wait until the device has reached all of them."""
-        for each in self._stamps.values():
-            if each.event is not None:
-                each.event.synchronize()
-
     def nanoseconds(self, start: str, end: str) -> int:
         """Nanoseconds from ``start`` to ``end``; zero if ``end`` came first."""
         return max(0, round(self._stamps[start].seconds_to(self._stamps[end]) * 1e9))

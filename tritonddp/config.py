@@ -147,8 +147,7 @@ class DDPConfig:
             output_device,
             views=bool(given.gradient_as_bucket_view),
             lazy=bool(given.lazy_bucket_allocation),
-            # Sums of squares are those of buffers; compression="auto" compares buffers. NCCL's AVG
-            # divides by the number of ranks.
+            # Sums of squares are those of buffers. NCCL's AVG divides by the number of ranks.
             in_place=bool(given.reduce_in_place)
             and not (given.grad_norm or given.compression or divide_factor),
             skip_unused=bool(given.skip_all_reduce_unused_params),

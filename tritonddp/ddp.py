@@ -98,9 +98,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             default each gradient travels in its own dtype, as complex and sparse ones always do.
         compression: ``"int8"`` or ``"fp8"`` (e4m3): gradients travel in 8 bits an element and one
             fp32 scale for 256, save those of fp64, complex and sparse ones. A block of 256 with a
-            NaN or an infinity is NaN afterwards. ``"auto"``: for each bucket its own dtype, bf16 or
-            ``"int8"``, by what is measured at construction in a second or two: see
-            :meth:`wire_report` and ``docs/fewer-bytes.md``.
+            NaN or an infinity is NaN afterwards. It pays on lines of about 1 Gbit/s and slower: see
+            ``docs/fewer-bytes.md``.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
             next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
             It belongs in checkpoints: see :meth:`comm_state_dict`.
@@ -217,7 +216,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             state.begin_alike(params)
         if mixed_precision is not None:
             state.run_in(LowPrecision(module, mixed_precision, ignored), self)
-        state.measure(params)
         self._build_reducer()
         state.parameters.register()  # all ranks hold the same module
         DDPState.wrapped += 1
@@ -612,20 +610,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         return self._ddp_state.norms.noise_scale()
 
-    def wire_report(self) -> str:
-        """In which form gradients are sent with ``compression="auto"``, and why, in some lines.
-
-        They tell what was measured, what it predicts of a backward, and the choice for each bucket.
-        That is made after the first reduced backward, and again when buckets change and when the
-        first backwards are over. Rank 0 logs each new one in ``tritonddp.auto``, at level INFO.
-
-        Example::
-
-            model = tritonddp.DistributedDataParallel(module, compression="auto")
-            print(model.wire_report())
-        """
-        return self._ddp_state.explain_wires()
-
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.
 
@@ -635,8 +619,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ``rank`` and ``world_size`` of this run. Alike on all ranks: ``bucket_order``, names of
             parameters, empty before the first reduced backward; ``keeps_order``, whether they stay
             as registered; ``reductions_since_change`` of a parameter; ``weight_unit`` of the next
-            weights; ``wires``, the choices of ``compression="auto"``. Of this rank, with
-            ``compression``: ``sent`` and ``reduced``, quantisation errors by parameter name, fp32.
+            weights. Of this rank, with ``compression``: ``sent`` and ``reduced``, quantisation
+            errors by parameter name, fp32.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.

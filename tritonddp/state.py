@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonddp._torch import current_graph_task_id, graph_is_retained, preserve_version_counters
-from tritonddp.buckets.formats import AUTO
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import Hook
@@ -40,8 +39,6 @@ from tritonddp.diagnostics.check_sync import compare_parameters
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
-from tritonddp.features.auto_compression.planner import AutoPlanner, measured
-from tritonddp.features.auto_compression.probe import Figures
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.delayed_params import DeferredBuckets
@@ -52,7 +49,6 @@ from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
-from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.earlier_means import ReducedOnce
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
@@ -69,7 +65,6 @@ class DDPState:
         device: of the first parameter.
         init_sync: parameters and buffers are sent at construction.
         low_precision: runs the module with ``mixed_precision``.
-        figures: what ``compression="auto"`` has measured; None in another group.
         call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
         is_running: a forward runs.
         in_place_options: with which an adapter has replicated it; ``None`` if none has.
@@ -101,7 +96,6 @@ class DDPState:
     sync: SyncState
     init_sync: bool
     low_precision: LowPrecision | None = None
-    figures: Figures | None = None
     call: Callable[..., Any] | None = None
     is_running: bool = False
     in_place_options: dict[str, Any] | None = None
@@ -161,8 +155,6 @@ class DDPState:
     def change_group(self, process_group: dist.ProcessGroup) -> None:
         """Average over the ranks of this group, once the reducer is made anew."""
         self.group = Group(process_group)
-        # The ranks of the new group may have different figures, and would choose differently.
-        self.figures = None
 
     def run_in(self, low_precision: LowPrecision, wrapper: nn.Module) -> None:
         """Run the module of ``wrapper`` in low precision."""
@@ -210,12 +202,6 @@ class DDPState:
         self.group.remember_processes()
         tensors = [tensor.detach() for _, tensor in [*sent, *buffers]]
         self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
-
-    def measure(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """With ``compression="auto"``: measure what the choice depends on. Collective."""
-        if self.config.wire.compression == AUTO and self.group.size > 1:
-            dtypes = dict.fromkeys(gradient_dtype(param) for _, param in params)
-            self.figures = measured(self.config.wire, self.group, self.device, dtypes)
 
     def build_reducer(self, wrapper: Any, finds_unused: bool | None) -> None:
         """Make the reducer of ``wrapper`` from the options, and what uses it. No collective.
@@ -313,11 +299,6 @@ class DDPState:
             yield ReducedOnce(lambda: [param for _, param in parameters.params])
         if config.check_finite is not None:
             yield FiniteCheck(config.check_finite, self.group)
-        if self.figures is not None:
-            device = self.parameters.params[0][1].device
-            planner = AutoPlanner(config.wire, self.figures, self.group, device, self.counters)
-            core.manager.plan_by(planner)
-            yield planner
 
     def finalize_manually(self, required: bool) -> None:
         """See :attr:`DistributedDataParallel.require_manual_backward_finalization`."""
@@ -371,15 +352,6 @@ class DDPState:
         if self.window is None:
             self.window = AccumulationWindow(self.parameters, self.sync, self.core.manager)
             self.core.events.install(self.window)
-
-    def explain_wires(self) -> str:
-        """See :meth:`DistributedDataParallel.wire_report`."""
-        if (planner := self.core.manager.planner) is not None:
-            return planner.explanation
-        return (
-            'there was no choice: compression is not "auto", or its process group has one rank '
-            "or was replaced"
-        )
 
     def metrics_for(self, method: str) -> Metrics:
         """The object that times steps, for ``method``; raises a RuntimeError without one."""

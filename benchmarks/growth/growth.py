@@ -8,7 +8,7 @@ has grown once it has trained, each configuration in processes of its own. With 
 MLP of 24 parameters): collectives and bytes of a step, and growth of the processes. Ranks of one
 host exchange through memory and send nothing; through the process group they send what they would
 send from hosts of their own. Ranks that share cores take turns, so their times mean nothing and are
-not taken: for more hosts see the cost model (scale.py, and ``tritonddp doctor``).
+not taken.
 """
 
 from __future__ import annotations

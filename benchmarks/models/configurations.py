@@ -170,14 +170,6 @@ def wires() -> Families:
     )
 
 
-def chosen_wire() -> Family:
-    """What ``compression="auto"`` chooses, against stock in fp32.
-
-    It chooses by the line that it finds when it wraps the model.
-    """
-    return _wire("auto", {"compression": "auto"}, 5e-2)
-
-
 def _wire(
     name: str, options: Mapping[str, Any], error: float, beside: tuple[Configuration, ...] = ()
 ) -> Family:

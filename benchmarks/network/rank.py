@@ -33,7 +33,6 @@ from benchmarks.models.configurations import (
     UNWRAPPED,
     Configuration,
     Family,
-    chosen_wire,
     families,
     once,
     wires,
@@ -43,9 +42,6 @@ from benchmarks.network.namespaces import Host, tx_bytes
 
 ALL_REDUCE = "all-reduce alone"
 LEAST_ROUNDS = 2
-# After so many steps compression="auto" has chosen for good, and its buckets are what they stay.
-_CHOOSING = 9
-
 
 MODELS = {
     **CASES,
@@ -64,7 +60,7 @@ def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
     could save no more than a few milliseconds: there it is stock's default and ours.
     """
     if by_wire:
-        return *wires(), chosen_wire()
+        return wires()
     copies, views = (replace(each, beside=()) for each in families())
     if rate is None or rate >= 1e9:
         return copies, views
@@ -146,7 +142,6 @@ class Contenders:
             "bucket_counts": list(map(len, buckets)),
             "gradients": {name: asdict(each) for name, each in agreements.items()},
         }
-        self._case, self._sent = case, [param.shape for param in sent]
         self._flat = [torch.zeros(sum(param.numel() for param in params)) for params in buckets]
         self._clock = ReadyClock(self._models[UNWRAPPED.name])
         self.step(UNWRAPPED.name)
@@ -155,40 +150,6 @@ class Contenders:
                 f"{case.name}: tritonddp's buckets do not hold the gradients in the order in which "
                 "those of the unwrapped model become ready, so the line's limit cannot be computed"
             )
-
-    def choose_wire(self) -> dict[str, Any]:
-        """Have ``compression="auto"`` choose for the line as it is now.
-
-        Returns:
-            what the cost model starts from (scale.py), and what it has said: ``figures``, measured,
-            ``gradient_exact``, whether each gradient is never quantised, ``wire_counts``, how many
-            gradients each bucket has, by configuration, ``chosen``, the wires, and ``report``.
-        """
-        one = chosen_wire().ours
-        del self._models[one.name]
-        model = one.wrap(self._case.model(self._ranks.device))
-        self._models[one.name] = model
-        for _ in range(_CHOOSING):
-            self.step(one.name)
-        named = {param: name for name, param in model.module.named_parameters()}
-        buckets = [bucket.params for bucket in model.reducer.buckets]
-        params = [param for params in buckets for param in params]
-        if [param.shape for param in params] != self._sent:
-            raise RuntimeError(
-                f"{self._case.name}: its wrappers send gradients in different orders"
-            )
-        exact, planner = model._ddp_state.config.wire.exact, model._ddp_state.core.manager.planner
-        return {
-            "figures": asdict(model._ddp_state.figures),
-            "gradient_exact": exact.find([named[param] for param in params], params),
-            "wire_counts": {
-                name: [len(bucket.params) for bucket in each.reducer.buckets]
-                for name, each in self._models.items()
-                if name.startswith("ours")
-            },
-            "chosen": planner.state,
-            "report": model.wire_report(),
-        }
 
     def step(self, name: str) -> float:
         """Seconds of a step of this rank: forward, backward, gradients synchronised."""
@@ -250,9 +211,8 @@ def measure(
     Returns:
         Of this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, what this
         host has sent. ``sent_bytes``, what tritonddp counts in a step. ``ready_seconds`` of the
-        gradients in each unwrapped step. By wire ``choice``, see :meth:`Contenders.choose_wire`.
-        ``line_bytes``, ``dropped``, ``retransmitted``: of all rounds together, see
-        :class:`LineCounters`.
+        gradients in each unwrapped step. ``line_bytes``, ``dropped``, ``retransmitted``: of all
+        rounds together, see :class:`LineCounters`.
     """
     compared = contenders_of(families_at(rate, plan.by_wire))
     names = [UNWRAPPED.name, ALL_REDUCE, *(each.name for each in compared)]
@@ -262,7 +222,6 @@ def measure(
     ready: list[list[float]] = []
     shuffle = random.Random(f"{rate}")  # the same on all ranks
     contenders.all_reduce(1)  # TCP gets to know the rate
-    choice = contenders.choose_wire() if plan.by_wire else {}
     before = host.counters()
     for _ in deadline.rounds(plan.rounds, end, LEAST_ROUNDS, agreed=ranks.agreed):
         shuffle.shuffle(names)
@@ -287,7 +246,6 @@ def measure(
         "sent_bytes": counted,
         "ready_seconds": ready,
         "counters": [asdict(before), asdict(after)],
-        "choice": choice,
     }
 
 

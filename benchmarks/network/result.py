@@ -101,7 +101,6 @@ def evaluate(
         "contenders": {name: contender(name) for name in slowest},
         "comparisons": _comparisons(rate, slowest, by_wire),
         "line": _line([rank["counters"] for rank in ranks]),
-        "choice": first["choice"],
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import mean
 
-from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, read, show_rate
+from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, read
 from benchmarks.report import bounds, excerpts, verdicts
 from benchmarks.report.table import Blocks, Table, markdown, mib, ms, number, or_dash, quartiles
 from benchmarks.report.verdicts import words
@@ -384,7 +384,6 @@ _WIRE_TARGETS = {
     (2, 1e8, "int8"): 3.6,
     (2, 1e9, "bf16"): 1.8,
     (2, 1e9, "int8"): 2.5,
-    (2, None, "auto"): 1 / 1.02,
 }
 
 
@@ -441,26 +440,6 @@ def growth(result: Result) -> Blocks:
     yield ""
     header = ("ranks", "configuration", "collectives", "handed over, MB", "sent, MB")
     yield Table((*header, "process, MB more"), counts)
-
-
-def scale(result: Result) -> Blocks:
-    """What the cost model predicts of measured steps."""
-    content = result.content
-    rows = [
-        (
-            str(each["hosts"]),
-            show_rate(each["rate_bits_per_s"]),
-            each["contender"],
-            ms(each["measured_seconds"]),
-            ms(each["predicted_seconds"]),
-            f"{each['error']:+.1%}",
-        )
-        for each in content["checked"]
-    ]
-    yield Table(("hosts", "line", "what", "measured, ms", "predicted, ms", "off by"), rows)
-    worst = max((abs(each["error"]) for each in content["checked"]), default=0.0)
-    verdict = "met" if worst <= content["tolerance"] else "**missed**"
-    yield f"\nThe largest error is {worst:.1%}, {content['tolerance']:.0%} allowed: {verdict}."
 
 
 def kernels(result: Result) -> Blocks:
@@ -578,7 +557,6 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "sizes": ("Bucket sizes", (), (sizes,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
     "convergence": ("Convergence", (), (convergence,)),
-    "scale": ("The cost model of fewer bytes", (), (scale,)),
     "growth": ("Growth", ("growth",), (growth,)),
     "memory": ("Peak memory above the unwrapped model", (), (memory,)),
     "host": ("Host cost", (), (host,)),
@@ -613,7 +591,7 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
 # The rows that pages show, of tables that are whole in ``tables.md``: a column, and its cells.
 _ON_PAGES: dict[str, tuple[Show, str, Sequence[str]]] = {
     "exchange": (exchange, "ranks", ("2",)),
-    "network_wire": (network_wire, "wire", ("fp32", "bf16", "int8", "auto")),
+    "network_wire": (network_wire, "wire", ("fp32", "bf16", "int8")),
     "convergence": (convergence, "task", ("opposed",)),
     "compiled": (compiled, "compiled", ("stock", "ours")),
 }

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 
-from tritonddp.coordination.point_to_point import all_to_all
+from tritonddp.coordination.point_to_point import receive, send
 
 
 @ranks(2, 3)
@@ -18,7 +18,8 @@ def test_each_rank_gets_what_every_rank_has_for_it(rank: int) -> None:
         received.append(torch.zeros(world_size, 5000, dtype=torch.int64))
     tags = [0, 1, 2] if rank == 0 else [2, 0, 1]  # in whatever order they are sent
     for tag in tags:
-        works += all_to_all(received[tag], sent[tag], group, tag)
+        works += receive(received[tag], group, tag)
+        works += send(sent[tag], received[tag], group, tag)
     dist.all_reduce(torch.ones(3))  # while they are under way
     for work in works:
         work.wait()
@@ -34,7 +35,8 @@ def test_rows_of_one_memory_make_an_all_gather(rank: int) -> None:
         return
     part = torch.full((7,), rank, dtype=torch.uint8)
     gathered = torch.full((2, 7), 9, dtype=torch.uint8)
-    for work in all_to_all(gathered, part.expand(2, -1), group, 0):
+    works = receive(gathered, group, 0) + send(part.expand(2, -1), gathered, group, 0)
+    for work in works:
         work.wait()
     members = dist.get_process_group_ranks(group)
     assert gathered.tolist() == [[member] * 7 for member in members]

@@ -78,12 +78,6 @@ POINTS = {
     "bucket of added parameters": Point("added", f"{RUN}.reduce_now"),
     "exchange of compressed gradients": Point("plain", "tritonddp.comm.quantized:send", call=2),
     "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Messages.go_on"),
-    "timing of collectives": Point(
-        "plain", "tritonddp.features.auto_compression.probe:_Lines.slowest", call=1, step=-1
-    ),
-    "choice of wires": Point(
-        "plain", "tritonddp.features.auto_compression.planner:AutoPlanner._slowest_backward", step=0
-    ),
     "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange_rows"),
     "finalize_backward": Point("finalize", "finalize"),
     "inside finalize_backward": Point("finalize", f"{TRANSPORT}.wait", call=1),

@@ -81,7 +81,6 @@ class Fault:
 
 VIEWS = (("gradient_as_bucket_view", True),)
 INT8 = (("compression", "int8"),)
-AUTO = (("compression", "auto"),)
 UNCHECKED = (("init_sync", False),)
 CHECKED = (("check_finite", "raise"),)
 PROCESS_GROUP = (("transport", "process_group"),)
@@ -189,8 +188,6 @@ FAULTS = {
             ("between buckets", 3, 0, INT8),
             ("exchange of compressed gradients", 3, 1, INT8),
             ("sum of compressed gradients", 3, 0, INT8),
-            ("timing of collectives", 3, 1, AUTO),
-            ("choice of wires", 2, 0, AUTO),
             ("finalize_backward", 2, 1),
             ("inside finalize_backward", 3, 0),
             ("forward inside join", 3, 1),
@@ -249,7 +246,6 @@ FAULTS = {
             ("broadcast of added parameters", 3, 0),
             ("first gradient", 3, 2, INT8),
             ("sum of compressed gradients", 3, 1, INT8),
-            ("choice of wires", 3, 1, AUTO),
             ("rows of sparse gradients", 2, 1),
             ("forward inside join", 2, 0),
             ("follower", 3, 1),

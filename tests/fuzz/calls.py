@@ -43,7 +43,7 @@ _VALID = {
     "bucket_cap_mb": st.sampled_from([25, 1e-6, 0.5]),
     "bucket_cap_mb_list": st.sampled_from([[1], [1e-6, 2], (3,), []]),
     "reduce_dtype": st.sampled_from([torch.bfloat16, torch.float16]),
-    "compression": st.sampled_from(["int8", "fp8", "auto"]),
+    "compression": st.sampled_from(["int8", "fp8"]),
     "check_finite": st.sampled_from(["raise", "warn"]),
     "check_drift": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
@@ -208,7 +208,6 @@ def _states() -> st.SearchStrategy[Any]:
         "bucket_order": names,
         "reductions_since_change": 3,
         "weight_unit": 16.0,
-        "wires": [],
         "sent": {},
         "reduced": {},
     }
@@ -292,7 +291,6 @@ def logging_rate(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP._set_ddp_runtime_logging_sample_rate):
         ddp._set_ddp_runtime_logging_sample_rate(draw(absurd()))
     assert ddp._get_ddp_logging_data()
-    assert isinstance(ddp.wire_report(), str)
 
 
 def static_graph(ddp: DDP, _: Draw) -> None:

@@ -98,7 +98,6 @@ CASES = {
     "complex, lazy buckets": Feature(Complex, {"lazy_bucket_allocation": True}),
     "sparse": Feature(Sparse),
     "trace": Feature(around=traced),
-    "auto": Feature(options={"compression": "auto"}, tolerance=2e-2),
     "int8": Feature(options={"compression": "int8"}, tolerance=2e-2),
     "device_ids": Feature(on_card=lambda device: {"device_ids": [device.index]}),
     "output_device": Feature(

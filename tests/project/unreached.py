@@ -32,7 +32,6 @@ DISAGREE = "ranks that disagree just there; tests/differential and tests/faults 
 
 # By file and function: how many of its statements tests may leave out at most, and the reason.
 UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
-    "_device.py": {"Moments.wait": (1, GPU)},
     "_torch.py": {
         "gradients_in_context": (ALL, ENGINE),
         "put_into_context": (ALL, ENGINE),
@@ -78,15 +77,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "coordination/processes.py": {"_scope": (2, "a system without /proc, as macOS is")},
     "ddp.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
     "diagnostics/trace.py": {"trace": (1, GPUS)},
-    "features/auto_compression/planner.py": {
-        "AutoPlanner.choose": (2, "buckets change before any rank has timed a backward"),
-        "AutoPlanner.on_compute_end": (1, "the end of a backward that is not timed"),
-    },
-    "features/auto_compression/probe.py": {
-        "_Lines._collective": (3, GPU),
-        "_clock": (2, GPU + "; or torch with several threads, and tests have one"),
-        "_cores": (1, GPU),
-    },
     "features/join.py": {"JoinProtocol._agree": (1, DISAGREE)},
     "integrations/fabric.py": {
         "": (1, LIGHTNING),
@@ -97,12 +87,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "kernels/quantized/blocks.py": {"to_fp8": (1, COMPILED), "from_fp8": (1, COMPILED)},
     "kernels/quantized/quantize.py": {"quantize": (1, NOTHING), "_prepare": (1, NOTHING)},
     "kernels/quantized/reduce_parts.py": {"_prepare": (1, NOTHING)},
-    "reducer/capture.py": {
-        "_problem": (
-            1,
-            'compression="auto" on a GPU; the recorded device would time its kernels for minutes',
-        ),
-    },
     "reducer/in_context.py": {
         "ContextBackward.__init__": (ALL, ENGINE),
         "ContextBackward.read": (ALL, ENGINE),

@@ -75,7 +75,6 @@ USES: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], object
     "views": ({"gradient_as_bucket_view": True}, lambda ddp: None),
     "static graph": ({"static_graph": True}, lambda ddp: None),
     "int8": ({"compression": "int8"}, lambda ddp: None),
-    "auto": ({"compression": "auto"}, lambda ddp: None),
     "bfloat16": ({"reduce_dtype": torch.bfloat16}, lambda ddp: None),
     "check_finite": ({"check_finite": "raise"}, DistributedDataParallel.check_sync),
     "hook": ({}, power_sgd),

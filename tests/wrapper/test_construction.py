@@ -150,7 +150,8 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"reduce_dtype": torch.int8},
         "torch.bfloat16, torch.float16, torch.float32; torch.int8",
     ),
-    "compression": ({"compression": "int4"}, "one of 'int8', 'fp8', 'auto' or None, got 'int4'"),
+    "compression": ({"compression": "int4"}, "one of 'int8', 'fp8' or None, got 'int4'"),
+    "a choice of it": ({"compression": "auto"}, "take 'int8', on faster ones None"),
     "exact, by another name": (
         {"compression": "int8", "exact": "wheight"},
         "no parameter 'wheight'",

@@ -46,7 +46,7 @@ def test_an_optimizer_that_looks_at_all_parameters(rank: int) -> None:
         ZeroRedundancyOptimizer([], AdamW)
 
 
-@pytest.mark.parametrize("compression", ["int8", "fp8", "auto"])
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
 @ranks(2)
 def test_compression(rank: int, compression: str) -> None:
     net = wrap(mlp(4, 8, 2), compression=compression)

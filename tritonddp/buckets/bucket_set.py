@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from tritonddp.buckets.assignment import NO_OWNERS, UNLIMITED, BucketCaps, assign_buckets
 from tritonddp.buckets.bucket import Bucket, JointUnpack, Segment
 from tritonddp.buckets.exchange import Transport
-from tritonddp.buckets.formats import BucketFactory, WireFormat
+from tritonddp.buckets.formats import BucketFactory
 
 
 class BucketSet:
@@ -27,7 +27,6 @@ class BucketSet:
         former: its buckets are dropped before new ones are made, so that both never exist at the
             same time; gradients that are views of them move.
         sparse: parameters with sparse gradients, each of which gets a bucket of its own.
-        wire_of: wire format of a bucket, by its index; ``None`` for that of the factory.
         is_temporary: they are for one reduction: what would pay only later is not made.
 
     Attributes:
@@ -53,10 +52,9 @@ class BucketSet:
         factory: BucketFactory,
         former: BucketSet | None = None,
         sparse: Collection[Tensor] = (),
-        wire_of: Callable[[int], WireFormat | None] = lambda index: None,
         is_temporary: bool = False,
     ) -> None:
-        assignment = assign(named_params, caps, sparse, factory.owners)
+        assignment = _assign(named_params, caps, sparse, factory.owners)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
         self.is_on_gpu = any(param.is_cuda for param in self.params)
@@ -71,7 +69,7 @@ class BucketSet:
             last = first + len(indices)
             params, names = self.params[first:last], self.names[first:last]
             is_sparse = bool(sparse) and params[0] in sparse
-            bucket = factory.make(index, first, params, names, is_sparse, wire_of(index))
+            bucket = factory.make(index, first, params, names, is_sparse)
             bucket.adopt(in_buffer)
             self.buckets.append(bucket)
             before = len(self.segments)
@@ -123,7 +121,7 @@ class BucketSet:
         owners: Mapping[Tensor, int] = NO_OWNERS,
     ) -> bool:
         """Whether buckets for these parameters would be the same as the current ones."""
-        assignment = assign(named_params, caps, sparse, owners)
+        assignment = _assign(named_params, caps, sparse, owners)
         order = [named_params[index][1] for indices in assignment for index in indices]
         cuts = [(len(each), named_params[each[0]][1] in owners) for each in assignment]
         return list(map(id, order)) == list(map(id, self.params)) and cuts == [
@@ -148,7 +146,7 @@ class BucketSet:
         return in_buffer
 
 
-def assign(
+def _assign(
     named_params: Sequence[tuple[str, Tensor]],
     caps: BucketCaps,
     sparse: Collection[Tensor],

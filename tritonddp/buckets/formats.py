@@ -32,10 +32,12 @@ from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Resi
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# The values of its ``compression``, and the dtypes of quantised numbers. ``"auto"`` quantises to
-# int8, which all hardware has.
-AUTO = "auto"
-COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, AUTO: torch.int8}
+# The values of its ``compression``, and the dtypes of quantised numbers.
+COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_AUTO = (
+    ": nothing chooses by itself any more. On lines of about 1 Gbit/s and slower take 'int8', on "
+    "faster ones None (docs/fewer-bytes.md)"
+)
 # The dtypes of gradients that can be quantised.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -76,9 +78,10 @@ class WireFormat:
         if compression is not None and not (
             isinstance(compression, str) and compression in COMPRESSIONS
         ):
+            hint = _AUTO if compression == "auto" else ""
             raise ValueError(
                 f"compression should be one of {', '.join(map(repr, COMPRESSIONS))} or None, got "
-                f"{compression!r}"
+                f"{compression!r}{hint}"
             )
         names = ", ".join(map(str, REDUCE_DTYPES))
         if reduce_dtype is not None and not any(reduce_dtype is each for each in REDUCE_DTYPES):
@@ -133,9 +136,9 @@ class WireFormat:
 
 @dataclass
 class BucketFactory:
-    """Makes buckets, all in one wire format, or each in its own."""
+    """Makes buckets, all in one wire format."""
 
-    wire: WireFormat  # unless make() is told otherwise
+    wire: WireFormat
     group: Group  # with one rank nothing is quantised
     counters: Counters  # count launches of the buckets
     transport: Transport  # makes the exchanges of the buckets
@@ -178,15 +181,12 @@ class BucketFactory:
         params: Sequence[Parameter],
         names: Sequence[str],
         is_sparse: bool = False,
-        wire: WireFormat | None = None,
     ) -> Bucket:
         """Bucket number ``index`` for these parameters, with gradients of one dtype and device.
 
         The first bucket holds the headers. ``first`` is the number of the first parameter.
-        ``is_sparse`` is true for a parameter with sparse gradients. ``wire`` is the wire format, if
-        not that of the factory.
+        ``is_sparse`` is true for a parameter with sparse gradients.
         """
-        wire = wire or self.wire
         device, dtype = params[0].device, gradient_dtype(params[0])
         headers = self.header_nbytes * self.group.size if index == 0 else 0
         marks = Marks(self.group.rank, self.group.size) if self.check_finite else None
@@ -196,13 +196,13 @@ class BucketFactory:
             return SparseBucket(
                 self.group.rank, self.group.size, *args, headers=headers, first=first
             )
-        quantization = self._quantization(wire, params, names, headers)
+        quantization = self._quantization(params, names, headers)
         kind: Callable[..., Bucket] = Bucket
         wire_dtype = None
         if quantization is not None:
             kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
-        elif wire.casts(params[0]):
-            wire_dtype = wire.reduce_dtype
+        elif self.wire.casts(params[0]):
+            wire_dtype = self.wire.reduce_dtype
         elif self.views:
             kind = ViewBucket
         elif self._is_in_place(params):
@@ -259,11 +259,11 @@ class BucketFactory:
         return make(layout, dtype, device, allocate(layout.numel * dtype.itemsize).zero_())
 
     def _quantization(
-        self, wire: WireFormat, params: Sequence[Parameter], names: Sequence[str], headers: int
+        self, params: Sequence[Parameter], names: Sequence[str], headers: int
     ) -> Quantization | None:
         """How gradients of these parameters are quantised; ``None`` if they are not."""
-        size, exact = self.group.size, wire.exact
-        if wire.compression in (None, AUTO) or size == 1 or exact is None:
+        wire, size, exact = self.wire, self.group.size, self.wire.exact
+        if wire.compression is None or size == 1 or exact is None:
             return None
         is_exact = exact.find(names, params)
         if gradient_dtype(params[0]) not in _QUANTIZED or all(is_exact):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +12,9 @@ from torch.nn import Parameter
 from tritonddp._modes import outside_modes
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack
-from tritonddp.buckets.bucket_set import BucketSet, assign
+from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.exchange import Transport
-from tritonddp.buckets.formats import BucketFactory, WireFormat
+from tritonddp.buckets.formats import BucketFactory
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination.counters import Counters
@@ -31,32 +30,12 @@ REBUILD_AFTER = 8
 _COUNTS = 256
 
 
-class Planner(Protocol):
-    """Chooses the wire format of each bucket: see :class:`AutoPlanner`."""
-
-    explanation: str
-
-    def choose(
-        self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
-    ) -> bool: ...
-
-    def wire_of(self, index: int) -> WireFormat | None: ...
-
-    @property
-    def state(self) -> list[int]: ...
-
-    def knows(self, state: Sequence[int]) -> bool: ...
-
-    def load(self, state: Sequence[int]) -> None: ...
-
-
 class BucketManager:
     """Holds the current buckets, and replaces them, only directly after a reduction.
 
     Attributes:
         current: the current buckets.
         factory: makes the buckets of backwards.
-        planner: chooses the wire format of each bucket; ``None`` if it is fixed.
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
         keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
@@ -77,7 +56,6 @@ class BucketManager:
         self._listener: Callable[[Sequence[int | None]], None] | None = None
         self._captured: list[Bucket | JointUnpack] = []
         self._of_temporary = factory.transport  # for temporary buckets
-        self.planner: Planner | None = None
         self._parameters = parameters
         self._group = group
         self._given_caps = caps
@@ -106,10 +84,6 @@ class BucketManager:
         """
         factory = self.factory.temporary(self._of_temporary, views)
         return self._build(named_params, factory, sparse=sparse)
-
-    def plan_by(self, planner: Planner) -> None:
-        """Have ``planner`` choose the wire format of each bucket from now on."""
-        self.planner = planner
 
     def notify(self, listener: Callable[[Sequence[int | None]], None]) -> None:
         """Call ``listener`` when the buckets are replaced.
@@ -159,11 +133,9 @@ class BucketManager:
     ) -> BucketSet:
         sparse = self._parameters.sparse if sparse is None else sparse
         is_temporary = factory is not self.factory
-        planner = None if is_temporary else self.planner
-        wire_of = planner.wire_of if planner is not None else lambda index: None
         caps = self._caps
         with outside_modes(param for _, param in named_params):
-            built = BucketSet(named_params, caps, factory, former, sparse, wire_of, is_temporary)
+            built = BucketSet(named_params, caps, factory, former, sparse, is_temporary)
         if logger.isEnabledFor(logging.DEBUG):
             where = f"rank {self._group.rank}, step {self._counters.reductions}"
             for bucket in built.buckets:
@@ -275,13 +247,7 @@ class BucketManager:
         if not named:
             return False
         self._check_dtypes({param for _, param in named})
-        sparse, is_rewired = self._parameters.sparse, False
-        if self.planner is not None:
-            assignment = assign(named, self._caps, sparse, self.factory.owners)
-            planned = [[named[number] for number in bucket] for bucket in assignment]
-            is_rewired = self.planner.choose(planned, sparse)
-        owners = self.factory.owners
-        if not is_rewired and self.current.fits(named, self._caps, sparse, owners):
+        if self.current.fits(named, self._caps, self._parameters.sparse, self.factory.owners):
             return False
         self._rebuild(named)
         return True

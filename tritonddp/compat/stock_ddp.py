@@ -340,9 +340,7 @@ class StockDDPNames:
         """Average over other ranks from now on, for training in which ranks join and leave.
 
         No collective. Gradients accumulated under :meth:`no_sync` stay in ``.grad``. Buckets are
-        rebuilt after the next reduced backward, and quantisation errors are dropped. With
-        ``compression="auto"`` gradients are sent in their own dtypes from then on, since the new
-        group was not measured.
+        rebuilt after the next reduced backward, and quantisation errors are dropped.
 
         Args:
             new_process_group: the same group on all of its ranks. A rank that is not in it passes

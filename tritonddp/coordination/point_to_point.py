@@ -28,31 +28,30 @@ IN_FLIGHT = 4_096
 _CPU = torch.device("cpu")
 
 
-def all_to_all(incoming: Tensor, outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """Row ``r`` of ``outgoing`` goes to rank ``r``, and row ``r`` of ``incoming`` comes from it.
+def receive(incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """Post the receives of an all-to-all: row ``r`` of ``incoming`` comes from rank ``r``.
 
-    For ``W`` ranks over gloo. ``outgoing`` and ``incoming`` have ``W`` rows, all of one shape and
-    dtype, contiguous, on the CPU. An all-gather is an all-to-all whose outgoing rows are the same
-    memory (``part.expand(W, -1)``). Messages between two ranks are matched by tag, which is not
-    negative, and within a tag by order. So exchanges with different tags, and other collectives of
-    the group, may be under way at the same time.
+    For ``W`` ranks over gloo. ``incoming``, and ``outgoing`` of :func:`send`, have ``W`` rows, all
+    of one shape and dtype, contiguous, on the CPU. Messages between two ranks are matched by tag,
+    which is not negative, and within a tag by order. So exchanges with different tags, and other
+    collectives of the group, may be under way at the same time. Call it early: the other ranks send
+    only after it.
 
     Returns:
-        Work objects to wait for. Until then both tensors belong to gloo.
-    """
-    return [*receive(incoming, group, tag), *send(outgoing, incoming, group, tag)]
-
-
-def receive(incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """The first half of :func:`all_to_all`: post the receives from all other ranks.
-
-    Call it early: the other ranks send only after it.
+        Work objects to wait for. Until then the tensor belongs to gloo.
     """
     return [dist.irecv(incoming[r], group=group, tag=tag, group_src=r) for r in _others(group)]
 
 
 def send(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """The second half of :func:`all_to_all`: send, and copy this rank's own row."""
+    """Send row ``r`` of ``outgoing`` to rank ``r``, after :func:`receive`; copy this rank's own.
+
+    An all-gather is an all-to-all whose outgoing rows are the same memory
+    (``part.expand(W, -1)``).
+
+    Returns:
+        Work objects to wait for. Until then both tensors belong to gloo.
+    """
     works = [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in _others(group)]
     mine, own = incoming[group.rank()], outgoing[group.rank()]
     if mine.data_ptr() != own.data_ptr():

@@ -79,8 +79,6 @@ def _problem(
     asks = [each.reads_device for each in reductions.events.extensions if each.reads_device]
     if any(bucket.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")
-    if manager.planner is not None:
-        asks.append('how long backwards take (compression="auto")')
     if asks:
         return f"the host has to learn from the device {asks[0]}: do without that, or use no graph"
     return None

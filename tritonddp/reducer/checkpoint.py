@@ -25,7 +25,6 @@ def comm_state(reductions: Reductions) -> dict[str, Any]:
         "keeps_order": manager.keeps_order,
         "reductions_since_change": reductions.counters.since_change,
         "weight_unit": unit,
-        "wires": [] if manager.planner is None else manager.planner.state,
         **state_of(manager.current.buckets, unit),
     }
 
@@ -38,7 +37,7 @@ def load_comm_state(reductions: Reductions, states: Sequence[dict[str, Any]]) ->
     over all states of all ranks.
     """
     reductions.parameters.register()
-    numbers: tuple[list[float], list[float]] = [], []
+    numbers: list[float] = []
     failure: Exception | None = None
     try:
         for state in states:
@@ -49,9 +48,7 @@ def load_comm_state(reductions: Reductions, states: Sequence[dict[str, Any]]) ->
     except (TypeError, ValueError) as error:
         failure = error
     try:
-        since_change, keeps_order, order, unit, wires = _agree(
-            reductions, *numbers, failure is not None
-        )
+        since_change, keeps_order, unit, order = _agree(reductions, numbers, failure is not None)
         if failure is not None:
             raise failure
     finally:
@@ -60,60 +57,49 @@ def load_comm_state(reductions: Reductions, states: Sequence[dict[str, Any]]) ->
         return  # saved before the first step
     reductions.agreement.set_unit(unit)
     manager = reductions.manager
-    if manager.planner is not None:
-        manager.planner.load(wires)
     if manager.restore(order, since_change, keeps_order):
         reductions.move_buckets()
     load_state(manager.current.buckets, states, unit)
 
 
-def _numbers_of(reductions: Reductions, state: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """This state as numbers, which rank 0 sends to the others: the bucket order, and the rest.
+def _numbers_of(reductions: Reductions, state: dict[str, Any]) -> list[float]:
+    """This state as numbers, which rank 0 sends to the others, the bucket order last.
 
     Numbers suffice, since all ranks have the same parameters: so nothing that another rank has
     sent is unpickled.
     """
     if not state["bucket_order"]:
-        return [], []
+        return []
     number_of = {name: number for number, (name, _) in enumerate(reductions.parameters.params)}
     order = [number_of[name] for name in state["bucket_order"] if name in number_of]
-    planner, wires = reductions.manager.planner, state["wires"]
-    if planner is None:
-        wires = []
-    elif len(wires) > len(number_of) or not planner.knows(wires):
-        raise ValueError(
-            f"the state has {wires!r} as 'wires', which does not fit these parameters: load the "
-            "state of a run with the same model"
-        )
-    first = [state["reductions_since_change"], state.get("keeps_order", False), *order]
-    return first, [state["weight_unit"], *wires]
+    keeps_order = state.get("keeps_order", False)
+    return [state["reductions_since_change"], keeps_order, state["weight_unit"], *order]
 
 
 def _agree(
-    reductions: Reductions, order: Sequence[float], rest: Sequence[float], has_failed: bool
-) -> tuple[int, bool, list[int], float, list[int]]:
+    reductions: Reductions, numbers: Sequence[float], has_failed: bool
+) -> tuple[int, bool, float, list[int]]:
     """The numbers of rank 0's state; a RuntimeError if another rank has failed to read its own."""
-    # Two rows of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
+    # A row of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
     # Small integers and powers of two are exact in fp64.
     group, params = reductions.group, reductions.parameters.params
-    message = torch.zeros(3, max(2 + len(params), group.size), dtype=torch.float64, device="cpu")
+    message = torch.zeros(2, max(3 + len(params), group.size), dtype=torch.float64, device="cpu")
     if group.rank == 0:
-        message[:2] = -1
-        for row, numbers in zip(message, (order, rest), strict=False):
-            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    message[2, group.rank] = has_failed
+        message[0] = -1
+        message[0, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    message[1, group.rank] = has_failed
     message = message.to(params[0][1].device)
     group.all_reduce(message, reductions.where(), "all-reduce of the state of communication")
     reductions.counters.collective(message.nbytes, group.size, passes=2)
-    (since_change, keeps_order, *numbers), (unit, *wires), failed = message.tolist()
+    (since_change, keeps_order, unit, *order), failed = message.tolist()
     if any(failed) and not has_failed:
         ranks = [str(rank) for rank, one in enumerate(failed) if one]
         raise RuntimeError(
             f"{reductions.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
             "nothing was loaded on any rank: see the error there"
         )
-    numbers, wires = ([int(n) for n in row if n >= 0] for row in (numbers, wires))
-    return int(since_change), keeps_order > 0, numbers, unit, wires
+    places = [int(number) for number in order if number >= 0]
+    return int(since_change), keeps_order > 0, unit, places
 
 
 def _check(state: Any) -> None:
@@ -121,11 +107,9 @@ def _check(state: Any) -> None:
     what = "load_comm_state_dict() takes what comm_state_dict() returned"
     if not isinstance(state, Mapping):
         raise TypeError(f"{what}, got {state!r}")
-    for name, kind in (("bucket_order", str), ("wires", int)):
-        entry = state.get(name)
-        if not isinstance(entry, list) or not all(isinstance(each, kind) for each in entry):
-            raise TypeError(f"{what}, but {name!r} is no list of {kind.__name__}: {entry!r}")
-    order = state["bucket_order"]
+    order = state.get("bucket_order")
+    if not isinstance(order, list) or not all(isinstance(each, str) for each in order):
+        raise TypeError(f"{what}, but 'bucket_order' is no list of str: {order!r}")
     if len(set(order)) < len(order):
         raise ValueError(f"{what}, but 'bucket_order' names a parameter twice: {order!r}")
     if not isinstance(state.get("keeps_order", False), bool):  # older states lack it

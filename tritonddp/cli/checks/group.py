@@ -6,7 +6,6 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from tritonddp.cli.checks.launch import Plan, RankReport
@@ -17,6 +16,8 @@ from tritonddp.cli.checks.report import Section, amount, duration, rate
 _SLOW = {True: 5e-3, False: 20e-3}
 # A pair of ranks whose line has less than this share of the median's is named.
 _SHARE = 0.5
+# Lines on which int8 pays, in bytes per second of a rank: see docs/fewer-bytes.md.
+_INT8_PAYS = 1e9 / 8
 # Of packets, in bytes: smaller ones cost more headers and more work.
 _MTU = 1500
 
@@ -174,8 +175,8 @@ def line(section: Section, reports: Sequence[RankReport]) -> None:
 
 
 def consequences(section: Section, plan: Plan, reports: Sequence[RankReport]) -> None:
-    """Fill the section about wires and buckets for a model of the given size."""
-    of_transport, found = _found(reports, "transport"), _found(reports, "consequences")
+    """Fill the section about a model of the given size."""
+    taken, found = _found(reports, "transport"), _found(reports, "line")
     model = f"{plan.model_bytes / 1e6:g} MB"
     state = 2 * plan.model_bytes / 1e6  # two moments
     section.fact(
@@ -183,50 +184,19 @@ def consequences(section: Section, plan: Plan, reports: Sequence[RankReport]) ->
         f"{state:.4g} MB a rank with AdamW and parameters of {model} in fp32, "
         f"{state / plan.world_size:.4g} with tritonddp.ZeroRedundancyOptimizer",
     )
-    if of_transport is None or _found(reports, "line") is None:
+    if taken is None or found is None:
         section.fact("not known", "the group failed before")
         return
-    if of_transport["taken"] == "peer_memory" and of_transport["hosts"] == 1:
+    if taken["taken"] == "peer_memory" and taken["hosts"] == 1:
         section.fact(
             "wire", "fp32: no byte leaves this host, and what is quantised would go by gloo"
         )
-        section.fact("bucket_cap_mb", "the default: memory has no line whose latency counts")
         return
-    if found is None:
-        section.fact("not known", "the group failed before")
-        return
-    section.fact("model", f"{model} of gradients in fp32, see --model-mb")
-    predicted = ", ".join(
-        f"{name} {duration(seconds)}" for name, seconds in found["predicted"].items()
-    )
-    section.fact(
-        "to exchange all", f"{predicted} (predicted, by the process group, if nothing hides it)"
-    )
-    spans = found["wires"]
-    wires = [
-        f"{name} for backwards of less than {duration(end)}"
-        for (_, name), (end, _) in pairwise(spans)
-    ]
-    start, name = spans[-1]
-    last = f"{name} from {duration(start)} on" if wires else f"{name}, whatever a backward takes"
-    section.fact("wire", "; ".join([*wires, last]))
-    sizes = ", then ".join(f"{each:g}" for each in found["default_sizes"])
-    if found["size"] is None:
-        section.fact("bucket_cap_mb", f"the default ({sizes} MiB): no size saves a tenth of that")
-    else:
-        section.fact("bucket_cap_mb", f"{found['size']:g} in fp32, see below")
-        section.note(
-            f"where a backward takes about as long as its gradients travel, buckets of "
-            f"{found['size']:g} MiB would save {found['gain']:.0%} of it in fp32, by the cost "
-            f"model, beside the default of {sizes} MiB: try bucket_cap_mb={found['size']:g}"
-        )
-    first, best = spans[0][1], min(found["predicted"], key=lambda name: found["predicted"][name])
-    if first != "fp32":
-        option = {"int8": 'compression="int8"', "bf16": "reduce_dtype=torch.bfloat16"}.get(
-            first, 'compression="auto"'
-        )
+    share = 2 * (plan.world_size - 1) / plan.world_size
+    exchange = share * plan.model_bytes / found["rate"]
+    section.fact("to exchange all", f"{duration(exchange)} for {model} in fp32, see --model-mb")
+    if found["rate"] <= _INT8_PAYS:
         section.slow(
-            f"the gradients of {model} take {duration(found['all_reduce'])} on this line in fp32 "
-            f"and {duration(found['predicted'][best])} in {best}: unless backwards are longer, try "
-            f'{option}; compression="auto" chooses by itself'
+            f"the gradients of {model} take {duration(exchange)} on this line in fp32, and a "
+            'quarter of the bytes in int8: unless backwards are longer, try compression="int8"'
         )

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 import tritonddp
-from tritonddp.buckets.formats import ExactParams, WireFormat
-from tritonddp.cli.checks import consequences
 from tritonddp.cli.checks.interfaces import listening
 from tritonddp.cli.checks.line import Line
 from tritonddp.comm.process_group import goes_by_messages
@@ -31,7 +29,6 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process
 from tritonddp.coordination.verify import gather_json
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.features.auto_compression.planner import measured
 
 _WHERE = "tritonddp doctor"
 # Seconds that rank 0 keeps the store for others that are not through.
@@ -86,16 +83,9 @@ def _take_part(options: dict[str, Any]) -> None:
     group = Group(world)
     _report("ranks", gather_json(_introduction(device), group, device, _WHERE))
     _report("stage", "asking which transport gradients take")
-    transport = _transport(group, device)
-    _report("transport", transport)
+    _report("transport", _transport(group, device))
     _report("stage", "measuring the line")
     _report("line", Line(group, device).measure())
-    if transport["taken"] != "peer_memory" or transport["hosts"] > 1:
-        _report("stage", 'measuring what compression="auto" would')
-        figures, found = _figures(group, device), None
-        if group.rank == 0:  # the others would find the same, on cores that this one wants
-            found = consequences.of(figures, options["model_bytes"], device.type)
-        _report("consequences", gather_json(found, group, device, _WHERE)[0])
     _report("stage", "leaving")
     _leave(store, rank, world_size)
 
@@ -191,12 +181,6 @@ def _transport(group: Group, device: torch.device) -> dict[str, Any]:
     elif not goes_by_messages(group):
         found["why"] = "the group is not one of gloo, or TORCH_DISTRIBUTED_DEBUG is DETAIL"
     return found
-
-
-def _figures(group: Group, device: torch.device) -> Any:
-    module = nn.Linear(64, 64)
-    wire = WireFormat.of(None, None, "auto", True, ExactParams(module, None))
-    return measured(wire, group, device, [torch.float32])
 
 
 if __name__ == "__main__":

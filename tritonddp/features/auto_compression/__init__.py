@@ -1,1 +1,0 @@
-"""compression="auto": measured speeds decide which buckets are compressed."""
