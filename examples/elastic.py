@@ -234,7 +234,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
     parser.add_argument("--noise", type=float, default=0.1, help="added to the inputs")
     parser.add_argument("--bucket-cap-mb", type=float, help="default: DDP's own")
-    parser.add_argument("--compression", choices=["int8", "fp8"], help="of gradients")
+    parser.add_argument("--compression", choices=["int8"], help="of gradients")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=300, help="of a collective, in seconds")

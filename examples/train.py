@@ -269,7 +269,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-cap-mb", type=_at_least(float, 1e-6), help="default: DDP's own")
     parser.add_argument("--gradient-as-bucket-view", action="store_true")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="on the wire; tritonddp's alone")
-    parser.add_argument("--compression", choices=["int8", "fp8"], help="likewise")
+    parser.add_argument("--compression", choices=["int8"], help="likewise")
     parser.add_argument("--no-error-feedback", dest="error_feedback", action="store_false")
     return parser.parse_args()
 

@@ -72,7 +72,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16 views": {"reduce_dtype": torch.bfloat16, "gradient_as_bucket_view": True},
     "fp16": {"reduce_dtype": torch.float16},
     "int8": {"compression": "int8"},
-    "fp8": {"compression": "fp8"},
     "mixed": {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32)},
     "finite": {"check_finite": "warn"},
 }

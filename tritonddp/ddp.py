@@ -96,10 +96,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
             its dtype (``grad_dtype``), and is a copy, also with ``gradient_as_bucket_view``. By
             default each gradient travels in its own dtype, as complex and sparse ones always do.
-        compression: ``"int8"`` or ``"fp8"`` (e4m3): gradients travel in 8 bits an element and one
-            fp32 scale for 256, save those of fp64, complex and sparse ones. A block of 256 with a
-            NaN or an infinity is NaN afterwards. It pays on lines of about 1 Gbit/s and slower: see
-            ``docs/fewer-bytes.md``.
+        compression: ``"int8"``: gradients travel in 8 bits an element and one fp32 scale for 256,
+            save those of fp64, complex and sparse ones. A block of 256 with a NaN or an infinity is
+            NaN afterwards. It pays on lines of about 1 Gbit/s and slower: ``docs/fewer-bytes.md``.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
             next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
             It belongs in checkpoints: see :meth:`comm_state_dict`.

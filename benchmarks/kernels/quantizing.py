@@ -26,52 +26,44 @@ from tritonddp.cli.kernel_timing.quantizers import CEILING, CONTENDERS, Inputs, 
 TABLES = (tables.kernels,)
 ROUNDS = 15 if DEVICE.type == "cuda" else 3
 LISTS = (MANY_SMALL, "resnet50")
-NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def _has_fp8() -> bool:
-    return DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
-
-
 def cases() -> Iterator[Case]:
-    """All contenders, of the numbers that the device has."""
-    for numbers in NUMBERS:
-        if numbers == "fp8" and not _has_fp8():
-            continue
-        for parameters in LISTS:
-            for dtype in DTYPES:
-                bucket = (numbers, parameters, dtype)
-                for kernel, rivals in CONTENDERS.items():
-                    group = "-".join((kernel, *bucket))
-                    for each in rivals:
-                        yield Case(group, (*bucket, kernel, each.name), f"{group}-{each.name}")
+    """All contenders."""
+    for parameters in LISTS:
+        for dtype in DTYPES:
+            for kernel, rivals in CONTENDERS.items():
+                group = "-".join((kernel, "int8", parameters, dtype))
+                for each in rivals:
+                    parts = (parameters, dtype, kernel, each.name)
+                    yield Case(group, parts, f"{group}-{each.name}")
 
 
 def row(case: Case, rounds: int | None, groups_left: int) -> Row:
     """What one contender took, see ``base/suite.py``."""
-    numbers, parameters, dtype, kernel, contender = case.parts
+    parameters, dtype, kernel, contender = case.parts
     buckets_left = -(-groups_left // len(CONTENDERS))
-    size, all_samples = measure(numbers, parameters, dtype, rounds or ROUNDS, buckets_left)
+    size, all_samples = measure(parameters, dtype, rounds or ROUNDS, buckets_left)
     samples = all_samples[kernel]
-    named = {"direction": kernel, "numbers": numbers, "parameters": parameters, "dtype": dtype}
+    named = {"direction": kernel, "numbers": "int8", "parameters": parameters, "dtype": dtype}
     named |= {"bucket": "whole", "contender": contender}
     return timing.row(samples[contender], samples[CEILING], size[kernel], **named)
 
 
 @functools.cache  # the first case of a bucket measures it
 def measure(
-    numbers: str, parameters: str, dtype: str, rounds: int, buckets_left: int
+    parameters: str, dtype: str, rounds: int, buckets_left: int
 ) -> tuple[dict[str, int], dict[str, dict[str, Samples]]]:
     """Bytes, and the samples of each contender, of each kernel; checked before any is timed."""
     end = share(1 / buckets_left)
     shapes = whole(parameters)
-    rotation = [Inputs.make(shapes, DTYPES[dtype], NUMBERS[numbers], DEVICE)]
+    rotation = [Inputs.make(shapes, DTYPES[dtype], DEVICE)]
     check(rotation[0])
     layout = rotation[0].flat.message_layout
     size = {kernel: nbytes(kernel, layout, DTYPES[dtype]) for kernel in CONTENDERS}
     for _ in range(input_sets(min(size.values()), DEVICE) - 1):
-        rotation.append(Inputs.make(shapes, DTYPES[dtype], NUMBERS[numbers], DEVICE))
+        rotation.append(Inputs.make(shapes, DTYPES[dtype], DEVICE))
     samples = {}
     for number, (kernel, rivals) in enumerate(CONTENDERS.items()):
         stop = until(end, 1 / (len(CONTENDERS) - number))

@@ -135,7 +135,6 @@ def nvidia_facts(compiled) -> dict:
         "loads": widths("ld"),
         "stores": widths("st"),
         "fused": len(re.findall(r"\bfma\.\S*f32\b", ptx)),
-        "unpacks": len(re.findall(r"\bcvt\.rn\.f16x2\.e4m3x2\b", ptx)),
     }
 
 

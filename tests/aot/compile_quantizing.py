@@ -12,39 +12,38 @@ from tritonddp.kernels.device_tables import BLOCK
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
-# Gradients, number of bits, aligned, error feedback; and for sums, ranks instead of gradients.
+# Gradients, aligned, error feedback; and for sums, ranks instead of gradients.
 GRADIENTS = {
-    "sm_80": [(tl.float32, "int8", True, True), (tl.bfloat16, "int8", False, True)],
+    "sm_80": [(tl.float32, True, True), (tl.bfloat16, False, True)],
     "sm_90": [
-        *((dtype, "int8", aligned, True) for dtype in SPELLING for aligned in (True, False)),
-        *((dtype, "fp8", True, True) for dtype in (tl.float32, tl.bfloat16)),
-        *((dtype, "int8", True, False) for dtype in (tl.float32, tl.bfloat16)),
+        *((dtype, aligned, True) for dtype in SPELLING for aligned in (True, False)),
+        *((dtype, True, False) for dtype in (tl.float32, tl.bfloat16)),
     ],
-    "sm_100": [(tl.float32, "int8", True, True), (tl.bfloat16, "fp8", True, True)],
-    "gfx942": [(tl.float32, "int8", True, True), (tl.bfloat16, "int8", False, True)],
+    "sm_100": [(tl.float32, True, True), (tl.bfloat16, True, True)],
+    "gfx942": [(tl.float32, True, True), (tl.bfloat16, False, True)],
 }
 SUMS = {
-    "sm_80": [(8, "int8", True)],
+    "sm_80": [(8, True)],
     "sm_90": [
-        *((ranks, "int8", True) for ranks in (1, 3, 8, 64)),
-        *((8, numbers, feedback) for numbers, feedback in (("fp8", True), ("int8", False))),
+        *((ranks, True) for ranks in (1, 3, 8, 64)),
+        (8, False),
     ],
-    "sm_100": [(8, "int8", True), (8, "fp8", True)],
-    "gfx942": [(1, "int8", True), (8, "int8", True)],
+    "sm_100": [(8, True)],
+    "gfx942": [(1, True), (8, True)],
 }
 
 
 def variants(architecture: str) -> Iterator[dict]:
     target, _ = TARGETS[architecture]
     tables = {"chunks": "*i64", "dynamic": "*i64"}
-    common = {"BLOCK": BLOCK, "BY_BITS": target.backend == "hip"}
-    for dtype, numbers, aligned, feedback in GRADIENTS[architecture]:
+    common = {"BLOCK": BLOCK}
+    for dtype, aligned, feedback in GRADIENTS[architecture]:
         if dtype == tl.float64:
             continue
         sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
-        shared = {**common, "FP8": numbers == "fp8", "ALIGNED": aligned, "EMULATE": False}
+        shared = {**common, "ALIGNED": aligned, "EMULATE": False}
         facts = {"architecture": architecture, "grad": SPELLING[dtype]}
-        facts |= {"numbers": numbers, "aligned": aligned, "feedback": feedback}
+        facts |= {"aligned": aligned, "feedback": feedback}
         for marks in (False, True) if aligned and feedback else (False,):
             compiled = compile_as_launched(
                 quantize._launch,
@@ -62,18 +61,17 @@ def variants(architecture: str) -> Iterator[dict]:
                 anywhere=["factor"],
             )
             yield {**facts, "kernel": "dequantize", **facts_of(compiled, target)}
-    for ranks, numbers, feedback in SUMS[architecture]:
+    for ranks, feedback in SUMS[architecture]:
         sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
         compiled = compile_as_launched(
             reduce_parts._launch,
             target,
             {"received": "*u8", "residuals": "*fp32", "flags": "*fp32", "headers": "*fp32"},
-            {**common, **sums, "FP8": numbers == "fp8", "RANKS": ranks},
+            {**common, **sums, "RANKS": ranks},
             anywhere=["headers"],
         )
         facts = {"architecture": architecture, "kernel": "reduce_parts", "ranks": ranks}
-        facts |= {"numbers": numbers, "feedback": feedback}
-        yield {**facts, **facts_of(compiled, target)}
+        yield {**facts, "feedback": feedback, **facts_of(compiled, target)}
 
 
 if __name__ == "__main__":

@@ -99,15 +99,3 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
 def test_no_product_is_fused_with_a_sum(compiled):
     # The bits would not be those of the CPU.
     assert_all(compiled, lambda v: not v.get("fused"))
-
-
-def test_no_fp8_number_is_unpacked_again_that_the_same_kernel_has_packed(compiled):
-    # Ptxas may forget to pack it (see `rounded_to_fp8`). Those that came by wire, four ranks at
-    # once, are unpacked in pairs.
-    def is_right(variant: dict) -> bool:
-        if "unpacks" not in variant or variant["kernel"] == "dequantize":
-            return True
-        ranks = min(variant.get("ranks", 0), 4) if variant["numbers"] == "fp8" else 0
-        return variant["unpacks"] == ranks * BLOCK // THREADS["sm_90"] // 2
-
-    assert_all(compiled, is_right)

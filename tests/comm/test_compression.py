@@ -43,9 +43,6 @@ sys.path.append(str(ROOT / "tests" / "kernels"))
 
 from quantized_ranks import all_reduce, quantized_buffers
 
-NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-COMPRESSION = pytest.mark.parametrize("compression", NUMBERS)
-
 
 class Net(nn.Module):
     """Quantised and exact parameters; not all are used, and gradients come in another order."""
@@ -71,13 +68,10 @@ class Simulated:
     Blocks are those of a parameter: in which bucket it is makes no difference, nor who owns what.
     """
 
-    def __init__(self, module: nn.Module, compression: str, feedback: bool = True) -> None:
+    def __init__(self, module: nn.Module, feedback: bool = True) -> None:
         size = dist.get_world_size()
-        numbers = NUMBERS[compression]
         self._flats = [
-            quantized_buffers(
-                [param], [_is_quantized(param)], numbers, size, feedback, is_direct=size == 2
-            )
+            quantized_buffers([param], [_is_quantized(param)], size, feedback, is_direct=size == 2)
             for param in module.parameters()
         ]
 
@@ -122,16 +116,13 @@ class Ledger:
         assert max(float(due.abs().max()) for due in self.due.values()) > at_least
 
 
-@COMPRESSION
 @pytest.mark.parametrize("feedback", [True, False])
 @ranks(2, 3, 4)
-def test_gradients_have_the_bits_of_the_simulation_on_all_ranks(
-    compression: str, feedback: bool
-) -> None:
+def test_gradients_have_the_bits_of_the_simulation_on_all_ranks(feedback: bool) -> None:
     module = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), *linears(60, 40, 3))
     alone = one_per_rank(module)
-    expected = Simulated(module, compression, feedback)
-    options = {"compression": compression, "error_feedback": feedback}
+    expected = Simulated(module, feedback)
+    options = {"compression": "int8", "error_feedback": feedback}
     ddp = DistributedDataParallel(module, **options, bucket_cap_mb=0.005)
     assert len(ddp.reducer.buckets) == 2
     for step in range(4):
@@ -140,17 +131,14 @@ def test_gradients_have_the_bits_of_the_simulation_on_all_ranks(
         assert_gradients_alike(ddp, f"step {step}")
 
 
-@COMPRESSION
 @pytest.mark.parametrize("options", ["", "view", "lazy", "keeps gradients"])
 @ranks(3)
-def test_nothing_is_lost_of_unused_parameters_windows_and_when_buckets_change(
-    compression: str, options: str
-) -> None:
+def test_nothing_is_lost_of_unused_parameters_windows_and_when_buckets_change(options: str) -> None:
     module = Net()
     alone = one_per_rank(module)
     ddp = DistributedDataParallel(
         module,
-        compression=compression,
+        compression="int8",
         bucket_cap_mb=0.01,
         gradient_as_bucket_view=options == "view",
         lazy_bucket_allocation=options == "lazy",
@@ -253,14 +241,13 @@ def test_feedback_keeps_training_close_to_fp32_where_its_absence_drifts() -> Non
     assert far > 0.1 * (exactly - target).norm() + 1
 
 
-@COMPRESSION
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @ranks(3)
 def test_what_is_not_finite_on_one_rank_is_seen_by_all_and_by_no_later_step(
-    rank: int, compression: str, value: float
+    rank: int, value: float
 ) -> None:
     module = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
-    ddp = DistributedDataParallel(module, compression=compression)
+    ddp = DistributedDataParallel(module, compression="int8")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(4):
@@ -331,7 +318,7 @@ def test_collectives_in_the_backward_do_not_mix_with_those_of_the_thread(rank: i
     module = linears(*[40] * 7)
     for layer in module:
         layer.register_forward_hook(summing)
-    other = DistributedDataParallel(nn.Linear(40, 40), compression="fp8")
+    other = DistributedDataParallel(nn.Linear(40, 40), compression="int8")
     ddp = DistributedDataParallel(module, compression="int8", bucket_cap_mb=0.006)
     ledger, alone = Ledger(), one_per_rank(nn.Linear(40, 40))
     for own in alone:

@@ -29,7 +29,7 @@ from training import (
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import Agreement
 
-WAYS = ways("copies", "views", "lazy", "bf16", "int8", "fp8")
+WAYS = ways("copies", "views", "lazy", "bf16", "int8")
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets
 
 

@@ -45,14 +45,11 @@ def _spared(
     dtype: Any = None,
     wire: Any = None,
     aligned: bool = True,
-    numbers: Any = None,
     size: int = 1,
     feedback: bool = True,
     **_: Any,
 ) -> str:
     """Why a case is not for this GPU: a kernel takes half a second to compile."""
-    if numbers is torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
-        return "needs compute capability 8.9"
     few = {FP32, BF16, FP16, FP64} if dtype is wire else {FP32, BF16}
     is_rare = dtype is not None and wire is not None and not {dtype, wire} <= few
     if "squares" in test and (is_rare or not (aligned or dtype is wire is FP32)):

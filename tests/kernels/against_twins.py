@@ -414,8 +414,6 @@ def test_gradients_that_live_in_the_buffer_are_scaled_and_summed_there(place, wi
 
 # Quantised
 
-# (On GPUs that have no fp8 these are left out.)
-NUMBERS = pytest.mark.parametrize("numbers", [torch.int8, torch.float8_e4m3fn], ids=str)
 NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # Around the edges of blocks, of chunks and of the 16-wide tail, and whether they are quantised.
 SMALL = [(dense([17, 9], [1, 0]), True), (dense([5]), False), (dense([]), False)]
@@ -433,13 +431,13 @@ def like(slots: Any, device: str = "cpu") -> list[Tensor]:
     return [torch.empty_strided(shape, stride, device=device) for shape, stride in slots]
 
 
-def guarded(place: Place, numbers: Any, size: int, feedback: bool = True) -> tuple[Any, Any]:
+def guarded(place: Place, size: int, feedback: bool = True) -> tuple[Any, Any]:
     """Buffers of all ranks for the kernels, and for the twins."""
     from tritonddp.kernels.quantized.quantize import QuantizedTables
 
     slots, quantized = quantized_slots(place)
-    mine = Guarded(like(slots), quantized, numbers, size, feedback, place.device)
-    twins = Guarded(like(slots), quantized, numbers, size, feedback)
+    mine = Guarded(like(slots), quantized, size, feedback, place.device)
+    twins = Guarded(like(slots), quantized, size, feedback)
     for flat in mine.flats:
         flat.tables = QuantizedTables(flat, place.quantized_block)
     return mine, twins
@@ -449,9 +447,8 @@ def guarded(place: Place, numbers: Any, size: int, feedback: bool = True) -> tup
     ("size", "feedback"),
     [*((size, True) for size in (1, 2, 3, 4, 8)), *((size, False) for size in (1, 3, 8))],
 )
-@NUMBERS
-def test_all_ranks_have_the_bits_of_the_reference(place, numbers, size, feedback):
-    mine, twins = guarded(place, numbers, size, feedback)
+def test_all_ranks_have_the_bits_of_the_reference(place, size, feedback):
+    mine, twins = guarded(place, size, feedback)
     slots, _ = quantized_slots(place)
     unused = 4
     # The second step with NaN, infinities and what is too small. In the third some ranks do not use
@@ -495,9 +492,8 @@ def test_all_ranks_have_the_bits_of_the_reference(place, numbers, size, feedback
 
 @ALIGNED
 @NARROW
-@NUMBERS
-def test_gradients_of_any_dtype_come_and_go_as_by_the_reference(place, numbers, dtype, aligned):
-    (mine, twins), (slots, _) = guarded(place, numbers, 2), quantized_slots(place)
+def test_gradients_of_any_dtype_come_and_go_as_by_the_reference(place, dtype, aligned):
+    (mine, twins), (slots, _) = guarded(place, 2), quantized_slots(place)
     unused, missing = 4, 2
     grads, arenas = embedded_gradients(slots, dtype, aligned, place.device)
     given, _ = embedded_gradients(slots, dtype)
@@ -542,13 +538,12 @@ def test_gradients_of_any_dtype_come_and_go_as_by_the_reference(place, numbers, 
     mine.assert_guards_intact()
 
 
-@NUMBERS
-def test_every_rank_learns_what_each_has_quantised(place, numbers):
+def test_every_rank_learns_what_each_has_quantised(place):
     slots, quantized = quantized_slots(place)
     found: list[dict[int, int]] = [{}, {0: place.many - 1, 2: 4}, {0: 0, 1: 152, 3: 0}]
     for kernels, device in ((place, place.device), (quantized_reference, "cpu")):
         flats = quantized_buffers(
-            *(like(slots, device), quantized, numbers, 3),
+            *(like(slots, device), quantized, 3),
             device=torch.device(device),
             has_marks=True,
         )

@@ -20,13 +20,12 @@ class Guarded:
         self,
         like: Sequence[Tensor],
         quantized: Sequence[bool],
-        numbers: torch.dtype,
         world_size: int,
         feedback: bool = True,
         device: str = "cpu",
     ) -> None:
         self.flats = quantized_buffers(
-            like, quantized, numbers, world_size, feedback, device=torch.device(device)
+            like, quantized, world_size, feedback, device=torch.device(device)
         )
         self.arenas: list[tuple[str, Arena]] = []
         for rank, flat in enumerate(self.flats):

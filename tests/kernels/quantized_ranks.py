@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 def quantized_buffers(
     like: Sequence[Tensor],
     quantized: Sequence[bool],
-    numbers: torch.dtype,
     world_size: int,
     feedback: bool = True,
     header: int = 3,
@@ -46,7 +45,7 @@ def quantized_buffers(
     flats = []
     for rank, layout in enumerate(layouts):
         residuals = Residuals.zeros(message, rank, device) if feedback else None
-        quantization = Quantization(message, numbers, rank, residuals)
+        quantization = Quantization(message, rank, residuals)
         flats.append(QuantizedBuffer(quantization, layout, torch.float32, device))
     return flats
 

@@ -104,7 +104,7 @@ def test_a_buffer_of_headers_alone_marks_nothing():
 
 @QUANTIZING
 def test_a_part_of_a_quantised_buffer_marks_slots_of_its_own(kernels):
-    (flat,) = quantized_buffers(ones(), [True] * 6, torch.int8, 1, has_marks=True)
+    (flat,) = quantized_buffers(ones(), [True] * 6, 1, has_marks=True)
     grads = ones()
     spoil(grads[0], 500, math.inf)
     grads[4].fill_(math.nan)

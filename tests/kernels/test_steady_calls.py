@@ -331,7 +331,7 @@ def test_a_step_whose_gradients_have_moved_calls_two_functions_more_and_uploads_
 
 def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
     grads = gradients()
-    (flat,) = quantized_buffers(grads, USED, torch.int8, 1)
+    (flat,) = quantized_buffers(grads, USED, 1)
     assert calls(quantize_module.quantize, flat, grads, USED, 0.5, HEADERS) == 3
     assert calls(reduce_parts_module.reduce_parts, flat) == 2
     assert calls(dequantize_module.dequantize, flat, grads) == 3
@@ -346,7 +346,7 @@ def test_one_place_says_how_large_all_programs_are(kernels, monkeypatch):
     flat = flat_of([dense([1025])], alignment=16)
     flatten_module.flatten(flat, grads, [True], 0.5, HEADERS)
     unflatten_module.unflatten(flat, grads)
-    (quantized,) = quantized_buffers(grads, [True], torch.int8, 1)
+    (quantized,) = quantized_buffers(grads, [True], 1)
     quantize_module.quantize(quantized, grads, [True], 0.5, HEADERS)
     dequantize_module.dequantize(quantized, grads)
     assert [row[-1] for row in flat.tables.chunks.tolist()] == [512, 512, 1]
@@ -443,7 +443,7 @@ def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kerne
 
 def test_other_residuals_are_given_to_the_next_launch(kernels):
     grads, names = gradients(), ("quantize", "reduce_parts")
-    (flat,) = quantized_buffers(grads, USED, torch.int8, 1)
+    (flat,) = quantized_buffers(grads, USED, 1)
     for _ in range(2):
         for _ in range(2):
             quantize_module.quantize(flat, grads, USED, 0.5, HEADERS)

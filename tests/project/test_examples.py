@@ -50,7 +50,6 @@ def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
         pytest.param(["--reduce-dtype", "bf16"], marks=pytest.mark.thorough),
         ["--compression", "int8"],
         pytest.param(["--compression", "int8", "--no-error-feedback"], marks=pytest.mark.thorough),
-        pytest.param(["--compression", "fp8"], marks=pytest.mark.thorough),
     ],
     ids=" ".join,
 )

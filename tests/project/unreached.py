@@ -84,7 +84,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "TritonDDPStrategy.setup_module": (ALL, LIGHTNING),
     },
     "kernels/flatten.py": {"widen": (1, COMPILED)},
-    "kernels/quantized/blocks.py": {"to_fp8": (1, COMPILED), "from_fp8": (1, COMPILED)},
     "kernels/quantized/quantize.py": {"quantize": (1, NOTHING), "_prepare": (1, NOTHING)},
     "kernels/quantized/reduce_parts.py": {"_prepare": (1, NOTHING)},
     "reducer/in_context.py": {

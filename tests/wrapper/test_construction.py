@@ -150,7 +150,8 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"reduce_dtype": torch.int8},
         "torch.bfloat16, torch.float16, torch.float32; torch.int8",
     ),
-    "compression": ({"compression": "int4"}, "one of 'int8', 'fp8' or None, got 'int4'"),
+    "compression": ({"compression": "int4"}, "should be 'int8' or None, got 'int4'"),
+    "e4m3": ({"compression": "fp8"}, "'int8' sends as many bytes"),
     "a choice of it": ({"compression": "auto"}, "take 'int8', on faster ones None"),
     "exact, by another name": (
         {"compression": "int8", "exact": "wheight"},
@@ -350,7 +351,7 @@ def test_models_that_differ_are_named_on_every_rank_and_nothing_is_left_half_don
 
 # Options that differ: of rank 0 and of rank 1, and the one that the error names.
 UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "compression": ({"compression": "fp8"}, {"compression": "int8"}, "compression"),
+    "compression": ({}, {"compression": "int8"}, "compression"),
     "feedback": (
         {"compression": "int8", "error_feedback": False},
         {"compression": "int8"},

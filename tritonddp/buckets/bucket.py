@@ -263,7 +263,7 @@ class Bucket:
     @property
     def wire_dtype(self) -> torch.dtype:
         """Dtype in which most of the gradients are sent."""
-        return self._wire_dtype if self.quantization is None else self.quantization.numbers
+        return self._wire_dtype if self.quantization is None else torch.int8
 
     @property
     def title(self) -> str:

@@ -32,12 +32,12 @@ from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Resi
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# The values of its ``compression``, and the dtypes of quantised numbers.
-COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_AUTO = (
-    ": nothing chooses by itself any more. On lines of about 1 Gbit/s and slower take 'int8', on "
-    "faster ones None (docs/fewer-bytes.md)"
-)
+# What to do instead of values of its ``compression`` that earlier versions had.
+_GONE = {
+    "auto": ": nothing chooses by itself any more. On lines of about 1 Gbit/s and slower take "
+    "'int8', on faster ones None (docs/fewer-bytes.md)",
+    "fp8": ": 'int8' sends as many bytes, on all hardware",
+}
 # The dtypes of gradients that can be quantised.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -55,7 +55,7 @@ class WireFormat:
     """
 
     reduce_dtype: torch.dtype | None = None  # None: each in its own dtype
-    compression: str | None = None  # a key of COMPRESSIONS; None: nothing is quantised
+    compression: str | None = None  # "int8"; None: nothing is quantised
     error_feedback: bool = True  # quantisation errors are added to later gradients
     exact: ExactParams | None = None  # finds the parameters whose gradients are not quantised
 
@@ -75,14 +75,9 @@ class WireFormat:
             ValueError: gradients cannot be reduced in ``reduce_dtype``, it contradicts
                 ``mixed_precision``, or ``compression`` is unknown.
         """
-        if compression is not None and not (
-            isinstance(compression, str) and compression in COMPRESSIONS
-        ):
-            hint = _AUTO if compression == "auto" else ""
-            raise ValueError(
-                f"compression should be one of {', '.join(map(repr, COMPRESSIONS))} or None, got "
-                f"{compression!r}{hint}"
-            )
+        if compression is not None and not (isinstance(compression, str) and compression == "int8"):
+            hint = _GONE.get(str(compression), "")
+            raise ValueError(f"compression should be 'int8' or None, got {compression!r}{hint}")
         names = ", ".join(map(str, REDUCE_DTYPES))
         if reduce_dtype is not None and not any(reduce_dtype is each for each in REDUCE_DTYPES):
             kind = ValueError if isinstance(reduce_dtype, torch.dtype) else TypeError
@@ -101,8 +96,7 @@ class WireFormat:
         """Raise if gradients on these devices cannot be sent in this format.
 
         Raises:
-            RuntimeError: the backend of a device cannot send quantised gradients, or the device
-                does not support the number format.
+            RuntimeError: the backend of a device cannot send quantised gradients.
         """
         if self.compression is None or group.size() == 1:
             return
@@ -114,7 +108,6 @@ class WireFormat:
                     f"compression={self.compression!r} needs {wanted} for {device.type!r}, but the "
                     f"process group has {backend}: use a group with {wanted}, or no compression"
                 )
-            select_quantized(device, COMPRESSIONS[self.compression])
 
     def description(self, params: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
         """By option, what has to be the same on all ranks for these parameters."""
@@ -271,11 +264,10 @@ class BucketFactory:
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
         rank, device = self.group.rank, params[0].device
-        numbers = COMPRESSIONS[str(wire.compression)]
-        is_direct = size == 2 and select_quantized(device, numbers).is_direct
+        is_direct = size == 2 and select_quantized(device).is_direct
         message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
         residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
-        return Quantization(message, numbers, rank, residuals)
+        return Quantization(message, rank, residuals)
 
 
 def registering(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Tensor]:

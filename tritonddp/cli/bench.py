@@ -159,7 +159,7 @@ def measure(
         nbytes = first.nbytes
     else:
         contenders = quantizers.CONTENDERS[kernel]
-        make = partial(quantizers.Inputs.make, shapes, of, torch.int8, device)
+        make = partial(quantizers.Inputs.make, shapes, of, device)
         first = make()
         quantizers.check(first)
         nbytes = quantizers.nbytes(kernel, first.flat.message_layout, of)

@@ -117,7 +117,7 @@ class SecondStep:
             first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
             assert first is not None
             first.wait()  # the stream waits, not the host
-            select_quantized(device, flat.numbers).reduce_parts(flat)
+            select_quantized(device).reduce_parts(flat)
             return all_gather_single(flat.gathered, flat.reduced, group)
 
 
@@ -188,7 +188,7 @@ class _Messages:
         flat = self._flat
         try:
             self._wait_for_works()
-            select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
+            select_quantized(flat.data.device).reduce_parts(flat)
             outgoing = flat.reduced.view(1, -1).expand(self._group.size(), -1)
             self._works = self._sums
             self._works += send(outgoing, self._gathered, self._group, self._tag + 1)
@@ -209,7 +209,7 @@ class _Messages:
                 try:
                     self._wait_for_works()
                     if flat.message_layout.is_direct:
-                        select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
+                        select_quantized(flat.data.device).reduce_parts(flat)
                 except RuntimeError as error:
                     self._error = error
         if self._error is not None:

@@ -87,7 +87,7 @@ def select(
 
 def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:
     """``kernels`` of ``device`` for a bucket whose gradients are quantised."""
-    quantized = select_quantized(device, quantization.numbers)
+    quantized = select_quantized(device)
     return replace(
         kernels,
         flatten=quantized.quantize,
@@ -99,31 +99,9 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
     )
 
 
-def select_quantized(device: torch.device, numbers: torch.dtype) -> QuantizedKernels:
-    """The kernels that quantise gradients on ``device`` to ``numbers``: int8 or float8_e4m3fn.
-
-    Raises:
-        RuntimeError: the device does not support these numbers; or see :func:`select`.
-    """
-    if device.type == "cuda" and numbers is torch.float8_e4m3fn:
-        _check_fp8(device)
+def select_quantized(device: torch.device) -> QuantizedKernels:
+    """The kernels that quantise gradients on ``device``; raises as :func:`select`."""
     return _quantized_for(device.type)
-
-
-@cache
-def _check_fp8(device: torch.device) -> None:
-    if torch.version.hip is not None:
-        architecture = torch.cuda.get_device_properties(device).gcnArchName
-        if not architecture.startswith("gfx95"):
-            raise RuntimeError(
-                f"fp8 (e4m3) needs gfx950, but {device} is {architecture}, which has another "
-                "8-bit format: use int8"
-            )
-    elif (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise RuntimeError(
-            f"fp8 (e4m3) needs compute capability 8.9, but {device} has "
-            f"{'.'.join(map(str, capability))}: use int8"
-        )
 
 
 @cache

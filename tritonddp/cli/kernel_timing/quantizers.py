@@ -14,6 +14,7 @@ from tritonddp.kernels.dispatch import select, select_quantized
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.quantized.buffer import (
     BLOCK,
+    LIMIT,
     MessageLayout,
     Quantization,
     QuantizedBuffer,
@@ -47,7 +48,6 @@ class Inputs:
         cls,
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
-        numbers: torch.dtype,
         device: torch.device,
     ) -> Inputs:
         """All gradients, of normal numbers, are quantised."""
@@ -57,7 +57,7 @@ class Inputs:
         quantized = [True] * len(shapes)
         message = MessageLayout(layout.numels, quantized, WORLD_SIZE)
         residuals = Residuals.zeros(message, 0, device)
-        quantization = Quantization(message, numbers, 0, residuals)
+        quantization = Quantization(message, 0, residuals)
         flat = QuantizedBuffer(quantization, layout, torch.float32, device)
         for sections in (flat.incoming, flat.outgoing):
             sections.numbers.copy_(torch.randn(sections.numbers.shape, device=device) * 40)
@@ -83,26 +83,24 @@ def nbytes(kernel: str, message: MessageLayout, dtype: torch.dtype) -> int:
 
 def _quantize(inputs: Inputs) -> None:
     flat = inputs.flat
-    kernels = select_quantized(flat.message.device, flat.numbers)
+    kernels = select_quantized(flat.message.device)
     kernels.quantize(flat, inputs.grads, [True] * len(inputs.grads), 1 / WORLD_SIZE)
 
 
 def _reduce_parts(inputs: Inputs) -> None:
     flat = inputs.flat
-    select_quantized(flat.message.device, flat.numbers).reduce_parts(flat)
+    select_quantized(flat.message.device).reduce_parts(flat)
 
 
 def _dequantize(inputs: Inputs) -> None:
     flat = inputs.flat
-    kernels = select_quantized(flat.message.device, flat.numbers)
+    kernels = select_quantized(flat.message.device)
     kernels.unflatten(flat, inputs.grads, inputs.one)
 
 
-def _encoded(values: Tensor, numbers: torch.dtype, residual: Tensor) -> tuple[Tensor, Tensor]:
-    limit = 127.0 if numbers is torch.int8 else 448.0
-    scales = values.abs().amax(1, keepdim=True) / limit
-    steps = values / scales.clamp_min(1e-30)
-    codes = (steps.round() if numbers is torch.int8 else steps).to(numbers)
+def _encoded(values: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    scales = values.abs().amax(1, keepdim=True) / LIMIT
+    codes = (values / scales.clamp_min(1e-30)).round().to(torch.int8)
     torch.sub(values, codes.float() * scales, out=residual)
     return codes, scales[:, 0]
 
@@ -116,7 +114,7 @@ def _eager_quantize(inputs: Inputs) -> object:
     targets = [line[offset : offset + grad.numel()] for offset, grad in pairs]
     foreach_copy_(targets, [grad.view(-1) for grad in inputs.grads])
     values = line.view(-1, BLOCK).div_(WORLD_SIZE).add_(residual)
-    return _encoded(values, flat.numbers, residual)
+    return _encoded(values, residual)
 
 
 def _eager_reduce_parts(inputs: Inputs) -> object:
@@ -125,7 +123,7 @@ def _eager_reduce_parts(inputs: Inputs) -> object:
     residual = flat.residuals.reduced
     numbers = flat.incoming.numbers[:, : len(residual)].float()
     scales = flat.incoming.scales[:, : len(residual), None]
-    return _encoded((numbers * scales).sum(0).add_(residual), flat.numbers, residual)
+    return _encoded((numbers * scales).sum(0).add_(residual), residual)
 
 
 def _eager_dequantize(inputs: Inputs) -> None:

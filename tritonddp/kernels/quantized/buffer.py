@@ -1,6 +1,6 @@
 """A flat buffer that is sent quantised, in blocks, and the layout of its message.
 
-A *block* is 256 consecutive elements, in memory order, of one gradient: 256 8-bit numbers and one
+A *block* is 256 consecutive elements, in memory order, of one gradient: 256 int8 numbers and one
 fp32 scale. Each gradient begins a new block, so that its quantisation does not depend on its
 bucket. *Exact* gradients are sent in fp32 in the same message.
 
@@ -40,8 +40,8 @@ BLOCK = 256
 # kernels can use 16-byte accesses for gradients of any dtype.
 EXACT_ALIGNMENT = 16
 
-# The largest number that a block of this dtype holds.
-LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# The largest number that a block holds.
+LIMIT = 127.0
 
 
 class Piece(NamedTuple):
@@ -138,7 +138,7 @@ class MessageLayout:
 class Sections(NamedTuple):
     """Views of some parts of a message, one row per part."""
 
-    numbers: Tensor  # (rows, Bp, 256), int8 or fp8
+    numbers: Tensor  # (rows, Bp, 256), int8
     scales: Tensor  # (rows, Bp), fp32. With NaN the block is all NaN, with 0 all zeros
     exact: Tensor  # (rows, Ep), fp32
     trailers: Tensor  # (rows, n + bytes of a header), uint8; no columns in gathered sums
@@ -170,7 +170,6 @@ class Quantization:
     """How the gradients of one bucket are quantised. It belongs to the bucket."""
 
     message: MessageLayout
-    numbers: torch.dtype  # on the wire: int8 or float8_e4m3fn
     rank: int  # this rank
     residuals: Residuals | None  # None without error feedback
     unit: float | None = None  # unit of weights of the residuals, once known: see rescale()
@@ -195,8 +194,8 @@ class QuantizedBuffer(FlatBuffer):
     message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
     ``data``, in which the mean is computed.
 
-    The quantisation is that of its bucket; its numbers, rank and residuals are attributes, too. The
-    offsets of the layout are computed anew.
+    The quantisation is that of its bucket; its rank and residuals are attributes, too. The offsets
+    of the layout are computed anew.
 
     Attributes:
         message: uint8, ``message_layout.sent_numel`` bytes: the message of this rank.
@@ -230,7 +229,6 @@ class QuantizedBuffer(FlatBuffer):
         )
         self.dtype = dtype
         self.rank = quantization.rank
-        self.numbers = quantization.numbers
         self.residuals = quantization.residuals
         received = message.world_size * message.stride
         self.received = torch.zeros(received, dtype=torch.uint8, device=device)
@@ -265,7 +263,7 @@ class QuantizedBuffer(FlatBuffer):
         scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
         marks = rows[:, layout.marks_offset :]
         return Sections(
-            rows[:, : layout.scales_offset].view(self.numbers).view(size, blocks, BLOCK),
+            rows[:, : layout.scales_offset].view(torch.int8).view(size, blocks, BLOCK),
             words[:, scales : scales + blocks],
             words[:, exact : exact + layout.part_exact],
             rows[:, layout.part_bytes : layout.marks_offset],

@@ -17,7 +17,7 @@ from torch import Tensor
 from tritonddp.kernels import launch
 from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import BY_BITS, decode
+from tritonddp.kernels.quantized.blocks import decode
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 from tritonddp.kernels.quantized.quantize import QuantizedTables
 
@@ -35,9 +35,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     part_bytes,
     TARGET: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BY_BITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """One program per chunk; mask, tail, flag and factor as in ``unflatten_kernel``."""
@@ -78,7 +76,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     code = tl.load(numbers + places, mask=there[:, None], other=0)
     scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
     scale = tl.load(scales + place + blocks, mask=there, other=0.0)
-    x = narrow(decode(code, scale, FP8, BY_BITS) * multiplier, TARGET, EMULATE)
+    x = narrow(decode(code, scale) * multiplier, TARGET, EMULATE)
     if not ALIGNED:  # nothing is wide: a store for the tail would only cost registers
         body = count
     tl.store(target + places, x, mask=places < body)
@@ -123,8 +121,7 @@ def _prepare(
     tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes)
     integers = (tables.quantized_chunks, *offsets)
-    target, is_fp8 = TRITON_DTYPES[dtype], flat.numbers is not torch.int8
-    constexprs = (target, tables.block, is_fp8, tables.aligned, BY_BITS, INTERPRETED)
+    constexprs = (TRITON_DTYPES[dtype], tables.block, tables.aligned, INTERPRETED)
     run = _launch.prepare(
         tables.num_chunks, (*tensors, factor), integers, constexprs, tables.num_warps
     )

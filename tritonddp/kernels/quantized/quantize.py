@@ -19,7 +19,7 @@ from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, are_finite, widen
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import BY_BITS, encode, error_of
+from tritonddp.kernels.quantized.blocks import encode, error_of
 from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
 
 
@@ -56,12 +56,10 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ALIGNED: tl.constexpr,
     MARK: tl.constexpr,
     PARTS: tl.constexpr,
-    BY_BITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """One program per chunk, then for each part one per ``FLAG_BLOCK`` of its trailer.
@@ -131,7 +129,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         used = tl.load(dynamic + slots + slot) != 0
         own = blocks * 256 < tl.where(used, count, 0)
         x = x + tl.load(residual, mask=own[:, None], other=0.0)
-    code, block_scale, number = encode(x, FP8, BY_BITS)
+    code, block_scale, number = encode(x)
     if FEEDBACK:
         # Elsewhere residuals stay: not to be kept for that, they would cost 16 registers.
         changed = own & (block_scale == block_scale)
@@ -218,12 +216,12 @@ def _prepare(
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes, layout.stride)
     marks_offset = layout.marks_offset + flat.first_slot
     source = tl.float32 if dtype is None else TRITON_DTYPES[dtype]
-    kind = (flat.numbers is not torch.int8, flat.residuals is not None, tables.aligned)
+    kind = (flat.residuals is not None, tables.aligned)
     marks = (layout.has_marks, layout.parts)
     return _launch.bind(
         programs,
         (tables.chunks, tables.dynamic, flat.message, sent),
         (slots, trailer, own_header, scale_place, *chunks, *offsets, marks_offset),
-        (source, tables.block, FLAG_BLOCK, *kind, *marks, BY_BITS, INTERPRETED),
+        (source, tables.block, FLAG_BLOCK, *kind, *marks, INTERPRETED),
         num_warps=tables.num_warps,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from tritonddp.kernels import device_tables, launch
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import BY_BITS, decode, encode, error_of
+from tritonddp.kernels.quantized.blocks import decode, encode, error_of
 from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
 from tritonddp.kernels.quantized.quantize import QuantizedTables
 
@@ -45,9 +44,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
     FEEDBACK: tl.constexpr,
-    BY_BITS: tl.constexpr,
 ):
     """One program for each ``BLOCK`` quantised elements, each ``BLOCK`` exact ones, and each
     ``FLAG_BLOCK`` of the flags and of the headers.
@@ -103,10 +100,10 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
         scales = (own_scales + begin).to(tl.pointer_type(tl.float32))
         scale_in = tl.load(scales + blocks, mask=there, other=0.0)
         some |= scale_in.to(tl.int32, bitcast=True)
-        x += decode(code_in, scale_in, FP8, BY_BITS)
+        x += decode(code_in, scale_in)
     spoken = some != 0  # no scale is -0.0
     x = tl.where(spoken[:, None], x, 0.0)
-    code, scale, number = encode(x, FP8, BY_BITS)
+    code, scale, number = encode(x)
     tl.store(own_numbers + places, code, mask=there[:, None])
     tl.store(own_scales.to(tl.pointer_type(tl.float32)) + blocks, scale, mask=there)
     if FEEDBACK:
@@ -150,10 +147,9 @@ def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | Non
         return None
     blocks, exact = layout.part_blocks, layout.part_exact
     offsets = (blocks, layout.exact_offset, exact, layout.part_bytes, layout.stride)
-    kind = (flat.numbers is not torch.int8, flat.residuals is not None)
     return _launch.bind(
         programs,
         (flat.received, reduced, flat.flags, flat.headers),
         (slots, num_headers, block_programs, exact_programs, owned_blocks, *offsets),
-        (layout.world_size, block, FLAG_BLOCK, *kind, BY_BITS),
+        (layout.world_size, block, FLAG_BLOCK, flat.residuals is not None),
     )

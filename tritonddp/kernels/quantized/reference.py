@@ -2,8 +2,7 @@
 
 Same names, signatures and bits as the Triton kernels in this folder. A block of values v becomes
 
-    scale = max|v| / limit          limit: 127 (int8), 448 (fp8), the largest number; the last 8
-                                    of the 24 bits of the scale's significand are cut off
+    scale = max|v| / 127            the last 8 of the 24 bits of its significand are cut off
     number = round(v / scale)       to nearest even
 
 in fp32. No number has more than 8 significant bits, so ``number * scale`` is exact, and a device
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from tritonddp._torch import foreach_copy_, foreach_zero_
 from tritonddp.kernels import reference
-from tritonddp.kernels.quantized.buffer import BLOCK, LIMITS, Piece, QuantizedBuffer
+from tritonddp.kernels.quantized.buffer import BLOCK, LIMIT, Piece, QuantizedBuffer
 
 # Number of blocks per operation: 1 MiB of fp32, which stays in the cache from one operation to the
 # next. Fewer blocks would need more calls.
@@ -219,7 +218,7 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
         for first in range(0, layout.owned_blocks(part), _BLOCKS):
             last = min(first + _BLOCKS, layout.owned_blocks(part))
             target = flat.data[(begin + first) * BLOCK : (begin + last) * BLOCK].view(-1, BLOCK)
-            target.mul_(_widen(numbers[part, first:last], scales[part, first:last], target))
+            target.copy_(numbers[part, first:last]).mul_(scales[part, first:last, None])
             if multiplier != 1:
                 target.mul_(multiplier)
     target = flat.data[layout.blocks * BLOCK :]
@@ -331,9 +330,8 @@ def _encode(
     ``residual`` gets the errors; but for blocks that are ``kept``, or not finite, it stays as it
     is. ``values`` is overwritten; ``other`` is scratch memory like it.
     """
-    dtype = numbers.dtype
     amax = torch.amax(torch.abs(values, out=other), dim=1)
-    scale = amax / LIMITS[dtype]
+    scale = amax / LIMIT
     scale.view(torch.int32).bitwise_and_(_SCALE_BITS)
     divisor = torch.threshold(scale, _LARGEST_SUBNORMAL, 1)
     torch.threshold_(scale, _LARGEST_SUBNORMAL, 0)
@@ -345,12 +343,11 @@ def _encode(
         kept = broken if kept is None else kept | broken
     scales.copy_(scale)
     torch.div(values, divisor[:, None], out=other)
-    numbers.copy_(other.round_() if dtype is torch.int8 else other)
+    numbers.copy_(other.round_())
     if residual is None:
         return
     before = residual if kept is None else residual[kept]
-    factor = scale[:, None] if dtype is torch.int8 else _widen(numbers, scale, other)
-    torch.addcmul(values, other, factor, value=-1, out=residual)
+    torch.addcmul(values, other, scale[:, None], value=-1, out=residual)
     if kept is not None:
         residual[kept] = before
 
@@ -362,28 +359,14 @@ def _sum(
 
     ``other`` is scratch memory.
     """
-    first, *others = zip(numbers.unbind(), scales.unbind(), strict=True)
-    factor = _widen(*first, other)
-    if start is None:
-        torch.mul(other, factor, out=total)
-    else:
-        torch.addcmul(start, other, factor, out=total)
-    for each in others:
-        factor = _widen(*each, other)
-        total.addcmul_(other, factor)
-
-
-def _widen(numbers: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Write the numbers of blocks to ``out``, in fp32; returns their factors ``(n, 1)``."""
-    if numbers.dtype is torch.int8:
-        out.copy_(numbers)
-        return scales[:, None]
-    # For fp8 the conversion of torch takes twenty times as long as for int8. Instead exponent and
-    # fraction are moved to their place in fp16, and the sign to the highest bit. Since the bias of
-    # fp16 is larger, this gives 1/256 of the number.
-    bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    out.copy_(bits.view(torch.float16))
-    return (scales * 256)[:, None]
+    for rank, (of_rank, scale) in enumerate(zip(numbers, scales[..., None], strict=True)):
+        other.copy_(of_rank)
+        if rank:
+            total.addcmul_(other, scale)
+        elif start is None:
+            torch.mul(other, scale, out=total)
+        else:
+            torch.addcmul(start, other, scale, out=total)
 
 
 _thread = threading.local()
