@@ -23,7 +23,6 @@ from tritonddp.buckets.formats import ExactParams, WireFormat, registering
 from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.compiled.forward import WRAPPER
 from tritonddp.coordination.group import Group
-from tritonddp.features.buffer_sync import BROADCAST, MODES, OFF
 from tritonddp.features.check_finite import check_mode
 from tritonddp.features.delayed_params import Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
@@ -71,7 +70,6 @@ class DDPConfig:
     grad_norm: bool
     transport: str
     metrics: bool
-    buffer_mode: str  # how forwards synchronise buffers, if they do
     syncs_buffers: bool  # whether forwards do
     syncs_initial_buffers: bool  # whether the constructor does
     options: dict[str, Any]  # options that must be equal on all ranks, by name
@@ -133,12 +131,14 @@ class DDPConfig:
             options["find_unused_parameters"] = True
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
-        plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift", "buffer_sync")
+        plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift")
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
         switches = ("metrics", "grad_norm", "reduce_in_place")
         options |= {name: True for name in switches if arguments[name]}
         if divide_factor is not None:
             options["gradient_divide_factor"] = divide_factor
+        if not syncs_buffers:
+            options["forward_sync_buffers"] = False
         return cls(
             wire,
             caps,
@@ -157,7 +157,6 @@ class DDPConfig:
             grad_norm=bool(given.grad_norm),
             transport=given.transport,
             metrics=bool(given.metrics),
-            buffer_mode=given.buffer_sync or BROADCAST,
             syncs_buffers=syncs_buffers,
             syncs_initial_buffers=syncs_initial_buffers,
             options=options | wire_options,
@@ -336,23 +335,12 @@ def _device_index(device: int | str | torch.device) -> int:
 def buffer_options(given: Any) -> tuple[bool, bool]:
     """Whether forwards synchronise buffers, and whether the constructor does.
 
-    Raises a ValueError if ``buffer_sync`` is unknown, or stock's arguments contradict it.
+    ``broadcast_buffers``, deprecated, is ignored beside ``forward_sync_buffers``.
     """
-    mode, former, current = given.buffer_sync, given.broadcast_buffers, given.forward_sync_buffers
-    if mode is None:
-        if current is not None:
-            return bool(current), True
-        return former is not False, former is not False
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(
-            f"buffer_sync should be None or one of {', '.join(map(repr, MODES))}, got {mode!r}"
-        )
-    for name, value in (("forward_sync_buffers", current), ("broadcast_buffers", former)):
-        if value is not None and bool(value) is (mode == OFF):
-            raise ValueError(
-                f"{name}={value} and buffer_sync={mode!r} contradict each other: leave {name} out"
-            )
-    return mode != OFF, current is not None or former is not False
+    former, current = given.broadcast_buffers, given.forward_sync_buffers
+    if current is not None:
+        return bool(current), True
+    return former is not False, former is not False
 
 
 def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:

@@ -124,9 +124,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
             :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
-        buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``. ``"mean"``: before
-            the same forwards floating-point buffers that have changed on a rank get their mean.
-            ``"off"``: as ``forward_sync_buffers=False``.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
             copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
         gradient_divide_factor: gradients are summed, and divided by this number instead of the
@@ -186,7 +183,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         transport: str = "auto",
         metrics: bool = False,
         grad_norm: bool = False,
-        buffer_sync: str | None = None,
         reduce_in_place: bool = False,
         gradient_divide_factor: float | None = None,
     ) -> None:

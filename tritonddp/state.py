@@ -71,7 +71,7 @@ class DDPState:
         late_buffers: of such a module: buffers, their values, and those of the next forward.
         finalizes_manually: see ``require_manual_backward_finalization``.
         builtin_hook: communication hook of torch in C++, if one is registered.
-        buffer_hook: registered by the user, instead of ``buffer_sync``.
+        buffer_hook: registered by the user, instead of a broadcast.
         group: the ranks. It and all that follows are made again for a new process group.
         sync: what the user wants of the next backward.
         state_broadcast: sends parameters and buffers.
@@ -241,7 +241,6 @@ class DDPState:
             self.sync,
             self.counters,
             broadcast,
-            config.buffer_mode,
             config.transport,
         )
         if self.buffer_hook is not None:

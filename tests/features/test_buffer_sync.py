@@ -398,7 +398,6 @@ def test_without_buffers_nothing_is_called() -> None:
     with mock.patch.object(DistributedDataParallel, "_sync_buffers") as synced:
         trained(lambda: nn.Linear(3, 4))
         trained(forward_sync_buffers=False)
-        trained(buffer_sync="off")
     assert not synced.called
 
 
@@ -707,80 +706,14 @@ def test_a_graph_that_saved_the_buffers_stays_intact() -> None:
         waits.backward()
 
 
-# Means
-
-
-@ranks(3)
-def test_means_of_what_changes_and_nothing_else(rank: int) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = batch_norms()
-            self.register_buffer("table", torch.rand(1000).double())
-            self.register_buffer("phase", torch.rand(3, dtype=torch.complex64))
-            self.register_buffer("wide", torch.rand(3, dtype=torch.float64).t())
-            self.register_buffer("turned", torch.rand(3, 2).t())
-            self.register_buffer("short", torch.rand(3).half())
-
-        def forward(self, x: Tensor) -> Tensor:
-            for each in (self.phase, self.wide, self.turned, self.short):
-                each.data.add_(rank + 1)  # without a new version
-            return self.norms(x)
-
-    torch.manual_seed(5)
-    ddp = DistributedDataParallel(Net(), buffer_sync="mean")
-    ddp.module.table[0] = 5e-324  # half of it is none
-    table, ends = ddp.module.table.clone(), []
-    seen = first_of(ddp)
-    for number in range(6):
-        step(ddp, batch(), number)
-        now = {name: each.clone() for name, each in seen().items()}
-        assert_same_on_all_ranks(list(now.values()))
-        assert same(now["table"], table)
-        if number > 0:
-            for name, buffer in now.items():
-                values = [each[name] for each in ends[-1]]
-                if buffer.is_floating_point() or buffer.is_complex():
-                    torch.testing.assert_close(buffer, torch.stack(values).mean(0))
-                else:
-                    assert same(buffer, values[0])
-        ends.append(gather(dict(ddp.module.named_buffers())))
-
-
-@ranks(2)
-def test_means_with_evaluation_and_two_forwards() -> None:
-    ddp = wrapped(buffer_sync="mean")
-    seen = first_of(ddp)
-    for number in range(12):
-        (two_forwards if number % 4 == 3 else with_evaluation)(ddp, batch(), number)
-        step(ddp, batch(), number)  # whose forward may come after one without gradients
-        step(ddp, batch(), number)
-        assert_same_on_all_ranks(list(seen().values()), f"step {number}")
-
-
-@ranks(3)
-def test_means_of_buffers_that_one_rank_alone_has_changed(rank: int) -> None:
-    ddp = wrapped(Rotary, buffer_sync="mean")
-    seen = first_of(ddp)
-    step(ddp, batch((2, 6, 8)), 0)
-    cos, sin = ddp.module.cos.clone(), ddp.module.sin.clone()
-    if rank == 2:
-        ddp.module.cos.data += 3.0
-    step(ddp, batch((2, 6, 8)), 1)
-    torch.testing.assert_close(seen()["cos"], cos + 1.0)
-    assert same(seen()["sin"], sin)
-
-
 # Options
 
 STOCKS: dict[str, tuple[dict[str, Any], bool]] = {
     "nothing": ({}, True),
-    "off": ({"buffer_sync": "off"}, False),
-    "broadcast": ({"buffer_sync": "broadcast"}, True),
-    "mean": ({"buffer_sync": "mean"}, True),
     "forward off": ({"forward_sync_buffers": False}, False),
-    "both off": ({"forward_sync_buffers": False, "buffer_sync": "off"}, False),
-    "both on": ({"forward_sync_buffers": True, "buffer_sync": "mean"}, True),
+    "forward on": ({"forward_sync_buffers": True}, True),
+    "broadcast off": ({"broadcast_buffers": False}, False),
+    "forward on, broadcast off": ({"forward_sync_buffers": True, "broadcast_buffers": False}, True),
 }
 
 

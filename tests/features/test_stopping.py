@@ -86,7 +86,6 @@ MORE = {
     **WAYS,
     "metrics": {"metrics": True},
     "drift": {"check_drift": "raise"},
-    "means of buffers": {"buffer_sync": "mean"},
     "used": {"find_unused_parameters": False},
 }
 

@@ -165,23 +165,6 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"gradient_divide_factor": 1e-320},
         "positive and finite, got 1e-320",
     ),
-    "buffer_sync": (
-        {"buffer_sync": "sum"},
-        "buffer_sync should be None or one of 'broadcast', 'mean', 'off'",
-    ),
-    "buffer_sync of numbers": ({"buffer_sync": 1}, "buffer_sync should be"),
-    "buffers off and on": (
-        {"buffer_sync": "off", "forward_sync_buffers": True},
-        "contradict each other",
-    ),
-    "means of buffers and off": (
-        {"buffer_sync": "mean", "forward_sync_buffers": False},
-        "contradict each other",
-    ),
-    "buffers on and off": (
-        {"buffer_sync": "broadcast", "broadcast_buffers": False},
-        "contradict each other",
-    ),
 }
 WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "device_ids of another kind": ({"device_ids": 0}, "device_ids; got 0"),
@@ -373,7 +356,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"mixed_precision": _MixedPrecision(torch.bfloat16)},
         r"mixed_precision.*float16",
     ),
-    "buffer_sync": ({"buffer_sync": "broadcast"}, {"buffer_sync": "mean"}, "buffer_sync"),
+    "buffers": ({}, {"forward_sync_buffers": False}, "forward_sync_buffers"),
     "grad_norm": ({"grad_norm": True}, {"grad_norm": False}, "grad_norm"),
     "metrics": ({"metrics": True}, {"metrics": False}, "metrics"),
 }

@@ -259,7 +259,6 @@ OPTIONS_OF_THE_HOST: dict[str, dict[str, Any]] = {
     "checked": {"check_finite": "raise", "check_drift": "raise", "grad_norm": True},
     "int8": {"compression": "int8", "metrics": True},
     "int8, in the process group": {"compression": "int8", "transport": "process_group"},
-    "mean": {"buffer_sync": "mean"},
 }
 
 

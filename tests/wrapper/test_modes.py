@@ -69,7 +69,6 @@ MODES: dict[str, Callable[[], Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {},
     "process group": {"transport": "process_group"},
-    "mean": {"buffer_sync": "mean"},
     "int8": {"compression": "int8", "grad_norm": True, "check_drift": "raise"},
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import foreach_copy_
-from tritonddp.coordination.collectives import Work, all_reduce, broadcast
+from tritonddp.coordination.collectives import Work, broadcast
 from tritonddp.coordination.group import Group
 
 # Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
@@ -164,43 +164,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return _bytes_of_row(_row_of(tensor))
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on the CPU, uint8 ``(n,)``, are equal: ten times ``torch.equal``."""
-    return not memcmp()(one.data_ptr(), other.data_ptr(), one.numel())
-
-
 @cache
 def memcmp() -> Callable[[int, int, int], int]:
     """C's function of this name: two addresses and a number of bytes; 0 if these are equal."""
     function = ctypes.CDLL(None).memcmp
     function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
     return function
-
-
-def is_averaged(tensor: Tensor) -> bool:
-    """Whether the dtype of this tensor allows a mean."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def average_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with their means over the ranks: the same bits on all.
-
-    They are summed in fp64 if one of them has 64 bits, else in fp32.
-    """
-    wide = any(each.dtype in (torch.float64, torch.complex128) for each in tensors)
-    with torch.no_grad():
-        for same in _by_device(tensors):
-            parts = [_real(each).reshape(-1) for each in same]
-            total = torch.cat([part.to(torch.float64 if wide else torch.float32) for part in parts])
-            all_reduce(total.div_(group.size()), group).wait()
-            for tensor, part in zip(same, total.split([*map(Tensor.numel, parts)]), strict=True):
-                real = part.view(_real(tensor).shape)
-                tensor.copy_(torch.view_as_complex(real) if tensor.is_complex() else real)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def broadcast_coalesced(

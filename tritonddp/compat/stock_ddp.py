@@ -627,8 +627,6 @@ class StockDDPNames:
         self.__dict__["_join_config"] = config
         state = self._ddp_state
         state.sync.join = JoinProtocol(state.group, state.device) if config.enable else None
-        if config.enable:
-            state.buffer_sync.reset()  # inside join() the source of the buffers may change
 
     # The reducer
 

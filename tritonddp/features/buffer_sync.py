@@ -15,34 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._device import is_capturing
-from tritonddp._modes import outside_modes
 from tritonddp._torch import preserve_version_counters
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.broadcast import (
-    Message,
-    StateBroadcast,
-    average_coalesced,
-    bytes_of,
-    is_averaged,
-    same_bytes,
-)
+from tritonddp.comm.broadcast import Message, StateBroadcast
 from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast, layout_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import Peers
 from tritonddp.reducer.graph.backward import SyncState
-
-BROADCAST, MEAN, OFF = "broadcast", "mean", "off"
-MODES = (BROADCAST, MEAN, OFF)
-
-# Of a buffer on one rank, since the last synchronisation: whether it has changed. UNKNOWN before
-# the first one.
-_SAME, _CHANGED, _UNKNOWN = range(3)
 
 _Named = Sequence[tuple[str, Tensor]]
 
@@ -74,7 +57,6 @@ class BufferSync:
         sync: says which rank's buffers all take over.
         counters: of the reductions so far, for errors.
         broadcast: sends buffers through the process group.
-        mode: one of ``MODES``.
         transport: of gradients; with ``"process_group"`` ranks share no memory for buffers either.
     """
 
@@ -85,13 +67,11 @@ class BufferSync:
         sync: SyncState,
         counters: Counters,
         broadcast: StateBroadcast,
-        mode: str,
         transport: str,
     ) -> None:
         self._parameters, self._group = parameters, group
         self._sync, self._counters = sync, counters
         self._broadcast = broadcast
-        self._averages = mode == MEAN and group.size > 1
         is_on_cpu = all(each.is_cpu for _, each in parameters.params)
         self._uses_memory = is_on_cpu and transport != "process_group"
         self._shared: SharedBroadcast | None = None
@@ -100,8 +80,6 @@ class BufferSync:
         self._messages: list[Message] = []
         self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
         self._layout, self._nbytes = 1, 0
-        # For the mean: names, and the bytes of the buffers after the last synchronisation.
-        self._after: tuple[list[str], list[Tensor]] = [], []
 
     def synchronise(self, named: _Named) -> None:
         """Give all ranks the same buffers: those of the wrapper's module.
@@ -111,21 +89,11 @@ class BufferSync:
         """
         buffers = [buffer for _, buffer in named]
         with preserve_version_counters(buffers):
-            if self._sync.join is not None:
-                self.reset()  # they may come from a rank that does not have the last means
-                self._send(named)
-            elif self._averages:
-                with outside_modes(buffers):
-                    self._average(named)
-            elif (shared := self._through_memory()) is None:
+            if self._sync.join is not None or (shared := self._through_memory()) is None:
                 self._send(named)
             else:
                 step, source = self._counters.reductions + 1, self._sync.source_rank
                 shared.send(self._part(named, buffers), step, source, lambda: self._send(named))
-
-    def reset(self) -> None:
-        """Forget what all ranks had after the last synchronisation."""
-        self._after = [], []
 
     def _send(self, named: _Named) -> None:
         """Broadcast these buffers through the process group."""
@@ -157,53 +125,3 @@ class BufferSync:
         step = self._counters.reductions + 1
         where = f"rank {self._group.rank}, step {step}, forward"
         return Part(messages, self._layout, self._nbytes, named, where)
-
-    # The mean
-
-    def _average(self, named: _Named) -> None:
-        """Average the floating-point buffers that have changed on any rank, broadcast the others.
-
-        Those that have changed on no rank are alike on all ranks already.
-        """
-        group, step = self._group, self._counters.reductions + 1
-        if named[0][1].is_cuda and is_capturing():
-            raise RuntimeError(
-                f"rank {group.rank}, step {step - 1}, while a CUDA graph is captured: "
-                "buffer_sync='mean' asks all ranks which buffers have changed"
-            )
-        names = [name for name, _ in named]
-        former = self._after[1] if self._after[0] == names else [None] * len(names)
-        now = [bytes_of(each) for _, each in named]
-        device = named[0][1].device
-        changes = torch.stack([_change(*both).to(device) for both in zip(now, former, strict=True)])
-        where = f"rank {group.rank}, step {step}, forward"
-        what = f"agreement on which buffers have changed ({listed(names)})"
-        group.all_reduce(changes, where, what, dist.ReduceOp.MAX)
-        means, others = [], []
-        for each, change in zip(named, changes.tolist(), strict=True):
-            if change == _CHANGED and is_averaged(each[1]):
-                means.append(each)
-            elif change:
-                others.append(each)
-        if means:
-            tensors = [each for _, each in means]
-            what = f"mean of buffers ({listed([name for name, _ in means])})"
-            with group.guard(where, what):
-                average_coalesced(tensors, group.process_group)
-        if others:
-            self._send(others)
-        after = [
-            bytes_of(each).clone() if change or kept is None else kept
-            for (_, each), change, kept in zip(named, changes.tolist(), former, strict=True)
-        ]
-        self._after = names, after
-
-
-def _change(now: Tensor, former: Tensor | None) -> Tensor:
-    """How the bytes of a buffer have changed: uint8, of no dimension."""
-    if former is None or former.shape != now.shape or former.device != now.device:
-        return torch.tensor(_UNKNOWN, dtype=torch.uint8, device="cpu")
-    if now.is_cpu:
-        change = _SAME if same_bytes(now, former) else _CHANGED
-        return torch.tensor(change, dtype=torch.uint8, device="cpu")
-    return (now != former).any().to(torch.uint8)

@@ -257,7 +257,7 @@ class SharedBroadcast:
                 f"{part.where}, broadcast of {part}: rank {source.rank} has other {part.kind}, of "
                 f"{nbytes} bytes: names, shapes or dtypes differ. Add, replace and resize them on "
                 "all ranks before the same forward or step (buffers, or wrap with "
-                "buffer_sync='off')"
+                "forward_sync_buffers=False)"
             )
 
     def __del__(self) -> None:
