@@ -140,7 +140,7 @@ class Oracle:
             for player, used, earlier in zip(self._players, self._used, before, strict=True):
                 used |= _changed(player.network, earlier)
             if not action.local:
-                self._reduce()
+                self._reduce(action.retain_graph)
         elif isinstance(action, ReduceGradients):
             for player, used in zip(self._players, self._used, strict=True):
                 used |= {param for param in player.network.parameters() if param.requires_grad}
@@ -252,8 +252,11 @@ class Oracle:
     def _buffers(self) -> list[list[Tensor]]:
         return [list(player.network.buffers()) for player in self._players]
 
-    def _reduce(self) -> None:
-        """Give every rank the mean over the ranks."""
+    def _reduce(self, retains_graph: bool = False) -> None:
+        """Give every rank the mean over the ranks.
+
+        The graph that is retained goes on with the buffers of its forward, as under a wrapper.
+        """
         replicas = [list(player.network.named_parameters()) for player in self._players]
         windows = [_window(player.net) for player in self._players]
         for each in zip(*replicas, strict=True):
@@ -315,7 +318,7 @@ class Oracle:
                 param.grad = None
         self._means, self._are_means = {}, True
         self._broadcast = self._buffers()
-        if self._syncs_afterwards:
+        if self._syncs_afterwards and not retains_graph:
             self._sync_buffers()
 
     def _expected(self, player: Player) -> list[Expected]:
