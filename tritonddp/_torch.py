@@ -522,6 +522,20 @@ def comptime() -> Callable[[Callable[[Any], None]], None]:
     return function
 
 
+def graph_inputs(context: Any) -> dict[Any, Tensor]:
+    """The tensors that the graph of this context gets, by their nodes.
+
+    One inside another, as of a checkpoint, has the fake tensors of the whole one.
+    """
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    nodes = output.root_tracer.graph.find_nodes(op="placeholder")
+    held = [(node.meta["example_value"], node.meta["grapharg"].example) for node in nodes]
+    found = {id(fake): real for fake, real in held if isinstance(real, Tensor)}
+    inner = output.graph.find_nodes(op="placeholder")
+    by_node = {node: found.get(id(node.meta["example_value"])) for node in inner}
+    return {node: real for node, real in by_node.items() if real is not None}
+
+
 def is_traced(tensor: Tensor) -> bool:
     """Whether ``tensor`` belongs to a graph that is being traced together with its backward.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tritonddp._torch import tree_leaves, tree_map
+from tritonddp._torch import graph_inputs, tree_leaves, tree_map
 from tritonddp.compiled import operators as operators  # graphs name them
 
 # The attribute of a module that is replicated in place: holds its wrapper, as ``wrapper``.
@@ -18,6 +18,8 @@ WRAPPER = "_tritonddp"
 
 def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Call ``begin_forward``, then the module, with a hook on each parameter in its backward.
+
+    Dynamo traces this, which takes long: what can be done beside it is in :func:`_complete`.
 
     Raises:
         NotImplementedError: the forward of ``ddp`` cannot be traced into one graph.
@@ -40,14 +42,6 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
         inputs, kwargs = tree_map(on_device, (inputs, kwargs))
     if has_grad:
-        seen = set()
-        for prefix, part in ddp.module.named_modules():  # as parameters_of(), into which dynamo
-            for key, param in part.named_parameters(recurse=False):  # does not look
-                name = f"{prefix}.{key}" if prefix else key
-                if param in seen or not param.requires_grad or name in ddp.parameters_to_ignore:
-                    continue
-                seen.add(param)
-                torch.ops.tritonddp.watch_gradient(param, started, name)
         # A backward that reaches no parameter may still reach the inputs.
         for each in tree_leaves((inputs, kwargs)):
             if isinstance(each, Tensor) and each.requires_grad:
@@ -65,8 +59,9 @@ def replicated_in_one_graph(module: Any, *inputs: Any, **kwargs: Any) -> Any:
 def _complete(context: Any) -> None:
     """Complete the traced graph: it keeps forwards in order, and watches what the module has used.
 
-    ``watch_gradient`` of other tensors would make them inputs of the graph. Then autograd calls the
-    hooks of such parameters, with ``None`` instead of a gradient.
+    Parameters are found among the inputs of the graph: dynamo would take long to trace how a module
+    names them. Those that nothing uses would become inputs, and autograd would call their hooks
+    with ``None`` instead of a gradient.
     """
     started = context.get_local("started").as_proxy().node
     for node in started.graph.nodes:
@@ -76,9 +71,16 @@ def _complete(context: Any) -> None:
             started.update_arg(1, node)
     # What a checkpoint recomputes in the backward does not begin another forward.
     started.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for node in list(started.users):
-        if node.target is torch.ops.tritonddp.watch_gradient and len(node.args[0].users) == 1:
-            node.graph.erase_node(node)
+    wrapper, _, has_grad, *_ = started.args
+    if not has_grad:
+        return
+    inputs = graph_inputs(context)
+    names = operators.names_of(int(inputs[wrapper]))
+    with started.graph.inserting_after(started):
+        for node, tensor in inputs.items():
+            if tensor in names and tensor.requires_grad and node.users:
+                facts = node, started, names[tensor]
+                started.graph.call_function(torch.ops.tritonddp.watch_gradient, facts)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from tritonddp._torch import (
     keep_dynamo_out,
     keep_order,
 )
+from tritonddp.buckets.parameters import parameters_of
 from tritonddp.compiled.gradients import GraphGradients
 
 _numbers = count()
@@ -111,6 +112,12 @@ class Traced:
         if not has_grad:
             return -1
         return self.gradients.begin_forward(core.forwards.ended(state.counters.reductions, syncs))
+
+
+def names_of(number: int) -> dict[Tensor, str]:
+    """Names of the parameters of the wrapper with this number."""
+    ddp = _traced[number]._wrapper()
+    return {param: name for name, param in parameters_of(ddp.module, ddp.parameters_to_ignore)}
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:
