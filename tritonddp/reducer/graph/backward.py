@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from itertools import chain, repeat
 from operator import attrgetter, methodcaller
 from sys import _getframe
 from types import FrameType, NoneType
@@ -505,53 +506,54 @@ def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tens
         listener.on_backward(forward)
 
 
-# Types of values that hold no tensor.
-_PLAIN = frozenset({NoneType, bool, bytes, float, int, str})
+# Types of values that hold nothing else.
+_LEAVES = frozenset({NoneType, bool, bytes, float, int, str, Tensor})
 
 
 def tensors_in(output: Any) -> list[Tensor]:
     """Tensors in any nesting of containers, dataclasses and types known to pytree.
 
-    A tensor that is there twice may be so in the result.
+    A tensor that is there twice may be so in the result. Values of one type are looked at together,
+    so that a large output costs no Python call for each.
     """
     tensors: list[Tensor] = []
     seen: dict[int, Any] = {}  # a container may hold itself
-    contents: dict[type, Callable[[Any], Iterable[Any]]] = {}  # by type: what a container holds
-    stack: list[Iterable[Any]] = [(output,)]
+    stack = [({type(output)}, [output])]
     while stack:
-        for item in stack.pop():
-            kind = type(item)
-            if kind is Tensor:
-                tensors.append(item)
-            elif kind not in _PLAIN:
-                held = contents.get(kind)
-                if held is None:
-                    if isinstance(item, Tensor):
-                        tensors.append(item)
-                        continue
-                    held = contents[kind] = _contents_of(item)
-                key = id(item)
-                if key not in seen:
-                    seen[key] = item
-                    stack.append(held(item))
+        kinds, values = stack.pop()
+        if Tensor in kinds:
+            tensors += _of_type(Tensor, kinds, values)
+        for kind in kinds - _LEAVES:
+            containers = _of_type(kind, kinds, values)
+            if isinstance(containers[0], Tensor):
+                tensors += containers
+                continue
+            held = _values_in(containers)
+            if any(inner - _LEAVES for inner, _ in held):
+                new = dict(zip(map(id, containers), containers, strict=True))
+                if len(new) < len(containers) or not seen.keys().isdisjoint(new):
+                    new = {key: each for key, each in new.items() if key not in seen}
+                    held = _values_in([*new.values()]) if new else []
+                seen |= new
+            stack += held
     return tensors
 
 
-def _contents_of(container: Any) -> Callable[[Any], Iterable[Any]]:
-    """A function that returns what this object holds, and others of its type."""
-    if isinstance(container, Mapping):
-        return methodcaller("values")
-    if isinstance(container, list | tuple | set | frozenset):
-        return iter
-    if is_dataclass(container):
-        names = [each.name for each in fields(container)]
-        get = attrgetter(*names, "__class__")  # (a tuple, also of one field)
+def _of_type(kind: type, kinds: set[type], values: list[Any]) -> list[Any]:
+    return values if len(kinds) == 1 else [each for each in values if type(each) is kind]
 
-        def values(each: Any) -> Iterable[Any]:
-            try:
-                return get(each)[:-1]
-            except AttributeError:  # a field that is not set
-                return [getattr(each, name, None) for name in names]
 
-        return values
-    return tree_leaves
+def _values_in(containers: list[Any]) -> list[tuple[set[type], list[Any]]]:
+    """What these objects of one type hold: lists of values, each with the types in it."""
+    first = containers[0]
+    held: list[Iterable[Any]]
+    if isinstance(first, Mapping):
+        held = [chain.from_iterable(map(methodcaller("values"), containers))]
+    elif isinstance(first, list | tuple | set | frozenset):
+        held = [chain.from_iterable(containers)]
+    elif is_dataclass(first):  # of which a field may not be set
+        names = [each.name for each in fields(first)]
+        held = [map(getattr, containers, repeat(name), repeat(None)) for name in names]
+    else:
+        held = [chain.from_iterable(map(tree_leaves, containers))]
+    return [({*map(type, values)}, values) for values in map(list, held)]

@@ -1,0 +1,60 @@
+"""The tensors of an output are found in whatever holds them."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonddp.reducer.graph.backward import tensors_in
+
+Pair = namedtuple("Pair", "first second")
+ONE, TWO, THREE = (torch.tensor(float(number)) for number in range(3))
+
+
+@dataclass
+class Result:
+    loss: Any = None
+    unset: Any = field(init=False)
+
+
+class Plain:
+    """Nobody knows what it holds."""
+
+
+def found(output: Any) -> set[Tensor]:
+    return set(tensors_in(output))
+
+
+def test_containers_of_many_types_beside_each_other() -> None:
+    param = nn.Parameter(torch.ones(2))
+    output = {
+        "a": [ONE, 1, "x", None, Pair(TWO, (THREE,))],
+        "b": OrderedDict(c=UserDict(d=param)),
+        "e": [Plain(), torch.float32, Result, {ONE}],
+    }
+    assert found(output) == {ONE, TWO, THREE, param}
+    assert tensors_in(param) == [param]
+    assert not tensors_in(None)
+    assert not tensors_in([[], {}, ()])
+
+
+def test_a_dataclass_of_which_a_field_is_not_set() -> None:
+    whole = Result(TWO)
+    whole.unset = [THREE]
+    assert found([Result(ONE), whole, Result()]) == {ONE, TWO, THREE}
+
+
+def test_containers_that_hold_themselves_and_each_other() -> None:
+    ring: list[Any] = [ONE]
+    ring += [ring, {"ring": ring, "more": [TWO]}, ring]
+    assert found(ring) == {ONE, TWO}
+
+
+def test_what_is_shared_on_each_level_is_looked_at_once() -> None:
+    nested: Any = [ONE]
+    for _ in range(200):
+        nested = [nested, nested]
+    assert found(nested) == {ONE}
+    assert len(tensors_in(nested)) <= 2
