@@ -528,12 +528,11 @@ def graph_inputs(context: Any) -> dict[Any, Tensor]:
     One inside another, as of a checkpoint, has the fake tensors of the whole one.
     """
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
-    nodes = output.root_tracer.graph.find_nodes(op="placeholder")
-    held = [(node.meta["example_value"], node.meta["grapharg"].example) for node in nodes]
-    found = {id(fake): real for fake, real in held if isinstance(real, Tensor)}
+    outer = [node.meta for node in output.root_tracer.graph.find_nodes(op="placeholder")]
+    real = {id(meta["example_value"]): meta["grapharg"].example for meta in outer}
     inner = output.graph.find_nodes(op="placeholder")
-    by_node = {node: found.get(id(node.meta["example_value"])) for node in inner}
-    return {node: real for node, real in by_node.items() if real is not None}
+    found = {node: real.get(id(node.meta["example_value"])) for node in inner}
+    return {node: each for node, each in found.items() if isinstance(each, Tensor)}
 
 
 def is_traced(tensor: Tensor) -> bool:
