@@ -123,8 +123,8 @@ class BucketCaps:
     def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
         if self.is_registered:
-            buckets = replace(self, is_registered=False).cut(order[::-1], sizes)
-            return [bucket[::-1] for bucket in buckets]
+            cut = replace(self, is_registered=False).cut(order[::-1], sizes)
+            return [bucket[::-1] for bucket in cut]
         buckets: list[list[int]] = []
         room, rest = 0, sum(sizes[index] for index in order)  # bytes until a bucket closes, to come
         for index in order:
