@@ -124,7 +124,7 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     files = (*KERNEL_TESTS, NCCL_TESTS[0])
     found = [
         _tests("sanity", "what all else needs", 28, 18, files, quick, few),
-        *_trained(rehearse, cards, f"{mlp} --builds 1"),
+        *_trained(rehearse, cards, f"{mlp} --builds 1 --mib 1"),
         _script("host", "the host's work", 38, 35, "plain.py host").with_arguments("--rounds 12"),
         _script("host-steps", "small steps, host-bound", 40, 36, _STEP, 1).with_arguments(
             f"--rounds 12 --models {HOST_BOUND}", mlp

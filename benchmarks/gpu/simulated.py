@@ -10,8 +10,9 @@ bus. Stock comes to it by a communication hook, ours by its exchange: the same o
 First the line by itself is timed: it should take what the formula says, within 3 %.
 
 Not in it: slow ranks, what links and NCCL's own kernels take from each other, NCCL's launches,
-messages that are slower for being small. The bus is an input. Multiprocessors and bandwidth that
-an all-reduce takes from the backward are about NCCL's.
+messages that are slower for being small. The bus is an input. Each bucket costs the host a launch
+more, on both sides. Multiprocessors and bandwidth that an all-reduce takes from the backward are
+about NCCL's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from triton.language.extra.cuda import globaltimer
 
-from benchmarks.base.ranks import process_group
+from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.gpu import training
 from tritonddp.comm import all_reduce
 from tritonddp.comm import process_group as exchanges
@@ -57,7 +58,7 @@ def paced(memory, numel, nanoseconds, IS_REAL: tl.constexpr, BLOCK: tl.constexpr
         x = tl.load(memory + at, mask=at < numel)
         tl.store(memory + at, x, mask=at < numel)
         if IS_REAL:
-            due = (nanoseconds * (n + 1)) // rounds
+            due = (n + 1).to(tl.int64) * nanoseconds // rounds
             now = globaltimer()
             while now - start < due:
                 now = globaltimer()
@@ -68,10 +69,12 @@ class Line:
 
     Attributes:
         bus: GB/s; infinite: nothing takes any time.
+        carried: exchanges so far, of stock and of ours: neither may be left out.
     """
 
     def __init__(self) -> None:
         self.bus = float("inf")
+        self.carried = {"stock": 0, "ours": 0}
         self._stream = torch.cuda.Stream(priority=-1)
 
     def carry(self, *tensors: Tensor, behind: Any = None) -> torch.cuda.Event:
@@ -83,7 +86,8 @@ class Line:
             for number, data in enumerate(tensors if self.bus < float("inf") else ()):
                 seconds = (number == 0) * LATENCY + self.seconds(data.nbytes)
                 grid = (1,) if triton.knobs.runtime.interpret else (PROGRAMS,)
-                paced[grid](data, data.numel(), int(1e9 * seconds), IS_REAL=grid[0] > 1, BLOCK=8192)
+                more = {"IS_REAL": grid[0] > 1, "BLOCK": 8192, "num_warps": 16}
+                paced[grid](data, data.numel(), int(1e9 * seconds), **more)
             return self._stream.record_event()
 
     def seconds(self, nbytes: int) -> float:
@@ -94,6 +98,7 @@ class Line:
 
         def carried(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             data = future.value()[0]
+            self.carried["stock"] += 1
             torch.cuda.current_stream().wait_event(self.carry(data))
             return data
 
@@ -118,6 +123,7 @@ class Simulated(all_reduce.AllReduce):
 
     def launch(self, bucket: Any, works: list[Any], is_broken: bool = False) -> None:
         super().launch(bucket, works, is_broken)
+        self.line.carried["ours"] += 1
         sent = (bucket.flat.data, *(bucket.beside or ()))
         works[-1] = Carried(self.line.carry(*sent, behind=works[-1]))
 
@@ -128,12 +134,14 @@ def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:
     return wrapped
 
 
-def calibrated(line: Line, ranks: Any, buses: Sequence[float]) -> list[dict[str, Any]]:
+def calibrated(
+    line: Line, ranks: Ranks, mib: Sequence[int], buses: Sequence[float]
+) -> list[dict[str, Any]]:
     """The line by itself, in seconds, beside the formula's."""
     rows = []
     for bus in buses:
         line.bus = bus
-        for row in training.bandwidth(ranks, line.carry):
+        for row in training.bandwidth(ranks, mib, line.carry):
             rows.append({**row, "bus": bus, "formula": LATENCY + line.seconds(row["bytes"])})
     return rows
 
@@ -151,7 +159,11 @@ def main() -> None:
         ]
         buses = [*options.bus, float("inf")]
         conditions = {f"{bus:g} GB/s": partial(setattr, line, "bus", bus) for bus in buses}
-        more = {"simulated": LEFT_OUT, "calibration": calibrated(line, ranks, options.bus)}
+        more = {
+            "simulated": LEFT_OUT,
+            "carried": line.carried,
+            "calibration": calibrated(line, ranks, options.mib, options.bus),
+        }
         training.run("simulated", options, ranks, compared, conditions, **more)
 
 

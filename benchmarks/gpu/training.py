@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,13 +39,13 @@ from benchmarks.models.configurations import UNWRAPPED, UNWRAPPED_AGAIN, Configu
 from benchmarks.models.gradients import STEPS, check
 from benchmarks.report import excerpts
 from benchmarks.report.table import text
+from benchmarks.step.comparison import IdleError
 from benchmarks.step.plan import SETTLED
-from benchmarks.step.traffic import exposed
+from benchmarks.step.traffic import exposed, sent_in
 
 MODELS = ("gpt2_small", "resnet50", "llama3_8b_layer", "vit_b16")
 OPTIMIZER = "fused AdamW"
 CALLS = 4  # of a bare all-reduce in a row
-MIB = (25, 100, 400)
 # By name, what holds while it is sampled: of real exchanges there is one, of simulated ones a line.
 Conditions = Mapping[str, Callable[[], object]]
 
@@ -58,6 +59,8 @@ def main() -> None:
 def parser(doc: str | None, models: Sequence[str]) -> ArgumentParser:
     made = command.parser(doc, rounds=5, models=(CASES, models))
     made.add_argument("--builds", type=command.positive, default=3, help="of all models")
+    what = "of bare all-reduces"
+    made.add_argument("--mib", nargs="+", type=command.positive, default=[25, 100, 400], help=what)
     made.add_argument("--steps", type=command.positive, default=3, help="of a sample")
     made.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
     return made
@@ -84,7 +87,7 @@ def run(
     heading |= {"precision": options.precision, "optimizer": OPTIMIZER, "batches": batches}
     output = Output(name, options.out, ranks.rank == 0, world_size=ranks.world_size, **heading)
     if ranks.world_size > 1:
-        output.write({"rows": bandwidth(ranks)})
+        output.write({"rows": bandwidth(ranks, options.mib)})
     found: dict[str, Any] = {}
     for model, end in deadline.shares(options.models):
         try:
@@ -112,39 +115,37 @@ def measure(
         condition: {each.name: [] for each in compared} for condition in conditions
     }
     late: dict[str, float] = {}
-    for build in range(options.builds):
-        if build and ranks.agreed(deadline.until(end, 0.0) <= 0):
-            break
+
+    def measure_build(build: int) -> None:
         models = dict(_wrapped(case, ranks, shuffle.sample(compared, len(compared))))
+        steps = {name: Step(model, options.precision) for name, model in models.items()}
         if build == 0:
-            names = UNWRAPPED.name, UNWRAPPED_AGAIN.name
-            check(models, case, ranks, "stock", names)
+            check(models, case, ranks, "stock", (UNWRAPPED.name, UNWRAPPED_AGAIN.name))
         small = case.batch(ranks.device, ranks.rank)
         batch = case.batch(ranks.device, ranks.rank, "large")
-        steps = {each: Step(model, options.precision) for each, model in models.items()}
         for _ in range(SETTLED["cuda"] - (STEPS if build == 0 else 0)):
             for step in steps.values():
                 step(small)
+        for name, model in models.items():
+            sent, _ = sent_in(partial(steps[name], small), model, ranks.world_size)
+            if not (sent or name.startswith("unwrapped")):
+                raise IdleError(f"{name!r} sends nothing: nothing was timed")
         if build == 0 and ranks.world_size > 1:
-            late = {each: step.exposed(batch, ranks) for each, step in steps.items()}
+            late.update({name: step.exposed(batch, ranks) for name, step in steps.items()})
+        ways = {name: partial(step.sample, batch, options.steps) for name, step in steps.items()}
         for number, (condition, begin) in enumerate(conditions.items()):
             begin()
-            shares = (options.builds - build) * len(conditions) - number
-            numbers = deadline.rounds(
-                options.rounds,
-                deadline.until(end, 1 / shares),
-                discarded=1,
-                agreed=ranks.agreed,
-            )
-            ways = {
-                each: partial(step.sample, batch, options.steps) for each, step in steps.items()
-            }
+            part = 1 / ((options.builds - build) * len(conditions) - number)
+            until = deadline.until(end, part)
+            numbers = deadline.rounds(options.rounds, until, discarded=1, agreed=ranks.agreed)
             samples = deadline.interleaved(ways, numbers, f"{case.name} {build} {condition}")
-            for each, found in ranks.slowest(samples).items():
-                seconds[condition][each].append(found)
-        models.clear()
-        steps.clear()
-        gc.collect()
+            for name, found in ranks.slowest(samples).items():
+                seconds[condition][name].append(found)
+
+    for build in range(options.builds):
+        if build == 0 or not ranks.agreed(time.monotonic() > end):
+            measure_build(build)
+            gc.collect()
     return {"samples": seconds, "exposed": late}
 
 
@@ -190,10 +191,12 @@ class Step:
             return exposed(self._model, batch, ranks)
 
 
-def bandwidth(ranks: Ranks, carry: Callable[[torch.Tensor], object] | None = None) -> list[Any]:
+def bandwidth(
+    ranks: Ranks, sizes: Sequence[int], carry: Callable[[torch.Tensor], object] | None = None
+) -> list[dict[str, Any]]:
     """All-reduces by themselves: what the line gives, and by what nccl-tests call *bus*."""
     rows = []
-    for mib in MIB:
+    for mib in sizes:
         values = torch.zeros(mib << 18, device=ranks.device)
 
         def reduce(values: torch.Tensor = values) -> None:

@@ -259,6 +259,7 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     assert set(samples) == {"450 GB/s", "inf GB/s"}
     assert {"unwrapped again", "stock", "ours", "ours views"} < set(samples["450 GB/s"])
     assert results["step-simulated"]["calibration"][0]["formula"] > 0
+    assert min(results["step-simulated"]["carried"].values()) > 0
     steps = results["host-steps"]["models"]["mlp"]
     assert steps["launches"]["ours"]
     assert {"unwrapped again", "stock sized", "stock sized views"} < set(steps["seconds"])

@@ -22,7 +22,6 @@ def make_small() -> None:
     """Before a benchmark is run in this process."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from benchmarks.base import deadline
-    from benchmarks.gpu import training
     from benchmarks.host import subjects
     from benchmarks.kernels import shapes
     from benchmarks.models import cases
@@ -35,7 +34,6 @@ def make_small() -> None:
     for name, case in list(cases.CASES.items()):
         cases.CASES[name] = cases.Case(name, _model, _batch, (2, 4), case.unused)
     plan.DISCARDED["cuda"] = device_timing.WARMUPS = subjects.WARMUPS = 1
-    training.MIB = (1,)
     StockDDP._check_comm_hook = lambda *_: None  # it refuses its bf16 hook without CUDA
     subjects.PARAMETERS, subjects.PER_BUCKET = 24, 6
     rounds = deadline.rounds
