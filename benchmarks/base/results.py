@@ -234,8 +234,9 @@ _IDLE = {"ours": "ours idle", "ours views": "ours idle views"}
 
 def is_step(part: str) -> bool:
     """Whether a part of `make gpu` measures steps beside stock's: not graphs, nor what compiles."""
-    others = ("step-variants", "step-graphs", "step-compiled", "step-bus")
-    return part.split("-")[0] == "step" and part not in others
+    others = ("variants", "graphs", "compiled", "training", "simulated", "cards", "bus")
+    family, _, name = part.partition("-")
+    return part == "host-steps" or (family == "step" and name.split("-")[0] not in others)
 
 
 def read(kind: type[Kind], content: Any) -> Kind:

@@ -77,6 +77,7 @@ class Part:
         on_one_card: it needs two ranks on one card.
         unavailable: why it cannot run here, known beforehand.
         small: further arguments in a rehearsal.
+        on_request: it is run only if it is asked for by name.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Part:
     on_one_card: bool = False
     unavailable: str | None = None
     small: str = ""
+    on_request: bool = False
 
     def with_arguments(self, more: str, small: str = "") -> Part:
         return replace(self, command=(*self.command, *shlex.split(more)), small=small)
@@ -107,10 +109,9 @@ class Part:
 SANITY = "missing_gradients or second_launch"
 SANITY_NCCL = "gradients_are_those_of_stock_ddp or one_flatten_one_all_reduce"
 
-# All models that steps are compared on. What they leave of their equal shares of the time is that
-# of those behind them; the last one needs most.
-MODELS = "mlp transformer resnet50 llama3_8b_layer gpt2_small vit_b16 many_small"
-WORLDS = (2, 4, 8)  # ranks, as far as there are cards
+# Whose steps are what the host has to do; the others fill a card.
+HOST_BOUND = "mlp transformer resnet50 many_small"
+WORLDS = {2: 20, 4: 25, 8: 35}  # ranks, as far as there are cards: seconds
 
 
 # The estimates are seconds of an H200; those of several cards are guesses: none has run them.
@@ -120,28 +121,22 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     mlp, both = "--models mlp", f"stock and not {one}"
     quick = f"{SANITY} or ({one} and ({SANITY_NCCL}))"
     few = f"missing or ({one} and one_flatten)"
-    seconds = (98, 93) if cards == 1 else (70, 66)
     files = (*KERNEL_TESTS, NCCL_TESTS[0])
     found = [
         _tests("sanity", "what all else needs", 28, 18, files, quick, few),
-        _steps("step-one", "beside stock's", *seconds, f"--rounds 12 --models {MODELS}", mlp),
-        _steps("step-wires", "in fewer bytes", 33, 28, _WIRES, mlp),
-        _script("step-graphs", "CUDA graphs", 17, 14, "gpu/graphs.py", 1).with_arguments(
-            "--rounds 20 --models mlp transformer", mlp
+        *_trained(rehearse, cards, f"{mlp} --builds 1 --mib 1"),
+        _script("host", "the host's work", 38, 35, "plain.py host").with_arguments("--rounds 12"),
+        _script("host-steps", "small steps, host-bound", 40, 36, _STEP, 1).with_arguments(
+            f"--rounds 12 --models {HOST_BOUND}", mlp
         ),
-        _script("step-compiled", "torch.compile", 45, 40, _COMPILED, 1).with_arguments(
-            "--rounds 20 --models mlp transformer", f"{mlp} --compiler none"
-        ),
-        *(_between_cards(2 if rehearse else cards) if rehearse or cards > 1 else ()),
         *(_on_one_card(mlp) if rehearse or cards == 1 else ()),
         # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
         _script(
             "kernels", "flatten and unflatten", 24, 21, "plain.py kernels --without wire"
         ).with_arguments("--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"),
-        _script("quantize", "quantising kernels", 20, 19, "plain.py quantize").with_arguments(
-            "--rounds 4", "--only int8-many_small-fp32 int8-many_small-bf16"
+        _script("step-graphs", "CUDA graphs", 17, 14, "gpu/graphs.py", 1).with_arguments(
+            "--rounds 20 --models mlp transformer", mlp
         ),
-        _script("host", "the host's work", 38, 35, "plain.py host").with_arguments("--rounds 12"),
         _tests(
             "test-kernels", "the compiled kernels", 46, 44, KERNEL_TESTS, f"not ({SANITY})", few
         ),
@@ -154,42 +149,49 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
         _script("memory", "memory", 16, 15, "step/memory.py --backend nccl", 1).with_arguments(
             "--models resnet50 gpt2_small mlp", mlp
         ),
+    ]
+    more = [
+        _script("step-wires", "steps in fewer bytes", 33, 28, _STEP, 1).with_arguments(
+            "--families bf16 int8 --rounds 12 --models gpt2_small mlp", mlp
+        ),
+        _script("step-compiled", "torch.compile", 45, 40, _COMPILED, 1).with_arguments(
+            "--rounds 20 --models mlp transformer", f"{mlp} --compiler none"
+        ),
+        _script("quantize", "quantising kernels", 20, 19, "plain.py quantize").with_arguments(
+            "--rounds 4", "--only int8-many_small-fp32 int8-many_small-bf16"
+        ),
         _sanitizer(12, 11, rehearse),
     ]
+    found += [replace(part, on_request=True) for part in more]
     return [part.rehearsed() for part in found] if rehearse else found
 
 
-_STEP = "step/step.py --backend nccl --builds 1"
-_WIRES = "--families bf16 int8 --rounds 12 --models gpt2_small mlp"
+_STEP = "step/step.py --backend nccl"
 _COMPILED = "compiled/compiled.py --backend nccl"
 
 
-def _steps(
-    name: str, title: str, limit: float, estimate: float, more: str, small: str, ranks: int = 1
-) -> Part:
-    part = _script(name, f"steps {title}", limit, estimate, _STEP, ranks)
-    return part.with_arguments(more, small)
+def _trained(rehearse: bool, cards: int, small: str) -> Iterator[Part]:
+    """Free-running training steps, with the exchange that there is: simulated on one card alone."""
+    title = "training steps, free-running"
+    yield _script("step-training", title, 90, 80, "gpu/training.py", 1).with_arguments("", small)
+    if rehearse or cards == 1:
+        part = _script("step-simulated", f"{title}, SIMULATED", 80, 70, "gpu/simulated.py", 1)
+        yield part.with_arguments("", f"{small} --bus 450")
+    for ranks, limit in WORLDS.items():
+        if ranks <= (2 if rehearse else cards):
+            name, what = f"step-cards-{ranks}", f"{title}, {ranks} cards"
+            part = _script(name, what, limit, limit - 5, _CARDS, ranks)
+            yield part.with_arguments("", f"{small} --steps 1")
+
+
+_CARDS = "gpu/training.py --models gpt2_small"
 
 
 def _on_one_card(small: str) -> Iterator[Part]:
-    """Steps by options; whether gradients agree between two ranks, who take turns."""
-    options = _script("step-variants", "options beside each other", 22, 20, "gpu/variants.py", 1)
-    more = "--rounds 20 --models gpt2_small mlp"
-    yield options.with_arguments(more, f"{small} --rounds 3")
+    """Whether gradients agree between two ranks, who take turns."""
     yield PROBE
-    pair = _steps("step-pair", "of two ranks", 15, 13, "--rounds 3 --models mlp", small, 2)
-    yield replace(pair, on_one_card=True)
-
-
-def _between_cards(cards: int) -> Iterator[Part]:
-    """All cards of a machine: how fast they all-reduce, and steps on 2, 4 and 8 of them."""
-    bus = _script("step-bus", "all-reduces by themselves", 10, 9, "gpu/bus.py", cards)
-    yield bus.with_arguments("--rounds 20", "--mib 1")
-    for ranks in WORLDS:
-        if ranks <= cards:
-            more = "--rounds 10 --families copies --models gpt2_small"
-            name, title = f"step-cards-{ranks}", f"of {ranks} cards"
-            yield _steps(name, title, 20, 18, more, "--models mlp", ranks)
+    pair = _script("step-pair", "steps of two ranks", 15, 13, f"{_STEP} --builds 1", 2)
+    yield replace(pair.with_arguments("--rounds 3 --models mlp", small), on_one_card=True)
 
 
 def _tests(

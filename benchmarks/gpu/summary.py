@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.base.results import Result
-from benchmarks.report import tables
+from benchmarks.report import excerpts, tables
 from benchmarks.report.table import Blocks, text
 
 # By part, what its result is shown as.
 _TABLES: dict[str, Callable[[Result], Blocks]] = {
-    "step-bus": tables.bus,
-    "step-variants": tables.variants,
+    "step-training": excerpts.training,
+    "step-simulated": excerpts.training,
+    **{f"step-cards-{ranks}": excerpts.training for ranks in (2, 4, 8)},
     "step-graphs": tables.graphs,
     "step-compiled": tables.compiled,
 }
@@ -22,11 +23,11 @@ def summary(content: Mapping[str, Any]) -> Iterator[str]:
     """The lines, from what a result file says."""
     if content["rehearsal"]:
         yield "REHEARSAL without a GPU: NO FIGURE BELOW MEANS ANYTHING; estimates are of an H200."
-    yield from _shown(tables.gpu_steps, Result(content))
     for name, show in _TABLES.items():
         found = Result(content).part(name)
         if found is not None:
             yield from _shown(show, found)
+    yield from _shown(tables.gpu_steps, Result(content))
     yield from _parts(content["parts"])
     yield ""
     for bound in content["bounds"]:

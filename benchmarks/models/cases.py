@@ -170,6 +170,11 @@ def _tokens(generator: torch.Generator, examples: int) -> Batch:
     return tokens, targets
 
 
+def _hidden(generator: torch.Generator, examples: int) -> Batch:
+    """Sequences of 1,024, or of 2,048 where there are several."""
+    return features(2048 if examples > 1 else 1024, Llama3Layer.width)(generator, examples)
+
+
 def _routed(generator: torch.Generator, examples: int) -> Batch:
     x, targets = features(Branchy.WIDTH)(generator, examples)
     routes = [
@@ -191,7 +196,7 @@ _BATCHES = {
     "resnet50": (_images, (4, 64)),
     "vit_b16": (_images, (4, 64)),
     "gpt2_small": (_tokens, (1, 8)),
-    "llama3_8b_layer": (features(1024, Llama3Layer.width), (1, 4)),
+    "llama3_8b_layer": (_hidden, (1, 4)),
 }
 
 CASES = {

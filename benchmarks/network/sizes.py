@@ -35,6 +35,7 @@ from benchmarks.base.deadline import interleaved
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.base.results import Result
 from benchmarks.models.architectures import ARCHITECTURES
+from benchmarks.models.ready import Gradients
 from benchmarks.network.line import frame_bytes, ring_bytes
 from benchmarks.network.namespaces import (
     CONGESTION_CONTROL,
@@ -84,35 +85,16 @@ class Paced(nn.Module):
 
     def __init__(self, name: str, seconds: float) -> None:
         super().__init__()
-        with torch.device("meta"):
-            model = ARCHITECTURES[name]()
-            costs = _costs(model, name)
+        gradients = Gradients.of(name, ARCHITECTURES[name])
         torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(param.shape)) for param in model.parameters()]
+        params = [nn.Parameter(torch.randn(size // 4)) for size in gradients.sizes[::-1]]
         self.params, self.began = nn.ParameterList(params), 0.0
-        # Of gradients in the reverse order of registration; the head of GPT-2 has no own parameter.
-        passed = [*itertools.accumulate(costs[::-1])]
-        self._due = [seconds * each / passed[-1] for each in passed[-len(params) :]][::-1]
+        self._due = [seconds * each for each in gradients.ready[::-1]]
 
     def forward(self, x: Tensor) -> Tensor:
         for param, at in zip(self.params, self._due, strict=True):
             x = Due.apply(x, param, self, at)
         return x
-
-
-def _costs(model: nn.Module, name: str) -> list[float]:
-    """Multiplications for the gradients of each parameter, in the order of registration."""
-    params = list(model.parameters())
-    if name == "gpt2_small":  # whose embeddings are looked up; the head multiplies by the first
-        return [0.0, 0.0, *(float(param.numel()) for param in params[2:]), params[0].numel()]
-    positions: dict[Tensor, int] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_hook(
-                lambda module, _, output: positions.update({module.weight: output[0, 0].numel()})
-            )
-    model(torch.empty(2, 3, 224, 224))
-    return [float(param.numel()) * positions.get(param, 1) for param in params]
 
 
 class Way:

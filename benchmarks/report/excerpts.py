@@ -1,11 +1,15 @@
-"""What the report shows of result files: a few columns of each, see docs/report.md."""
+"""What pages show of result files, a few columns of each, and training steps on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import add
+from statistics import mean, median
+from typing import Any
 
 from benchmarks.base.results import Comparison, Model, Ratio, Result, Results
-from benchmarks.report.table import Blocks, Table, ms
+from benchmarks.report import verdicts
+from benchmarks.report.table import Blocks, Table, ms, number
 
 # Rows of the host's work, and how the result file of a GPU calls the parts.
 _HOST = ("stock", "stock views", "ours", "ours views")
@@ -22,19 +26,89 @@ def on_one_rank(result: Result) -> Iterator[tuple[str, Model, Comparison]]:
 
 
 def of_gpu_steps(result: Result) -> Blocks:
-    """Steps of one rank, in ms, and what ours adds as a share of what stock's best adds."""
-    rows = []
-    for name, model, one in on_one_rank(result):
+    """Steps of one rank, in ms, what ours adds as a share of what stock's best adds, and the paired
+    test of both."""
+    rows, found = [], list(on_one_rank(result))
+    raw: dict[str, Any] = {}
+    for step in [*result.steps.values()][::-1]:  # steps in fewer bytes come behind
+        raw |= step.content["models"]
+    for name, model, one in found:
         names = ("unwrapped", one.best, one.contender or "ours")
         shown = (model.step_seconds.get(each) for each in names)
         low, high = one.overhead_interval or (0, 0)
         added = f"{one.overhead:.2f} ({low:.2f} to {high:.2f})"
-        rows.append(
-            (f"{name}, {one.gradients}", *(ms(each and each.median) for each in shown), added)
+        bare, again, its, ours = (
+            _added_up(raw[name], each) for each in ("unwrapped", "unwrapped again", *names[1:])
         )
-    yield Table(
-        ("step, ms", "unwrapped", "stock's best", "ours", "added / its (95% interval)"), rows
+        pair = verdicts.Paired.of(ours, its, (bare, again), len(found))
+        tested = f"{pair.below} of {pair.rounds}", f"{pair.p:.2g}"
+        rows.append(
+            (
+                f"{name}, {one.gradients}",
+                *(ms(each and each.median) for each in shown),
+                added,
+                *tested,
+            )
+        )
+    header = ("step, ms", "unwrapped", "stock's best", "ours", "added / its (95% interval)")
+    yield Table((*header, "rounds below", f"p, times {len(found)}"), rows)
+
+
+def _added_up(model: Mapping[str, Any], name: str) -> verdicts.Builds:
+    """Steps of one rank, by build: forward and backward."""
+    parts = (model[f"raw_{part}seconds_per_rank"][0][name] for part in ("forward_", ""))
+    return [list(map(add, *build)) for build in zip(*parts, strict=True)]
+
+
+def training(result: Result) -> Blocks:
+    """Free-running training steps beside stock's, in ms above the mean of two bare models."""
+    content = result.content
+    if "simulated" in content:
+        yield f"SIMULATION of 8 ranks on one card; not in it: {content['simulated']}."
+    for one in content.get("calibration", ()):
+        off = one["seconds"] / one["formula"] - 1
+        yield f"  line of {one['bus']:g} GB/s, {one['bytes'] >> 20} MiB: off by {off:+.1%}"
+    rows = []
+    for name, condition, best, ours, pair in verdicts.trained(content["models"]):
+        samples = content["models"][name]["samples"][condition]
+        flat = {label: [s for build in each for s in build] for label, each in samples.items()}
+        bare = list(map(mean, zip(flat["unwrapped"], flat["unwrapped again"], strict=True)))
+        above = [
+            ms(median(a - b for a, b in zip(flat[each], bare, strict=True)))
+            for each in (best, ours)
+        ]
+        late = content["models"][name]["exposed"]
+        rows.append(
+            (
+                f"{name}, {content['batches'][name]} examples" + f", {condition}" * bool(condition),
+                best,
+                ours,
+                ms(median(bare)),
+                *above,
+                " / ".join(ms(late.get(each)) for each in (best, ours)),
+                f"{pair.below} of {pair.rounds}",
+                f"{pair.p:.2g}",
+                pair.verdict,
+            )
+        )
+    ranks, where = content["world_size"], f"{content['precision']}, {content['optimizer']}"
+    header = (f"step, {ranks} rank{'s' * (ranks > 1)}, {where}", "stock's best", "ours", "bare, ms")
+    more = ("stock above", "ours above", "exposed, its / ours", "ours below", "p", "verdict")
+    yield Table((*header, *more), rows)
+    yield from (
+        f"{name}: {each['error']}" for name, each in content["models"].items() if "error" in each
     )
+    if "rows" in content:
+        yield from bus(result)
+
+
+def bus(result: Result) -> Blocks:
+    """Bandwidth of an all-reduce by itself: of its bytes, 2 (n - 1) / n go through each card."""
+    rows = [
+        (str(one["ranks"]), f"{one['bytes'] / 2**20:g}", ms(one["seconds"]), number(one["bus"]))
+        for one in result.content["rows"]
+    ]
+    yield Table(("all-reduce, ranks", "MiB", "ms", "bus, GB/s"), rows)
 
 
 def of_growth(blocks: Blocks) -> Blocks:

@@ -134,15 +134,6 @@ def _sent(nbytes: int) -> str:
     return f"{nbytes / 1e6:.2f}" if nbytes else "nothing: idle"
 
 
-def bus(result: Result) -> Blocks:
-    """Bandwidth of an all-reduce by itself: of its bytes, 2 (n - 1) / n go through each card."""
-    rows = [
-        (str(one["ranks"]), f"{one['bytes'] / 2**20:g}", ms(one["seconds"]), number(one["bus"]))
-        for one in result.content["rows"]
-    ]
-    yield Table(("all-reduce, ranks", "MiB", "ms", "bus, GB/s"), rows)
-
-
 def graphs(result: Result) -> Blocks:
     """Steps as they are and replayed, in ms, and what they take above the unwrapped model's."""
     rows, notes = [], []
@@ -534,11 +525,12 @@ GAINS = {
     "step, branchy, copies": "a batch uses a quarter of the layers: "
     "step with nothing to set, beside stock's `find_unused_parameters`",
 }
-GPU_GAIN = ("gpt2_small", "copies")
 
 Show = Callable[[Result], Blocks]
 
 _OF_PARTS: dict[str, Show] = {
+    "step-training": excerpts.training,
+    "step-simulated": excerpts.training,
     "step-variants": variants,
     "step-graphs": graphs,
     "step-compiled": compiled,
@@ -629,7 +621,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         blocks = excerpts.of_gpu_steps(result)
         on_gpu = [*markdown(blocks), "", _credit(name, "gpu", result)]
     return {
-        "headline": list(headline(on_cpu, gpus)) or [_NOT_MEASURED],
+        "headline": list(headline(on_cpu)) or [_NOT_MEASURED],
         "step": of("step", lambda result: comparisons(result, unused=False)),
         "branchy": of("step", lambda result: comparisons(result, unused=True)),
         **{name: of(name, partial(_excerpt, name)) for name in _ON_PAGES},
@@ -659,35 +651,16 @@ def _of_report(
     return found
 
 
-def headline(on_cpu: Results, gpus: Sequence[tuple[str, Result]]) -> Iterator[str]:
+def headline(on_cpu: Results) -> Iterator[str]:
     """What the first page shows: gains with their conditions, and all that was lost."""
     ratios = dict(_against_stock(on_cpu))
     rows = [(text, _gain(ratios[name])) for name, text in GAINS.items() if name in ratios]
-    card, on_gpu = "", {}
-    for _, result in gpus[-1:]:  # the newest
-        card = result.content["machine"]["gpu"]["name"]
-        on_gpu = {(name, one.gradients): one for name, _, one in excerpts.on_one_rank(result)}
-    if GPU_GAIN in on_gpu:
-        one = on_gpu[GPU_GAIN]
-        what = f"one {card}, one rank: what DDP adds to a step of GPT-2 small"
-        low, _ = one.overhead_interval or (0, 0)
-        shown = f"{one.overhead:.2f} ({_interval(one)})"
-        rows.append((what, f"**{shown}**: slower" if low > 1 else shown))
     rows += [(name, _gain(each)) for name, each in ratios.items() if each.low > 1]
     if rows:
         yield from markdown([Table(("time, ours / stock's best (95% interval)", ""), rows)])
         yield ""
-    if on_gpu:
-        ends = [one.overhead_interval or [0, 2] for one in on_gpu.values()]
-        below, above = sum(high < 1 for _, high in ends), sum(low > 1 for low, _ in ends)
-        yield (
-            f"Of {len(ends)} such comparisons on that GPU {below} have intervals below 1, {above} "
-            "above. One rank sends to nobody: they hold the host's work and passes over memory."
-        )
-        yield ""
     measured = ("step", "network_wire")
     yield from (_credit(CPU, name, on_cpu[name]) for name in measured if name in on_cpu)
-    yield from (_credit(name, "gpu", result) for name, result in gpus[-1:])
 
 
 def _ratio(one: Ratio) -> str:

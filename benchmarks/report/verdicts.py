@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from math import comb
+from statistics import median
+from typing import Any, NamedTuple
 
 from benchmarks.base.results import Ratio, Result, Results, rounds_of
 
@@ -18,9 +21,81 @@ _WORDS = {
 LEAST_ROUNDS = 6
 # Overheads on a GPU are small differences of large numbers.
 LEAST_ON_A_GPU = 10
+LEAST_BUILDS = 3
 TOO_FEW = "too few rounds"
 # That of the step. Network rounds have no stock beside itself: the interval alone decides.
 NETWORK_BOUND = 1.02
+
+
+# Of one configuration: seconds of rounds that belong together, by build.
+Builds = Sequence[Sequence[float]]
+
+
+class Paired(NamedTuple):
+    """A paired test of ours against stock.
+
+    Attributes:
+        difference: median over all rounds of the seconds that ours takes more.
+        below: rounds in which ours took less, of ``rounds``.
+        p: of a sign test over rounds, two-sided, times the number of comparisons.
+        verdict: ``"below"`` or ``"above"`` where that is less than 0.05, all builds say the same,
+            and two bare models lie nearer to each other; else why not.
+    """
+
+    difference: float
+    below: int
+    rounds: int
+    p: float
+    verdict: str
+
+    @classmethod
+    def of(cls, ours: Builds, its: Builds, bare: tuple[Builds, Builds], rows: int) -> Paired:
+        """``rows``: comparisons that are made with one another, this one among them."""
+        builds = [_minus(*pair) for pair in zip(ours, its, strict=True)]
+        found = [each for build in builds for each in build]
+        below, above = sum(each < 0 for each in found), sum(each > 0 for each in found)
+        tail = sum(comb(below + above, n) for n in range(min(below, above) + 1))
+        p = min(1.0, rows * min(1.0, 2 * tail / 2 ** (below + above)))
+        away = median(found)
+        noise = median([each for pair in zip(*bare, strict=True) for each in _minus(*pair)])
+        verdict = "below" if away < 0 else "above"
+        if len(builds) < LEAST_BUILDS:
+            verdict = "too few builds"
+        elif p >= 0.05 or any((median(build) < 0) != (away < 0) for build in builds):
+            verdict = "not resolved"
+        elif abs(away) <= abs(noise):
+            verdict = "too noisy"
+        return cls(away, below, len(found), p, verdict)
+
+
+def _minus(ours: Sequence[float], its: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(ours, its, strict=True)]
+
+
+def trained(models: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, Paired]]:
+    """Of training.py: model, condition, stock's best, ours, and the test of both."""
+    found = [
+        (name, condition, best, ours, samples)
+        for name, model in models.items()
+        for condition, samples in model.get("samples", {}).items()
+        for best, ours in _compared(samples)
+    ]
+    for name, condition, best, ours, samples in found:
+        bare = samples["unwrapped"], samples["unwrapped again"]
+        pair = Paired.of(samples[ours], samples[best], bare, len(found))
+        yield name, condition, best, ours, pair
+
+
+def _compared(samples: Mapping[str, Builds]) -> Iterator[tuple[str, str]]:
+    """Copies against copies, views against views: the best of stock's by its median."""
+    for ours in (each for each in samples if each.startswith("ours")):
+        is_views = ours.endswith("views")
+        stock = [
+            name
+            for name in samples
+            if name.startswith("stock") and name.endswith("views") == is_views
+        ]
+        yield min(stock, key=lambda name: median([s for each in samples[name] for s in each])), ours
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:

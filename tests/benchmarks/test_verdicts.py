@@ -86,6 +86,31 @@ def test_two_bare_models_say_what_overheads_can_tell(
     assert one.judged(None, 9)["verdict"] is None
 
 
+BARE_BUILDS = ([[1.0] * 6] * 3, [[1.001] * 6] * 3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "rows", "expected"),
+    [
+        ([[1.9] * 6] * 3, 14, "below"),
+        ([[2.1] * 6] * 3, 14, "above"),
+        ([[1.9] * 6] * 2, 1, "too few builds"),
+        ([[1.9] * 6, [1.9] * 6, [2.1] * 6], 1, "not resolved"),  # builds differ
+        ([[1.9, 2.1, 1.9, 2.1, 1.9, 1.9]] * 3, 1, "not resolved"),
+        ([[1.9] * 2] * 3, 1, "below"),  # 6 rounds of 6
+        ([[1.9] * 2] * 3, 2, "not resolved"),  # but one of several rows
+        ([[1.9995] * 6] * 3, 1, "too noisy"),  # two bare models lie farther apart
+    ],
+)
+def test_a_verdict_needs_builds_rounds_and_less_noise(
+    ours: list[list[float]], rows: int, expected: str
+) -> None:
+    its = [[2.0] * len(build) for build in ours]
+    bare = tuple([[build[0]] * len(ours[0]) for build in each[: len(ours)]] for each in BARE_BUILDS)
+    pair = verdicts.Paired.of(ours, its, (bare[0], bare[1]), rows)
+    assert pair.verdict == expected
+
+
 def test_each_device_and_kind_of_model_has_its_bound() -> None:
     cpu = Ranks(0, 2, torch.device("cpu"), "gloo")
     gpu = Ranks(0, 1, torch.device("cuda", 0), "nccl")

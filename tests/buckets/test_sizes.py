@@ -1,4 +1,4 @@
-"""The default sizes on CUDA devices: few large buckets, and a small one at the end."""
+"""The default sizes on CUDA devices: those of stock, smaller to both ends."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def mib(params: list[Tensor], caps: BucketCaps = NCCL) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "expected", "stock"),
     [
-        ("resnet50", [41.9, 39.1, 16.5], 5),
+        ("resnet50", [7.8, 30.0, 25.0, 18.0, 8.3, 4.6, 3.6], 5),
         # 12 layers of 27 MiB, and the embedding alone.
-        ("gpt2_small", [81.1, 81.1, 81.1, 63.1, 21.0, 147.2], 13),
-        # Three gradients of 224 MiB, then the attention's and a norm.
-        ("llama3_8b_layer", [224.0, 224.0, 224.0, 64.0, 96.0], 6),
-        ("vit_b16", [75.0, 81.1, 81.1, 63.1, 29.9], 14),
+        ("gpt2_small", [9.0, *[27.0] * 11, 21.0, 147.2], 13),
+        # Three gradients of 224 MiB, then the attention's.
+        ("llama3_8b_layer", [224.0, 224.0, 224.0, 64.0, 32.0, 64.0], 6),
+        ("vit_b16", [11.9, *[27.0] * 11, 11.3, 6.8, 2.8], 14),
         ("many_small", [0.2], 1),
     ],
 )
@@ -54,28 +54,35 @@ def test_buckets_of_well_known_models(name: str, expected: list[float], stock: i
     assert sum(mib(params)) == pytest.approx(sum(mib(params, STOCK)), abs=1)
 
 
-@pytest.mark.parametrize("whole", [1, 5, 12, 18, 40, 97, 100, 187, 188, 350, 5000])
-def test_equal_gradients_go_in_equal_buckets_that_get_smaller_to_the_end(whole: int) -> None:
+@pytest.mark.parametrize("whole", [1, 4, 5, 8, 12, 40, 53, 97, 100, 350, 5000])
+def test_the_first_bucket_is_small_and_so_are_the_last(whole: int) -> None:
     sizes = mib([torch.empty(MIB // 16, device="meta")] * (4 * whole))  # of 0.25 MiB
-    assert sum(sizes) == pytest.approx(whole, abs=0.1)
-    most = min(75, max(25, 0.4 * whole))
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] <= most + 0.3
-    assert sizes[-1] <= 0.6 * most
-    assert sizes[:-2] == [sizes[0]] * (len(sizes) - 2)
-    assert len(sizes) <= 2 + whole / 75 + (whole > 15)
-    assert (len(sizes) == 1) == (whole <= 15)
+    assert sum(sizes) == pytest.approx(whole, abs=0.3)
+    assert sizes[0] == min(4, whole)
+    left, usual = float(whole - sizes[0]), 0
+    for size in sizes[1:]:
+        usual += size == 25
+        assert min(left, max(4, min(25, left / 2))) - 0.2 <= size <= 25
+        left -= size
+    assert sizes[-1] <= 4
+    assert len(sizes) - usual <= 6
 
 
-def test_a_gradient_of_the_largest_size_has_a_bucket_to_itself_and_closes_no_other() -> None:
-    small, large = torch.empty(MIB, device="meta"), torch.empty(25 * MIB, device="meta")
-    params = [small, large, *[small] * 4, large]  # of 4 and 100 MiB
-    assert mib(params) == [100, 16, 4, 100]
+def test_a_gradient_of_three_buckets_has_one_to_itself_and_closes_no_other() -> None:
+    small, large = torch.empty(MIB // 4, device="meta"), torch.empty(20 * MIB, device="meta")
+    params = [small, large, *[small] * 8, large]  # of 1 and 80 MiB
+    assert mib(params) == [80, 4, 5, 80]
+
+
+def test_what_a_large_gradient_hides_does_not_get_smaller() -> None:
+    params = [torch.empty(MIB // 4, device="meta")] * 54  # of 1 MiB
+    assert mib(params) == [4, 25, 13, 6, 4, 2]
+    assert mib([*params, torch.empty(40 * MIB, device="meta")]) == [4, 25, 25, 160]
 
 
 def test_the_last_gradient_may_be_larger_than_the_last_bucket() -> None:
-    params = [torch.empty(MIB, device="meta")] * 10 + [torch.empty(15 * MIB, device="meta")]
-    assert mib(params) == [40, 60]
+    params = [torch.empty(MIB, device="meta")] * 2 + [torch.empty(15 * MIB, device="meta")]
+    assert mib(params) == [4, 64]
 
 
 def test_empty_gradients_share_a_bucket() -> None:

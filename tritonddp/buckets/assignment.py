@@ -41,27 +41,26 @@ class BucketCaps:
 
     @classmethod
     def for_nccl(cls) -> BucketCaps:
-        """Few large buckets that end in a small one: the default on CUDA devices.
+        """Stock's sizes, smaller to both ends: the default on CUDA devices.
 
-        A bucket costs the host the same whatever its size, and NCCL is slow with small messages. So
-        a bucket closes at 75 MiB, three of stock's, but
+        A bucket closes at 25 MiB, but
 
-        - at two fifths of the gradients if that is less (not below 25 MiB), so that the
-          first leaves while the backward runs. The others are no larger: where the exchange takes
-          about as long as the backward, a large one behind a small one waits long, and then too
-          little is left of the backward to hide it.
-        - at two thirds of the bytes that are left: nothing hides the last bucket, so they get
-          smaller towards it. It takes what is left once that is three fifths of a bucket.
+        - the first one at 4 MiB, so that the exchange begins early;
+        - at half of the bytes that are left, not below 4 MiB: nothing hides the last bucket, so
+          they get smaller towards it.
 
-        A gradient of 75 MiB or more has a bucket to itself and counts for nothing else. It may be
-        an embedding that is the head too, whose gradient is the very last, however early the others
-        are there. Each dtype and device is cut by itself.
+        A gradient of 75 MiB or more has a bucket to itself. It may be an embedding that is the head
+        too, whose gradient is the very last, however early the others are there. Each dtype and
+        device is cut by itself.
 
-        Buckets together have the memory that they had with other sizes. With views the gradients of
-        one bucket exist twice for a moment. In the first backward the order of gradients is a
-        guess. Where it is wrong large buckets leave late, that once.
+        Larger ones cost the host less, and expose more: where the exchange takes as long as the
+        backward, what the largest bucket takes. ``benchmarks/gpu/overlap.py`` has the model by
+        which these were chosen.
+
+        In the first backward the order of gradients is a guess. Where it is wrong buckets leave
+        late, that once.
         """
-        return cls((75 * MIB,), tapers=True)
+        return cls((4 * MIB, 25 * MIB), tapers=True)
 
     @classmethod
     def of(
@@ -124,25 +123,22 @@ class BucketCaps:
     def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
         if self.is_registered:
-            buckets = replace(self, is_registered=False).cut(order[::-1], sizes)
-            return [bucket[::-1] for bucket in buckets]
-        large, least = self.limits[-1], self.limits[-1] // 3
-        alone = {index for index in order if self.tapers and sizes[index] >= large}
-        rest = sum(sizes[index] for index in order if index not in alone)  # of bytes
-        usual = min(large, max(least, 2 * rest // 5))
-        buckets = [[index] for index in alone]
-        room, closed = 0, 0  # bytes until the open bucket closes
+            cut = replace(self, is_registered=False).cut(order[::-1], sizes)
+            return [bucket[::-1] for bucket in cut]
+        buckets: list[list[int]] = []
+        room, rest = 0, sum(sizes[index] for index in order)  # bytes until a bucket closes, to come
         for index in order:
-            if index in alone:
-                continue
-            if room <= 0:
-                room = self.limits[min(closed, len(self.limits) - 1)]
-                if self.tapers:
-                    room = max(1, rest if 5 * rest <= 3 * usual else min(usual, 2 * rest // 3))
-                buckets.append([])
-                closed += 1
-            buckets[-1].append(index)
-            room -= sizes[index]
+            if self.tapers and sizes[index] >= 3 * self.limits[-1]:
+                buckets.append([index])
+            else:
+                if room <= 0:
+                    room = self.limits[min(len(buckets), len(self.limits) - 1)]
+                    if self.tapers:
+                        room = max(self.limits[0], min(room, rest // 2))
+                    shared: list[int] = []
+                    buckets.append(shared)
+                shared.append(index)
+                room -= sizes[index]
             rest -= sizes[index]
         return buckets
 

@@ -209,13 +209,8 @@ class StockDDPNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """dynamo splits the graph of a compiled module by this number of bytes.
-
-        The gradients of a piece are there all at once, so by default it is stock's size on CUDA
-        devices too: pieces as large as the buckets there would leave little to overlap.
-        """
-        caps = self._ddp_state.config.caps
-        return 25 * MIB if caps.tapers else max(caps.limits)
+        """dynamo splits the graph of a compiled module by this number of bytes."""
+        return max(self._ddp_state.config.caps.limits)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
@@ -226,7 +221,7 @@ class StockDDPNames:
     def bucket_bytes_cap_default(self) -> bool:
         """Whether the first bucket is smaller because no size was given."""
         caps = self._ddp_state.config.caps
-        return (len(caps.limits) > 1 and not caps.is_list) or caps.tapers
+        return len(caps.limits) > 1 and not caps.is_list
 
     @property
     def _has_rebuilt_buckets(self) -> bool:

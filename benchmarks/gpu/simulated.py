@@ -1,0 +1,171 @@
+"""A SIMULATION on one card of training steps of 8 ranks: their exchange takes a line's time.
+
+    torchrun --standalone --nproc-per-node 1 benchmarks/gpu/simulated.py [--models gpt2_small ...]
+        [--bus 450 200 50] [--out FILE]
+
+Steps are those of training.py. Each all-reduce is the real call of c10d, which moves nothing with
+one rank. Behind it, on a stream of its own, a *paced* kernel passes over the bucket once, each
+block no earlier than the line would have sent it, and ends after LATENCY + 2 (n - 1) / n bytes /
+bus. Stock comes to it by a communication hook, ours by its exchange: the same object for both.
+First the line by itself is timed: it should take what the formula says, within 3 %.
+
+Not in it: slow ranks, what links and NCCL's own kernels take from each other, NCCL's launches,
+messages that are slower for being small. The bus is an input. Each bucket costs the host a launch
+more, on both sides. Multiprocessors and bandwidth that an all-reduce takes from the backward are
+about NCCL's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+from triton.language.extra.cuda import globaltimer
+
+from benchmarks.base.ranks import Ranks, process_group
+from benchmarks.gpu import training
+from tritonddp.comm import all_reduce
+from tritonddp.comm import process_group as exchanges
+
+RANKS, LATENCY = 8, 30e-6
+PROGRAMS = 20  # of NCCL's share of multiprocessors
+LEFT_OUT = (
+    "slow ranks; contention of links and of NCCL's kernels; NCCL's launches; small messages "
+    "being slower; the bus is an input"
+)
+
+
+@triton.jit
+def paced(memory, numel, nanoseconds, IS_REAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program passes over its share of ``memory`` (x becomes x) at the pace of the line."""
+    if IS_REAL:
+        start = globaltimer()
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    rounds = tl.cdiv(numel, BLOCK * programs)
+    for n in range(rounds):
+        at = (n * programs + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(memory + at, mask=at < numel)
+        tl.store(memory + at, x, mask=at < numel)
+        if IS_REAL:
+            due = (n + 1).to(tl.int64) * nanoseconds // rounds
+            now = globaltimer()
+            while now - start < due:
+                now = globaltimer()
+
+
+class Line:
+    """What all buckets travel over, one behind the other.
+
+    Attributes:
+        bus: GB/s; infinite: nothing takes any time.
+        carried: exchanges so far, of stock and of ours: neither may be left out.
+    """
+
+    def __init__(self) -> None:
+        self.bus = float("inf")
+        self.carried = {"stock": 0, "ours": 0}
+        self._stream = torch.cuda.Stream(priority=-1)
+
+    def carry(self, *tensors: Tensor, behind: Any = None) -> torch.cuda.Event:
+        """An event at the end of the exchange of what the current stream, or a work, has made."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if behind is not None:
+                behind.wait()
+            for number, data in enumerate(tensors if self.bus < float("inf") else ()):
+                seconds = (number == 0) * LATENCY + self.seconds(data.nbytes)
+                grid = (1,) if triton.knobs.runtime.interpret else (PROGRAMS,)
+                more = {"IS_REAL": grid[0] > 1, "BLOCK": 8192, "num_warps": 16}
+                paced[grid](data, data.numel(), int(1e9 * seconds), **more)
+            return self._stream.record_event()
+
+    def seconds(self, nbytes: int) -> float:
+        return 2 * (RANKS - 1) / RANKS * nbytes / (self.bus * 1e9)
+
+    def hook(self, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        """A communication hook of stock."""
+
+        def carried(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            data = future.value()[0]
+            self.carried["stock"] += 1
+            torch.cuda.current_stream().wait_event(self.carry(data))
+            return data
+
+        work = group.allreduce([bucket.buffer()])
+        return work.get_future().then(carried)
+
+
+class Carried:
+    """A work of ours that ends when its exchange does."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class Simulated(all_reduce.AllReduce):
+    """Our exchange, over a line."""
+
+    line: Line
+
+    def launch(self, bucket: Any, works: list[Any], is_broken: bool = False) -> None:
+        super().launch(bucket, works, is_broken)
+        self.line.carried["ours"] += 1
+        sent = (bucket.flat.data, *(bucket.beside or ()))
+        works[-1] = Carried(self.line.carry(*sent, behind=works[-1]))
+
+
+def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:
+    wrapped = StockDDP(model, **options)
+    wrapped.register_comm_hook(torch.distributed.group.WORLD, line.hook)
+    return wrapped
+
+
+def calibrated(
+    line: Line, ranks: Ranks, mib: Sequence[int], buses: Sequence[float]
+) -> list[dict[str, Any]]:
+    """The line by itself, in seconds, beside the formula's."""
+    rows = []
+    for bus in buses:
+        line.bus = bus
+        for row in training.bandwidth(ranks, mib, line.carry):
+            rows.append({**row, "bus": bus, "formula": LATENCY + line.seconds(row["bytes"])})
+    return rows
+
+
+def main() -> None:
+    parser = training.parser(__doc__, ["gpt2_small", "llama3_8b_layer"])
+    parser.add_argument("--bus", nargs="+", type=float, default=[450, 200, 50], help="GB/s")
+    options = parser.parse_args()
+    with process_group("nccl") as ranks:
+        line = Simulated.line = Line()
+        exchanges.AllReduce = Simulated  # type: ignore[misc]  # before wrapping
+        compared = [
+            replace(each, wrapper=partial(_hooked, line)) if each.wrapper is StockDDP else each
+            for each in training.configurations()
+        ]
+        buses = [*options.bus, float("inf")]
+        conditions = {f"{bus:g} GB/s": partial(setattr, line, "bus", bus) for bus in buses}
+        more = {
+            "simulated": LEFT_OUT,
+            "carried": line.carried,
+            "calibration": calibrated(line, ranks, options.mib, options.bus),
+        }
+        training.run("simulated", options, ranks, compared, conditions, **more)
+
+
+if __name__ == "__main__":
+    main()

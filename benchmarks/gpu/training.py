@@ -1,0 +1,216 @@
+"""Training steps as users run them, beside stock's, on one card or several.
+
+    torchrun --standalone --nproc-per-node gpu benchmarks/gpu/training.py [--models resnet50 ...]
+        [--precision bf16|tf32|fp32] [--out FILE]
+
+Forward, backward and a fused AdamW on batches that fill a card (ResNet-50 and ViT 64 images, GPT-2
+8 x 1,024 tokens, a Llama layer 4 x 2,048), under autocast to bf16. Steps run free: nothing waits
+for the device within a sample, which is a few steps between two events, behind one that is not
+timed. Samples of all configurations are interleaved in rounds, in an order shuffled anew, and all
+models are built anew several times. Gradients are compared first. Between several cards bare
+all-reduces are timed too, and what is exposed behind the last gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.base import command, deadline
+from benchmarks.base.command import Output
+from benchmarks.base.ranks import Ranks, process_group
+from benchmarks.models.cases import CASES, Batch, Case, loss
+from benchmarks.models.configurations import UNWRAPPED, UNWRAPPED_AGAIN, Configuration, families
+from benchmarks.models.gradients import STEPS, check
+from benchmarks.report import excerpts
+from benchmarks.report.table import text
+from benchmarks.step.comparison import IdleError
+from benchmarks.step.plan import SETTLED
+from benchmarks.step.traffic import exposed, sent_in
+
+MODELS = ("gpt2_small", "resnet50", "llama3_8b_layer", "vit_b16")
+OPTIMIZER = "fused AdamW"
+CALLS = 4  # of a bare all-reduce in a row
+# By name, what holds while it is sampled: of real exchanges there is one, of simulated ones a line.
+Conditions = Mapping[str, Callable[[], object]]
+
+
+def main() -> None:
+    options = parser(__doc__, MODELS).parse_args()
+    with process_group("nccl") as ranks:
+        run("training", options, ranks, configurations(), {"": lambda: None})
+
+
+def parser(doc: str | None, models: Sequence[str]) -> ArgumentParser:
+    made = command.parser(doc, rounds=5, models=(CASES, models))
+    made.add_argument("--builds", type=command.positive, default=3, help="of all models")
+    what = "of bare all-reduces"
+    made.add_argument("--mib", nargs="+", type=command.positive, default=[25, 100, 400], help=what)
+    made.add_argument("--steps", type=command.positive, default=3, help="of a sample")
+    made.add_argument("--precision", choices=("bf16", "tf32", "fp32"), default="bf16")
+    return made
+
+
+def configurations() -> list[Configuration]:
+    copies, views = families()
+    of_all = (*copies.stock, copies.ours, *views.stock, views.ours)
+    return [UNWRAPPED, UNWRAPPED_AGAIN, *of_all]
+
+
+def run(
+    name: str,
+    options: Namespace,
+    ranks: Ranks,
+    compared: Sequence[Configuration],
+    conditions: Conditions,
+    **heading: Any,
+) -> None:
+    """Measure all models, each in its share of the time, and write what was found after each."""
+    torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+    batches = {each: CASES[each].examples[1] for each in options.models}
+    heading |= {"precision": options.precision, "optimizer": OPTIMIZER, "batches": batches}
+    output = Output(name, options.out, ranks.rank == 0, world_size=ranks.world_size, **heading)
+    if ranks.world_size > 1:
+        output.write({"rows": bandwidth(ranks, options.mib)})
+    found: dict[str, Any] = {}
+    for model, end in deadline.shares(options.models):
+        try:
+            found[model] = measure(CASES[model], ranks, options, compared, conditions, end)
+        except torch.OutOfMemoryError as error:  # of a card that cannot hold it so often
+            if ranks.world_size > 1:
+                raise
+            found[model] = {"error": str(error)}
+        gc.collect()
+        output.write({"models": found})
+        output.say("", *text(excerpts.training(output.only("models", model))))
+
+
+def measure(
+    case: Case,
+    ranks: Ranks,
+    options: Namespace,
+    compared: Sequence[Configuration],
+    conditions: Conditions,
+    end: float,
+) -> dict[str, Any]:
+    """Seconds by condition, configuration, build and round, of the slowest rank."""
+    shuffle = random.Random(case.name)  # the same on all ranks
+    seconds: dict[str, dict[str, list[list[float]]]] = {
+        condition: {each.name: [] for each in compared} for condition in conditions
+    }
+    late: dict[str, float] = {}
+
+    def measure_build(build: int) -> None:
+        models = dict(_wrapped(case, ranks, shuffle.sample(compared, len(compared))))
+        steps = {name: Step(model, options.precision) for name, model in models.items()}
+        if build == 0:
+            check(models, case, ranks, "stock", (UNWRAPPED.name, UNWRAPPED_AGAIN.name))
+        small = case.batch(ranks.device, ranks.rank)
+        batch = case.batch(ranks.device, ranks.rank, "large")
+        for _ in range(SETTLED["cuda"] - (STEPS if build == 0 else 0)):
+            for step in steps.values():
+                step(small)
+        for name, model in models.items():
+            sent, _ = sent_in(partial(steps[name], small), model, ranks.world_size)
+            if not (sent or name.startswith("unwrapped")):
+                raise IdleError(f"{name!r} sends nothing: nothing was timed")
+        if build == 0 and ranks.world_size > 1:
+            late.update({name: step.exposed(batch, ranks) for name, step in steps.items()})
+        ways = {name: partial(step.sample, batch, options.steps) for name, step in steps.items()}
+        for number, (condition, begin) in enumerate(conditions.items()):
+            begin()
+            part = 1 / ((options.builds - build) * len(conditions) - number)
+            until = deadline.until(end, part)
+            numbers = deadline.rounds(options.rounds, until, discarded=1, agreed=ranks.agreed)
+            samples = deadline.interleaved(ways, numbers, f"{case.name} {build} {condition}")
+            for name, found in ranks.slowest(samples).items():
+                seconds[condition][name].append(found)
+
+    for build in range(options.builds):
+        if build == 0 or not ranks.agreed(time.monotonic() > end):
+            measure_build(build)
+            gc.collect()
+    return {"samples": seconds, "exposed": late}
+
+
+def _wrapped(case: Case, ranks: Ranks, order: Sequence[Configuration]) -> Any:
+    copies = case.copies(ranks.device)
+    for each in order:
+        yield each.name, each.wrap(next(copies))
+    copies.close()
+
+
+class Step:
+    """A model and its optimizer."""
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self._model, self._precision = model, precision
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def __call__(self, batch: Batch) -> None:
+        self._optimizer.zero_grad()
+        with self._cast():
+            value = loss(self._model, batch)
+        value.backward()
+        self._optimizer.step()
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        if self._precision == "bf16":
+            return torch.autocast("cuda", torch.bfloat16)
+        return nullcontext()
+
+    def sample(self, batch: Batch, steps: int) -> float:
+        """Seconds of a step. Before the first one the device has another, and is not waited for."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self(batch)
+        begin.record()
+        for _ in range(steps):
+            self(batch)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / steps
+
+    def exposed(self, batch: Batch, ranks: Ranks) -> float:
+        with self._cast():
+            return exposed(self._model, batch, ranks)
+
+
+def bandwidth(
+    ranks: Ranks, sizes: Sequence[int], carry: Callable[[torch.Tensor], object] | None = None
+) -> list[dict[str, Any]]:
+    """All-reduces by themselves: what the line gives, and by what nccl-tests call *bus*."""
+    rows = []
+    for mib in sizes:
+        values = torch.zeros(mib << 18, device=ranks.device)
+
+        def reduce(values: torch.Tensor = values) -> None:
+            for _ in range(CALLS):
+                dist.all_reduce(values) if carry is None else carry(values)
+
+        numbers = deadline.rounds(8, deadline.until(float("inf"), 1.0), discarded=2)
+        found = [ranks.timed(reduce) for _ in numbers][2:]
+        seconds = ranks.slowest({"": [median(found) / CALLS]})[""][0]
+        size = ranks.world_size
+        bus = 2 * (size - 1) / size * (mib << 20) / seconds / 1e9
+        rows.append({"ranks": size, "bytes": mib << 20, "seconds": seconds, "bus": bus})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
