@@ -58,19 +58,10 @@ ALL_TO_ALL_SINGLE = (
 
 # Leaves of nested containers, including those that libraries register with pytree.
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
-# The modes of this thread, from the first one on, and how they begin and end.
-function_modes = torch.overrides._get_current_function_mode_stack
-push_function_mode, pop_function_mode = torch.overrides._push_mode, torch.overrides._pop_mode
-# Contexts without them, without dispatch modes, and without transforms of torch.func.
+# Contexts without function modes, without dispatch modes, and without transforms of torch.func.
 without_function_modes: Any = torch._C.DisableTorchFunction
 without_dispatch_modes: Any = torch._C._DisableTorchDispatch
 without_transforms = temporarily_clear_interpreter_stack
-
-
-def code_was_compiled() -> bool:
-    """Whether this process has used ``torch.compile``: a mode would be compiled in, or not seen."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
 
 # torch's own class, even if its public name was replaced. dynamo uses it.

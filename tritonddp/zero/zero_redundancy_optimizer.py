@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar
-from weakref import WeakSet, finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from tritonddp._torch import (
     adapt_checkpointed,
     agree_on_overflow,
-    code_was_compiled,
     combine_total_norms,
     foreach_norm,
     load_state_dict_post_hooks,
@@ -29,7 +28,6 @@ from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import EarlierMeans
-from tritonddp.zero.overlap import WaitingUsers, WaitsBeforeBackward
 from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import (
     CheckpointAdapter,
@@ -74,11 +72,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
             and give all ranks the rounded values. They are stepped with ``.grad`` as it is: for one
             in fp32 set ``grad_dtype`` of the parameters before the module is wrapped.
-        overlap_param_gather: :meth:`step` returns while new values are under way, where they go
-            through the process group. Who uses a parameter waits for its value, on this thread, so
-            that the beginning of the forward hides the others; a backward begins with all. Call
-            :meth:`synchronize` before other threads, or extensions in C++ that were not given the
-            parameters by a module, use them. Without effect in a process that compiles.
         defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -113,7 +106,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         overlap_with_ddp: bool = False,
         *,
         master_weights: bool = False,
-        overlap_param_gather: bool = False,
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -124,7 +116,6 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "one rank: use it without ZeroRedundancyOptimizer"
             )
         self._is_made, self._is_stepped = False, True
-        self._users = WaitingUsers() if overlap_param_gather else None
         super().__init__(params, defaults)
         self._state = state = _state_of(self._all_params())
         self._core, self._group = state.core, state.core.group
@@ -145,13 +136,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._verify(self.param_groups)
         self._owned = OwnedState(self.optim, self._owners, self._masters, self._group)
         earlier = self._core.events.of(EarlierMeans)
-        for former in (earlier, self._core.events.of(WaitsBeforeBackward)):
-            if former is not None:
-                self._core.events.remove(former)  # this one takes over
+        if earlier is not None:
+            self._core.events.remove(earlier)  # this one takes over
         self._own()
-        if self._users is not None:
-            self._core.events.install(WaitsBeforeBackward(self._users))
-            finalize(self, self._users.end)  # at exit too: others wait for what this rank sends
         self._means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
         if earlier is not None:
             self._means.take_over(earlier)
@@ -208,7 +195,6 @@ class ZeroRedundancyOptimizer(Optimizer):
                 del self._owners[param]
             del self.param_groups[count:], self.optim.param_groups[count:]
             raise
-        self.synchronize()
         self._own()
         # Options of the others may have changed since the last step.
         self._take_options(self.optim.param_groups[-1:], self.param_groups[-1:])
@@ -241,7 +227,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._state.sync.join is not None:
             raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
         core.settle_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
-        self.synchronize()
         self._consolidated, self._is_stepped = None, False
         self._take_options(self.param_groups, self.optim.param_groups)
         if self._masters is not None:
@@ -252,23 +237,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         core.reductions.owners_have_stepped()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
-        self._values.begin(f"{core.where()}, optimizer step")
-        users = self._users
-        if users is not None and self._values.is_under_way and not code_was_compiled():
-            users.begin(self._values)
-        else:
-            self._values.wait()
+        self._values.exchange(f"{core.where()}, optimizer step")
         self._is_stepped = True
         return loss
-
-    def synchronize(self) -> None:
-        """Wait for new values that are under way, with ``overlap_param_gather``.
-
-        Raises:
-            RuntimeError: a rank is missing; the message names it.
-        """
-        if self._users is not None:
-            self._users.end()
 
     @property
     def is_whole(self) -> bool:
@@ -277,7 +248,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         ``False`` in a step, until all new values are there, and after one that has failed or was
         interrupted: then load a checkpoint. (Another step that succeeds makes the ranks equal.)
         """
-        return self._is_stepped and not self._values.is_under_way
+        return self._is_stepped
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Not supported.
