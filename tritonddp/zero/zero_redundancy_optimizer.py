@@ -27,7 +27,7 @@ from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
-from tritonddp.zero.means import EarlierMeans
+from tritonddp.zero.means import OwnedMeans
 from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import (
     CheckpointAdapter,
@@ -135,13 +135,13 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise
         self._verify(self.param_groups)
         self._owned = OwnedState(self.optim, self._owners, self._masters, self._group)
-        earlier = self._core.events.of(EarlierMeans)
-        if earlier is not None:
-            self._core.events.remove(earlier)  # this one takes over
+        earlier = self._core.events.of(OwnedMeans)
         self._own()
-        self._means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
-        if earlier is not None:
-            self._means.take_over(earlier)
+        self._means = OwnedMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
+        if earlier is not None:  # this one takes over
+            self._core.events.remove(earlier)
+            self._means.is_reduced |= earlier.is_reduced
+            self._means.is_mixed = earlier.is_mixed
         self._core.events.install(self._means)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
@@ -440,7 +440,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     @property
     def is_in_force(self) -> bool:
         """Whether gradients are reduced to the owners of this optimizer, not of a later one."""
-        return self._state.core is self._core and self._core.events.of(EarlierMeans) is self._means
+        return self._state.core is self._core and self._core.events.of(OwnedMeans) is self._means
 
     @property
     def is_latest(self) -> bool:
