@@ -127,11 +127,9 @@ def test_a_local_backward_on_top_of_what_is_reduced_already_is_refused(how: str)
     assert_close(gradients(ddp), [torch.full((1, 4), 4.0)])
     with ddp.no_sync():
         ddp(x).sum().backward()
+    reduce = ddp(x).sum().backward if how == "backward" else ddp.reduce_gradients
     with pytest.raises(RuntimeError, match=r"added to gradients .* reduced already.*zero_grad\(\)"):
-        if how == "backward":
-            ddp(x).sum().backward()
-        else:
-            ddp.reduce_gradients()
+        reduce()
 
 
 @ranks(2)

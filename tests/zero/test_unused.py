@@ -58,7 +58,7 @@ def test_a_local_backward_on_top_of_a_mean_is_refused(rank: int) -> None:
     with net.no_sync():
         squares(net(drawn(3, 4))).backward()
     optimizer.step()  # with the mean, and what the owner has added
-    with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer cannot reduce .* local"):
+    with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer cannot reduce .* local"):
         squares(net(drawn(3, 4))).backward()
     optimizer.zero_grad()
     squares(net(drawn(3, 4))).backward()

@@ -14,7 +14,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as Stock
 from torch.optim import Optimizer
 
 from tritonddp._torch import (
-    adapt_checkpointed,
     agree_on_overflow,
     combine_total_norms,
     foreach_norm,
@@ -30,7 +29,6 @@ from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import OwnedMeans
 from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import (
-    CheckpointAdapter,
     OwnedState,
     packed,
     unpacked,
@@ -152,7 +150,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.live.add(self)
         agree_on_overflow(_combine_overflow)
         combine_total_norms(_total_norm)
-        adapt_checkpointed(_for_saving, _for_loading)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer; parameters are those of the same wrapper. All ranks call it.
@@ -297,7 +294,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise RuntimeError(
                 f"Optimizer state has not been consolidated on this rank ({self._group.rank}): "
                 "call `consolidate_state_dict(to=rank)` on all ranks before, to save the "
-                "state of all"
+                "state of all. Functions of torch.distributed.checkpoint.state_dict would need it "
+                "on all ranks: save what `state_dict()` returns there instead"
             )
         return dict(self._consolidated)
 
@@ -321,38 +319,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.state, self._consolidated = self.optim.state, None
         for after in load_state_dict_post_hooks(self).values():
             after(self)
-
-    def for_saving(self, full: bool, on_first_rank: bool) -> CheckpointAdapter:
-        """What ``torch.distributed.checkpoint`` saves. All ranks call this.
-
-        Args:
-            full: the state of all parameters, on the CPU; else of those that this rank owns.
-            on_first_rank: the full state is on rank 0 alone; the others have none.
-        """
-        params = self._all_params()
-        self._initialize()
-        if full:
-            to = 0 if on_first_rank else None
-            state = self._owned.gather(params, to, self._device) or {}
-        else:
-            state = self._owned.by_number(params)
-        return CheckpointAdapter(self, params, state)
-
-    def for_loading(self) -> CheckpointAdapter:
-        """What ``torch.distributed.checkpoint`` loads into. All ranks call this."""
-        params = self._all_params()
-        self._initialize()
-        others = [param for param in params if self._owners[param] != self._group.rank]
-        return CheckpointAdapter(self, params, self._owned.by_number(params), others)
-
-    def _initialize(self) -> None:
-        core = self._core
-        core.settle_outside_backward("a checkpoint of the optimizer while a backward runs")
-        self._take_options(self.param_groups, self.optim.param_groups)
-        where = f"{core.where()}, ZeroRedundancyOptimizer"
-        self._owned.initialize(self._all_params(), where, self._device)
-        self._take_options(self.optim.param_groups, self.param_groups)
-        self.state = self.optim.state
 
     # Parameters and groups
 
@@ -495,16 +461,6 @@ class ZeroRedundancyOptimizer(Optimizer):
             what = "agreement on whether gradients are finite"
             self._group.all_reduce(each, self._core.where(), what, dist.ReduceOp.MAX)
         return found
-
-
-def _for_saving(optimizer: Any, full: bool, on_first_rank: bool) -> Any:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.for_saving(full, on_first_rank)
-    return optimizer
-
-
-def _for_loading(optimizer: Any) -> Any:
-    return optimizer.for_loading() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def _combine_overflow(
