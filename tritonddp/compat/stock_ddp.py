@@ -1,7 +1,6 @@
 """What torch's class has beside its constructor and its forward: names that libraries read or call.
 
-Such libraries are Lightning, Accelerate, torch.distributed.pipelining, ZeRO and dynamo. Values that
-follow from the state of the wrapper are properties, so that they are always current.
+Values that follow from the state of the wrapper are properties, so that they are always current.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
     leave_join,
-    move_inputs,
     overlapped_optimizer,
     patches_of_stock,
     set_active_wrapper,
@@ -103,7 +100,6 @@ class StockDDPNames:
         # Read by stock DDP too; the side stream overlaps input copies with compute.
         variable = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1")
         self.use_side_stream_for_tensor_copies = variable == "1"
-        self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._divide_by_initial_world_size, self._authoritative_rank = True, 0
         warn_of_deprecated(arguments, stacklevel=3)
@@ -192,19 +188,6 @@ class StockDDPNames:
             )
         return names
 
-    @property
-    def _module_parameters(self) -> list[Tensor]:
-        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
-        return [param for name, param in named if name not in ignored]
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        return list(self.named_module_buffers.values())
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        return dict(self._ddp_state.parameters.buffers())
-
     # Buckets
 
     @property
@@ -221,12 +204,6 @@ class StockDDPNames:
     def bucket_bytes_cap_list(self) -> list[int]:
         caps = self._ddp_state.config.caps
         return list(caps.limits) if caps.is_list else []
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:
-        """Whether the first bucket is smaller because no size was given."""
-        caps = self._ddp_state.config.caps
-        return (len(caps.limits) > 1 and not caps.is_list) or caps.tapers
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -272,7 +249,7 @@ class StockDDPNames:
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         """Stock sets up its reducer by these calls. Here nothing needs to be done."""
 
-    _lazy_init = _assign_modules_buffers = _clear_grad_buffer = _set_sparse_metadata = _do_nothing
+    _lazy_init = _clear_grad_buffer = _do_nothing
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
         """Stock's forward calls this inside ``join()``.
@@ -281,24 +258,6 @@ class StockDDPNames:
             RuntimeError: always.
         """
         self.reducer.refuse_notification()
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.process_group.rank()
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split tensors along ``dim``, one part for each device."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Concatenate the parts of several devices along ``dim``, on one device."""
-        return gather(outputs, output_device, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Move inputs to a device; each result is a tuple of one."""
-        device = torch.device(self.device_type, device_id)
-        moved = move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-        return (moved[0],), (moved[1],)
 
     # Options that are set late
 
@@ -536,7 +495,7 @@ class StockDDPNames:
             TypeError: ``bufs`` is not a list of tensors.
         """
         if bufs is None:
-            bufs = self.modules_buffers
+            bufs = [buffer for _, buffer in self._ddp_state.parameters.buffers()]
         if not isinstance(bufs, Sequence) or not all(isinstance(each, Tensor) for each in bufs):
             raise TypeError(f"bufs should be a list of tensors, got {bufs!r}")
         most = bucket_size or self.broadcast_bucket_size
