@@ -295,7 +295,8 @@ class DDPState:
         if config.delay is not None:
             yield DeferredBuckets(config.delay.until, config.caps.delayed, core.launching)
         if config.divide_factor not in (None, self.group.size):
-            yield EarlierMeans(lambda: [param for _, param in parameters.params])
+            params = lambda: [param for _, param in parameters.params]  # noqa: E731
+            yield EarlierMeans(params, "gradient_divide_factor")
         if config.check_finite is not None:
             yield FiniteCheck(config.check_finite, self.group)
 

@@ -115,6 +115,14 @@ def test_parameters_are_numbered_as_in_stock() -> None:
             net._build_debug_param_to_name_mapping(params[:2])
 
 
+@ranks(2)
+def test_buffers_are_looked_up_each_time() -> None:
+    net = DistributedDataParallel(nn.BatchNorm1d(3))
+    assert list(net.named_module_buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    net.module.running_mean = torch.ones(3)
+    assert net.modules_buffers[0] is net.module.running_mean
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"bucket_cap_mb": 1.5}, {"bucket_cap_mb_list": [2, 1]}],
@@ -123,7 +131,7 @@ def test_parameters_are_numbered_as_in_stock() -> None:
 @ranks(2)
 def test_bucket_sizes_read_as_in_stock(options: dict[str, Any]) -> None:
     ours, stock = DistributedDataParallel(Two(), **options), Stock(Two(), **options)
-    for name in ("bucket_bytes_cap", "bucket_bytes_cap_list"):
+    for name in ("bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default"):
         assert getattr(ours, name) == getattr(stock, name), name
 
 

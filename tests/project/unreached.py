@@ -64,6 +64,10 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         ),
         "Reduction._exchange_rows": (7, "a connection that breaks among these rows"),
     },
+    "compat/stock_ddp.py": {
+        "StockDDPNames.scatter": (ALL, GPUS),
+        "StockDDPNames.gather": (ALL, GPUS),
+    },
     "config.py": {
         "sendable": (5, GPU),
         "process_group_of": (1, "a build of torch without torch.distributed"),

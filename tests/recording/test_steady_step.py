@@ -162,7 +162,7 @@ def test_by_default_a_step_sends_few_buckets(name: str, most: int) -> None:
         sizes = sorted(int(size) for size in data["bucket_sizes"].split(", "))
         assert sum(sizes) == 4 * sum(param.numel() for param in net.parameters())
         # By these dynamo splits the graph.
-        assert net.bucket_bytes_cap == 25 * MIB
+        assert (net.bucket_bytes_cap, net.bucket_bytes_cap_default) == (25 * MIB, True)
         assert recorder.collectives.total() == len(net.reducer.buckets), recorder.collectives
         assert recorder.launches["flatten"] == len(net.reducer.buckets)
         assert not recorder.races, recorder.report()

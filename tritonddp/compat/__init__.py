@@ -1,6 +1,6 @@
-"""Stock's semi-private names, for code that reads and calls them.
+"""Stock's attributes, for code that reads and calls them.
 
-One that nobody here uses is not kept:
+All public ones are here. A private one is kept if one of these uses it:
 
 ===================================== ===========================================================
 name                                  who uses it

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
     leave_join,
+    move_inputs,
     overlapped_optimizer,
     patches_of_stock,
     set_active_wrapper,
@@ -188,6 +190,14 @@ class StockDDPNames:
             )
         return names
 
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        return list(self.named_module_buffers.values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        return dict(self._ddp_state.parameters.buffers())
+
     # Buckets
 
     @property
@@ -204,6 +214,12 @@ class StockDDPNames:
     def bucket_bytes_cap_list(self) -> list[int]:
         caps = self._ddp_state.config.caps
         return list(caps.limits) if caps.is_list else []
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether the first bucket is smaller because no size was given."""
+        caps = self._ddp_state.config.caps
+        return (len(caps.limits) > 1 and not caps.is_list) or caps.tapers
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -258,6 +274,20 @@ class StockDDPNames:
             RuntimeError: always.
         """
         self.reducer.refuse_notification()
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """Split tensors along ``dim``, one part for each device."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Concatenate the parts of several devices along ``dim``, on one device."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Move inputs to a device; each result is a tuple of one."""
+        device = torch.device(self.device_type, device_id)
+        moved = move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+        return (moved[0],), (moved[1],)
 
     # Options that are set late
 
@@ -495,7 +525,7 @@ class StockDDPNames:
             TypeError: ``bufs`` is not a list of tensors.
         """
         if bufs is None:
-            bufs = [buffer for _, buffer in self._ddp_state.parameters.buffers()]
+            bufs = self.modules_buffers
         if not isinstance(bufs, Sequence) or not all(isinstance(each, Tensor) for each in bufs):
             raise TypeError(f"bufs should be a list of tensors, got {bufs!r}")
         most = bucket_size or self.broadcast_bucket_size

@@ -22,21 +22,24 @@ class EarlierMeans(Extension):
 
     Args:
         params: returns the parameters whose gradients they are.
-        is_reduced: ``.grad`` holds some already.
-
-    Attributes:
         option: what needs that, in errors.
+        is_reduced: ``.grad`` holds some already.
     """
 
-    option = "gradient_divide_factor"
-    reads_device = f"which gradients are reduced already ({option})"
-
-    def __init__(self, params: Callable[[], Iterable[Tensor]], is_reduced: bool = False) -> None:
-        self._params = params
+    def __init__(
+        self, params: Callable[[], Iterable[Tensor]], option: str, is_reduced: bool = False
+    ) -> None:
+        self._params, self._option = params, option
+        self.reads_device = f"which gradients are reduced already ({option})"
         # No backward has added to the gradients since the last reduction.
         self.is_reduced = is_reduced
-        self.is_mixed = False  # a local backward has
+        self._is_mixed = False  # a local backward has
         self._aside: dict[Tensor, Tensor] = {}
+
+    def take_over(self, former: EarlierMeans) -> None:
+        """Go on from another one, of the same gradients."""
+        self.is_reduced |= former.is_reduced
+        self._is_mixed = former._is_mixed
 
     def on_begin(self, backward: Backward) -> None:
         """Take the means out, unless the backward is local.
@@ -48,8 +51,8 @@ class EarlierMeans(Extension):
             self._check(backward.where)
             if self.is_reduced:
                 self.set_aside()
-        elif self.is_reduced or self.is_mixed:
-            self.is_mixed = self._any()
+        elif self.is_reduced or self._is_mixed:
+            self._is_mixed = self._any()
         self.is_reduced = False
 
     def on_request(self, reduction: Reduction) -> None:
@@ -76,17 +79,17 @@ class EarlierMeans(Extension):
     def on_close(self, reduction: Reduction | None) -> None:
         """After a reduction ``.grad`` holds means, until a backward adds to it."""
         if reduction is not None:
-            self.is_reduced, self.is_mixed = True, False
+            self.is_reduced, self._is_mixed = True, False
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """The gradients are as the backward has left them."""
         self._put_back()
 
     def _check(self, where: str) -> None:
-        self.is_mixed = self.is_mixed and self._any()
-        if self.is_mixed:
+        self._is_mixed = self._is_mixed and self._any()
+        if self._is_mixed:
             raise RuntimeError(
-                f"{where}: {self.option} cannot reduce gradients of a local backward that were "
+                f"{where}: {self._option} cannot reduce gradients of a local backward that were "
                 "added to gradients which are reduced already. Drop those (zero_grad()) before the "
                 "first backward under no_sync(), or reduce all backwards"
             )

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.earlier_means import EarlierMeans
+from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
 
-class OwnedMeans(EarlierMeans):
+class OwnedMeans(Extension):
     """After a reduction the owner has the mean in ``.grad``, and the other ranks have ``None``.
 
     Args:
@@ -21,8 +22,7 @@ class OwnedMeans(EarlierMeans):
         optimizer: weak reference to the optimizer whose owners they are.
     """
 
-    option = "ZeroRedundancyOptimizer"
-    reads_device = f"which gradients are reduced already ({option})"
+    reads_device = "which gradients are means already (ZeroRedundancyOptimizer)"
 
     def __init__(
         self,
@@ -31,32 +31,49 @@ class OwnedMeans(EarlierMeans):
         is_reduced: bool,
         optimizer: Callable[[], object],
     ) -> None:
-        super().__init__(
+        self._earlier = EarlierMeans(
             lambda: [param for param, owner in owners.items() if owner == rank],
+            "ZeroRedundancyOptimizer",
             is_reduced,
         )
         self._optimizer, self._owners, self._rank = optimizer, owners, rank
 
+    def take_over(self, former: OwnedMeans) -> None:
+        """Go on from the means of an earlier optimizer, whose parameters keep their owners."""
+        self._earlier.take_over(former._earlier)
+
     def on_begin(self, backward: Backward) -> None:
-        """See :meth:`EarlierMeans.on_begin`."""
+        """A backward that is reduced needs the optimizer.
+
+        Raises:
+            RuntimeError: it is gone, or see :meth:`EarlierMeans.on_begin`.
+        """
         if backward.reduction is not None and self._optimizer() is None:
             raise RuntimeError(
                 f"{backward.where}: the ZeroRedundancyOptimizer of this wrapper is gone, and no "
                 "other rank would get the gradients of those that it owns: make another one, or "
                 "wrap the module again"
             )
-        super().on_begin(backward)
+        self._earlier.on_begin(backward)
 
     def on_request(self, reduction: Reduction) -> None:
         """Another request changes nothing, as without owners."""
-        super().on_request(reduction)
-        if self.is_reduced:
-            self.set_aside()
+        self._earlier.on_request(reduction)
+        if self._earlier.is_reduced:
+            self._earlier.set_aside()
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Add the earlier means. (The first reduction leaves the mean on all ranks: drop it.)"""
-        super().on_reduced_all(reduction)
+        self._earlier.on_reduced_all(reduction)
         # (Not those of a layer that was frozen until now: they are reduced after all buckets.)
         for param in (param for bucket in reduction.buckets for param in bucket.params):
             if self._owners.get(param, self._rank) != self._rank:
                 param.grad = None
+
+    def on_close(self, reduction: Reduction | None) -> None:
+        """See :meth:`EarlierMeans.on_close`."""
+        self._earlier.on_close(reduction)
+
+    def on_abort(self, reduction: Reduction | None) -> None:
+        """See :meth:`EarlierMeans.on_abort`."""
+        self._earlier.on_abort(reduction)

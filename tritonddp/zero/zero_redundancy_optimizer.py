@@ -138,8 +138,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._means = OwnedMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
         if earlier is not None:  # this one takes over
             self._core.events.remove(earlier)
-            self._means.is_reduced |= earlier.is_reduced
-            self._means.is_mixed = earlier.is_mixed
+            self._means.take_over(earlier)
         self._core.events.install(self._means)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
