@@ -160,6 +160,17 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context: tensors are made in it."""
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(former)
+
+
 def in_threads(*calls: Callable[[], Any], limit: float = 60.0) -> None:
     """Run each in a thread of its own; the first error of one is raised here."""
     errors: list[BaseException] = []

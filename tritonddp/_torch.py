@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -58,19 +57,10 @@ ALL_TO_ALL_SINGLE = (
 
 # Leaves of nested containers, including those that libraries register with pytree.
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
-# The modes of this thread, from the first one on, and how they begin and end.
-function_modes = torch.overrides._get_current_function_mode_stack
-push_function_mode, pop_function_mode = torch.overrides._push_mode, torch.overrides._pop_mode
-# Contexts without them, without dispatch modes, and without transforms of torch.func.
+# Contexts without function modes, without dispatch modes, and without transforms of torch.func.
 without_function_modes: Any = torch._C.DisableTorchFunction
 without_dispatch_modes: Any = torch._C._DisableTorchDispatch
 without_transforms = temporarily_clear_interpreter_stack
-
-
-def code_was_compiled() -> bool:
-    """Whether this process has used ``torch.compile``: a mode would be compiled in, or not seen."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
 
 # torch's own class, even if its public name was replaced. dynamo uses it.
@@ -167,46 +157,6 @@ def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor
     clip_grad._group_tensors_by_device_and_dtype = lambda some: group(some) if some[0] else {}
     total_norm.combine = combine  # type: ignore[attr-defined]
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
-
-
-def adapt_checkpointed(
-    saving: Callable[[Any, bool, bool], Any], loading: Callable[[Any], Any]
-) -> None:
-    """Give ``torch.distributed.checkpoint.state_dict`` something else instead of optimizers.
-
-    Its functions know no optimizer whose state is spread over ranks, other than by DTensors, and
-    have no hook for one. They look up the two that are replaced here in their module, so this also
-    holds where users have imported them by name. Patched once per process.
-
-    Args:
-        saving: ``saving(optimizer, full_state_dict, cpu_offload)`` returns what is asked for its
-            ``state_dict()``: the optimizer itself, for example.
-        loading: ``loading(optimizer)`` returns what loads instead: the optimizer itself, or an
-            object with a method ``completed(state_dict, names)``, see ``CheckpointAdapter``.
-    """
-    module: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    get, load = module._get_optim_state_dict, module._load_optim_state_dict
-    if hasattr(get, "is_adapted"):
-        return
-
-    @functools.wraps(get)
-    def adapted_get(model: Any, optimizers: Any, info: Any) -> Any:
-        options = info.full_state_dict, info.cpu_offload
-        return get(model, tuple(saving(each, *options) for each in optimizers), info)
-
-    @functools.wraps(load)
-    def adapted_load(model: Any, optimizers: Any, state_dict: Any, info: Any) -> None:
-        for optimizer in optimizers:
-            loader, content, options = loading(optimizer), state_dict, info
-            if loader is not optimizer:
-                content = loader.completed(state_dict, info.fqn_param_mapping)
-                if not info.broadcast_from_rank0:
-                    # (This option has them look for all of the content in the state of this rank.)
-                    options = replace(info, full_state_dict=False)
-            load(model, (loader,), content, options)
-
-    adapted_get.is_adapted = True  # type: ignore[attr-defined]
-    module._get_optim_state_dict, module._load_optim_state_dict = adapted_get, adapted_load
 
 
 # Hooks of an optimizer, by number. Optimizer runs them in methods which also do all the rest.

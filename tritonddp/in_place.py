@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copyreg import _reconstructor  # type: ignore[attr-defined]
-from functools import cache, partialmethod
+from functools import partialmethod
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -140,8 +140,6 @@ class ReplicatedModule:
         return ddp(self).should_stop()
 
 
-# In the class of a replicated module, once that is complete.
-_MADE = "_tritonddp_made"
 # The names that a module must not have itself.
 _ADDED = [name for name in vars(ReplicatedModule) if not name.startswith("__")]
 
@@ -288,39 +286,7 @@ def _class_of(plain: type) -> type:
     for name in ("__deepcopy__", *(["recompile"] if issubclass(plain, GraphModule) else [])):
         if hasattr(plain, name):
             named[name] = partialmethod(_as_plain, getattr(plain, name))
-    made = _kind_of_class(type(plain))(plain.__name__, (ReplicatedModule, plain), named)
-    type.__setattr__(made, _MADE, True)
-    return made
-
-
-@cache
-def _kind_of_class(meta: type[type]) -> type[type]:
-    """A metaclass below ``meta``: data that is set on the subclass is set on the user's class.
-
-    Code such as ``type(self).made += 1`` means that one. (Not what is set while the subclass is
-    made, as by an ``__init_subclass__`` of the user's; and no methods, which are patched for a
-    while, and taken away again.)
-    """
-
-    class Replicated(meta):  # type: ignore[misc, valid-type]
-        def __setattr__(cls, name: str, value: Any) -> None:
-            if _is_of_users(cls, name) and not callable(value) and not hasattr(value, "__get__"):
-                setattr(_plain_class(cls), name, value)
-            else:
-                super().__setattr__(name, value)
-
-        def __delattr__(cls, name: str) -> None:
-            if _is_of_users(cls, name):
-                delattr(_plain_class(cls), name)
-            else:
-                super().__delattr__(name)
-
-    return Replicated
-
-
-def _is_of_users(kind: type, name: str) -> bool:
-    own = vars(kind)
-    return _MADE in own and name not in own and not name.startswith(("__", "_abc_"))
+    return type(plain)(plain.__name__, (ReplicatedModule, plain), named)
 
 
 def _as_plain(module: nn.Module, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -49,7 +49,7 @@ from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
-from tritonddp.reducer.earlier_means import ReducedOnce
+from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
 from tritonddp.reducer.reducer import Reducer
@@ -295,7 +295,8 @@ class DDPState:
         if config.delay is not None:
             yield DeferredBuckets(config.delay.until, config.caps.delayed, core.launching)
         if config.divide_factor not in (None, self.group.size):
-            yield ReducedOnce(lambda: [param for _, param in parameters.params])
+            params = lambda: [param for _, param in parameters.params]  # noqa: E731
+            yield EarlierMeans(params, "gradient_divide_factor")
         if config.check_finite is not None:
             yield FiniteCheck(config.check_finite, self.group)
 

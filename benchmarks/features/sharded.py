@@ -5,8 +5,7 @@
 
 An MLP of 25 million parameters on two ranks over gloo, with AdamW and with Muon. *replicated*: this
 package's wrapper, each rank steps all parameters. *sharded*: its ZeroRedundancyOptimizer. *torch*:
-torch's of that name, with stock DDP. *overlapped*: sharded, with ``overlap_param_gather``, over a
-line. All are timed in turns, in the same processes: the backward
+torch's of that name, with stock DDP. All are timed in turns, in the same processes: the backward
 with the forward before it, and the step with its exchange.
 
 The ranks are on this ``host``, or on two hosts (namespaces.py) with a ``line`` of ``--rate`` bit/s,
@@ -57,13 +56,8 @@ RATIOS = {
     "step, sharded / replicated": ("sharded", "replicated", "step"),
     "whole, sharded / replicated": ("sharded", "replicated", "whole"),
     "whole, sharded / torch": ("sharded", "torch", "whole"),
-    # Of several steps in a row, the first of which have a next one to overlap with.
-    "row, sharded / replicated": ("sharded", "replicated", "row"),
-    "row, overlapped / replicated": ("overlapped", "replicated", "row"),
-    "row, overlapped / torch": ("overlapped", "torch", "row"),
 }
-PARTS = "step", "whole", "row"
-ROW = 4  # steps
+PARTS = "step", "whole"
 
 
 class Training:
@@ -91,19 +85,6 @@ class Training:
         end = time.perf_counter()
         return {"step": end - between, "whole": end - begin}
 
-    def row_seconds(self) -> float:
-        """Of a step, the mean of some that follow each other."""
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(ROW):
-            self.model(self.inputs).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.synchronize()
-        dist.barrier()
-        return (time.perf_counter() - begin) / ROW
-
     def step_nbytes(self) -> float:
         """That the interfaces of all hosts send in a step."""
         self.seconds()
@@ -129,9 +110,6 @@ def ways_of(kind: Any, defaults: dict[str, float]) -> dict[str, Any]:
     return {
         "replicated": partial(Training, DistributedDataParallel, plain),
         "sharded": partial(Training, DistributedDataParallel, ours),
-        "overlapped": partial(
-            Training, DistributedDataParallel, partial(ours, overlap_param_gather=True)
-        ),
         "torch": partial(Training, Stock, theirs),
     }
 
@@ -208,10 +186,8 @@ def of_ranks(options: argparse.Namespace) -> None:
             rounds = interleaved(timed, range(-5, options.rounds))
             times = {
                 part: {way: [each[part] for each in found] for way, found in rounds.items()}
-                for part in ("step", "whole")
+                for part in PARTS
             }
-            rows = {way: each.row_seconds for way, each in ways.items()}
-            times["row"] = interleaved(rows, range(-1, -(-options.rounds // 2)))
             found = {
                 ratio: vars(paired_ratio(times[part][a], times[part][b]))
                 for ratio, (a, b, part) in RATIOS.items()

@@ -413,26 +413,6 @@ def test_copies_of_a_wrapper_keep_its_hook() -> None:
 
 
 @ranks(2)
-def test_methods_of_the_reducer_that_reduce_a_bucket() -> None:
-    model = OURS(net(), **FIVE_BUCKETS)
-    for expected in (dist.get_world_size(), 1):
-        buckets = model.reducer._get_zeros_like_grad_buckets()
-        assert [bucket.index() for bucket in buckets] == list(range(5))
-        assert buckets[4].is_last()
-        assert not any(bucket.buffer().any() for bucket in buckets)
-        buckets[0].buffer().fill_(1)
-        result = model.reducer._run_comm_hook(buckets[0]).wait()
-        result = result[0] if isinstance(result, list) else result
-        assert (result == expected).all()
-        model.reducer._run_allreduce_hook(buckets[1]).wait()
-        if expected > 1:
-            assert not model._has_rebuilt_buckets
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
-    train(model, 1)
-    assert model._has_rebuilt_buckets
-
-
-@ranks(2)
 def test_uneven_inputs_with_a_hook(rank: int) -> None:
     models = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
     models[1].register_comm_hook(None, divide_later)

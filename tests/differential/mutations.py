@@ -295,7 +295,6 @@ def values_of_one_rank(original: Any) -> Any:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = original(self, *args, **kwargs)
-        self.synchronize()
         for param in self._values._others[-1:]:
             param.detach().mul_(1.5)
         return loss
@@ -303,7 +302,7 @@ def values_of_one_rank(original: Any) -> Any:
     return step
 
 
-@mutation("reducer.earlier_means:MeansAside.take_out")
+@mutation("reducer.earlier_means:EarlierMeans.set_aside")
 def means_that_count_on_one_rank(original: Any) -> Any:
     """A mean that is in ``.grad`` already is reduced as this rank's gradient."""
     return lambda self: None

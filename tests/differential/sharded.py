@@ -4,7 +4,19 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from differential.scenario import Action, Replace, Require, Scenario, Step, Swap, Write
+from differential.scenario import (
+    Action,
+    Backward,
+    BreakOff,
+    ReduceGradients,
+    Replace,
+    Require,
+    Scenario,
+    Step,
+    Swap,
+    Write,
+    ZeroGrad,
+)
 
 _SPARSE = "sparse embedding"
 _LONG = 30  # steps
@@ -36,7 +48,15 @@ def sharded(scenario: Scenario) -> Scenario:
 
 
 def _actions(scenario: Scenario, draw: random.Random) -> Iterator[Action]:
+    has_means = False  # .grad does
     for action in scenario.actions:
+        if isinstance(action, ZeroGrad | BreakOff):
+            has_means = False
+        elif isinstance(action, Backward) and action.local and has_means:
+            has_means = False
+            yield ZeroGrad(True, False)  # else the next reduction is an error
+        elif isinstance(action, Backward | ReduceGradients):
+            has_means |= not getattr(action, "local", False)
         if isinstance(action, Replace):
             # The optimizer keeps what was replaced: in a long life it would pass for a leak.
             if scenario.actions.count(Step()) >= _LONG:

@@ -88,20 +88,20 @@ def test_the_sum_is_divided_however_it_travels(way: str, factor: float) -> None:
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2)
 def test_what_is_reduced_already_is_added_as_it_is(view: bool, factor: float) -> None:
-    """Over backwards that are reduced, local, or reduced on request: like one of all of them."""
+    """Over backwards that are reduced, or reduced on request: like one of all of them."""
     module = Net()
     ddp = wrap(copy.deepcopy(module), view, gradient_divide_factor=factor)
     for number in range(7):
         module(drawn(4, 20, step=number)).backward()
         loss = ddp(drawn(4, 20, step=number))
-        if number in (2, 4):
+        if number < 2:
             with ddp.no_sync():
                 loss.backward()
         else:
             loss.backward()
-        if number == 4:
+        if number == 1:
             ddp.reduce_gradients()
-        if number != 2:
+        if number:
             assert_divided(gradients(ddp), sums(module, factor), 1e-5, f"backward {number}")
     for param in ddp.parameters():  # what is written by hand counts
         param.grad = torch.ones_like(param)
@@ -112,17 +112,37 @@ def test_what_is_reduced_already_is_added_as_it_is(view: bool, factor: float) ->
     assert_close(list(ddp.reduce_gradients(by_hand)), wanted)
 
 
+@pytest.mark.parametrize("how", ["backward", "request"])
 @ranks(2)
-def test_what_is_reduced_already_stays_in_a_backward_that_is_reduced_after_all() -> None:
-    """It goes through an output of a forward under ``no_sync`` first."""
+def test_a_local_backward_on_top_of_what_is_reduced_already_is_refused(how: str) -> None:
+    """Unless that was dropped, or set to zero: who adds up, begins with that."""
+    ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
+    x = torch.ones(1, 4)
+    for _ in range(2):
+        ddp(x).sum().backward()
+        ddp.zero_grad(set_to_none=False)
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+    ddp(x).sum().backward()
+    assert_close(gradients(ddp), [torch.full((1, 4), 4.0)])
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    reduce = ddp(x).sum().backward if how == "backward" else ddp.reduce_gradients
+    with pytest.raises(RuntimeError, match=r"added to gradients .* reduced already.*zero_grad\(\)"):
+        reduce()
+
+
+@ranks(2)
+def test_a_backward_that_is_reduced_after_all_is_refused_too() -> None:
+    """It goes through an output of a forward under ``no_sync`` first, on top of a mean."""
     ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
     x = torch.ones(1, 4)
     late, first = ddp(x), ddp(x)
     first.sum().backward()
     with ddp.no_sync():
         local = ddp(x)
-    (local.sum() + late.sum()).backward()
-    assert_close(gradients(ddp), [torch.full((1, 4), 6.0)])
+    with pytest.raises(RuntimeError, match="added to gradients which are reduced already"):
+        (local.sum() + late.sum()).backward()
 
 
 @pytest.mark.parametrize("over_all", [False, True])

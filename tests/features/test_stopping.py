@@ -2,15 +2,23 @@
 
 import copy
 import logging
+import random
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, gather, ranks, recorded_collectives
+from distributed import (
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    gather,
+    ranks,
+    recorded_collectives,
+)
 from modules import mlp
 from recording.programs import PROGRAMS, Run
 from recording.recorder import Recorder
@@ -309,3 +317,53 @@ def test_a_signal_to_one_rank_stops_all_models_of_all_ranks(rank: int) -> None:
     third = wrap(mlp(4, 8, 2))  # later than the end of it
     train_step(third, drawn(5, 4))
     assert not third.should_stop()
+
+
+PLACES = "any", "between", "forward", "backward", "optimizer"
+
+
+@pytest.mark.parametrize("name", ["memory", "process group", "views", "int8", "bf16", "norm"])
+@ranks(3)
+def test_ranks_that_get_a_signal_at_any_moment_stop_after_the_same_step(
+    rank: int, name: str
+) -> None:
+    """From outside after some milliseconds, by a timer, or in a place of the program."""
+    options = WAYS | {"memory": {}, "norm": {"grad_norm": True}}
+    strike = partial(signal.raise_signal, signal.SIGALRM)
+    for trial in range(3 * len(PLACES)):
+        place = PLACES[trial % len(PLACES)]
+        alike = random.Random(f"{name} {trial}")
+        struck = rank in alike.sample(range(3), alike.randint(1, 3))
+        here = random.Random(f"{name} {trial} {rank}")
+        at, at_layer = alike.randrange(2, 6) + here.randrange(2), here.randrange(4)
+        net = mlp(6, 24, 12, 4)
+        ddp = DistributedDataParallel(net, bucket_cap_mb=8e-4, **options[name])
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+        params = list(ddp.parameters())
+        former = signal.signal(signal.SIGALRM, lambda *_: None)  # it may come after the stop
+        with tritonddp.stop_on_signal(signal.SIGALRM):
+            if struck and place == "any":
+                signal.setitimer(signal.ITIMER_REAL, here.uniform(1e-4, 0.03))
+            for number in range(3000):
+                strikes = place if struck and number == at else ""
+                if strikes == "between":
+                    strike()
+                hooks: dict[str, Any] = {
+                    "forward": ddp.module[at_layer].register_forward_hook,
+                    "backward": params[at_layer].register_hook,
+                    "optimizer": optimizer.register_step_pre_hook,
+                }
+                handle = hooks[strikes](lambda *_: strike()) if strikes in hooks else None
+                optimizer.zero_grad()
+                ddp(drawn(4, 6, step=number)).square().mean().backward()
+                optimizer.step()
+                if handle is not None:
+                    handle.remove()
+                if ddp.should_stop():
+                    break
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+        what = f"trial {trial}: {place}"
+        (stopped,) = set(gather(number))
+        assert stopped < 2999, what
+        assert_same_on_all_ranks(params, what)

@@ -6,7 +6,6 @@ import pickle
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -67,37 +66,6 @@ OWN_COPIES: dict[str, Callable[[], nn.Module]] = {
     "parametrized": lambda: weight_norm(Net().layer),
     "graph module": lambda: torch.fx.symbolic_trace(Net()),
 }
-
-
-class Counted(Net):
-    made = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        type(self).made += 1
-
-
-class Prepared(Net):
-    made = 5
-
-    def __init_subclass__(cls) -> None:
-        cls.made = 0
-
-
-@ranks(1)
-def test_what_is_set_on_the_class_of_a_module_is_set_on_the_users_class(rank: int) -> None:
-    net = replicate(Counted())
-    type(net)()
-    assert Counted.made == 2
-    x = torch.ones(1, 4)
-    with mock.patch.object(type(net), "forward", lambda self, x: x):
-        assert torch.equal(net(x), x)
-    assert torch.equal(net(x), net.layer(x))
-    with mock.patch.object(type(net), "made", 7):
-        assert Counted.made == 7
-    assert Counted.made == 2
-    replicate(Prepared())
-    assert Prepared.made == 5, "this is not one of its own subclasses"
 
 
 @pytest.mark.parametrize("kind", OWN_COPIES)

@@ -24,7 +24,6 @@ FILES_A_ROOM = 10
 LINES_A_FILE = 800
 # Files within 5 % of it, each with the reason why it is one.
 LONG = {
-    "_torch.py": "all private names of torch and Triton, which a new version may move",
     "reducer/reducer.py": "the order of one backward, read from top to bottom, and who calls it",
 }
 ATTRIBUTES_A_CLASS = 30

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,9 +109,9 @@ def _clipped(net: Any) -> None:
     net.clip_grad_norm_(0.01)
 
 
-def _with_owners(net: Any, overlap: bool = False) -> None:
+def _with_owners(net: Any) -> None:
     net.optimizer = tritonddp.ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.SGD, overlap_param_gather=overlap, lr=0.01, momentum=0.9
+        net.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9
     )
 
 
@@ -152,7 +152,6 @@ PROGRAMS = {
     ),
     "owners": Program(prepare=_with_owners, after=_stepped),
     "owners, views": Program(_VIEWS, prepare=_with_owners, after=_stepped),
-    "owners, overlap": Program(prepare=partial(_with_owners, overlap=True), after=_stepped),
     "owners, bf16 wire, unused parameters": Program(
         {"reduce_dtype": torch.bfloat16}, prepare=_with_owners, leaves_out=True, after=_stepped
     ),

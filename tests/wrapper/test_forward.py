@@ -65,7 +65,6 @@ def test_the_parts_of_a_forward_may_be_called_one_by_one(rank: int) -> None:
     output.sum().backward()
     assert_gradients_alike(net)
     assert net._lazy_init_ran
-    assert net._distributed_rank == rank
     x = drawn(4, 3)
     (moved,), (keywords,) = net.to_kwargs((x,), {"a": [x]}, 0)
     assert_same_bits(moved[0], x)

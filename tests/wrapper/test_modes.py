@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import assert_close, drawn, gradients
+from training import assert_close, default_dtype, drawn, gradients
 
 from tritonddp import DistributedDataParallel
 
@@ -33,16 +33,6 @@ class Operations(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         is_new = type(made) is Tensor and func.namespace == "aten" and not func.is_view
         return made.to("meta") if is_new and not func._schema.is_mutable else made
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Any:
-    former = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(former)
 
 
 @contextlib.contextmanager

@@ -1,17 +1,19 @@
 """Values after steps of owners are those of the plain optimizer on all ranks."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from beside_replicated import TRANSPORTS, Pair, owner_of
-from distributed import ranks
+from distributed import assert_same_on_all_ranks, ranks
 from modules import Given, Layers, Squares, linears, mlp
 from torch import nn
 from training import drawn, squares, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
+from tritonddp.zero.values import OwnedValues
 
 # Classes of optimizers, with their options.
 CLASSES: dict[str, Any] = {
@@ -226,6 +228,42 @@ def test_the_wrapper_may_have_a_part_of_the_ranks(rank: int, world: tuple[int, i
     ours.consolidate_state_dict(1)
     if group.rank() == 1:
         assert ours.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+
+
+class Failing(torch.optim.AdamW):
+    """A step that fails, if it is to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError("on purpose")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_a_step_that_fails_is_told_by_a_flag(rank: int, transport: str) -> None:
+    pair = Pair(mlp(4, 8, 8, 2), Failing, wrapper=TRANSPORTS[transport])
+    for number in range(3):
+        pair.step(drawn(5, 4, step=number))
+    optimizer = pair.optimizer
+    assert optimizer.is_whole
+    squares(pair.zero(drawn(5, 4))).backward()
+    optimizer.optim.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert not optimizer.is_whole
+    optimizer.optim.fails = False  # type: ignore[attr-defined]
+    with (
+        mock.patch.object(OwnedValues, "exchange", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        optimizer.step()
+    assert not optimizer.is_whole
+    optimizer.step()
+    assert optimizer.is_whole
+    assert_same_on_all_ranks(list(pair.zero.parameters()))
 
 
 @ranks(2)

@@ -49,6 +49,21 @@ def test_reduced_backwards_accumulate(view: bool, transport: str) -> None:
         pair.check(f"step {number}")
 
 
+@ranks(2)
+def test_a_local_backward_on_top_of_a_mean_is_refused(rank: int) -> None:
+    net = wrap(mlp(4, 8, 8, 2))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    for number in range(3):
+        squares(net(drawn(3, 4, step=number))).backward()
+    with net.no_sync():
+        squares(net(drawn(3, 4))).backward()
+    optimizer.step()  # with the mean, and what the owner has added
+    with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer cannot reduce .* local"):
+        squares(net(drawn(3, 4))).backward()
+    optimizer.zero_grad()
+    squares(net(drawn(3, 4))).backward()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @ranks(2, views=True)
 def test_what_a_probe_leaves_behind_is_dropped(view: bool, set_to_none: bool) -> None:

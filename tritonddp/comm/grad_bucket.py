@@ -131,15 +131,6 @@ def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
     return all_reduce(bucket.buffer(), group).get_future()
 
 
-def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:
-    """What a hook would get where all gradients are zero."""
-    hooked = those_of_hooks(buckets)
-    return [
-        GradBucket(each.index, each is hooked[-1], torch.zeros_like(buffer_of(each)), each.params)
-        for each in hooked
-    ]
-
-
 def those_of_hooks(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The buckets that hooks get: not those of sparse gradients."""
     return [bucket for bucket in buckets if not isinstance(bucket, SparseBucket)]

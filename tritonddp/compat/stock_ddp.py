@@ -1,7 +1,6 @@
 """What torch's class has beside its constructor and its forward: names that libraries read or call.
 
-Such libraries are Lightning, Accelerate, torch.distributed.pipelining, ZeRO and dynamo. Values that
-follow from the state of the wrapper are properties, so that they are always current.
+Values that follow from the state of the wrapper are properties, so that they are always current.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class StockDDPNames:
         # Read by stock DDP too; the side stream overlaps input copies with compute.
         variable = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1")
         self.use_side_stream_for_tensor_copies = variable == "1"
-        self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._divide_by_initial_world_size, self._authoritative_rank = True, 0
         warn_of_deprecated(arguments, stacklevel=3)
@@ -193,11 +191,6 @@ class StockDDPNames:
         return names
 
     @property
-    def _module_parameters(self) -> list[Tensor]:
-        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
-        return [param for name, param in named if name not in ignored]
-
-    @property
     def modules_buffers(self) -> list[Tensor]:
         return list(self.named_module_buffers.values())
 
@@ -267,7 +260,7 @@ class StockDDPNames:
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         """Stock sets up its reducer by these calls. Here nothing needs to be done."""
 
-    _lazy_init = _assign_modules_buffers = _clear_grad_buffer = _set_sparse_metadata = _do_nothing
+    _lazy_init = _clear_grad_buffer = _do_nothing
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
         """Stock's forward calls this inside ``join()``.
@@ -276,10 +269,6 @@ class StockDDPNames:
             RuntimeError: always.
         """
         self.reducer.refuse_notification()
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.process_group.rank()
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
         """Split tensors along ``dim``, one part for each device."""

@@ -1,8 +1,4 @@
-"""``ddp.reducer``: the names of stock's reducer that other code reads or calls.
-
-They are called by Lightning before each backward of manual optimisation, by Accelerate in
-``trigger_sync_in_backward``, by torch's communication hooks, and by stock's own tests.
-"""
+"""``ddp.reducer``: the names of stock's reducer that other code reads or calls."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from torch.nn import Parameter
 
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.comm.grad_bucket import GradBucket, sum_of, zeros_like
+from tritonddp.comm.grad_bucket import GradBucket, sum_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.features.unused_params import StrictUnused
 from tritonddp.reducer.graph.backward import watch
@@ -110,18 +106,12 @@ class StockReducer:
             )
         core.forwards.raise_deferred(again=True)
 
-    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
-        """Wait for these futures of buffer hooks when the next backward ends or forward begins."""
-        self._core.post_backward.extend(futures)
-
     def _remove_autograd_hooks(self) -> None:
         """Remove all hooks from the parameters, without waiting for other ranks."""
         self._core.detach()
 
-    def _do_nothing(self, *_: Any, **__: Any) -> None:
-        """Stock's reducer needs these calls; here they have no effect."""
-
-    set_logger = _push_all_rebuilt_params = _delay_all_reduce = _set_sparse_metadata = _do_nothing
+    def _delay_all_reduce(self) -> None:
+        """No effect: stock's reducer needs this call."""
 
     def _rebuild_buckets(self) -> bool:
         """Buckets are rebuilt at the end of a backward, never here."""
@@ -138,17 +128,6 @@ class StockReducer:
 
     _set_forward_pass_work_handle = refuse_notification
 
-    def _run_comm_hook(self, bucket: GradBucket) -> Any:
-        """A future of the hook's result for ``bucket``; without a hook, of the sum over ranks."""
-        if self._core.options.comm_hook is None:
-            return self._run_allreduce_hook(bucket)
-        state, hook = self._core.options.comm_hook
-        return hook(state, bucket)
-
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """A future of the sum over all ranks. torch's hooks that step optimizers call it first."""
         return sum_of(bucket, self._core.group.process_group)
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """Copies of all buckets with gradients of zero."""
-        return zeros_like(self.buckets)

@@ -1,8 +1,8 @@
-"""Gradients that are reduced already when a backward adds to them.
+"""Results of earlier reductions that are in ``.grad`` when a backward is reduced on top of them.
 
-In the next reduction they would be sent again. A mean of equal numbers is that number, so that the
-plain mean bears it. A sum is not, whatever it is divided by; nor is the mean where the owner of a
-parameter alone has its gradient. There they are set aside until the reduction is over.
+They would be sent again. A mean of equal numbers is that number, so that the plain mean bears it. A
+sum is not, whatever it is divided by; nor is the mean where the owner of a parameter alone has its
+gradient. There they are set aside until the reduction is over.
 """
 
 from __future__ import annotations
@@ -17,102 +17,85 @@ from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
 
-class MeansAside:
-    """The results of earlier reductions, which are taken out of ``.grad`` and added again.
+class EarlierMeans(Extension):
+    """Takes them out of ``.grad`` before a reduction, and adds them after it.
 
     Args:
         params: returns the parameters whose gradients they are.
-
-    Attributes:
-        is_reduced: no backward has added to the gradients since the last reduction.
+        option: what needs that, in errors.
+        is_reduced: ``.grad`` holds some already.
     """
 
-    def __init__(self, params: Callable[[], Iterable[Tensor]], is_reduced: bool) -> None:
-        self._params = params
+    def __init__(
+        self, params: Callable[[], Iterable[Tensor]], option: str, is_reduced: bool = False
+    ) -> None:
+        self._params, self._option = params, option
+        self.reads_device = f"which gradients are reduced already ({option})"
+        # No backward has added to the gradients since the last reduction.
         self.is_reduced = is_reduced
-        self._means: dict[Tensor, Tensor] = {}
-        # What the last local backward has left: gradients with a mean in them, and their versions.
-        self._left: dict[Tensor, tuple[Tensor, int]] = {}
-        self._is_out = False  # the means are not in .grad
-        self._is_noted = False  # in this backward, which may be reduced after all
+        self._is_mixed = False  # a local backward has
+        self._aside: dict[Tensor, Tensor] = {}
 
-    def take_over(self, former: MeansAside) -> None:
-        """Go on from the results that ``former`` knows of the same parameters."""
+    def take_over(self, former: EarlierMeans) -> None:
+        """Go on from another one, of the same gradients."""
         self.is_reduced |= former.is_reduced
-        self._means, self._left = dict(former._means), former._left
-
-    @torch.no_grad()
-    def note(self) -> None:
-        """A backward is about to add to the gradients, or a reduction to begin."""
-        if self._is_noted:
-            return
-        self._is_noted = True
-        if self.is_reduced:
-            # Copies: a backward adds to the tensor itself, and it may be a view of its bucket.
-            self._means = {p: p.grad.clone() for p in self._params() if p.grad is not None}
-            self.is_reduced = False
-        else:
-            for param in [param for param in self._means if self._was_dropped(param)]:
-                del self._means[param]
-
-    def _was_dropped(self, param: Tensor) -> bool:
-        """The user has dropped the mean, or set it to zero, since a local backward."""
-        grad, version = self._left.get(param, (None, 0))
-        if param.grad is None or param.grad is not grad:
-            return True
-        return grad._version != version and not grad.any()
-
-    @torch.no_grad()
-    def take_out(self) -> None:
-        """A reduction begins."""
-        for param, mean in self._means.items():
-            if param.grad is not None:  # (else the user has dropped it, but not at once)
-                param.grad.sub_(mean)
-        self._means = {p: mean for p, mean in self._means.items() if p.grad is not None}
-        self._is_out = bool(self._means)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """The reduction is over, or has failed."""
-        if self._is_out:
-            for param, mean in self._means.items():
-                param.grad = mean if param.grad is None else param.grad.add_(mean)
-            self._means, self._is_out = {}, False
-
-    def close(self, reduction: Reduction | None) -> None:
-        """A backward is over. After a reduction ``.grad`` holds means, until another adds to it."""
-        self._is_noted = False
-        if reduction is not None:
-            self.is_reduced = True
-        else:
-            pairs = ((param, param.grad) for param in self._means)
-            self._left = {p: (grad, grad._version) for p, grad in pairs if grad is not None}
-
-
-class ReducedOnce(Extension):
-    """Has gradients of earlier reductions count as they are, whatever the sum is divided by."""
-
-    reads_device = "which gradients are reduced already (gradient_divide_factor)"
-
-    def __init__(self, params: Callable[[], Iterable[Tensor]]) -> None:
-        self._means = MeansAside(params, is_reduced=False)
+        self._is_mixed = former._is_mixed
 
     def on_begin(self, backward: Backward) -> None:
-        self._means.note()
+        """Take the means out, unless the backward is local.
+
+        Raises:
+            RuntimeError: a local backward has added to them, and they were not dropped.
+        """
         if backward.reduction is not None:
-            self._means.take_out()
+            self._check(backward.where)
+            if self.is_reduced:
+                self.set_aside()
+        elif self.is_reduced or self._is_mixed:
+            self._is_mixed = self._any()
+        self.is_reduced = False
 
     def on_request(self, reduction: Reduction) -> None:
-        # Without a backward since the last reduction all that is in .grad is meant.
-        if not self._means.is_reduced:
-            self._means.note()
-            self._means.take_out()
+        """All that is in ``.grad`` is meant, if no backward has run since the last reduction."""
+        self._check(reduction.where)
+
+    @torch.no_grad()
+    def set_aside(self) -> None:
+        """A reduction begins. (Copies: ``.grad`` may be a view of its bucket.)"""
+        self._aside = {p: p.grad.clone() for p in self._params() if p.grad is not None}
+        for param in self._aside:
+            param.grad.zero_()  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for param, mean in self._aside.items():
+            param.grad = mean if param.grad is None else param.grad.add_(mean)
+        self._aside = {}
 
     def on_reduced_all(self, reduction: Reduction) -> None:
-        self._means.put_back()
+        """Add the earlier means."""
+        self._put_back()
 
     def on_close(self, reduction: Reduction | None) -> None:
-        self._means.close(reduction)
+        """After a reduction ``.grad`` holds means, until a backward adds to it."""
+        if reduction is not None:
+            self.is_reduced, self._is_mixed = True, False
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        self._means.put_back()
+        """The gradients are as the backward has left them."""
+        self._put_back()
+
+    def _check(self, where: str) -> None:
+        self._is_mixed = self._is_mixed and self._any()
+        if self._is_mixed:
+            raise RuntimeError(
+                f"{where}: {self._option} cannot reduce gradients of a local backward that were "
+                "added to gradients which are reduced already. Drop those (zero_grad()) before the "
+                "first backward under no_sync(), or reduce all backwards"
+            )
+
+    @torch.no_grad()
+    def _any(self) -> bool:
+        """Whether gradients were neither dropped nor set to zero."""
+        grads = (param.grad for param in self._params())
+        return any(grad is not None and bool(grad.norm() != 0) for grad in grads)

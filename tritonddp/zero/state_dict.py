@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import string_at
 from io import BytesIO
 from typing import Any
@@ -22,8 +22,6 @@ from tritonddp.zero.masters import MasterWeights
 
 # Name of the fp32 copy of a parameter in its state.
 MASTER = "master_weight"
-# Name of an empty tensor in the state of a parameter that another rank owns.
-_ELSEWHERE = "on_another_rank"
 
 
 class OwnedState:
@@ -47,27 +45,25 @@ class OwnedState:
     ) -> None:
         self._optim, self._owners, self._masters, self._group = optim, owners, masters, group
 
-    def by_number(self, params: Sequence[Tensor]) -> dict[int, dict[Any, Any]]:
-        """The state itself, not a copy, of those of all ``params`` that this rank owns."""
-        found: dict[int, dict[Any, Any]] = {}
-        for number, param, stepped in self._owned(params):
-            # (Who looks up a parameter in ``optim.state`` makes an empty state.)
-            is_there = stepped in self._optim.state
-            if is_there:
-                found[number] = dict(self._optim.state[stepped])
-            if stepped is not param and (is_there or param.requires_grad):
-                found.setdefault(number, {})[MASTER] = stepped.detach()
-        return found
-
     def gather(
-        self, params: Sequence[Tensor], to: int | None, device: torch.device
+        self, params: Sequence[Tensor], to: int, device: torch.device
     ) -> dict[int, Any] | None:
-        """The state of all ``params``, on the CPU, on rank ``to``; on all if that is ``None``.
+        """The state of all ``params``, on the CPU, on rank ``to``.
 
         ``None`` on other ranks. All ranks call this. Messages are read with ``weights_only=True``:
         tensors, numbers and containers. ``device`` is that of the messages.
         """
-        mine = {number: _on_cpu(state) for number, state in self.by_number(params).items()}
+        mine: dict[int, dict[Any, Any]] = {}
+        copies = {} if self._masters is None else self._masters.of
+        for number, param in enumerate(params):
+            if self._owners[param] == self._group.rank:
+                stepped = copies.get(param, param)
+                # (Who looks up a parameter in ``optim.state`` makes an empty state.)
+                is_there = stepped in self._optim.state
+                if is_there:
+                    mine[number] = _on_cpu(self._optim.state[stepped])
+                if stepped is not param and (is_there or param.requires_grad):
+                    mine.setdefault(number, {})[MASTER] = _on_cpu(stepped)
         return _gathered(mine, self._group, to, device)
 
     def load(self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
@@ -98,103 +94,6 @@ class OwnedState:
         if self._masters is not None:
             for param, copy in copies.items():
                 self._masters.load(param, copy)
-
-    @torch.no_grad()
-    def initialize(self, params: Sequence[Tensor], where: str, device: torch.device) -> None:
-        """Make the state that a first step makes, unless a rank has state or gradients already.
-
-        It is a step with gradients and learning rates of zero, after which parameters are as they
-        were: torch.distributed.checkpoint does it with any optimizer, to know the names and shapes
-        of what it is to load. All ranks call this.
-
-        Raises:
-            RuntimeError: a rank is missing; the message names it.
-        """
-        is_used = bool(self._optim.state) or any(param.grad is not None for param in params)
-        used = torch.tensor([int(is_used)], device=device)
-        self._group.all_reduce(used, where, "checkpoint of the optimizer, which all ranks take")
-        if int(used):
-            return
-        stepped = [each for _, param, each in self._owned(params) if param.requires_grad]
-        values = [each.clone() for each in stepped]
-        groups = [group for group in self._optim.param_groups if "lr" in group]
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        for each in stepped:
-            each.grad = torch.zeros_like(each)
-        try:
-            self._optim.step()
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-            for each, value in zip(stepped, values, strict=True):
-                each.copy_(value)  # weight decay, for example, need not depend on the learning rate
-                each.grad = None
-
-    def _owned(self, params: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Numbers, parameters, and what is stepped instead of them."""
-        copies = {} if self._masters is None else self._masters.of
-        for number, param in enumerate(params):
-            if self._owners[param] == self._group.rank:
-                yield number, param, copies.get(param, param)
-
-
-class CheckpointAdapter:
-    """What ``torch.distributed.checkpoint.state_dict`` is given instead of the optimizer.
-
-    Its functions would take state that another rank has for state that is missing.
-
-    Args:
-        optimizer: the optimizer, whose hooks run.
-        params: all its parameters, in order.
-        state: what :meth:`state_dict` is to have, by number.
-        others: the parameters that other ranks own, if state is to be loaded.
-
-    Attributes:
-        param_groups: those of the optimizer.
-        state: by parameter, for each one. (Of an optimizer without state they make a step.)
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        params: Sequence[Tensor],
-        state: Mapping[int, Any],
-        others: Sequence[Tensor] = (),
-    ) -> None:
-        self.param_groups = optimizer.param_groups
-        self.state = {param: state.get(number, {}) for number, param in enumerate(params)}
-        self._optimizer, self._others = optimizer, others
-        self._saved = dict(state)
-        if others:  # They take the device of a tensor that they find: a rank may own none.
-            number = next(number for number, param in enumerate(params) if param is others[0])
-            self._saved[number] = {_ELSEWHERE: others[0].new_empty(0)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """As that of an optimizer."""
-        return packed(self._optimizer, lambda: dict(self._saved))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this rank owns."""
-        self._optimizer.load_state_dict(state_dict)
-
-    def completed(
-        self, state_dict: Mapping[str, Any], names: Mapping[Any, Any]
-    ) -> Mapping[str, Any]:
-        """``state_dict``, with empty state of parameters that other ranks own where it has none.
-
-        Args:
-            state_dict: to be loaded, by names of parameters; or flattened, or empty.
-            names: by parameter, all its names.
-        """
-        if not state_dict.get("state"):  # they take that for an optimizer which has none
-            return state_dict
-        state = dict(state_dict["state"])
-        for param in self._others:
-            for name in names[param]:
-                state.setdefault(name, {})
-        return {**state_dict, "state": state}
 
 
 def packed(optimizer: Optimizer, state: Callable[[], Mapping[int, Any]]) -> dict[str, Any]:
@@ -247,7 +146,7 @@ def without_idle_copies(state: Mapping[int, Any], params: Sequence[Tensor]) -> d
 
 
 def _gathered(
-    mine: dict[int, Any], group: Group, to: int | None, device: torch.device
+    mine: dict[int, Any], group: Group, to: int, device: torch.device
 ) -> dict[int, Any] | None:
     """The parts of all ranks together, see :meth:`OwnedState.gather`."""
     rank = group.rank
@@ -256,7 +155,7 @@ def _gathered(
     content = torch.frombuffer(bytearray(encoded.getbuffer()), dtype=torch.uint8).to(device)
     size = torch.tensor([len(content)], device=device)
     sizes = [int(each) for each in collectives.all_gather(size, group.process_group)]
-    found = dict(mine) if to in (rank, None) else None
+    found = dict(mine) if to == rank else None
     for other in range(group.size):
         if other == to:
             continue

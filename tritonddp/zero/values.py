@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -68,20 +67,17 @@ class OwnedValues:
         self._others = [p for rank, named in numbered if rank != group.rank for _, p in named]
         self._shared: list[SharedBroadcast] = []
         self._number = 0
-        self._where = ""
-        self._arrivals: deque[_Arrival] = deque()  # those that were not waited for
-        self._arrived = 0  # how many were
-        self._messages: list[list[Message]] = []  # of each rank, what is under way
+        self._arrivals: deque[_Arrival] = deque()  # after an interrupted wait, those that are left
+        self._messages: list[list[Message]] = []  # of each rank
 
     @torch.no_grad()
-    def begin(self, where: str) -> None:
-        """Begin to overwrite all parameters with those of their owners. All ranks call this.
+    def exchange(self, where: str) -> None:
+        """Overwrite all parameters with those of their owners. All ranks call this.
 
         Raises:
             RuntimeError: a rank is missing; the message names it.
         """
-        self.wait()
-        self._where = where
+        self._wait(where)
         self._number += 1
         # (Users may have given a parameter other memory since the last step, by ``.data``.)
         messages = [
@@ -91,8 +87,8 @@ class OwnedValues:
         if self._connect():
             for rank, shared in enumerate(self._shared):
                 if self._of_ranks[rank]:
-                    part = self._part(rank, messages[rank])
-                    by_group = partial(self._broadcast, rank, messages[rank])
+                    part = self._part(rank, messages[rank], where)
+                    by_group = partial(self._broadcast, rank, messages[rank], where)
                     shared.send(part, self._number, rank, by_group)
         else:
             with self._group.guard(where, self._what(self._group.rank)):
@@ -100,46 +96,21 @@ class OwnedValues:
                     message.fill()
                 by = self._send if self._device.type == "cpu" else self._gather
                 self._arrivals.extend(by(messages))
-            self._arrived, self._messages = 0, messages
+            self._messages = messages
+            self._wait(where)
         torch.autograd.graph.increment_version(self._others)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a parameter waits for its value, or is being sent. (None that went by memory.)"""
-        return bool(self._arrivals)
-
-    def under_way(self) -> dict[Tensor, int]:
-        """By parameter, how many arrivals have to be waited for before somebody uses it.
-
-        Also of those that this rank sends.
-        """
-        found: dict[Tensor, int] = {}
-        if self._arrivals:
-            needs = {end: n for n, each in enumerate(self._arrivals, 1) for end in each.ended}
-            for rank, (named, some) in enumerate(zip(self._of_ranks, self._messages, strict=True)):
-                params = (param for _, param in named if param.numel())
-                for number, message in enumerate(some):
-                    its = islice(params, len(message.tensors))
-                    found |= dict.fromkeys(its, needs[rank, number])
-        return found
-
-    @torch.no_grad()
-    def wait(self, number: int = sys.maxsize) -> None:
-        """Wait for the first ``number`` arrivals; on a GPU, have the current stream wait.
-
-        Raises:
-            RuntimeError: a rank is missing; the message names it.
-        """
-        while self._arrivals and self._arrived < number:
+    def _wait(self, where: str) -> None:
+        """Wait for all messages; on a GPU, have the current stream wait."""
+        while self._arrivals:
             works, ended = self._arrivals[0]
-            with self._group.guard(self._where, self._what(self._group.rank)):
+            with self._group.guard(where, self._what(self._group.rank)):
                 for work in works:
                     work.wait()
-            for rank, at in ended:
+            for rank, number in ended:
                 if rank != self._group.rank:
-                    self._messages[rank][at].unpack()
+                    self._messages[rank][number].unpack()
             self._arrivals.popleft()
-            self._arrived += 1
 
     def _connect(self) -> bool:
         """Whether values go through memory: on all ranks alike."""
@@ -152,14 +123,14 @@ class OwnedValues:
             ]
         return bool(self._shared)
 
-    def _part(self, rank: int, messages: list[Message]) -> Part:
+    def _part(self, rank: int, messages: list[Message], where: str) -> Part:
         named, layout, nbytes = self._of_ranks[rank], self._layouts[rank], self._nbytes[rank]
-        return Part(messages, layout, nbytes, named, self._where, "parameters")
+        return Part(messages, layout, nbytes, named, where, "parameters")
 
-    def _broadcast(self, rank: int, messages: list[Message]) -> None:
+    def _broadcast(self, rank: int, messages: list[Message], where: str) -> None:
         """Send the values of one rank through the process group."""
         group = self._group
-        with group.guard(self._where, self._what(rank)):
+        with group.guard(where, self._what(rank)):
             for each in messages:
                 self._counters.collective(sum(each.sizes), group.size)
                 receive(each, send(each, group.process_group, rank), rank == group.rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar
-from weakref import WeakSet, finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as Stock
 from torch.optim import Optimizer
 
 from tritonddp._torch import (
-    adapt_checkpointed,
     agree_on_overflow,
-    code_was_compiled,
     combine_total_norms,
     foreach_norm,
     load_state_dict_post_hooks,
@@ -28,11 +26,9 @@ from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
-from tritonddp.zero.means import EarlierMeans
-from tritonddp.zero.overlap import WaitingUsers, WaitsBeforeBackward
+from tritonddp.zero.means import OwnedMeans
 from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import (
-    CheckpointAdapter,
     OwnedState,
     packed,
     unpacked,
@@ -74,11 +70,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
             and give all ranks the rounded values. They are stepped with ``.grad`` as it is: for one
             in fp32 set ``grad_dtype`` of the parameters before the module is wrapped.
-        overlap_param_gather: :meth:`step` returns while new values are under way, where they go
-            through the process group. Who uses a parameter waits for its value, on this thread, so
-            that the beginning of the forward hides the others; a backward begins with all. Call
-            :meth:`synchronize` before other threads, or extensions in C++ that were not given the
-            parameters by a module, use them. Without effect in a process that compiles.
         defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -113,7 +104,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         overlap_with_ddp: bool = False,
         *,
         master_weights: bool = False,
-        overlap_param_gather: bool = False,
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -124,7 +114,6 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "one rank: use it without ZeroRedundancyOptimizer"
             )
         self._is_made, self._is_stepped = False, True
-        self._users = WaitingUsers() if overlap_param_gather else None
         super().__init__(params, defaults)
         self._state = state = _state_of(self._all_params())
         self._core, self._group = state.core, state.core.group
@@ -144,16 +133,11 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise
         self._verify(self.param_groups)
         self._owned = OwnedState(self.optim, self._owners, self._masters, self._group)
-        earlier = self._core.events.of(EarlierMeans)
-        for former in (earlier, self._core.events.of(WaitsBeforeBackward)):
-            if former is not None:
-                self._core.events.remove(former)  # this one takes over
+        earlier = self._core.events.of(OwnedMeans)
         self._own()
-        if self._users is not None:
-            self._core.events.install(WaitsBeforeBackward(self._users))
-            finalize(self, self._users.end)  # at exit too: others wait for what this rank sends
-        self._means = EarlierMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
-        if earlier is not None:
+        self._means = OwnedMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
+        if earlier is not None:  # this one takes over
+            self._core.events.remove(earlier)
             self._means.take_over(earlier)
         self._core.events.install(self._means)
         self._take_options(self.optim.param_groups, self.param_groups)
@@ -165,7 +149,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.live.add(self)
         agree_on_overflow(_combine_overflow)
         combine_total_norms(_total_norm)
-        adapt_checkpointed(_for_saving, _for_loading)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer; parameters are those of the same wrapper. All ranks call it.
@@ -208,7 +191,6 @@ class ZeroRedundancyOptimizer(Optimizer):
                 del self._owners[param]
             del self.param_groups[count:], self.optim.param_groups[count:]
             raise
-        self.synchronize()
         self._own()
         # Options of the others may have changed since the last step.
         self._take_options(self.optim.param_groups[-1:], self.param_groups[-1:])
@@ -241,7 +223,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._state.sync.join is not None:
             raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
         core.settle_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
-        self.synchronize()
         self._consolidated, self._is_stepped = None, False
         self._take_options(self.param_groups, self.optim.param_groups)
         if self._masters is not None:
@@ -252,23 +233,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         core.reductions.owners_have_stepped()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
-        self._values.begin(f"{core.where()}, optimizer step")
-        users = self._users
-        if users is not None and self._values.is_under_way and not code_was_compiled():
-            users.begin(self._values)
-        else:
-            self._values.wait()
+        self._values.exchange(f"{core.where()}, optimizer step")
         self._is_stepped = True
         return loss
-
-    def synchronize(self) -> None:
-        """Wait for new values that are under way, with ``overlap_param_gather``.
-
-        Raises:
-            RuntimeError: a rank is missing; the message names it.
-        """
-        if self._users is not None:
-            self._users.end()
 
     @property
     def is_whole(self) -> bool:
@@ -277,7 +244,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         ``False`` in a step, until all new values are there, and after one that has failed or was
         interrupted: then load a checkpoint. (Another step that succeeds makes the ranks equal.)
         """
-        return self._is_stepped and not self._values.is_under_way
+        return self._is_stepped
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Not supported.
@@ -326,7 +293,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise RuntimeError(
                 f"Optimizer state has not been consolidated on this rank ({self._group.rank}): "
                 "call `consolidate_state_dict(to=rank)` on all ranks before, to save the "
-                "state of all"
+                "state of all. Functions of torch.distributed.checkpoint.state_dict would need it "
+                "on all ranks: save what `state_dict()` returns there instead"
             )
         return dict(self._consolidated)
 
@@ -350,38 +318,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.state, self._consolidated = self.optim.state, None
         for after in load_state_dict_post_hooks(self).values():
             after(self)
-
-    def for_saving(self, full: bool, on_first_rank: bool) -> CheckpointAdapter:
-        """What ``torch.distributed.checkpoint`` saves. All ranks call this.
-
-        Args:
-            full: the state of all parameters, on the CPU; else of those that this rank owns.
-            on_first_rank: the full state is on rank 0 alone; the others have none.
-        """
-        params = self._all_params()
-        self._initialize()
-        if full:
-            to = 0 if on_first_rank else None
-            state = self._owned.gather(params, to, self._device) or {}
-        else:
-            state = self._owned.by_number(params)
-        return CheckpointAdapter(self, params, state)
-
-    def for_loading(self) -> CheckpointAdapter:
-        """What ``torch.distributed.checkpoint`` loads into. All ranks call this."""
-        params = self._all_params()
-        self._initialize()
-        others = [param for param in params if self._owners[param] != self._group.rank]
-        return CheckpointAdapter(self, params, self._owned.by_number(params), others)
-
-    def _initialize(self) -> None:
-        core = self._core
-        core.settle_outside_backward("a checkpoint of the optimizer while a backward runs")
-        self._take_options(self.param_groups, self.optim.param_groups)
-        where = f"{core.where()}, ZeroRedundancyOptimizer"
-        self._owned.initialize(self._all_params(), where, self._device)
-        self._take_options(self.optim.param_groups, self.param_groups)
-        self.state = self.optim.state
 
     # Parameters and groups
 
@@ -469,7 +405,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     @property
     def is_in_force(self) -> bool:
         """Whether gradients are reduced to the owners of this optimizer, not of a later one."""
-        return self._state.core is self._core and self._core.events.of(EarlierMeans) is self._means
+        return self._state.core is self._core and self._core.events.of(OwnedMeans) is self._means
 
     @property
     def is_latest(self) -> bool:
@@ -524,16 +460,6 @@ class ZeroRedundancyOptimizer(Optimizer):
             what = "agreement on whether gradients are finite"
             self._group.all_reduce(each, self._core.where(), what, dist.ReduceOp.MAX)
         return found
-
-
-def _for_saving(optimizer: Any, full: bool, on_first_rank: bool) -> Any:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.for_saving(full, on_first_rank)
-    return optimizer
-
-
-def _for_loading(optimizer: Any) -> Any:
-    return optimizer.for_loading() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def _combine_overflow(

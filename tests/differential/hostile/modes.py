@@ -1,13 +1,12 @@
 """What is done in a mode of torch's."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from training import Operators, default_dtype
 
 from differential.hostile.player import Player
 from differential.hostile.program import Action
@@ -21,30 +20,12 @@ class CountsFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class CountsOperations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 MODES: dict[str, Callable[[], Any]] = {
-    "default dtype float64": lambda: _default_dtype(torch.float64),
-    "default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
     "device meta": lambda: torch.device("meta"),
     "functions counted": CountsFunctions,
-    "operations counted": CountsOperations,
+    "operations counted": Operators,
 }
 # Those without gradients.
 OF_EVALUATIONS = MODES | {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
