@@ -32,8 +32,8 @@ class Step:
         uploads: copies to the device, at most.
         readbacks: copies to the host.
         waits: of the host for what the device was given in this step: where.
-        before: likewise in the step before. (As its backward begins it waits for the headers of the
-            last one, if they are not there; before its forward, if there are reports.)
+        before: likewise in the step before. (At the end of its backward it waits for the headers of
+            the last one, if they are not there; before its forward, if there are reports.)
     """
 
     buckets: int
@@ -44,7 +44,7 @@ class Step:
     uploads: int = 0
     readbacks: int = 1
     waits: tuple[str, ...] = ()
-    before: tuple[str, ...] = ("reducer/reductions.py check_pending",)
+    before: tuple[str, ...] = ("comm/reduction.py finish",)
 
 
 _SQUARES = ("reducer/reductions.py check_pending", "features/grad_norm.py report")
@@ -77,7 +77,7 @@ STEADY = {
         operations=5,
         moves=2,
         readbacks=2,
-        waits=("features/check_finite.py on_reduced_all",) * 2,  # the second time all is there
+        waits=("features/check_finite.py on_reduced_all",),
         before=(),
     ),
 }

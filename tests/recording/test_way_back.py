@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import ranks
+from distributed import gather, ranks
 
 from recording.device import recording
 from recording.programs import PROGRAMS, WARM_UP, Run
@@ -64,3 +64,64 @@ def test_all_buckets_but_the_last_do_not_wait_for_it(name: str) -> None:
         Given("unflatten", buckets - 1, ahead_of=1),
         Given("unflatten", 1, ahead_of=0),
     ]
+
+
+@ranks(2, interprets=True)
+def test_a_device_that_is_one_backward_behind_keeps_no_host_waiting() -> None:
+    """Two reduced backwards in a step. Headers are there once the next ones are on their way."""
+    with recording() as recorder:
+        run = Run(PROGRAMS["copies"], recorder)
+        for _ in range(WARM_UP):
+            run.step()
+        torch.cuda.synchronize()
+        start = Readback.start
+
+        def started(self: Any, *args: Any) -> None:
+            recorder._reveal()
+            start(self, *args)
+
+        with mock.patch.object(Readback, "start", started):
+            for _ in range(2):
+                recorder.step_begins()
+                for _ in range(2):
+                    run.net.zero_grad()
+                    run.net(run.x).sum().backward()
+                assert not recorder.waits, recorder.waits
+        torch.cuda.synchronize()
+        assert not recorder.races, recorder.report()
+
+
+@ranks(2, interprets=True, timeout=60)
+def test_a_rank_that_adds_a_parameter_alone_makes_the_next_backward_as_before(rank: int) -> None:
+    """It has other parameters than the others: all find that at the end of the next backward."""
+    with recording():
+        run = Run(PROGRAMS["copies"], Recorder())
+        for _ in range(WARM_UP):
+            run.step()
+        core = run.net._ddp_state.core
+        if rank == 0:
+            run.module.third.register_parameter(
+                "more", torch.nn.Parameter(torch.ones(2).to("cuda"))
+            )
+            run.module.third.register_forward_hook(lambda layer, _, y: y * layer.more.sum())
+        run.step()
+        step = core.counters.reductions
+        with pytest.raises(RuntimeError, match=rf"(?s)rank {rank}, step {step}.*third\.more"):
+            run.step()
+        torch.cuda.synchronize()
+
+
+@ranks(2, interprets=True)
+def test_weights_are_divided_by_a_unit_that_is_alike(rank: int) -> None:
+    """Whichever rank looks at the headers early."""
+    with recording() as recorder:
+        run, units = Run(PROGRAMS["copies"], recorder), []
+        for number in range(6):
+            with run.net.weighted(4.0 ** (number + rank)):
+                run.step()
+            if rank == number % 2:
+                run.net._ddp_state.core.settle()
+            units.append(run.net._ddp_state.core.agreement.unit)
+        assert len(set(units)) > 3
+        assert gather(units) == [units] * 2
+        torch.cuda.synchronize()

@@ -397,7 +397,7 @@ class Reduction:
             if not self._has_headers:  # those of the first bucket: it comes first
                 headers, last_headers = self.buckets[0].flat.headers, agreement.last_headers
                 if not headers.is_cpu and last_headers and not self.is_captured:
-                    agreement.read_later(headers)
+                    agreement.read_later(headers, self.where)
                 elif not (
                     headers.is_cpu
                     and agreement.is_unanimous
@@ -428,8 +428,8 @@ class Reduction:
             if joint is None and not discards:
                 for call in events.on_reduced:
                     call(self, bucket)
-        if agreement.has_reports and agreement.pending:
-            agreement.keep_order()
+        if agreement.pending and not self.is_captured:
+            agreement.check_earlier()
 
     def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:
         """The exchange of ``bucket`` has raised this error: raise it, with an explanation.
