@@ -192,16 +192,24 @@ def registered_memory(
 ) -> Callable[[int], Tensor] | None:
     """What allocates memory on ``device`` that the backend of ``group`` has registered.
 
-    It takes a number of bytes, and returns uint8 ``(nbytes,)``. ``None`` where torch (before 2.7),
-    the backend or the device has none.
+    It takes a number of bytes, and returns uint8 ``(nbytes,)``. The memory is a symmetric window:
+    all ranks allocate alike. ``None`` where torch (before 2.9), the backend or the device has none.
     """
     try:
         backend: Any = group._get_backend(device)
         if not backend.supports_tensor_alloc(device):
             return None
-    except (AttributeError, RuntimeError):
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        # From now on for each of its segments. (A TypeError where torch has no symmetric windows.)
+        backend.register_mem_pool(pool, symm=True)
+    except (AttributeError, RuntimeError, TypeError):
         return None
-    return partial(backend.allocate_tensor, dtype=torch.uint8, device=device)
+
+    def allocate(nbytes: int) -> Tensor:
+        with torch.cuda.use_mem_pool(pool, device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    return allocate
 
 
 def is_shared(gradient: Tensor, incoming: Sequence[Tensor | None] = ()) -> bool:

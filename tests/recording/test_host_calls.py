@@ -13,7 +13,10 @@ from tritonddp.buckets.memory import in_place_bucket
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @ranks(2, interprets=True)
 def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: bool) -> None:
-    """Of steps that differ in the number of buckets alone. ``moved``: gradients lie elsewhere."""
+    """Of steps that differ in the number of buckets alone. ``moved``: gradients lie elsewhere.
+
+    The rest has two waits, and two launches that unflatten: see ``test_way_back.py``.
+    """
     few, many = (
         step_calls(16, buckets, moves, gradient_as_bucket_view=views) for buckets in (2, 4)
     )
@@ -21,7 +24,7 @@ def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: 
     of_others = (many.of_others.total() - few.of_others.total()) / 2
     assert of_package <= (8 if moves else 6), many.of_package
     assert of_others <= (24 if moves else 14), many.of_others
-    assert few.of_package.total() - 2 * of_package <= 34, few.of_package
+    assert few.of_package.total() - 2 * of_package <= 37, few.of_package
 
 
 @ranks(2, interprets=True)

@@ -23,7 +23,8 @@ class Step:
     """Of a program with ``buckets`` buckets.
 
     Attributes:
-        kernels: launches of the package's kernels, without those of ``moves``.
+        kernels: launches of the package's kernels, without those of ``moves``: one a bucket, and
+            one each for the way back of the last bucket and of all the others.
         collectives: of all kinds.
         operations: of torch, on the device, that the package calls, at most.
         moves: launches that say where gradients lie now, at most: none where they lie where they
@@ -31,8 +32,8 @@ class Step:
         uploads: copies to the device, at most.
         readbacks: copies to the host.
         waits: of the host for what the device was given in this step: where.
-        before: likewise in the step before. (As its backward begins it waits for the headers of the
-            last one, if they are not there; before its forward, if there are reports.)
+        before: likewise in the step before. (At the end of its backward it waits for the headers of
+            the last one, if they are not there; before its forward, if there are reports.)
     """
 
     buckets: int
@@ -43,14 +44,14 @@ class Step:
     uploads: int = 0
     readbacks: int = 1
     waits: tuple[str, ...] = ()
-    before: tuple[str, ...] = ("reducer/reductions.py check_pending",)
+    before: tuple[str, ...] = ("comm/reduction.py finish",)
 
 
 _SQUARES = ("reducer/reductions.py check_pending", "features/grad_norm.py report")
 _FLAGS = ("comm/reduction.py _read_flags",)
 STEADY = {
-    "copies": Step(2, 3, 2, moves=2),
-    "copies, zeroed in place": Step(2, 3, 2),
+    "copies": Step(2, 4, 2, moves=2),
+    "copies, zeroed in place": Step(2, 4, 2),
     "views": Step(2, 2, 2, moves=2),
     "views, zeroed in place": Step(2, 2, 2),
     "weights": Step(2, 4, 2, operations=6, moves=2),
@@ -59,14 +60,14 @@ STEADY = {
     "unused parameters, views": Step(
         2, 2, 2, operations=2, moves=1, readbacks=2, waits=_FLAGS, before=()
     ),
-    "no_sync": Step(2, 3, 2, moves=2),
-    "bf16 wire": Step(2, 3, 2, moves=2),
-    "bf16 wire, views": Step(2, 3, 2, moves=2),
+    "no_sync": Step(2, 4, 2, moves=2),
+    "bf16 wire": Step(2, 4, 2, moves=2),
+    "bf16 wire, views": Step(2, 4, 2, moves=2),
     "int8": Step(4, 10, 6, moves=4),
     "lazy buckets": Step(2, 4, 2, operations=4, moves=2),
     "communication hook": Step(2, 4, 3, operations=21, moves=2),
     "communication hook, views": Step(2, 4, 3, operations=21, moves=4),
-    "buffers": Step(2, 3, 3, operations=2, moves=2),
+    "buffers": Step(2, 4, 3, operations=2, moves=2),
     "left-out buckets": Step(2, 2, 1, moves=1),
     # Of each, 8 are of the backward; with views clipping multiplies once a bucket.
     "grad_norm": Step(2, 4, 2, operations=15, moves=2, readbacks=2, before=_SQUARES),
@@ -76,7 +77,7 @@ STEADY = {
         operations=5,
         moves=2,
         readbacks=2,
-        waits=("features/check_finite.py on_reduced_all",) * 2,  # the second time all is there
+        waits=("features/check_finite.py on_reduced_all",),
         before=(),
     ),
 }

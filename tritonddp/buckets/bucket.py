@@ -641,10 +641,10 @@ class Bucket:
 
 
 class JointUnpack:
-    """Buckets of a set, unpacked together once the last one is reduced.
+    """Buckets of a set, unpacked together once the last one of them is reduced.
 
     On a GPU, where a launch for each bucket would cost the host more time than the device saves.
-    There is one for the buckets of each dtype.
+    There is one for the buckets of each dtype. See :meth:`fits`.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -657,14 +657,13 @@ class JointUnpack:
             sizes = [len(each.params) for each in group]
             self._groups.append((group, sizes, make([bucket.flat for bucket in group])))
 
-    @classmethod
-    def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
-        """For these buckets; ``None`` if some have to be unpacked one by one."""
-        is_possible = not any(
+    @staticmethod
+    def fits(buckets: Sequence[Bucket]) -> bool:
+        """Whether none of these buckets has to be unpacked by itself."""
+        return not any(
             each.is_lazy or each.is_sparse or each.owned or each._kernels.joint_unflatten is None
             for each in buckets
         )
-        return cls(buckets) if is_possible else None
 
     def __call__(self, factor: Tensor | None) -> None:
         """Write the reduced gradients, times ``factor``, into ``.grad``: see :meth:`Bucket.unpack`.

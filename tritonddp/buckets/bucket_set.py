@@ -40,10 +40,11 @@ class BucketSet:
         averages: see :class:`Transport`.
         is_on_gpu: some parameters are on a GPU.
         needs_reduction: a bucket changes gradients even if there is only one rank.
-        joint: unpacks all buckets together, if that is possible.
+        unpack_groups: what unpacks several buckets together, each behind the last bucket of its
+            own. Empty where each is unpacked by itself.
     """
 
-    joint: JointUnpack | None = None
+    unpack_groups: Sequence[tuple[Bucket, JointUnpack]] = ()
 
     def __init__(
         self,
@@ -89,13 +90,19 @@ class BucketSet:
         exchanges = transport.exchanges(self.buckets)
         for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
-        if self.joint is not None:
-            self.joint.let_go()
-            self.joint = None
+        self._let_go_of_groups()
         if self.is_on_gpu and transport.ends_in_order and not self._is_temporary:
             devices = {param.device for param in self.params}  # NCCL has a stream for each
-            if len(devices) == len(set(map(id, exchanges))) == 1:
-                self.joint = JointUnpack.of(self.buckets)
+            if len(devices) == len(set(map(id, exchanges))) == 1 and JointUnpack.fits(self.buckets):
+                # The last bucket by itself, so that the others are unpacked while it is on its way.
+                # (More groups hide no more in a model of overlap, and cost the host a launch each.)
+                parts = filter(None, (self.buckets[:-1], self.buckets[-1:]))
+                self.unpack_groups = [(part[-1], JointUnpack(part)) for part in parts]
+
+    def _let_go_of_groups(self) -> None:
+        for _, unpack in self.unpack_groups:
+            unpack.let_go()
+        self.unpack_groups = ()
 
     def make_views(self) -> None:
         """Make gradients views of their buckets, where those want it and nothing is exchanged."""
@@ -138,9 +145,7 @@ class BucketSet:
         }
         for bucket in self.buckets:
             bucket.let_go()
-        if self.joint is not None:
-            self.joint.let_go()
-            self.joint = None
+        self._let_go_of_groups()
         for each in (self.buckets, self.segments, self.to_prepare, self.to_release):
             each.clear()
         return in_buffer

@@ -279,7 +279,7 @@ def registering(group: dist.ProcessGroup, device: torch.device) -> Callable[[int
     allocate = registered_memory(group, device)
     if allocate is None:
         raise ValueError(
-            "transport='registered_memory' needs torch 2.7, NCCL and GPUs that it registers memory "
+            "transport='registered_memory' needs torch 2.9, NCCL and GPUs that it registers memory "
             f"of (NVLink with multicast), but the process group is {backend_name(group, device)} "
             f"for {str(device)!r}, and has no memory for tensors (torch {torch.__version__}): use "
             "'auto'"

@@ -102,8 +102,7 @@ class BucketManager:
             bucket.capture()
             if bucket not in self._captured:
                 self._captured.append(bucket)
-        if current.joint is not None and current.joint not in self._captured:
-            self._captured.append(current.joint)
+        self._captured += [u for _, u in current.unpack_groups if u not in self._captured]
 
     def use(self, transport: Transport) -> None:
         """Reduce backwards by ``transport`` from now on, but no temporary buckets."""

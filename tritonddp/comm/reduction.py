@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._device import read_together
-from tritonddp.buckets.bucket import Bucket, GradientError, Segment
+from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.sparse import exchange_rows
@@ -362,7 +363,7 @@ class Reduction:
     # Back
 
     def finish(self, discards: bool = False) -> None:
-        """Wait for the buckets in launch order, unpacking one while the next is on its way.
+        """Wait for the buckets in launch order, unpacking those before one that is on its way.
 
         Args:
             discards: leave ``.grad`` as it is.
@@ -374,69 +375,61 @@ class Reduction:
             LocalError: user code failed on this rank.
         """
         events, works, agreement = self.events, self.works, self.agreement
+        groups: Iterable[tuple[Bucket, JointUnpack | None]] = ()
         if not discards and any(map(_wants_flags, self.buckets)):
             self._read_flags()
         elif (
-            (unpack := self.bucket_set.joint) is not None
+            self.buckets  # none with one rank, whose gradients are the mean
             and not (self._is_logged or events.needs_buckets or self.skipped)
-            and self.buckets  # none with one rank, whose gradients are the mean
             and not (discards or self.done)
         ):
-            # The works end in the order of their launch: wait for the last one, and unpack all.
-            last = self.buckets[-1]
-            try:
-                last.exchange.wait(last, works[-1])
-            except RuntimeError as error:
-                raise self.explain(last, error) from error
-            if not self._has_headers and agreement.last_headers and not self.is_captured:
-                self._has_headers = True
-                agreement.read_later(self.buckets[0].flat.headers)
-            else:
-                self._read_headers()
-            unpack(self.factor)
-            self.done = len(works)
-            works[:] = [None] * len(works)
-        while self.done < len(works):
-            bucket, work = self.buckets[self.done], works[self.done]
+            groups = self.bucket_set.unpack_groups
+        for bucket, joint in groups or zip(self.buckets[self.done : len(works)], repeat(None)):
+            work = works[bucket.index]
             if work is None:
-                self.done += 1
+                self.done = bucket.index + 1
                 continue
             exchange, factor = bucket.exchange, None
             try:
                 factor = exchange.wait(bucket, work)
             except RuntimeError as error:
                 self._wait_failed(bucket, error, discards)
-            if not self._has_headers:  # the first bucket comes first
-                headers = bucket.flat.headers
-                if (
-                    agreement.is_unanimous
-                    and headers.is_cpu
-                    and string_at(headers.data_ptr(), headers.nbytes) == agreement.last_headers
+            if not self._has_headers:  # those of the first bucket: it comes first
+                headers, last_headers = self.buckets[0].flat.headers, agreement.last_headers
+                if not headers.is_cpu and last_headers and not self.is_captured:
+                    agreement.read_later(headers, self.where)
+                elif not (
+                    headers.is_cpu
+                    and agreement.is_unanimous
+                    and string_at(headers.data_ptr(), headers.nbytes) == last_headers
                 ):
-                    self._has_headers = True  # they are those of the last step
-                else:
                     self._read_headers()
-            if isinstance(bucket, SparseBucket):
-                self._exchange_rows(discards)
-            if self._is_logged:
-                self._log_wait(bucket)
-            if discards:
-                bucket.discard()
+                self._has_headers = True  # or they are those of the last step
+            if joint is not None:
+                joint(self.factor)
+                works[: bucket.index] = [None] * bucket.index
             else:
-                for call in events.on_waited:
-                    call(self, bucket)
-                if self.factor is not None:
-                    factor = self.factor if factor is None else self.factor * factor
-                bucket.unpack(factor)
-            if exchange.after_unpack is not None:
-                exchange.after_unpack()
-            self.done += 1
+                if isinstance(bucket, SparseBucket):
+                    self._exchange_rows(discards)
+                if self._is_logged:
+                    self._log_wait(bucket)
+                if discards:
+                    bucket.discard()
+                else:
+                    for call in events.on_waited:
+                        call(self, bucket)
+                    if self.factor is not None:
+                        factor = self.factor if factor is None else self.factor * factor
+                    bucket.unpack(factor)
+                if exchange.after_unpack is not None:
+                    exchange.after_unpack()
+            self.done = bucket.index + 1
             works[bucket.index] = None
-            if not discards:
+            if joint is None and not discards:
                 for call in events.on_reduced:
                     call(self, bucket)
-        if agreement.has_reports and agreement.pending:
-            agreement.keep_order()
+        if agreement.pending and not self.is_captured:
+            agreement.check_earlier()
 
     def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:
         """The exchange of ``bucket`` has raised this error: raise it, with an explanation.

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,7 +179,14 @@ def total_weight(headers: Tensor, nbytes: int = BYTES) -> Tensor:
 
 
 class Mismatch(Exception):
-    """The ranks do not reduce the same."""
+    """The ranks do not reduce the same.
+
+    Attributes:
+        where: this rank and the step, if that is over; else empty.
+        call_site: see :class:`RankHeader`, of this rank in that step.
+    """
+
+    where, call_site = "", b""
 
 
 class Disagreement(Mismatch):
@@ -238,6 +245,30 @@ def _by_rank(words: dict[int, str]) -> str:
     return "; ".join(f"rank {rank}: {what}" for rank, what in words.items())
 
 
+class _Sent(NamedTuple):
+    """What this rank tells the others in a reduction, and expects of them.
+
+    Attributes:
+        header: of this rank.
+        mine: its bytes.
+        all_alike: fp32, the elements of all headers if all are the same.
+        over_present: see :meth:`Agreement.open`.
+    """
+
+    header: RankHeader
+    mine: bytes
+    all_alike: Tensor
+    over_present: bool
+
+
+class _Pending(NamedTuple):
+    """Headers on their way to the host, what was sent with them, and in which step."""
+
+    readback: Readback
+    sent: _Sent
+    where: str
+
+
 class Agreement:
     """Writes this rank's header in each reduction, and compares the headers of all ranks.
 
@@ -253,16 +284,17 @@ class Agreement:
             then is that of a mean over the ranks with inputs too.
         scale: factor of the gradients before the sum: the weight (else 1), divided by
             :attr:`divisor` unless that is divided by later.
-        unit: weights are divided by it before the sum: near the last weights, alike on all ranks.
+        unit: weights are divided by it before the sum: near the last weights that all ranks know.
         last_headers: bytes of the reduced headers and reports of the last reduction, if the headers
             were unanimous; on a GPU if there are no reports. On the CPU those who find the same
             need not call :meth:`read`.
-        pending: on a GPU: the headers of the last reduction are not checked yet, as the host did
-            not wait for them. They are in the next backward; before its forward if there are
-            reports. (All ranks have to find a mismatch at the same place.)
+        pending: on a GPU: headers that are not checked yet, oldest first, as the host did not wait
+            for them. They are at the end of the next reduction, when the device has all of that to
+            do; before its forward if there are reports. (All ranks have to find a mismatch, and a
+            request to stop, at the same place. So what a rank learns earlier counts from there on.)
         has_reports: headers come with reports.
         is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
-            before, whose headers each rank has read by then, one earlier and one later.
+            before, whose headers each rank has read by then.
     """
 
     def __init__(
@@ -281,16 +313,13 @@ class Agreement:
         self.encoded = b""
         self.is_unanimous = False
         self.scale = 1.0 / self.divisor
-        self.unit = _FIRST_UNIT
-        self.pending = False
+        self.unit = self._next_unit = _FIRST_UNIT
+        self.pending: list[_Pending] = []
         self.has_reports = report_nbytes > 0
         self.last_headers = b""
-        self._where = ""
-        self._header = RankHeader(bytes(3), GradSource.BROKEN)  # in the last reduction
-        self._over_present = False
-        self._all_alike = torch.empty(0, device="cpu")
-        self._mine: set[bytes] = set()
-        self._readback = Readback()
+        nothing = RankHeader(bytes(3), GradSource.BROKEN)
+        self._sent = _Sent(nothing, b"", torch.empty(0, device="cpu"), False)  # last
+        self._readbacks: list[Readback] = []  # not in use
         self._is_alone = False  # the group exchanges nothing; this was logged
         self._has_heard = False  # headers of all ranks have come
         self.is_stopped = False
@@ -320,18 +349,16 @@ class Agreement:
         asked_at = self._asked_at  # once: a signal handler may ask while this runs
         stops = asked_at >= 0 and not self._has_stop
         items, site = None if weight is None else weight.items, schema[3:] or bytes(3)
-        self._header = RankHeader(schema[:3], source, items, skipped_hash(skipped), stops, site)
-        self._over_present = over_present and self._is_mean
+        header = RankHeader(schema[:3], source, items, skipped_hash(skipped), stops, site)
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
             self.scale /= self.divisor
         rank, size = self.group.rank, self.group.size
-        self.encoded = self._header.encode(rank, size, self.nbytes - BYTES)
+        self.encoded = header.encode(rank, size, self.nbytes - BYTES)
         mine = self.encoded[rank * self.nbytes :][:BYTES]
-        self._mine = {mine}
-        alike = [*mine] * size
         with outside_modes():
-            self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
+            all_alike = torch.tensor([*mine] * size, dtype=torch.float32, device="cpu")
+        self._sent = _Sent(header, mine, all_alike, over_present and self._is_mean)
         self.is_unanimous, self.last_headers = False, b""
         self.key = schema, source, weight, skipped, over_present, averages
         if self._asked_at != asked_at:
@@ -359,10 +386,9 @@ class Agreement:
         Raises:
             Mismatch: see :func:`check`. On a GPU :meth:`check_pending` raises it.
         """
-        self._where = where
-        header, size = self._header, self.group.size
+        header, size = self._sent.header, self.group.size
         factor: Tensor | None = None
-        if self._over_present:
+        if self._sent.over_present:
             sources = headers.view(-1, self.nbytes)[:, BYTES - 1].remainder(_STOPS)
             have_inputs = sources != GradSource.JOINED
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
@@ -375,46 +401,59 @@ class Agreement:
                 weighted = torch.where(total.isnan(), without, weighted)
             factor = weighted
         if headers.device.type == "cpu":
-            self._check(headers)
-            self.is_stopped = self._has_stop
+            self._check(headers, self._sent, where)
+            self.is_stopped, self.unit = self._has_stop, self._next_unit
             if self.is_unanimous:
                 self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
         elif not is_capturing():  # the host does not wait for the device here
-            # (Those of the last reduction have been read, on each rank before this one began.)
-            self.is_stopped = self._has_stop
-            self._readback.start(headers, work if self.has_reports else None)
-            self.pending = True
+            self.read_later(headers, where, work if self.has_reports else None)
         return factor
 
-    def read_later(self, headers: Tensor) -> None:
-        """On a GPU: check before the next reduction that headers are those of the last one.
+    def read_later(self, headers: Tensor, where: str, work: Any = None) -> None:
+        """On a GPU: start to copy headers, which :meth:`check_pending` looks at. See :meth:`read`.
 
-        For ranks whose headers were unanimous, and that send no reports. The copy is made on the
-        current stream, and nobody waits for it if the host is not far ahead.
+        Without ``work`` the copy is made on the current stream.
         """
-        self._readback.start(headers)
-        self.pending = True
+        self.is_stopped, self.unit = self._has_stop, self._next_unit
+        readback = self._readbacks.pop() if self._readbacks else Readback()
+        readback.start(headers, work)
+        self.pending.append(_Pending(readback, self._sent, where))
 
-    def is_as_before(self) -> bool:
-        """Whether pending headers have come, and are those of the last reduction."""
-        if not self.last_headers or string_at(*self._readback.memory) != self.last_headers:
-            return False
-        self.pending = False
-        return True
+    def check_earlier(self) -> None:
+        """On a GPU a reduction has ended: check the headers of those before it.
 
-    def check_pending(self) -> None:
-        """Wait for headers that are not checked yet, and check them: raises as :meth:`read`."""
-        if self.pending:
-            headers = self._readback.peek() if is_capturing() else self._readback.wait()
-            if headers is not None:
-                self.pending = False
-                self._check(headers)
-                is_steady = self.is_unanimous and not self.has_reports
-                self.last_headers = string_at(*self._readback.memory) if is_steady else b""
+        All ranks come here. What the current stream runs next, such as a replay of a CUDA graph,
+        may overwrite the headers of the last one, so it waits for their copy.
+        """
+        if self.has_reports:
+            self.pending[-1].readback.keep_order()
+        self.check_pending(but_last=True)
+        self.is_stopped, self.unit = self._has_stop, self._next_unit
 
-    def look_again(self) -> None:
-        """Have the next :meth:`check_pending` raise what this one has raised."""
-        self.pending = True
+    def check_pending(self, but_last: bool = False) -> None:
+        """Wait for headers that are not checked yet, and check them: raises as :meth:`read`.
+
+        What raises stays pending. With ``but_last`` those of the last reduction are left out.
+        """
+        while len(self.pending) > but_last:
+            readback, sent, where = self.pending[0]
+            is_last = sent is self._sent
+            # (In the usual case the device is that far, and the host does not ask it.)
+            if not (
+                is_last and self.last_headers and string_at(*readback.memory) == self.last_headers
+            ):
+                headers = readback.peek() if is_capturing() else readback.wait()
+                if headers is None:
+                    return
+                try:
+                    self._check(headers, sent, where)
+                except Mismatch as error:
+                    error.where, error.call_site = where, sent.header.call_site
+                    raise
+                is_steady = is_last and self.is_unanimous and not self.has_reports
+                self.last_headers = string_at(*readback.memory) if is_steady else b""
+            del self.pending[0]
+            self._readbacks.append(readback)
 
     def request_stop(self, reductions: int) -> None:
         """Ask all ranks to stop, in the next header that is made.
@@ -446,40 +485,33 @@ class Agreement:
 
     def set_unit(self, unit: float) -> None:
         """Go on with the :attr:`unit` of an earlier run."""
-        self.unit = unit
+        self.unit = self._next_unit = unit
 
-    def keep_order(self) -> None:
-        """Let the current stream wait for the copy of the headers to the host.
-
-        What runs on it next, such as a replay of a CUDA graph, may overwrite them.
-        """
-        self._readback.keep_order()
-
-    def _check(self, headers: Tensor) -> None:
+    def _check(self, headers: Tensor, sent: _Sent, where: str) -> None:
         """On the host: check the headers, then hand the reports on."""
         if not self.has_reports:
-            self._check_headers(headers)
+            self._check_headers(headers, sent, where)
             return
         in_bytes = headers.to(torch.uint8)
         content, size = string_at(in_bytes.data_ptr(), in_bytes.numel()), self.nbytes
         begins = range(0, len(content), size)
         # The usual case is that all headers are equal: test that first, with few calls.
-        if (
-            self._header.weight is None
-            and {content[at : at + BYTES] for at in begins} == self._mine
-        ):
-            self.is_unanimous, self._has_heard = not self._over_present, True
-            if self._header.stops:
+        if sent.header.weight is None and {content[at : at + BYTES] for at in begins} == {
+            sent.mine
+        }:
+            self.is_unanimous, self._has_heard = not sent.over_present, True
+            if sent.header.stops:
                 self._stop_is_asked(range(self.group.size))
         else:
-            self._check_headers(headers.view(-1, size)[:, :BYTES].reshape(-1))
+            self._check_headers(headers.view(-1, size)[:, :BYTES].reshape(-1), sent, where)
         if self._on_reports is not None:
             self._on_reports([content[at + BYTES : at + size] for at in begins])
 
-    def _check_headers(self, headers: Tensor) -> None:
-        if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
-            self.is_unanimous, self._has_heard = not self._over_present, True
-            if self._header.stops:
+    def _check_headers(self, headers: Tensor, sent: _Sent, where: str) -> None:
+        header = sent.header
+        if header.weight is None and torch.equal(headers.float(), sent.all_alike):
+            self.is_unanimous, self._has_heard = not sent.over_present, True
+            if header.stops:
                 self._stop_is_asked(range(self.group.size))
             return
         self.is_unanimous = False
@@ -487,7 +519,7 @@ class Agreement:
         # ``fake`` backend does by design. (The header of a rank that takes part is all zeros in one
         # case of 16 million.)
         rank, size = self.group.rank, self.group.size
-        is_alone = size > 1 and headers.tolist() == list(self._header.encode(rank, size))
+        is_alone = size > 1 and headers.tolist() == list(header.encode(rank, size))
         # (A group written in Python may give back what it got, as torchft's after an error.)
         if is_alone and not (
             self._has_heard and type(self.group.process_group) is dist.ProcessGroup
@@ -497,10 +529,10 @@ class Agreement:
                 logger.warning(
                     "%s: nothing came from any other rank: this process group (%s) exchanges "
                     "no data, and gradients are not averaged",
-                    self._where,
+                    where,
                     group_backend(self.group.process_group),
                 )
-            if self._header.stops:
+            if header.stops:
                 self._stop_is_asked([rank])
             return
         decoded = self._decode_heard(headers) if self._has_heard else decode(headers)
@@ -509,17 +541,17 @@ class Agreement:
         if asking := [rank for rank, each in enumerate(decoded) if each.stops]:
             self._stop_is_asked(asking)
         broken = [f"rank {rank}" for rank, h in enumerate(decoded) if h.source is GradSource.BROKEN]
-        if broken and self._header.source is not GradSource.BROKEN:
+        if broken and header.source is not GradSource.BROKEN:
             logger.warning(
                 "%s: the backward of %s broke off: gradients are NaN in this step",
-                self._where,
+                where,
                 " and ".join(broken),
             )
         # A power of two near the mean of the weights: to divide by it does not round, and the
         # quotients do not overflow where gradients travel in fp16.
         weights = [each.weight for each in decoded if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
-        self.unit = 2.0 ** round(math.log2(mean))
+        self._next_unit = 2.0 ** round(math.log2(mean))
 
     def _decode_heard(self, headers: Tensor) -> list[RankHeader]:
         """See :func:`decode`, in a group whose ranks have exchanged headers before."""

@@ -256,6 +256,7 @@ def announce_forward(ddp: Wrapper) -> None:
     state = ddp._ddp_state
     message = "inside join() each forward asks the other ranks: leave it first"
     capture.refuse(state.core.manager.current, state.core.where(), message)
+    state.core.reductions.check_pending()  # as those without inputs have
     _make_up(ddp)
     protocol: JoinProtocol = state.sync.join
     # With throw_on_early_termination a rank without inputs makes this raise: keep that error as is.

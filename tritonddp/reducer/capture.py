@@ -34,6 +34,7 @@ def begin(
     Raises:
         RuntimeError: a replay could not do all that this backward does.
     """
+    reductions.check_pending()
     problem = _problem(reductions, streams, missing, is_reduced)
     if problem is not None:
         refuse(reductions.manager.current, reductions.where(), problem)

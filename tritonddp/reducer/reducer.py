@@ -137,8 +137,8 @@ class Reducer:
     def before_forward(self) -> None:
         """Make up for a last backward that failed, and look for changed parameters.
 
-        Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU the host does not
-        wait for headers, so a mismatch may be one reduction older than the last.)
+        Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU ranks that do
+        not reduce the same find that in the backward, see :class:`Agreement`.)
         """
         if self.is_detached:
             self.group.refuse_if_forked()
@@ -254,7 +254,7 @@ class Reducer:
             self.options.check_finalized(self.backward, self.where())
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             refuse_compiled_autograd(self.where())
-        if self.agreement.pending and not self.agreement.is_as_before():
+        if self.agreement.pending and (self.agreement.has_reports or self.events.needs_reached):
             self.reductions.check_pending()
         is_around = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)

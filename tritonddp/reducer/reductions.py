@@ -228,12 +228,18 @@ class Reductions:
     def complete(self, reduction: Reduction, arrived: Sequence[int] = ()) -> None:
         """Rebuild buckets if the order of gradients, or the set of trainable parameters, changed.
 
-        Every rank that took part in this reduction calls this, so its collectives match.
+        Every rank that took part in this reduction calls this, so its collectives match. If ranks
+        do not reduce the same, on a GPU, nothing is rebuilt: they all find that out at the end of
+        the next reduction, which they make with the buckets that they have.
 
         Args:
-            reduction: it is over, and its headers have shown that all ranks make the same.
+            reduction: it is over.
             arrived: in a first backward, numbers of the parameters in the order of their gradients.
         """
+        try:
+            self.agreement.check_pending()
+        except Mismatch:
+            return
         manager = self.manager
         if self.parameters.is_uncommitted:
             self.parameters.commit()
@@ -260,7 +266,6 @@ class Reductions:
         The headers of ``reduction`` have shown that all ranks have added the same parameters.
         Returns an error of this rank, after which the other ranks go on.
         """
-        self.agreement.check_pending()
         parameters = self.parameters
         params = [param for _, param in parameters.added]
         if self._broadcast is not None:
@@ -387,7 +392,7 @@ class Reductions:
             self.agreement.check_pending()
         except Mismatch as error:
             if self.manager.current.is_on_gpu and is_capturing():
-                self.agreement.look_again()  # a step without a graph then finds out what differs
+                # (A step without a graph then finds out what differs.)
                 what = str(error) or "the ranks reduce different parameters"
                 message = f"{what}. Run one step without a graph before"
                 capture.refuse(self.manager.current, self.where(), message)
@@ -395,7 +400,7 @@ class Reductions:
 
     def raise_mismatch(
         self,
-        error: Exception,
+        error: Mismatch,
         reduction: Reduction | None,
         requested: Sequence[tuple[str, Parameter]] | None = None,
     ) -> NoReturn:
@@ -404,19 +409,21 @@ class Reductions:
         ``reduction`` is this rank's, if it is not over; ``requested`` are the parameters of a
         reduction on request.
         """
+        self.agreement.pending.clear()  # what follows on it means nothing
+        where = error.where or self.where()
         if isinstance(error, SkippedMismatch):  # collectives in flight may never end
             skipped = self.statistics.skipped if reduction is None else reduction.skipped
             buckets = self.manager.current.buckets
             here = [bucket.title for bucket in buckets if bucket.index in skipped]
             raise RuntimeError(
-                f"{self.where()}, bucket 0: skip_all_reduce_unused_params=True needs the same "
+                f"{where}, bucket 0: skip_all_reduce_unused_params=True needs the same "
                 "parameters to be unused on all ranks, but the ranks leave out different buckets. "
                 f"This rank leaves out: {', '.join(here) or 'none'}. The process group cannot be "
                 "used any more: restart with skip_all_reduce_unused_params=False"
             ) from None
         if isinstance(error, Displaced):  # likewise
             raise RuntimeError(
-                f"{self.where()}, {self.manager.current.buckets[0].title}: {error}. Another "
+                f"{where}, {self.manager.current.buckets[0].title}: {error}. Another "
                 "collective of the program has run in the place of this bucket: its order among "
                 "the buckets is not the same on all ranks. That is so where layers make "
                 "collectives in the backward, and some ranks leave a parameter unused. Give your "
@@ -426,8 +433,11 @@ class Reductions:
         if reduction is not None:
             reduction.abort(str(error) or "the ranks reduce different parameters")
         if isinstance(error, Disagreement):
-            raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
+            raise RuntimeError(f"{where}, bucket 0: {error}") from None
         if self.memory is not None:  # all ranks come here, and wait for each other in verify()
             self.memory.end()
         site = self.forwards.call_site
-        self.parameters.verify(self.where(), requested, "" if site is None else site.name)
+        for each in (self.forwards.call_sites or {}).values():
+            if each.hash == error.call_site:
+                site = each
+        self.parameters.verify(where, requested, "" if site is None else site.name)
