@@ -42,16 +42,16 @@ def _shown(show: Callable[[Result], Blocks], result: Result) -> Iterator[str]:
 
 
 def _parts(parts: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'part':14}{'':10}{'seconds':>8}{'limit':>7}{'estimate':>10}"
+    yield f"{'part':16}{'':10}{'seconds':>8}{'limit':>7}{'estimate':>10}"
     for name, part in parts.items():
         times = f"{part['seconds']:8.1f}{part['limit']:7.0f}{part['estimate']:10.0f}"
         why = "; ".join([*filter(None, [part["reason"]]), *_groups_in_words(part["result"])])
-        yield _line(f"{name:14}{part['status']:10}{times}  {why}")
+        yield _line(f"{name:16}{part['status']:10}{times}  {why}")
         if part["status"] == "failed":
             for failure in _failures(part["result"])[:10]:
-                yield _line(f"{'':14}FAILED {failure}")
+                yield _line(f"{'':16}FAILED {failure}")
     times = [sum(part[key] for part in parts.values()) for key in ("seconds", "limit", "estimate")]
-    yield f"{'all':14}{'':10}{times[0]:8.1f}{times[1]:7.0f}{times[2]:10.0f}"
+    yield f"{'all':16}{'':10}{times[0]:8.1f}{times[1]:7.0f}{times[2]:10.0f}"
 
 
 def _line(line: str) -> str:
