@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
@@ -16,6 +17,7 @@ class OwnedMeans(Extension):
     """After a reduction the owner has the mean in ``.grad``, and the other ranks have ``None``.
 
     Args:
+        parameters: those of the wrapper. (Owners have those of layers that were replaced, too.)
         owners: by parameter, the rank.
         rank: this one.
         is_reduced: gradients are means already.
@@ -26,13 +28,14 @@ class OwnedMeans(Extension):
 
     def __init__(
         self,
+        parameters: ModuleParameters,
         owners: Mapping[Tensor, int],
         rank: int,
         is_reduced: bool,
         optimizer: Callable[[], object],
     ) -> None:
         self._earlier = EarlierMeans(
-            lambda: [param for param, owner in owners.items() if owner == rank],
+            lambda: [param for _, param in parameters.params if owners.get(param) == rank],
             "ZeroRedundancyOptimizer",
             is_reduced,
         )

@@ -135,7 +135,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._owned = OwnedState(self.optim, self._owners, self._masters, self._group)
         earlier = self._core.events.of(OwnedMeans)
         self._own()
-        self._means = OwnedMeans(self._owners, self._group.rank, bool(self._reduced), ref(self))
+        rank, is_reduced = self._group.rank, bool(self._reduced)
+        self._means = OwnedMeans(state.parameters, self._owners, rank, is_reduced, ref(self))
         if earlier is not None:  # this one takes over
             self._core.events.remove(earlier)
             self._means.take_over(earlier)
