@@ -187,29 +187,20 @@ def is_checked(group: dist.ProcessGroup, device: torch.device) -> bool:
     return type(group._get_backend(device)).__name__ == "_ProcessGroupWrapper"
 
 
-def registered_memory(
-    group: dist.ProcessGroup, device: torch.device
-) -> Callable[[int], Tensor] | None:
-    """What allocates memory on ``device`` that the backend of ``group`` has registered.
+def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A ``torch.cuda.MemPool`` whose memory is registered with ``group``, as symmetric windows.
 
-    It takes a number of bytes, and returns uint8 ``(nbytes,)``. The memory is a symmetric window:
-    all ranks allocate alike. ``None`` where torch (before 2.9), the backend or the device has none.
+    ``None`` where torch (before 2.9), the backend or the device has none.
     """
     try:
         backend: Any = group._get_backend(device)
-        if not backend.supports_tensor_alloc(device):
-            return None
-        pool = torch.cuda.MemPool(backend.mem_allocator)
-        # From now on for each of its segments. (A TypeError where torch has no symmetric windows.)
-        backend.register_mem_pool(pool, symm=True)
+        if backend.supports_tensor_alloc(device):
+            pool = torch.cuda.MemPool(backend.mem_allocator)
+            backend.register_mem_pool(pool, symm=True)
+            return pool
     except (AttributeError, RuntimeError, TypeError):
-        return None
-
-    def allocate(nbytes: int) -> Tensor:
-        with torch.cuda.use_mem_pool(pool, device):
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    return allocate
+        pass
+    return None
 
 
 def is_shared(gradient: Tensor, incoming: Sequence[Tensor | None] = ()) -> bool:

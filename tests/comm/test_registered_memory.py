@@ -12,7 +12,7 @@ from distributed import ranks
 from recording.programs import Program, play
 from torch import Tensor, nn
 
-from tritonddp import DistributedDataParallel, _torch
+from tritonddp import DistributedDataParallel
 from tritonddp.buckets import formats
 
 OPTION = {"transport": "registered_memory"}
@@ -107,10 +107,10 @@ def test_the_pool_is_a_symmetric_window_before_it_has_memory() -> None:
     ):
         for registers in (register_before_2_9, None):
             group: Any = SimpleNamespace(_get_backend=lambda _, each=registers: _backend(each))
-            assert _torch.registered_memory(group, device) is None
+            assert formats.registered_memory(group, device) is None
         events.clear()
         group = SimpleNamespace(_get_backend=lambda _: _backend(register))
-        allocate = _torch.registered_memory(group, device)
+        allocate = formats.registered_memory(group, device)
         assert allocate is not None
         memory = allocate(12)
     assert (memory.dtype, memory.shape) == (torch.uint8, (12,))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tritonddp._torch import MixedPrecision, backend_name, registered_memory
+from tritonddp._torch import MixedPrecision, backend_name, registered_pool
 from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.memory.in_place_bucket import InPlaceBucket, may_be_in_place
@@ -268,6 +268,21 @@ class BucketFactory:
         message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
         residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
         return Quantization(message, rank, residuals)
+
+
+def registered_memory(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int], Tensor] | None:
+    """What :func:`registering` returns; ``None`` if there is none. All ranks allocate alike."""
+    pool = registered_pool(group, device)
+    if pool is None:
+        return None
+
+    def allocate(nbytes: int) -> Tensor:
+        with torch.cuda.use_mem_pool(pool, device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    return allocate
 
 
 def registering(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Tensor]:
