@@ -117,13 +117,15 @@ class DDPConfig:
             given.delay_all_reduce_named_params, given.param_to_hook_all_reduce, params
         )
         device_type = params[0][1].device.type
+        # (The first bucket is always sent: to leave out others, unused parameters have to go last.)
+        keeps_order = not (given.static_graph or given.skip_all_reduce_unused_params)
         caps = BucketCaps.of(
             given.bucket_cap_mb,
             given.bucket_cap_mb_list,
             delay.names if delay else frozenset(),
             device_type=device_type,
             few_bytes=bool(given.compression or (given.reduce_dtype and device_type == "cpu")),
-            finds_unused=bool(given.find_unused_parameters and not given.static_graph),
+            finds_unused=bool(given.find_unused_parameters and keeps_order),
         )
         sizes = (*caps.limits, "tapering") if caps.tapers else caps.limits
         options: dict[str, Any] = {"bucket sizes": sizes, "transport": given.transport}
