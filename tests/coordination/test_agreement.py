@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
 from training import breaking_off, train_step, wrap
@@ -85,7 +86,8 @@ def test_which_places_of_programs_belong_together(sources: str, agree: bool):
 )
 def test_another_collective_in_the_place_of_a_bucket_is_named(content: float, said: str):
     """Only this rank's own header has come: a backend that exchanges nothing, unless it has."""
-    group: Any = SimpleNamespace(rank=0, size=3, process_group=None)
+    exchanging = dist.ProcessGroup(0, 3)  # not one of Python, which may give back what it got
+    group: Any = SimpleNamespace(rank=0, size=3, process_group=exchanging)
     agreement = Agreement(group)
     agreement.open(HERE, GradSource.FORWARD, None, (), False, True)
     mine = torch.tensor([*agreement.encoded]).float()
