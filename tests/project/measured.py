@@ -43,7 +43,8 @@ def measure(arguments: list[str], folder: Path = FOLDER) -> None:
     }
     wanted = arguments or ["-n", "2", "--dist", "loadfile"]
     marks = ["-m", "not gpu and not thorough and not clients"]
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "measured", *marks, *wanted]
+    durations = f"--junitxml={folder}/tests.xml"
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "measured", durations, *marks, *wanted]
     subprocess.run(tests, cwd=ROOT, env=environment, check=False)
     _coverage(folder, "combine", "--quiet")
 
