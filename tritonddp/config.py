@@ -66,7 +66,6 @@ class DDPConfig:
     skip_unused: bool  # skip_all_reduce_unused_params
     divide_factor: float | None  # gradient_divide_factor
     check_finite: str | None
-    check_drift: str | None
     grad_norm: bool
     transport: str
     metrics: bool
@@ -89,7 +88,6 @@ class DDPConfig:
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
         check_mode(given.check_finite)
-        check_mode(given.check_drift, "check_drift")
         check_transport(given.transport, group, devices)
         if given.transport == REGISTERED_MEMORY and given.compression is not None:
             raise ValueError(
@@ -133,7 +131,7 @@ class DDPConfig:
             options["find_unused_parameters"] = True
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
-        plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift")
+        plain = ("mixed_precision", "reduce_dtype", "check_finite")
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
         switches = ("metrics", "grad_norm", "reduce_in_place")
         options |= {name: True for name in switches if arguments[name]}
@@ -155,7 +153,6 @@ class DDPConfig:
             skip_unused=bool(given.skip_all_reduce_unused_params),
             divide_factor=divide_factor,
             check_finite=given.check_finite,
-            check_drift=given.check_drift,
             grad_norm=bool(given.grad_norm),
             transport=given.transport,
             metrics=bool(given.metrics),

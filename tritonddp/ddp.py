@@ -111,9 +111,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
             On a GPU the host waits there. Optimizers in the backward have made their steps, and a
             rank that has run out of inputs inside :meth:`join` only warns.
-        check_drift: ``"raise"`` or ``"warn"``: each reduced backward compares another 64th of all
-            parameters over the ranks, bit for bit. Where they differ, all ranks get an error, or
-            once for each change a warning, with names and ranks: within 64 steps, on a GPU 66.
         transport: ``"auto"``: over gloo, ranks of a host exchange gradients through memory that
             they share, where all hosts have as many ranks each. ``"peer_memory"``: where that
             cannot be, as on GPUs, it is an error. ``"process_group"``, or
@@ -179,7 +176,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         error_feedback: bool = True,
         exact: Any = None,
         check_finite: str | None = None,
-        check_drift: str | None = None,
         transport: str = "auto",
         metrics: bool = False,
         grad_norm: bool = False,

@@ -35,14 +35,12 @@ from tritonddp.config import (
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, tell_failure, verify_same
-from tritonddp.diagnostics.check_sync import compare_parameters
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.delayed_params import DeferredBuckets
-from tritonddp.features.drift import DriftCheck
 from tritonddp.features.grad_norm import GradientNorms, GradNorm
 from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
@@ -283,8 +281,6 @@ class DDPState:
             yield self.metrics
         if config.grad_norm and group.size > 1:  # one rank alone reduces nothing
             yield GradNorm(group.size, self.counters, config.divide_factor)
-        if config.check_drift is not None and group.size > 1:
-            yield DriftCheck(config.check_drift, group, self.parameters, compare_parameters)
 
     def _extensions(self, core: Reducer) -> Iterator[Extension]:
         config, parameters = self.config, self.parameters

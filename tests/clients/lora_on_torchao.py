@@ -63,11 +63,10 @@ def play(kind: str, in_place: bool) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())  # rank 0's values are sent
     net = model(kind)
     before = same_on_all_ranks(values(net))
-    options: dict[str, Any] = {"check_drift": "raise"}
     if in_place:
-        wrapper = ddp = tritonddp.replicate(net, **options)
+        wrapper = ddp = tritonddp.replicate(net)
     else:
-        wrapper = ddp = tritonddp.DistributedDataParallel(net, **options)
+        wrapper = ddp = tritonddp.DistributedDataParallel(net)
     after = same_on_all_ranks(values(net))
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     losses = []

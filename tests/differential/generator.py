@@ -207,14 +207,11 @@ class _Generator:
         finds = self._options.find_unused_parameters
         if finds is None:
             finds = self._skips and not self._options.static_graph
-        own = {"check_drift": None, "grad_norm": None, "metrics": None}
+        own = {"grad_norm": None, "metrics": None}
         return replace(self._options, find_unused_parameters=finds, **own)
 
     def _draw_more_options(self) -> dict[str, Any]:
-        # (Without a reduction parameters come apart on purpose.)
-        drift = self._more.random() < 0.3 and self._communication_hook != "noop_hook"
         return {
-            "check_drift": "raise" if drift else None,
             "grad_norm": True if self._more.random() < 0.4 else None,
             "metrics": True if self._more.random() < 0.3 else None,
         }

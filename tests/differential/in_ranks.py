@@ -32,7 +32,6 @@ from tritonddp import DistributedDataParallel
 from tritonddp.buckets.memory import in_place_bucket
 from tritonddp.comm import process_group
 from tritonddp.comm.host import memory_exchange, rank_buffers
-from tritonddp.features import drift
 from tritonddp.integrations.in_place import behind
 from tritonddp.kernels import reference
 
@@ -104,7 +103,6 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
         traces = []
         defaults = DistributedDataParallel.__init__.__kwdefaults__
         for in_place in (False, True):
-            drift._keys.cache_clear()  # another recording is another device
             with (
                 warnings.catch_warnings(),
                 patch.object(in_place_bucket, "LARGE", 100),

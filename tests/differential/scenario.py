@@ -30,7 +30,6 @@ class Options(Described):
     process_group: str | None = None
     device_mesh: bool | None = None
     check_finite: str | None = None
-    check_drift: str | None = None
     grad_norm: bool | None = None
     metrics: bool | None = None
     lazy_bucket_allocation: bool | None = None

@@ -93,7 +93,6 @@ def test_whatever_a_step_is_made_of_the_request_arrives(name: str) -> None:
 MORE = {
     **WAYS,
     "metrics": {"metrics": True},
-    "drift": {"check_drift": "raise"},
     "used": {"find_unused_parameters": False},
 }
 

@@ -1,4 +1,4 @@
-"""What rides beside the gradients, over NCCL: norms, who is slow, drift, and buffers."""
+"""What rides beside the gradients, over NCCL: norms, times, and buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from worlds import CARDS, CPU, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
 
 from tritonddp import DistributedDataParallel
-from tritonddp.features.drift import SLICES
 
 STEPS = 12
 
@@ -138,30 +137,6 @@ def test_the_slow_rank_is_named_with_its_part(device: torch.device, part: str) -
     assert even["slowest_rank"] is None, even
 
 
-@in_worlds(CPU, *CARDS)
-def test_parameters_that_drift_apart_are_named(device: torch.device) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    ddp = DistributedDataParallel(dense().to(device), check_drift="raise")
-    said = None
-    for number in range(2 * SLICES + 4):
-        if number == SLICES + 1 and rank == size - 1 > 0:
-            with torch.no_grad():
-                ddp.module[4].weight[3, 5] += 0.25
-        try:
-            ddp(batch(number).to(device)).square().mean().backward()
-        except RuntimeError as error:
-            said = number, str(error)
-            break
-    if size == 1:
-        assert said is None
-        return
-    assert said is not None
-    # (On a GPU the hash is told a step later.)
-    assert SLICES + 1 <= said[0] <= 2 * SLICES + 2
-    assert "parameter '4.weight'" in said[1]
-    assert f"rank {size - 1} has norm" in said[1]
-
-
 @everywhere
 def test_buffers_are_those_of_stock_at_each_forward(device: torch.device, view: bool) -> None:
     torch.manual_seed(3)
@@ -195,10 +170,9 @@ def test_all_of_it_at_once_lets_the_host_run_ahead(device: torch.device, view: b
         dense().to(device),
         grad_norm=True,
         metrics=True,
-        check_drift="raise",
         gradient_as_bucket_view=view,
     )
-    for number in range(SLICES + 6):
+    for number in range(3 * STEPS):
         ddp.zero_grad()
         ddp(batch(number).to(device)).square().mean().backward()
         with waits_for_nothing(device):

@@ -180,9 +180,6 @@ def device_of_stock(device: torch.device) -> torch.device:
 def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:
     from recording.device import recording
 
-    from tritonddp.features import drift
-
-    drift._keys.cache_clear()  # of another recording
     with recording() as recorder:
         call_body(name, {**arguments, "device": torch.device("cuda", 0)})
         torch.cuda.synchronize()

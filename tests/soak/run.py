@@ -40,7 +40,6 @@ from torch import nn
 
 from soak.footprint import STEPS_FOR_MEMORY, Footprint, complaints, growth_of_memory
 from tritonddp import DistributedDataParallel
-from tritonddp.features.drift import DriftCheck
 
 RANKS = 2
 STEPS = 10_000
@@ -179,9 +178,6 @@ class _Soak:
         self._progress(self.taken[-1] if self.taken else None)
 
     def measure(self, player: Player, done: int) -> None:
-        check = player.net._ddp_state.core.events.of(DriftCheck)
-        if check is not None:  # views, which it makes again by and by, would pass for a leak
-            check._lay_out()
         trained = sum(param.requires_grad for param in player.net.parameters())
         self.taken.append(Footprint.now(self._begun + done, self.lives, trained))
 
@@ -230,7 +226,7 @@ def _warm_up() -> None:
     for options in (
         Options(process_group="new"),
         Options(device_mesh=True),
-        Options(check_drift="raise", compression="int8"),
+        Options(compression="int8"),
     ):
         ddp = DistributedDataParallel(nn.Linear(64, 64), **arguments_of(options))
         ddp(torch.ones(1, 64)).sum().backward()

@@ -68,7 +68,6 @@ def test_the_plan_has_all_that_a_soak_is_to_see() -> None:
         "compression": {None, "int8"},
         "gradient_as_bucket_view": {None, True},
         "lazy_bucket_allocation": {None, True},
-        "check_drift": {None, "raise"},
     }.items():
         assert {getattr(each, option) for each in options} == values, option
     hooks = {"", "allreduce_hook", "ALLREDUCE", "fp16_compress_hook", "noop_hook"}

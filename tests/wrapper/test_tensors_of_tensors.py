@@ -67,7 +67,7 @@ def net(kind: type, seed: int) -> Net:
 
 
 WAYS = {
-    "wrapped": lambda module: wrap(module, check_drift="raise"),
+    "wrapped": wrap,
     "in place": tritonddp.replicate,
     "mixed precision": lambda module: wrap(
         module, mixed_precision=_MixedPrecision(torch.bfloat16, torch.float32)

@@ -78,7 +78,7 @@ def check_sync(
         differing = _differing(items, sums, group, device)
         if not differing:
             return
-        lines = _lines(items, sums, differing, group, device, range(group.size))
+        lines = _lines(items, sums, differing, group, device)
     kinds, all_kinds = ([items[n].kind for n in of] for of in (differing, range(len(items))))
     lines += [remedy for kind, remedy in _REMEDIES.items() if kind in kinds]
     counts = [
@@ -87,41 +87,6 @@ def check_sync(
     ]
     heading = f"{where}: these differ between ranks ({', '.join(counts)}):"
     raise RuntimeError("\n".join([heading, *lines]))
-
-
-def compare_parameters(
-    params: Sequence[tuple[str, Tensor]], group: Group, where: str, counts: bool
-) -> tuple[list[int], list[str]]:
-    """Find the parameters that differ between ranks. Collective: all ranks must call it.
-
-    Args:
-        params: names and parameters of this rank.
-        group: the ranks.
-        where: this rank and its step, for errors.
-        counts: whether the parameters of this rank are compared; false after it ran out of inputs.
-
-    Returns:
-        Indices of the parameters that differ, and lines for a message that say which ranks hold
-        which values. On all ranks alike.
-
-    Raises:
-        RuntimeError: on every rank, if names, shapes or dtypes differ; or, with a cause, a rank
-            does not take part.
-    """
-    device, where = params[0][1].device, f"{where}, check_drift"
-    kinds = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in params}
-    verify_same({"parameter": kinds, "buffer": {}, "option": {}}, group, device, where)
-    items = [_Item("parameter", name, param, param) for name, param in params]
-    sums = checksums([param for _, param in params])
-    with group.guard(where, f"comparison of {len(items)} checksums"):
-        mine = torch.tensor([counts, *sums], device=device)
-        rows = [each.tolist() for each in all_gather(mine, group.process_group)]
-        ranks = [rank for rank, row in enumerate(rows) if row[0]]
-        columns = zip(*(rows[rank][1:] for rank in ranks), strict=True)
-        differing = [number for number, column in enumerate(columns) if len(set(column)) > 1]
-        if not differing:
-            return [], []
-        return differing, _lines(items, sums, differing, group, device, ranks)
 
 
 def _of_own_batches(module: nn.Module, group: Group) -> list[str]:
@@ -167,13 +132,12 @@ def _lines(
     differing: Sequence[int],
     group: Group,
     device: torch.device,
-    of: Sequence[int],
 ) -> list[str]:
-    """Lines about the items ``differing``: which of the ranks ``of`` hold which values."""
+    """Lines about the items ``differing``: which ranks hold which values."""
     shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
     lines = [
         f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: {content}"
-        for (item, _), content in zip(shown, _by_content(shown, group, device, of), strict=True)
+        for (item, _), content in zip(shown, _by_content(shown, group, device), strict=True)
     ]
     if more := len(differing) - len(shown):
         lines.append(f"  ... and {more} more")
@@ -181,9 +145,9 @@ def _lines(
 
 
 def _by_content(
-    shown: Sequence[tuple[_Item, int]], group: Group, device: torch.device, of: Sequence[int]
+    shown: Sequence[tuple[_Item, int]], group: Group, device: torch.device
 ) -> list[str]:
-    """For each item, with its checksum on this rank: which of the ranks ``of`` hold which value."""
+    """For each item, with its checksum on this rank: which ranks hold which value."""
     sums = torch.tensor([checksum for _, checksum in shown], device="cpu")
     norms = torch.tensor(
         [_norm(item.tensor) for item, _ in shown], dtype=torch.float64, device="cpu"
@@ -193,7 +157,7 @@ def _by_content(
     for each in all_gather(message, group.process_group):
         sums, norms = each.cpu()
         ranks.append(zip(sums.tolist(), norms.view(torch.float64).tolist(), strict=True))
-    return [_in_words(contents, group, of) for contents in zip(*ranks, strict=True)]
+    return [_in_words(contents, group) for contents in zip(*ranks, strict=True)]
 
 
 def _norm(tensor: Tensor | None) -> float:
@@ -206,14 +170,14 @@ def _norm(tensor: Tensor | None) -> float:
         return torch.linalg.vector_norm(tensor.to_dense().to(wide)).item()
 
 
-def _in_words(contents: Sequence[tuple[int, float]], group: Group, of: Sequence[int]) -> str:
+def _in_words(contents: Sequence[tuple[int, float]], group: Group) -> str:
     """Which ranks hold which value, the rarest value first.
 
     ``contents`` are checksum and norm on each rank, both 0 for a missing gradient.
     """
     holders: dict[int, list[int]] = {}
-    for rank in of:
-        holders.setdefault(contents[rank][0], []).append(rank)
+    for rank, (checksum, _) in enumerate(contents):
+        holders.setdefault(checksum, []).append(rank)
     shares = sorted(holders.values(), key=lambda ranks: (len(ranks), ranks))
     texts = []
     for ranks in shares[:_CONTENTS]:

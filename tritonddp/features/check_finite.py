@@ -22,10 +22,10 @@ from tritonddp.reducer.extension import Extension
 _SHOWN = 4
 
 
-def check_mode(mode: Any, option: str = "check_finite") -> None:
-    """Raise a ValueError if ``mode``, the value of ``option``, is not one of the allowed values."""
+def check_mode(mode: Any) -> None:
+    """Raise a ValueError if ``mode`` is not a value that ``check_finite`` may have."""
     if mode is not None and (not isinstance(mode, str) or mode not in ("raise", "warn")):
-        raise ValueError(f"{option} should be 'raise', 'warn' or None, got {mode!r}")
+        raise ValueError(f"check_finite should be 'raise', 'warn' or None, got {mode!r}")
 
 
 class FiniteCheck(Extension):
