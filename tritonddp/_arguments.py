@@ -20,13 +20,6 @@ def check_flags(flags: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} should be True or False, got {flag!r}")
 
 
-def check_every(every: Any) -> int:
-    """Return ``every``; raise a ValueError if it is not a number of steps."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
-    return every
-
-
 def plain_names(wanted: Any) -> set[str]:
     """The names in ``wanted``, spelled as in ``named_parameters()``.
 

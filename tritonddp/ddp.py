@@ -117,8 +117,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank, leaves it off.
             ``"registered_memory"``: buckets lie in memory that NCCL has registered, an error where
             it cannot. See ``docs/one-host.md``, ``docs/gpus.md``.
-        metrics: ranks tell each other, without a collective, how long their last step took: for
-            :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
+        metrics: ranks time the parts of their steps, and tell each other in each tenth step: for
+            :meth:`metrics` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
             :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
@@ -473,18 +473,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         refuse_inside(self, "check_sync()")
         check_sync(self.module, self._ddp_state.core, self.parameters_to_ignore, buffers, gradients)
 
-    def metrics(self) -> dict[str, float | int | str | None]:
-        """How long steps take, and for which rank the others wait. Needs ``metrics=True``.
-
-        The times are those of the last step that all ranks have reported, and that was measured:
-        of steps shorter than 60 ms one in 2 to 32. The result is alike on all ranks, except
-        ``sent_bytes``. Values that are not known are ``None``.
+    def metrics(self) -> dict[str, float | int | None]:
+        """How long steps take. Needs ``metrics=True``. No collective: any rank may call it.
 
         Returns:
-            A dictionary, by the names in ``docs/metrics.md``: ``step``, ``step_ms`` and its parts,
-            means over the ranks, ``skew_ms``, ``sent_bytes`` of this rank, and ``slowest_rank``, a
-            rank that is later than the others by about 5 % of a step over several steps. Rank 0
-            logs each change of it in ``tritonddp.metrics``, a slow rank as a warning.
+            A dictionary, alike on all ranks between two steps. ``step``: reduced backwards so far.
+            ``slowest_rank``: the rank with the longest own time. In milliseconds ``step_ms``, its
+            parts ``input_ms``, ``forward_ms``, ``backward_ms`` and ``exposed_ms``, and ``own_ms``,
+            all but the last of these: the mean over the ranks, each with ``_min`` and ``_max``
+            behind it for the least and the greatest. Each rank sends its mean of ten steps. Values
+            that are not known yet, as in the first ten steps, are ``None``.
 
         Raises:
             RuntimeError: the module was wrapped without ``metrics=True``.
@@ -497,24 +495,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             print(model.metrics()["step_ms"], "ms")
         """
         return self._ddp_state.metrics_for("metrics()").metrics()
-
-    def suggested_shares(self) -> list[float]:
-        """How to split a global batch over ranks of different speed, so that all end together.
-
-        One share for each rank, proportional to the items that it processes in a millisecond, over
-        about ten measured steps: the ``n`` of ``weighted(n)``, or one for each backward.
-
-        Raises:
-            RuntimeError: the module was wrapped without ``metrics=True``, or no step is known yet.
-
-        Example::
-
-            model = tritonddp.DistributedDataParallel(module, metrics=True)
-            for inputs, targets in batches:
-                loss_function(model(inputs), targets).backward()
-            n = round(256 * model.suggested_shares()[rank])  # this rank's part of a batch of 256
-        """
-        return self._ddp_state.metrics_for("suggested_shares()").shares()
 
     def log_metrics(self, every: int = 100, write: Callable[[str], None] | None = None) -> None:
         """From now on rank 0 writes a line about ``metrics()`` in one of ``every`` steps.

@@ -127,8 +127,8 @@ class ReplicatedModule:
         """Verify that all ranks hold the same parameters, buffers and gradients."""
         ddp(self).check_sync(buffers=buffers, gradients=gradients)
 
-    def metrics(self) -> dict[str, float | int | str | None]:
-        """How long steps take, and for which rank the others wait. Needs ``metrics=True``."""
+    def metrics(self) -> dict[str, float | int | None]:
+        """How long steps take, and which rank is slowest. Needs ``metrics=True``."""
         return ddp(self).metrics()
 
     def request_stop(self) -> None:

@@ -42,7 +42,7 @@ from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.delayed_params import DeferredBuckets
 from tritonddp.features.grad_norm import GradientNorms, GradNorm
-from tritonddp.features.metrics.metrics import Metrics
+from tritonddp.features.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.unused_params import SkipUnused, StrictUnused

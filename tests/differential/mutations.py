@@ -260,14 +260,14 @@ def norm_of_the_reduction(original: Any) -> Any:
     return lambda self: True
 
 
-@mutation("features.metrics.metrics:Metrics.take_reports")
+@mutation("features.metrics:Metrics._take")
 def metrics_of_this_rank(original: Any) -> Any:
     """A rank tells the times that it has measured itself."""
 
-    def take_reports(self: Any, reports: Any) -> None:
-        original(self, [reports[self._group.rank]] * len(reports))
+    def take(self: Any, rows: Any) -> None:
+        original(self, rows[[self._group.rank]].expand_as(rows))
 
-    return take_reports
+    return take
 
 
 @mutation(f"{_WRAPPER}.register_comm_hook")

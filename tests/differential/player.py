@@ -56,7 +56,7 @@ class Player:
             the network is replicated in place.
         wrapper: the one of ours that ``net`` is, or that is behind it.
         trace: what was seen so far.
-        metrics: what ``metrics()`` has said after each step, without what differs between ranks.
+        metrics: what ``metrics()`` has said after each step.
     """
 
     def __init__(
@@ -148,9 +148,7 @@ class Player:
         self._outputs.clear()
 
     def ask_metrics(self) -> None:
-        said = self.net.metrics()
-        del said["sent_bytes"]
-        self.metrics.append(said)
+        self.metrics.append(self.net.metrics())
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -375,8 +375,6 @@ def norms(ddp: DDP, draw: Draw) -> None:
 def metrics(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP.metrics):
         ddp.metrics()
-    with only_documented(DDP.suggested_shares):
-        ddp.suggested_shares()
     with only_documented(DDP.log_metrics):
         ddp.log_metrics(draw(st.one_of(st.integers(1, 3), absurd())), lambda line: None)
         ddp(batch()).sum().backward()

@@ -16,7 +16,7 @@ from tritonddp import DistributedDataParallel
 ADDED = {
     *("check_sync", "clip_grad_norm_", "comm_state_dict", "grad_noise_scale", "grad_norm"),
     *("load_comm_state_dict", "log_metrics", "metrics", "reduce_gradients", "request_stop"),
-    *("should_stop", "suggested_shares", "weighted"),
+    *("should_stop", "weighted"),
 }
 # What stock's class has from torch 2.13 on, and from 2.15 on.
 OF_LATER_STOCK = {

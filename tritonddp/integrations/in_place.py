@@ -21,10 +21,8 @@ def behind(model: Any) -> DistributedDataParallel | None:
         return None
 
 
-def of_trainer(model: Any, use: str) -> DistributedDataParallel:
-    """The wrapper that the model of a trainer is, or that works behind it.
-
-    ``use`` is what a callback does with it, for the error.
+def should_stop(model: Any) -> bool:
+    """``should_stop()`` of the wrapper that the model of a trainer is, or that works behind it.
 
     Raises:
         TypeError: there is none of ours.
@@ -32,17 +30,12 @@ def of_trainer(model: Any, use: str) -> DistributedDataParallel:
     wrapper = behind(model)
     if wrapper is None:
         raise TypeError(
-            f"the callback {use} of a model that tritonddp.DistributedDataParallel wraps, or "
-            "tritonddp.replicate() replicates, but the trainer has a "
+            "the callback asks should_stop() of a model that tritonddp.DistributedDataParallel "
+            "wraps, or tritonddp.replicate() replicates, but the trainer has a "
             f"{type(model).__module__}.{type(model).__qualname__}: use an adapter of "
             "tritonddp.integrations, and start it with torchrun"
         )
-    return wrapper
-
-
-def should_stop(model: Any) -> bool:
-    """``should_stop()`` of the model of a trainer; raises as :func:`of_trainer`."""
-    return of_trainer(model, "asks should_stop()")._ddp_state.should_stop()
+    return wrapper._ddp_state.should_stop()
 
 
 def replicated(

@@ -1,7 +1,4 @@
-"""Lightning: a strategy that wraps the model with tritonddp, and callbacks.
-
-They log metrics(), and let all ranks stop together.
-"""
+"""Lightning: a strategy that wraps the model with tritonddp, and a callback to stop together."""
 
 from __future__ import annotations
 
@@ -10,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from tritonddp._arguments import check_every, check_flags
+from tritonddp._arguments import check_flags
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.integrations.in_place import replicated, should_stop
-from tritonddp.integrations.metrics import numbers_of
 from tritonddp.integrations.signals import StopOnSignal, checked, stop_on_signal
 from tritonddp.integrations.strategies import lightning_class
 
@@ -60,45 +56,6 @@ class TritonDDPStrategy(_Base):
             # What Lightning's own code asks of a wrapper, and the forward of each step, is here.
             return replicated(model, device_ids, self._ddp_kwargs)
         return DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
-
-
-class MetricsCallback(_Callback):
-    """Logs the numbers of ``metrics()`` as ``ddp/...`` by all loggers of the trainer, on rank 0.
-
-    Args:
-        every: steps of the optimizer from one log to the next.
-
-    Raises:
-        RuntimeError, TypeError: when training starts, on every rank, if the model is wrapped
-            without ``metrics=True``, or not with tritonddp.
-        ValueError: ``every`` is no whole number from 1 on.
-
-    Example::
-
-        from pytorch_lightning import Trainer
-        from tritonddp.integrations.lightning import MetricsCallback, TritonDDPStrategy
-
-        strategy, callback = TritonDDPStrategy(metrics=True), MetricsCallback(every=2)
-        trainer = Trainer(strategy=strategy, callbacks=[callback], devices=2, max_steps=4)
-        trainer.fit(lightning_module, loader)
-    """
-
-    def __init__(self, every: int = 100) -> None:
-        self._every = check_every(every)
-        self._logged = 0  # the step
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the model, which is wrapped by now."""
-        numbers_of(trainer.model)
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Log, if the optimizer has made a step since: it may step once in several batches."""
-        step = trainer.global_step
-        if trainer.is_global_zero and step % self._every == 0 and step != self._logged:
-            self._logged = step
-            found = numbers_of(trainer.model)
-            for logger in trainer.loggers:
-                logger.log_metrics(found, step=step)
 
 
 class StopCallback(_Callback):

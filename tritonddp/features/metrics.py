@@ -1,0 +1,242 @@
+"""``metrics=True``: how long the parts of a step take, on all ranks.
+
+A step is the time from the end of one reduction to that of the next::
+
+    | input            | forward         | backward          | exposed              | input ..
+    end of reduction   forward begins    backward begins     gradients are there    end of reduction
+
+All ranks end a reduction together. The time from there until a rank has its last gradient is the
+rank's *own* time. ``exposed`` is not: the rank waits for other ranks. The time that a forward waits
+for buffers belongs to ``exposed`` too. If several backwards are accumulated, each part is a sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonddp._device import Readback, Stamp, uploaded
+from tritonddp._modes import outside_modes
+from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.agreement import GradSource
+from tritonddp.coordination.collectives import begin_all_gather
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward
+
+logger = logging.getLogger("tritonddp.metrics")
+
+EVERY = 10  # steps from one gathering of times to the next
+_WHAT = "all-gather of times (metrics)"
+
+
+class StepTimes(NamedTuple):
+    """The parts of a step on one rank, in milliseconds."""
+
+    input: float  # data, optimizer, and all that is in no other part
+    forward: float  # with the loss
+    backward: float  # until the autograd engine has finished
+    exposed: float  # synchronisation that did not overlap with compute
+
+    @property
+    def own(self) -> float:
+        """Time in which this rank did not wait for other ranks."""
+        return self.input + self.forward + self.backward
+
+    @property
+    def step(self) -> float:
+        """Length of the step."""
+        return sum(self)
+
+
+INPUT, FORWARD, BACKWARD, EXPOSED = range(len(StepTimes._fields))
+NAMES = ("step", *StepTimes._fields, "own")
+# Of a rank without inputs, or whose device is far behind.
+_UNKNOWN = [-1.0] * len(StepTimes._fields)
+
+
+class StepClock:
+    """Times steps of a module on ``device``, from the first call of :meth:`end_step` on.
+
+    On the CPU by the clock of the host; on a GPU by events on the current stream, for which the
+    host does not wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._part = INPUT
+        self._laps: list[tuple[int, Stamp]] = []  # the end of the last step, and of parts since
+        self._unread: deque[list[tuple[int, Stamp]]] = (
+            deque()
+        )  # steps, whose events may not be over
+
+    def lap(self, part: int, of: int | None = None) -> None:
+        """``part`` begins now. The time since the last call belongs to the part ``of``.
+
+        By default that is the part that began in the last call.
+        """
+        if self._laps:
+            self._laps.append((self._part if of is None else of, Stamp(self._device)))
+        self._part = part
+
+    def end_step(self) -> list[StepTimes]:
+        """A step is over. Returns the times of the steps that have become known since."""
+        self.lap(INPUT)
+        if self._laps:
+            self._unread.append(self._laps)
+        self._laps = self._laps[-1:] or [(INPUT, Stamp(self._device))]
+        found = []
+        while self._unread and self._unread[0][-1][1].has_passed():
+            times = [0.0] * len(StepTimes._fields)
+            for (_, begun), (part, ended) in pairwise(self._unread.popleft()):
+                times[part] += begun.seconds_to(ended) * 1e3
+            found.append(StepTimes(*times))
+        return found
+
+    def drop_step(self) -> None:
+        """Forget the time since the last step: it was no whole step."""
+        self._part, self._laps = INPUT, []
+
+
+class Metrics(Extension):
+    """Times the parts of each step on this rank, and gathers their means in one step of so many.
+
+    The gathering is not waited for before the end of the next step, so that ranks which end the
+    backwards of several wrappers in another order do not wait for each other.
+    """
+
+    reads_device = "how long the parts of a step take (metrics)"
+
+    def __init__(self, group: Group, device: torch.device, counters: Counters) -> None:
+        self._group = group
+        self._device = device
+        self._counters = counters
+        self._clock = StepClock(device)
+        self._known: list[StepTimes] = []  # of this rank, since the last gathering
+        # Waits for the gathering that is under way: a StepTimes in each row, by rank.
+        self._gathered: Callable[[], Tensor] | None = None
+        self._readback: Readback | None = None  # on a GPU
+        self._ranks: dict[int, StepTimes] = {}  # means of the last EVERY steps, by rank
+        self._every = 0  # steps from one line of the log to the next; 0: no lines
+        self._write: Callable[[str], None] = logger.info
+
+    # The parts of a step
+
+    def on_forward(self) -> None:
+        """A forward begins whose backward may be reduced."""
+        self._clock.lap(FORWARD)
+
+    def buffers_synchronised(self) -> None:
+        """The forward has waited for the buffers of another rank."""
+        self._clock.lap(FORWARD, EXPOSED)
+
+    def on_begin(self, backward: Backward) -> None:
+        """A backward begins."""
+        self._clock.lap(BACKWARD)
+
+    def on_compute_end(self, backward: Backward) -> None:
+        """The autograd engine has finished the backward."""
+        self._clock.lap(INPUT if backward.reduction is None else EXPOSED)
+
+    def on_end(self, reduction: Reduction) -> None:
+        """The reduction of a backward is over: the step ends here."""
+        if reduction.source.is_backward:
+            self._known += self._clock.end_step()
+        elif reduction.source.is_empty:  # this rank has only waited
+            self._clock.drop_step()
+        else:
+            return
+        self._share(reduction)
+
+    def on_abort(self, reduction: Reduction | None) -> None:
+        """The backward failed: do not count its time as a step. The other ranks may count it."""
+        self._clock.drop_step()
+        # (Where the headers of all ranks have come, and were alike, the others go on.)
+        if reduction is not None and reduction.source is GradSource.BROKEN and reduction.done:
+            self._share(reduction)
+
+    # The times of all ranks
+
+    def _share(self, reduction: Reduction) -> None:
+        """All ranks come here, in the same step: take what was gathered, gather anew."""
+        where = reduction.where
+        if self._gathered is not None:
+            gathered, self._gathered = self._gathered, None
+            with self._group.guard(where, _WHAT):
+                rows = gathered()
+            self._take(rows)
+        count = self._counters.reductions
+        if count % EVERY == 0:
+            self._gather(where)
+        if self._every and count % self._every == 0 and self._group.rank == 0:
+            self._write(self._line())
+
+    def _gather(self, where: str) -> None:
+        known, self._known = self._known, []
+        means = [sum(part) / len(known) for part in zip(*known, strict=True)] or _UNKNOWN
+        if self._group.size == 1:
+            self._take(torch.tensor([means], device="cpu"))
+            return
+        size, group = self._group.size, self._group.process_group
+        with outside_modes(), self._group.guard(where, _WHAT):
+            mine = uploaded(torch.tensor([means], device="cpu"), self._device)
+            gathered = mine.repeat(size, 1)
+            work = begin_all_gather(list(gathered.split(1)), mine, group)
+            if gathered.is_cpu:
+                self._gathered = lambda: (work.wait(), gathered)[1]
+                return
+            work.wait()  # the stream does, not the host
+            self._readback = self._readback or Readback()
+            self._readback.start(gathered)
+            self._gathered = self._readback.wait
+
+    def _take(self, rows: Tensor) -> None:
+        ranks = {rank: StepTimes(*row) for rank, row in enumerate(rows.tolist()) if row[0] >= 0}
+        self._ranks = ranks or self._ranks
+
+    # What users read
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """See :meth:`tritonddp.DistributedDataParallel.metrics`."""
+        found: dict[str, float | int | None] = {"step": self._counters.reductions}
+        for name in NAMES:
+            times = [getattr(each, name) for each in self._ranks.values()]
+            found[f"{name}_ms"] = math.fsum(times) / len(times) if times else None
+            found[f"{name}_ms_min"] = min(times, default=None)
+            found[f"{name}_ms_max"] = max(times, default=None)
+        own = {rank: each.own for rank, each in self._ranks.items()}
+        found["slowest_rank"] = max(own, key=own.__getitem__, default=None)
+        return found
+
+    def log(self, every: int, write: Callable[[str], None] | None) -> None:
+        """See :meth:`tritonddp.DistributedDataParallel.log_metrics`."""
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
+        self._every = every
+        if write is None:
+            write = logger.info if logger.isEnabledFor(logging.INFO) else _to_stderr
+        self._write = write
+
+    def _line(self) -> str:
+        found = self.metrics()
+        if found["slowest_rank"] is None:
+            return f"step {found['step']}: its times are not known yet"
+        parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in StepTimes._fields)
+        return (
+            f"step {found['step']}: {found['step_ms']:.1f} ms ({parts}); own time "
+            f"{found['own_ms_min']:.1f} to {found['own_ms_max']:.1f} ms, longest on rank "
+            f"{found['slowest_rank']}"
+        )
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
