@@ -80,35 +80,15 @@ class Readback:
         self._event: Any = None
         self._kind: Any = None
         self.memory = (0, 0)
-        self._stream: Any = None
         self._source: Callable[[], Tensor | None] = NoneType  # of the last copy, not kept alive
 
-    def start(self, tensor: Tensor, work: Any = None) -> None:
-        """Start to copy ``tensor``, which holds no NaN, after the work of the current stream.
-
-        With ``work``, a collective that writes to ``tensor``, copy directly after it: on a stream
-        of its own, which does not wait for other work of the current stream. Then ``tensor`` must
-        not be written to before :meth:`keep_order` is called, or :meth:`wait` has returned.
-        """
-        is_new = self._source() is not tensor
-        if is_new:
+    def start(self, tensor: Tensor) -> None:
+        """Start to copy ``tensor``, which holds no NaN, after the work of the current stream."""
+        if self._source() is not tensor:
             self._prepare(tensor)
-        copy, event = self._copy, self._event
         memset(self.memory[0], 0xFF, self.memory[1])  # NaN, in any dtype: see peek()
-        if work is None:
-            copy.copy_(tensor, non_blocking=True)
-            event.record(current_stream(self._kind[2]))
-            return
-        stream = self._stream
-        if stream is None:
-            stream = self._stream = torch.cuda.Stream(self._kind[2])
-            is_new = True
-        if is_new:  # once is enough, for as long as its memory exists
-            tensor.record_stream(stream)
-        with on_stream(stream):
-            work.wait()
-            copy.copy_(tensor, non_blocking=True)
-            event.record(stream)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._event.record(current_stream(self._kind[2]))
 
     def _prepare(self, tensor: Tensor) -> None:
         """Prepare for a copy of another tensor than the last time."""
@@ -117,14 +97,9 @@ class Readback:
             with outside_modes([tensor]):
                 self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
-            self._stream = None
             self._kind = kind
             self.memory = self._copy.data_ptr(), self._copy.nbytes
         self._source = weakref.ref(tensor)
-
-    def keep_order(self) -> None:
-        """Make the current stream of the device wait for the copy."""
-        self._event.wait(current_stream(self._kind[2]))
 
     def wait(self) -> Tensor:
         """Wait for the copy, and return it; it is valid until the next :meth:`start`."""

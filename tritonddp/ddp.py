@@ -120,7 +120,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         metrics: ranks time the parts of their steps, and tell each other in each tenth step: for
             :meth:`metrics` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
-            :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
+            :meth:`clip_grad_norm_` then need no pass.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
             copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
         gradient_divide_factor: gradients are summed, and divided by this number instead of the
@@ -560,26 +560,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             optimizer.step()
         """
         return self._ddp_state.norms.clip(self.module, max_norm, error_if_nonfinite)
-
-    def grad_noise_scale(self) -> float:
-        """The gradient noise scale ``tr(S) / |G|^2``, in batches of one rank.
-
-        Needs ``grad_norm=True``. Beyond about this batch size a larger batch saves fewer and fewer
-        steps (arXiv 1812.06162); ``docs/metrics.md`` says how it is estimated. Infinite while the
-        mean of ``|G|^2`` is not positive. Alike on all ranks. Backwards accumulated under
-        :meth:`no_sync` count as one batch.
-
-        Raises:
-            RuntimeError: the module was wrapped without it, or nothing is known yet.
-
-        Example::
-
-            model = tritonddp.DistributedDataParallel(module, grad_norm=True)
-            for inputs, targets in batches:
-                loss_function(model(inputs), targets).backward()
-            print(f"about {model.grad_noise_scale():.1f} batches of one rank")
-        """
-        return self._ddp_state.norms.noise_scale()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.

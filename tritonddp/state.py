@@ -225,7 +225,6 @@ class DDPState:
             peer_memory=self._peer_memory(),
             is_registered=config.transport == REGISTERED_MEMORY,
             is_in_place=config.in_place,
-            reporters=list(self.reporters()),
             divide_factor=config.divide_factor,
         )
         core = self.core = Reducer(reductions, counts_dropped=not finds_unused)
@@ -272,18 +271,14 @@ class DDPState:
             return None
         return partial(PeerMemory, is_required=transport == PEER_MEMORY)
 
-    def reporters(self) -> Iterator[Extension]:
-        """Extensions that send the other ranks a report, some bytes in each reduction; in order."""
-        config, group = self.config, self.group
-        if config.metrics:
-            device = self.parameters.params[0][1].device
-            self.metrics = Metrics(group, device, self.counters)
-            yield self.metrics
-        if config.grad_norm and group.size > 1:  # one rank alone reduces nothing
-            yield GradNorm(group.size, self.counters, config.divide_factor)
-
     def _extensions(self, core: Reducer) -> Iterator[Extension]:
         config, parameters = self.config, self.parameters
+        if config.metrics:  # first: its end of a reduction comes before one that raises
+            device = parameters.params[0][1].device
+            self.metrics = Metrics(self.group, device, self.counters)
+            yield self.metrics
+        if config.grad_norm and self.group.size > 1:  # one rank alone reduces nothing
+            yield GradNorm()
         if self.group.size > 1:
             yield HookedSteps(core.events)
         if config.skip_unused:

@@ -25,14 +25,14 @@ HERE = schema_hash(["here"])
 KEY = HERE, GradSource.FORWARD, None, (), False, True
 
 
-def of_rank(rank: int, world_size: int, report: int = 0, **more: Any) -> Agreement:
+def of_rank(rank: int, world_size: int, **more: Any) -> Agreement:
     group: Any = SimpleNamespace(rank=rank, size=world_size)
-    return Agreement(group, report, **more)
+    return Agreement(group, **more)
 
 
 def asks(agreement: Agreement) -> bool:
     """Whether the header of this rank, as it is sent now, asks all to stop."""
-    begin = agreement.group.rank * agreement.nbytes
+    begin = agreement.group.rank * BYTES
     (header,) = decode(torch.tensor([*agreement.encoded[begin:][:BYTES]]).float())
     return header.stops
 
@@ -57,13 +57,12 @@ def test_the_bit_changes_nothing_else_of_a_header(dtype: torch.dtype, source: Gr
     check(headers)
 
 
-@pytest.mark.parametrize("report", [0, 5])
 @pytest.mark.parametrize("asking", [[0], [2], [0, 1], [0, 1, 2]])
 @pytest.mark.parametrize("source", [GradSource.FORWARD, GradSource.REQUEST, GradSource.CONTEXT])
 def test_all_ranks_stop_after_the_reduction_that_carries_it(
-    source: GradSource, asking: list[int], report: int
+    source: GradSource, asking: list[int]
 ) -> None:
-    agreements = [of_rank(rank, 3, report) for rank in range(3)]
+    agreements = [of_rank(rank, 3) for rank in range(3)]
     key = (HERE, source, *KEY[2:])
 
     def reduce() -> list[bool]:

@@ -283,9 +283,9 @@ def test_a_backward_that_breaks_off_is_laid_at_its_rank(rank: int) -> None:
 @ranks(2)
 def test_ranks_that_do_not_reduce_the_same_are_told_that(rank: int) -> None:
     # As on a GPU, where a run does not wait for what the ranks say.
-    def read(self: Agreement, headers: Tensor, where: str, work: Any) -> None:
+    def read(self: Agreement, headers: Tensor, where: str) -> None:
         came = headers.clone()
-        readback: Any = SimpleNamespace(wait=lambda: came, keep_order=lambda: None)
+        readback: Any = SimpleNamespace(wait=lambda: came)
         self._readback = readback
         self.pending = True
 

@@ -1,7 +1,6 @@
-"""Norms, clipping and the noise scale from sums that a reduction has left: beside torch's own."""
+"""Norms and clipping from sums that a reduction has left: beside torch's own."""
 
 import contextlib
-import copy
 import gc
 import math
 import weakref
@@ -11,8 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -294,8 +292,6 @@ def test_sparse_gradients_count_by_their_values(rank: int) -> None:
     assert ddp.module[0].weight.grad.is_sparse
     assert expected(ddp.module) == pytest.approx(before.item() / 2, rel=1e-5)
     is_right(ddp)
-    with pytest.raises(RuntimeError, match="have sparse gradients"):
-        ddp.grad_noise_scale()
 
 
 @ranks(2)
@@ -306,8 +302,6 @@ def test_communication_hooks() -> None:
     with without_a_pass():
         is_right(ddp)
     clips_as_torch(ddp, 0.5)
-    with pytest.raises(RuntimeError, match="use a communication hook"):
-        ddp.grad_noise_scale()
 
 
 @ranks(2)
@@ -370,8 +364,6 @@ def test_a_world_of_one_and_no_option_take_a_pass(way: str) -> None:
     train(ddp)
     is_right(ddp)
     clips_as_torch(ddp, 0.5)
-    with pytest.raises(RuntimeError, match=r"grad_norm=True when .* process group of two ranks"):
-        ddp.grad_noise_scale()
 
 
 @ranks(1)
@@ -391,22 +383,18 @@ def test_a_pass_is_no_more_operations_for_more_parameters() -> None:
 
 
 @ranks(2)
-def test_without_the_option_norms_take_a_pass_and_the_noise_scale_names_it() -> None:
+def test_without_the_option_norms_take_a_pass() -> None:
     ddp = wrapped(grad_norm=False)
     assert ddp._ddp_state.core.events.of(GradNorm) is None
     train(ddp)
     is_right(ddp)
     clips_as_torch(ddp, 0.5)
-    with pytest.raises(RuntimeError, match=r"needs grad_norm=True when"):
-        ddp.grad_noise_scale()
 
 
 @ranks(2)
 def test_before_the_first_reduction_and_after_one_that_broke_off() -> None:
     ddp = wrapped()
     assert ddp.grad_norm().item() == 0
-    with pytest.raises(RuntimeError, match="takes two reduced backwards"):
-        ddp.grad_noise_scale()
     train(ddp)
     ddp.zero_grad()
 
@@ -463,82 +451,6 @@ def test_no_gradient_is_kept_alive_nor_the_wrapper() -> None:
     del ddp
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("way", ["copies", "views", "lazy", "bf16", "finite"])
-@ranks(3)
-def test_local_squares_are_those_of_this_rank_and_the_noise_scale_theirs(way: str) -> None:
-    ddp = wrapped(**WAYS[way])
-    alone = copy.deepcopy(ddp.module)
-    extension = ddp._ddp_state.core.events.of(GradNorm)
-    noise = signal = 0.0
-    for number in range(4):
-        ddp.zero_grad()
-        alone.zero_grad()
-        with ALWAYS:
-            step(ddp, number)
-        alone(drawn(4, 40, step=number)).backward()
-        local = expected(alone) ** 2
-        assert extension.local_squares.item() == pytest.approx(local, rel=1e-5)
-        small, big = sum(gather(local)) / 3, expected(ddp.module) ** 2
-        if number < 3:  # what is known is a step late
-            noise = 0.99 * noise + (small - big) / (1 - 1 / 3)
-            signal = 0.99 * signal + (3 * big - small) / 2
-    found = ddp.grad_noise_scale()
-    assert found == pytest.approx(noise / signal, rel=1e-4)
-    assert len(set(gather(found))) == 1
-
-
-@ranks(2)
-def test_the_noise_scale_is_that_of_noise_of_a_known_size(rank: int) -> None:
-    # Gradients are 1 plus noise of variance 4 in each of 5000 elements: tr(S) / |G|^2 is 4.
-    module = nn.Linear(5000, 1, bias=False)
-    ddp = DistributedDataParallel(module, grad_norm=True)
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(30):
-        ddp.zero_grad()
-        with ALWAYS:
-            ddp(1 + 2 * torch.randn(1, 5000, generator=generator)).sum().backward()
-    assert ddp.grad_noise_scale() == pytest.approx(4, rel=0.1)
-
-
-@ranks(2)
-def test_a_reduction_that_tells_nothing_leaves_the_noise_scale_as_it_is() -> None:
-    ddp = wrapped()
-    with ALWAYS:
-        tells_nothing(ddp)
-
-
-def tells_nothing(ddp: DistributedDataParallel) -> None:
-    train(ddp, 4)
-    found, rank = ddp.grad_noise_scale(), dist.get_rank()
-    extension = ddp._ddp_state.core.events.of(GradNorm)
-    with ddp.weighted(1 + rank):
-        step(ddp)
-    assert extension.local_squares is None
-    known = ddp.grad_noise_scale()  # of the step before
-    assert known != found
-    step(ddp, scale=math.inf if rank else 1.0)
-    assert ddp.grad_noise_scale() == known
-    step(ddp)
-    assert ddp.grad_noise_scale() == known
-    with ddp.join():
-        for _ in range(2 + rank):
-            step(ddp)
-    assert math.isfinite(ddp.grad_noise_scale())
-
-
-@ranks(2)
-def test_on_the_cpu_one_reduction_in_eight_is_measured() -> None:
-    ddp = wrapped()
-    extension = ddp._ddp_state.core.events.of(GradNorm)
-    measured = []
-    for number in range(18):
-        ddp.zero_grad()
-        step(ddp, number)
-        measured.append(extension.local_squares is not None)
-    assert [number for number, each in enumerate(measured, 1) if each] == [1, 9, 17]
-    ddp.grad_noise_scale()
 
 
 @ranks(2)

@@ -6,14 +6,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_on_all_ranks, ranks
 from recording.device import recording
 from torch import nn
 from training import ways
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features import grad_norm
-from tritonddp.features.grad_norm import GradNorm
 
 WAYS = ways("copies", "views", "lazy", "lazy views", "bf16", "finite")
 
@@ -53,14 +52,10 @@ def is_right(ddp: DistributedDataParallel) -> None:
 def test_sums_of_the_kernels_are_the_norm(way: str, dtype: torch.dtype) -> None:
     with recording() as recorder:
         ddp, rank = wrapped(dtype, **WAYS[way]), dist.get_rank()
-        extension = ddp._ddp_state.core.events.of(GradNorm)
         for number in range(3):
             ddp.zero_grad(set_to_none=number == 1)
             ddp(1.0 + rank + number).backward()
             is_right(ddp)
-            alone = expected(ddp.module) ** 2 * ((1 + rank + number) / (1.5 + number)) ** 2
-            rel = 1e-2 if dtype is torch.bfloat16 or way == "bf16" else 1e-4
-            assert extension.local_squares.item() == pytest.approx(alone, rel=rel)
         with mock.patch.object(grad_norm, "norms_of", side_effect=AssertionError("a pass")):
             before = ddp.grad_norm().item()
         ddp.clip_grad_norm_(before / 2)
@@ -69,7 +64,6 @@ def test_sums_of_the_kernels_are_the_norm(way: str, dtype: torch.dtype) -> None:
         with ddp.weighted(1 + rank):
             ddp(1.0 + rank).backward()
         is_right(ddp)
-        assert len(set(gather(ddp.grad_noise_scale()))) == 1
         torch.cuda.synchronize()
     assert not recorder.races, recorder.report()
 

@@ -368,8 +368,6 @@ def norms(ddp: DDP, draw: Draw) -> None:
             )
     with only_documented(DDP.clip_grad_norm_):
         ddp.clip_grad_norm_(draw(st.floats()), error_if_nonfinite=draw(st.booleans()))
-    with only_documented(DDP.grad_noise_scale):
-        ddp.grad_noise_scale()
 
 
 def metrics(ddp: DDP, draw: Draw) -> None:

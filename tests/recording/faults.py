@@ -90,17 +90,14 @@ def headers_are_read_before_the_copy_is_there(_: Any, self: _device.Readback) ->
 
 
 @fault("copies", _device.Readback, "start")
-def headers_are_copied_before_their_sum_is_there(
-    start: Any, self: Any, tensor: Tensor, work: Any = None
-) -> None:
-    start(self, tensor, _Never(work))
+def headers_are_copied_before_their_sum_is_there(start: Any, self: Any, tensor: Tensor) -> None:
+    with _side():
+        start(self, tensor)
 
 
 @fault("copies", _device.Readback, "start")
-def the_event_of_a_copy_comes_before_it(
-    start: Any, self: Any, tensor: Tensor, work: Any = None
-) -> None:
-    start(self, tensor, work)
+def the_event_of_a_copy_comes_before_it(start: Any, self: Any, tensor: Tensor) -> None:
+    start(self, tensor)
     self._copy.copy_(tensor, non_blocking=True)
 
 

@@ -1,14 +1,13 @@
 """By which calls the package asks for streams: in a step each through ``torch.cuda`` is dear."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from distributed import ranks
-from torch import Tensor, nn
+from torch import nn
 
 from recording.device import recording
 from recording.recorder import Recorder
@@ -34,31 +33,19 @@ def test_peer_memory_is_refused_where_parameters_are_on_a_gpu() -> None:
                 DistributedDataParallel(module, transport="peer_memory")
 
 
-@pytest.mark.parametrize("work", [None, SimpleNamespace(wait=lambda: None)])
-def test_a_tensor_is_brought_home_again_by_calls_in_c(recorder: Recorder, work: Any) -> None:
+def test_a_tensor_is_brought_home_again_by_calls_in_c(recorder: Recorder) -> None:
     x, readback = torch.ones(4, device="cuda"), _device.Readback()
     torch.cuda.synchronize()  # the work is over
-    readback.start(x, work)
-    readback.keep_order()
+    readback.start(x)
     refusals = refused("current_stream"), refused("stream"), refused("Stream")
-    with refusals[0], refusals[1], refusals[2], refused("record_stream", Tensor):
+    with refusals[0], refusals[1], refusals[2]:
         readback.wait()
         x.add_(1)
         torch.cuda.synchronize()
-        readback.start(x, work)
-        readback.keep_order()
+        readback.start(x)
         assert readback.wait().tolist() == [2] * 4
     assert recorder.current is recorder.default
     assert not recorder.races, recorder.report()
-
-
-def test_memory_is_kept_for_the_stream_of_its_copy(recorder: Recorder) -> None:
-    readback, work = _device.Readback(), SimpleNamespace(wait=lambda: None)
-    with mock.patch.object(Tensor, "record_stream") as kept:
-        for tensor in (x := torch.ones(4, device="cuda"), x, torch.ones(4, device="cuda")):
-            readback.start(tensor, work)
-            readback.wait()
-    assert kept.call_count == 2
 
 
 def test_the_former_stream_comes_back_after_an_error(recorder: Recorder) -> None:

@@ -138,7 +138,6 @@ class BucketFactory:
     views: bool = False  # .grad are views of the buckets, if gradients are sent in their own dtype
     lazy: bool = False  # buckets have memory during backwards only
     check_finite: bool = False  # buckets record which gradients are not finite, on which ranks
-    header_nbytes: int = BYTES  # bytes of the header of a rank, in the first bucket
     is_registered: bool = False  # dense gradients: in memory that the backend has registered
     is_in_place: bool = False  # large gradients are reduced where they lie, where that is possible
     # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
@@ -181,7 +180,7 @@ class BucketFactory:
         ``is_sparse`` is true for a parameter with sparse gradients.
         """
         device, dtype = params[0].device, gradient_dtype(params[0])
-        headers = self.header_nbytes * self.group.size if index == 0 else 0
+        headers = BYTES * self.group.size if index == 0 else 0
         marks = Marks(self.group.rank, self.group.size) if self.check_finite else None
         kernels = select(device, dtype, marks)
         if is_sparse:

@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._device import read_together
@@ -64,12 +63,6 @@ class ReductionEvents:
     on_reduced_all: Sequence[Callable[[Reduction], None]] = ()
     needs_buckets = False  # somebody is called for one of these
 
-    reporters: Sequence[Any] = ()  # extensions that send reports to the other ranks
-
-    def report(self, reduction: Reduction) -> bytes:
-        """The reports of this rank, of all extensions, one after the other."""
-        return b""
-
 
 @dataclass(eq=False)
 class Reduction:
@@ -80,7 +73,7 @@ class Reduction:
 
     A *segment* is a range of parameters of one bucket that are flattened together. To *pack* it is
     to flatten its gradients into the bucket. The *header* is what a rank tells the others of the
-    reduction, in the first bucket; a *report* is what its extensions add.
+    reduction, in the first bucket.
 
     Attributes:
         bucket_set: the buckets of its parameters.
@@ -196,8 +189,6 @@ class Reduction:
         if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)
         self.header = agreement.encoded
-        if self.events.reporters:
-            self.header = agreement.with_report(self.events.report(self))
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
         if begin_logger.isEnabledFor(logging.DEBUG):
             begin_logger.debug(
@@ -452,11 +443,7 @@ class Reduction:
         """Read the headers of all ranks in the first bucket, once; see :meth:`Agreement.read`."""
         if self._has_headers:
             return
-        headers, work = self.buckets[0].flat.headers, self.works[0]
-        is_torchs = type(self.agreement.group.process_group) is dist.ProcessGroup
-        if headers.is_cpu or not (is_torchs and isinstance(work, dist.Work)):
-            work = None
-        self.factor = self.agreement.read(headers, self.where, work)
+        self.factor = self.agreement.read(self.buckets[0].flat.headers, self.where)
         self._has_headers = True
 
     def _exchange_rows(self, discards: bool) -> None:

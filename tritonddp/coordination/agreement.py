@@ -5,9 +5,6 @@ trailer of the first bucket each rank has a few elements of its own, its *header
 into the headers of the other ranks. The all-reduce of the bucket therefore gives every rank the
 headers of all ranks. Each element holds one byte, which is exact in every dtype.
 
-Behind the header follows the *report* of the rank: bytes that extensions ask for, which may change
-in every reduction. Reports are equally long on all ranks, and are not compared here.
-
 By one bit of its header a rank asks all ranks to stop after the same reduction.
 """
 
@@ -18,10 +15,10 @@ import hashlib
 import logging
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import string_at
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -131,16 +128,12 @@ class RankHeader:
             return cls(schema, kind, None, skipped, stops, weight[:3])
         return cls(schema, kind, number, skipped, stops)
 
-    def encode(self, rank: int, world_size: int, report: int = 0) -> bytes:
-        """The elements that ``rank`` writes: its own header, and zeros for all other ranks.
-
-        Each header is followed by ``report`` bytes of zeros.
-        """
+    def encode(self, rank: int, world_size: int) -> bytes:
+        """The elements that ``rank`` writes: its own header, and zeros for all other ranks."""
         weight = self.call_site + _NAN[3:] if self.weight is None else _WEIGHT.pack(self.weight)
         source = self.source | _STOPS if self.stops else self.source
         mine = _FORMAT.pack(weight, self.schema, self.skipped, source)
-        size = BYTES + report
-        return bytes(rank * size) + mine + bytes((world_size - rank) * size - BYTES)
+        return bytes(rank * BYTES) + mine + bytes((world_size - rank - 1) * BYTES)
 
 
 def schema_hash(parts: Sequence[str]) -> bytes:
@@ -169,12 +162,12 @@ def decode(headers: Tensor) -> list[RankHeader]:
         raise SchemaMismatch from None
 
 
-def total_weight(headers: Tensor, nbytes: int = BYTES) -> Tensor:
+def total_weight(headers: Tensor) -> Tensor:
     """Sum of all weights: fp64, one element, on the device of ``headers``.
 
-    NaN if a rank has no weight. A header begins at every ``nbytes``-th element.
+    NaN if a rank has no weight.
     """
-    rows = headers.view(-1, nbytes)
+    rows = headers.view(-1, BYTES)
     return rows[:, :8].to(torch.uint8).reshape(-1).view(torch.float64).sum()
 
 
@@ -274,10 +267,8 @@ class Agreement:
 
     Attributes:
         group: the ranks.
-        nbytes: bytes of a header with its report.
         key: the last arguments of :meth:`open`. With the same arguments the header is the same.
-        encoded: the bytes that this rank writes into the trailer of the first bucket, with a
-            report of zeros.
+        encoded: the bytes that this rank writes into the trailer of the first bucket.
         is_unanimous: all headers were equal, and had no weights. While they stay so, the host need
             not look at them.
         divisor: what the sum is divided by: the number of ranks, or a number of the user's, which
@@ -285,37 +276,26 @@ class Agreement:
         scale: factor of the gradients before the sum: the weight (else 1), divided by
             :attr:`divisor` unless that is divided by later.
         unit: weights are divided by it before the sum: near the last weights that all ranks know.
-        last_headers: bytes of the reduced headers and reports of the last reduction, if the headers
-            were unanimous; on a GPU if there are no reports. On the CPU those who find the same
-            need not call :meth:`read`.
+        last_headers: bytes of the reduced headers of the last reduction, if they were unanimous.
+            On the CPU those who find the same need not call :meth:`read`.
         pending: on a GPU: headers that are not checked yet, oldest first, as the host did not wait
             for them. They are at the end of the next reduction, when the device has all of that to
-            do; before its forward if there are reports. (All ranks have to find a mismatch, and a
-            request to stop, at the same place. So what a rank learns earlier counts from there on.)
-        has_reports: headers come with reports.
+            do. (All ranks have to find a mismatch, and a request to stop, at the same place. So
+            what a rank learns earlier counts from there on.)
         is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
             before, whose headers each rank has read by then.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        report_nbytes: int = 0,
-        on_reports: Callable[[Sequence[bytes]], None] | None = None,
-        divide_factor: float | None = None,
-    ) -> None:
+    def __init__(self, group: Group, divide_factor: float | None = None) -> None:
         self.group = group
         self.divisor = group.size if divide_factor is None else divide_factor
         self._is_mean = divide_factor is None
-        self._on_reports = on_reports
-        self.nbytes = BYTES + report_nbytes
         self.key: object = None
         self.encoded = b""
         self.is_unanimous = False
         self.scale = 1.0 / self.divisor
         self.unit = self._next_unit = _FIRST_UNIT
         self.pending: list[_Pending] = []
-        self.has_reports = report_nbytes > 0
         self.last_headers = b""
         nothing = RankHeader(bytes(3), GradSource.BROKEN)
         self._sent = _Sent(nothing, b"", torch.empty(0, device="cpu"), False)  # last
@@ -354,8 +334,8 @@ class Agreement:
         if averages:
             self.scale /= self.divisor
         rank, size = self.group.rank, self.group.size
-        self.encoded = header.encode(rank, size, self.nbytes - BYTES)
-        mine = self.encoded[rank * self.nbytes :][:BYTES]
+        self.encoded = header.encode(rank, size)
+        mine = self.encoded[rank * BYTES :][:BYTES]
         with outside_modes():
             all_alike = torch.tensor([*mine] * size, dtype=torch.float32, device="cpu")
         self._sent = _Sent(header, mine, all_alike, over_present and self._is_mean)
@@ -364,20 +344,12 @@ class Agreement:
         if self._asked_at != asked_at:
             self.key = None  # it was asked for after that: the next header has it
 
-    def with_report(self, report: bytes) -> bytes:
-        """:attr:`encoded` with ``report`` in it."""
-        begin = self.group.rank * self.nbytes + BYTES
-        return self.encoded[:begin] + report + self.encoded[begin + len(report) :]
-
-    def read(self, headers: Tensor, where: str, work: Any = None) -> Tensor | None:
+    def read(self, headers: Tensor, where: str) -> Tensor | None:
         """Compute the factor of a weighted mean, and check that all ranks reduce the same.
 
         Args:
-            headers: the reduced headers and reports of all ranks.
+            headers: the reduced headers of all ranks.
             where: this rank and step, for messages.
-            work: the collective that reduced them, if torch made it. On a GPU headers with reports
-                are then copied to the host as soon as this collective is done, and the host, which
-                reads them before the next forward, does not wait for the rest of the backward.
 
         Returns:
             The factor by which the sum over ranks has to be multiplied, fp64 ``(1,)``; ``None``
@@ -389,11 +361,11 @@ class Agreement:
         header, size = self._sent.header, self.group.size
         factor: Tensor | None = None
         if self._sent.over_present:
-            sources = headers.view(-1, self.nbytes)[:, BYTES - 1].remainder(_STOPS)
+            sources = headers.view(-1, BYTES)[:, BYTES - 1].remainder(_STOPS)
             have_inputs = sources != GradSource.JOINED
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
         if header.weight is not None:
-            total = total_weight(headers, self.nbytes).view(1)
+            total = total_weight(headers).view(1)
             # If all weights are zero, the mean shall be zero.
             weighted = torch.where(total == 0, total, size * self.unit / total)
             if header.source.is_empty:  # the other ranks may use no weights
@@ -406,27 +378,18 @@ class Agreement:
             if self.is_unanimous:
                 self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
         elif not is_capturing():  # the host does not wait for the device here
-            self.read_later(headers, where, work if self.has_reports else None)
+            self.read_later(headers, where)
         return factor
 
-    def read_later(self, headers: Tensor, where: str, work: Any = None) -> None:
-        """On a GPU: start to copy headers, which :meth:`check_pending` looks at. See :meth:`read`.
-
-        Without ``work`` the copy is made on the current stream.
-        """
+    def read_later(self, headers: Tensor, where: str) -> None:
+        """On a GPU: start to copy headers, which :meth:`check_pending` looks at."""
         self.is_stopped, self.unit = self._has_stop, self._next_unit
         readback = self._readbacks.pop() if self._readbacks else Readback()
-        readback.start(headers, work)
+        readback.start(headers)
         self.pending.append(_Pending(readback, self._sent, where))
 
     def check_earlier(self) -> None:
-        """On a GPU a reduction has ended: check the headers of those before it.
-
-        All ranks come here. What the current stream runs next, such as a replay of a CUDA graph,
-        may overwrite the headers of the last one, so it waits for their copy.
-        """
-        if self.has_reports:
-            self.pending[-1].readback.keep_order()
+        """On a GPU a reduction has ended, on all ranks: check the headers of those before it."""
         self.check_pending(but_last=True)
         self.is_stopped, self.unit = self._has_stop, self._next_unit
 
@@ -450,7 +413,7 @@ class Agreement:
                 except Mismatch as error:
                     error.where, error.call_site = where, sent.header.call_site
                     raise
-                is_steady = is_last and self.is_unanimous and not self.has_reports
+                is_steady = is_last and self.is_unanimous
                 self.last_headers = string_at(*readback.memory) if is_steady else b""
             del self.pending[0]
             self._readbacks.append(readback)
@@ -488,26 +451,7 @@ class Agreement:
         self.unit = self._next_unit = unit
 
     def _check(self, headers: Tensor, sent: _Sent, where: str) -> None:
-        """On the host: check the headers, then hand the reports on."""
-        if not self.has_reports:
-            self._check_headers(headers, sent, where)
-            return
-        in_bytes = headers.to(torch.uint8)
-        content, size = string_at(in_bytes.data_ptr(), in_bytes.numel()), self.nbytes
-        begins = range(0, len(content), size)
-        # The usual case is that all headers are equal: test that first, with few calls.
-        if sent.header.weight is None and {content[at : at + BYTES] for at in begins} == {
-            sent.mine
-        }:
-            self.is_unanimous, self._has_heard = not sent.over_present, True
-            if sent.header.stops:
-                self._stop_is_asked(range(self.group.size))
-        else:
-            self._check_headers(headers.view(-1, size)[:, :BYTES].reshape(-1), sent, where)
-        if self._on_reports is not None:
-            self._on_reports([content[at + BYTES : at + size] for at in begins])
-
-    def _check_headers(self, headers: Tensor, sent: _Sent, where: str) -> None:
+        """On the host: check the headers."""
         header = sent.header
         if header.weight is None and torch.equal(headers.float(), sent.all_alike):
             self.is_unanimous, self._has_heard = not sent.over_present, True

@@ -1,4 +1,4 @@
-"""Norms of the reduced gradients, clipping, and the gradient noise scale.
+"""Norms of the reduced gradients, and clipping.
 
 With ``grad_norm=True`` squares are summed while gradients pass through the buckets: squares of this
 rank's gradients in flatten, squares of the means in unflatten or, on the CPU, in a pass over each
@@ -9,8 +9,6 @@ same version, as at that time. Gradients that have changed since are measured ag
 
 from __future__ import annotations
 
-import math
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_, methodcaller
@@ -21,12 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from tritonddp._device import Readback
 from tritonddp._torch import count_unscaling, foreach_mul_
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.parameters import parameters_of
 from tritonddp.comm.reduction import Reduction
-from tritonddp.coordination.counters import Counters
 from tritonddp.kernels.reference import norm_of, norms_of
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
@@ -36,12 +32,6 @@ _grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
 _address_of = methodcaller("data_ptr")
 
-# The gradient noise scale is computed from running means over reductions. In each reduction the
-# mean so far keeps this share.
-_DECAY = 0.99
-# On the CPU the squares of this rank take a pass of their own, made in one reduction of so many.
-_EVERY = 8
-_REPORT = struct.Struct("<d")
 _DOUBLE = (torch.float64, torch.complex128)
 
 
@@ -52,7 +42,6 @@ class _Reduced:
         params: parameters of the bucket.
         dtype: of the gradients.
         squares: sum of squares of the reduced gradients, in parts; ``None`` without any gradient.
-        local: the same of this rank's gradients before the reduction; ``None`` if not measured.
         bucket: weak reference to the bucket, if all gradients are bucket views.
     """
 
@@ -62,10 +51,6 @@ class _Reduced:
         there = [grad for grad in grads if grad is not None]
         in_place = bucket.has_views and all(map(is_, grads, bucket.flat.views))
         self.squares = _squares_of(bucket, there, in_place, len(there) == len(grads))
-        self.local: list[Tensor] | None = None
-        counted, count = bucket.squares, len(bucket.segments)
-        if counted is not None and counted.of_flattened and len(counted.flattened) == count:
-            self.local = list(counted.flattened.values())
         self.bucket: Callable[[], Any] = weakref.ref(bucket) if in_place else NoneType
         self._grads: list[Callable[[], Any]] = [
             NoneType if grad is None else weakref.ref(grad) for grad in grads
@@ -118,35 +103,12 @@ def _squares_of(
 
 
 class GradNorm(Extension):
-    """Keeps the sums of squares of the last reduction, and sends this rank's to the other ranks.
+    """Keeps the sums of squares of the last reduction."""
 
-    A *report* is the bytes that a rank sends to all others in a reduction, beside the gradients.
-
-    Attributes:
-        local_squares: sum of squares of this rank's gradients before the last reduction, fp64,
-            without dimensions. ``None`` if that was not measured, or if the reduction was not that
-            of a whole backward with equal weights of all ranks.
-        scale: the gradient noise scale, ``None`` while it is not known.
-    """
-
-    report_nbytes = _REPORT.size
-
-    def __init__(
-        self, world_size: int, counters: Counters, divide_factor: float | None = None
-    ) -> None:
+    def __init__(self) -> None:
         count_unscaling()
-        self._counters = counters
-        self._world_size = world_size
-        # Factor of the squares of what was reduced, which may be divided by another number.
-        self._to_mean = 1.0 if divide_factor is None else (divide_factor / world_size) ** 2
         self._reduced: list[_Reduced] = []
         self._is_replayed = False  # a CUDA graph writes gradients, which is not noticed here
-        self.local_squares: Tensor | None = None
-        self._readback: Readback | None = None
-        self._read: Any = None  # returns this rank's squares and those of the mean: see on_end()
-        self._mean_squares = math.nan  # squares of the mean, in the reduction of the last report
-        self._noise = self._signal = 0.0  # running means over reductions
-        self._decay = _DECAY
 
     def current(self) -> list[_Reduced]:
         """The buckets whose gradients are unchanged since the last reduction."""
@@ -156,13 +118,9 @@ class GradNorm(Extension):
         """Gradients change from here on: forget the sums of the last reduction."""
         self._reduced.clear()
         if (reduction := backward.reduction) is not None:
-            is_measured = self._counters.reductions % _EVERY == 1 % _EVERY
             for bucket in reduction.buckets:
                 if bucket.squares is None and not bucket.is_sparse:
                     bucket.sum_squares()
-                if bucket.squares is not None and bucket.params[0].is_cpu:
-                    bucket.squares.of_flattened = is_measured
-                    self._decay = _DECAY**_EVERY
 
     def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
         """Note the gradients of a reduced bucket."""
@@ -173,68 +131,9 @@ class GradNorm(Extension):
         self._is_replayed = self._is_replayed or reduction.is_captured
         self._reduced.append(_Reduced(bucket))
 
-    def on_end(self, reduction: Reduction) -> None:
-        """Sum up the squares for the next report."""
-        self.local_squares = self._read = None
-        if not (reduction.of_backwards and _is_plain_mean(reduction)):
-            return
-        local = [each.local for each in self._reduced]
-        mean = [each.squares for each in self._reduced if each.squares is not None]
-        if None in local or not mean:
-            return
-        self.local_squares = _total([part for parts in local for part in parts or ()])
-        both = torch.stack([self.local_squares, _total(mean)])
-        if both.is_cpu:
-            self._read = lambda: both
-            return
-        if self._readback is None:
-            self._readback = Readback()
-        self._readback.start(torch.nan_to_num(both, nan=-1.0, posinf=-1.0))
-        self._read = self._readback.wait
-
     def on_abort(self, reduction: Reduction | None) -> None:
         """The reduction failed: forget its sums."""
         self._reduced.clear()
-        self.local_squares = self._read = None
-
-    def report(self, reduction: Reduction) -> bytes:
-        """This rank's squares in the reduction before; NaN if they are not known.
-
-        (On a GPU the host waits here for the end of the backward before. The device has the next
-        forward to run meanwhile.)
-        """
-        local, self._mean_squares = math.nan, math.nan
-        if self._read is not None and not reduction.is_captured:
-            local, squares = self._read().tolist()
-            self._mean_squares = squares * self._to_mean
-        self._read = None
-        return _REPORT.pack(local)
-
-    def take_reports(self, reports: Sequence[bytes]) -> None:
-        """Add the squares of all ranks to the running means."""
-        local = [_REPORT.unpack(report)[0] for report in reports]
-        small, big, size = sum(local) / len(local), self._mean_squares, self._world_size
-        # (A rank that made no report has sent zeros.)
-        if min(local) <= 0 or not 0 <= big < math.inf or not math.isfinite(small):
-            return
-        noise = (small - big) / (1 - 1 / size)
-        signal = (size * big - small) / (size - 1)
-        self._noise = self._decay * self._noise + (1 - self._decay) * noise
-        self._signal = self._decay * self._signal + (1 - self._decay) * signal
-
-    @property
-    def scale(self) -> float | None:
-        """See the class."""
-        if self._noise == self._signal == 0:
-            return None
-        return self._noise / self._signal if self._signal > 0 else math.inf
-
-
-def _is_plain_mean(reduction: Reduction) -> bool:
-    """Whether the reduction made the mean over all ranks with equal weights."""
-    is_weighted = reduction.factor is not None  # or is the mean over the ranks that have inputs
-    is_all_here = not (reduction.skipped or reduction.is_captured)
-    return reduction.bucket_set.averages and is_all_here and not is_weighted
 
 
 def _total(parts: list[Tensor]) -> Tensor:
@@ -364,27 +263,10 @@ class GradientNorms:
     def _refuse_owners(self) -> None:
         if self._core.manager.factory.owners:
             raise RuntimeError(
-                f"{self._core.where()}: grad_norm(per_parameter=True) and grad_noise_scale() with "
+                f"{self._core.where()}: grad_norm(per_parameter=True) with "
                 "ZeroRedundancyOptimizer: each rank has the gradients that it owns alone. "
                 "grad_norm() gives the norm of all"
             )
-
-    def noise_scale(self) -> float:
-        """See :meth:`tritonddp.DistributedDataParallel.grad_noise_scale`."""
-        self._refuse_owners()
-        if self._last is None:
-            raise RuntimeError(
-                f"rank {self._core.group.rank}: grad_noise_scale() needs grad_norm=True when the "
-                "module is wrapped, and a process group of two ranks or more"
-            )
-        if self._last.scale is None:
-            raise RuntimeError(
-                f"{self._core.where()}: the gradient noise scale is not known yet. It takes two "
-                "reduced backwards. Not counted are backwards that are weighted, are quantised, "
-                "use a communication hook, leave out buckets, have sparse gradients, were captured "
-                "in a CUDA graph, or run inside join() when some ranks have no inputs left"
-            )
-        return self._last.scale
 
     def _check_complete(self, what: str) -> None:
         """Raise a RuntimeError if the gradients are not complete now."""

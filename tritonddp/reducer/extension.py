@@ -13,36 +13,16 @@ from tritonddp.reducer.graph.backward import Backward
 class Extension:
     """A feature beside the plain mean. Override what you need; the rest costs nothing.
 
-    An extension may live as long as the reducer, and must not hold a reference to it. A *report* is
-    a few bytes that each rank sends to all others in each reduction, behind its header in the first
-    bucket.
+    An extension may live as long as the reducer, and must not hold a reference to it.
 
     Attributes:
         reads_device: what the host reads from the device in each backward, in words, for errors:
             such a backward cannot be captured in a CUDA graph. Empty if the host reads nothing.
         needs_reached: it has to know which parameters a backward will reach when that begins.
-        report_nbytes: length of :meth:`report` in bytes. An extension with a report has to be among
-            the ``reporters`` of :class:`Reductions`.
     """
 
     reads_device = ""
     needs_reached = False
-    report_nbytes = 0
-
-    def report(self, reduction: Reduction) -> bytes:
-        """The report of this rank in ``reduction``, ``report_nbytes`` long.
-
-        Called only where an ordinary backward begins on this rank; else the report is all zeros.
-        If all ranks repeat their headers and reports of the last reduction, :meth:`take_reports` is
-        not called: include a counter, if that matters.
-        """
-        return bytes(self.report_nbytes)
-
-    def take_reports(self, reports: Sequence[bytes]) -> None:
-        """Take the report of each rank, when the first bucket is reduced. Must not raise.
-
-        On a GPU this is called when the host has the bytes: before the next forward or backward.
-        """
 
     def on_forward(self) -> None:
         """A forward of the wrapper begins, with gradients enabled."""
@@ -113,24 +93,6 @@ class Events(ReductionEvents):
 
     extensions: tuple[Extension, ...] = ()
     needs_reached = False  # an extension does
-
-    def __init__(self, reporters: Sequence[Extension] = ()) -> None:
-        self.reporters = tuple(reporters)  # fixed: the length of a header depends on them
-        self._set(self.reporters)
-
-    def report(self, reduction: Reduction) -> bytes:
-        """The reports of this rank in ``reduction``, of all extensions, one after the other."""
-        if not reduction.source.is_backward:
-            return b""
-        return b"".join([each.report(reduction) for each in self.reporters])
-
-    def on_reports(self, reports: Sequence[bytes]) -> None:
-        """Give each extension its reports of all ranks."""
-        begin = 0
-        for each in self.reporters:
-            end = begin + each.report_nbytes
-            each.take_reports([report[begin:end] for report in reports])
-            begin = end
 
     def install(self, extension: Extension) -> None:
         """Call the methods of ``extension`` from now on."""

@@ -148,8 +148,6 @@ class Reducer:
             self.options.check_finalized(self.backward, self.where())
         if self.group.owners:
             self.group.recover()
-        if self.agreement.has_reports and self.agreement.pending:
-            self.reductions.check_pending()
         if self.post_backward:
             self.wait_post_backward()
         if not has_grad:
@@ -254,7 +252,7 @@ class Reducer:
             self.options.check_finalized(self.backward, self.where())
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             refuse_compiled_autograd(self.where())
-        if self.agreement.pending and (self.agreement.has_reports or self.events.needs_reached):
+        if self.agreement.pending and self.events.needs_reached:
             self.reductions.check_pending()
         is_around = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)

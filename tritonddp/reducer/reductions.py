@@ -37,7 +37,7 @@ from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture
-from tritonddp.reducer.extension import Events, Extension
+from tritonddp.reducer.extension import Events
 from tritonddp.reducer.graph.backward import Forwards, SyncState
 from tritonddp.reducer.graph.participation import ReentrantGrads
 from tritonddp.reducer.options import ReducerOptions
@@ -65,7 +65,6 @@ class Reductions:
             and the counters; ``None`` if they shall not move.
         is_registered: buckets lie in memory that the backend has registered.
         is_in_place: large gradients are reduced where they lie, where that is possible.
-        reporters: extensions that send reports to the other ranks, the same on every rank.
         divide_factor: sums of gradients are divided by it; ``None`` for the number of ranks.
 
     Attributes:
@@ -100,17 +99,14 @@ class Reductions:
         peer_memory: Callable[..., PeerMemory] | None = None,
         is_registered: bool = False,
         is_in_place: bool = False,
-        reporters: Sequence[Extension] = (),
         divide_factor: float | None = None,
     ) -> None:
         self.counters = counters = counters or Counters()
         self.parameters = parameters
         self.group = group
         self.sync = sync
-        self.events = Events(reporters)
-        report_nbytes = sum(each.report_nbytes for each in reporters)
-        on_reports = self.events.on_reports
-        self.agreement = Agreement(group, report_nbytes, on_reports, divide_factor)
+        self.events = Events()
+        self.agreement = Agreement(group, divide_factor)
         wire = wire or WireFormat()
         transport = ProcessGroupTransport(group, counters)
         factory = BucketFactory(
@@ -121,7 +117,6 @@ class Reductions:
             views,
             lazy,
             check_finite,
-            self.agreement.nbytes,
             is_registered,
             is_in_place,
         )
