@@ -27,7 +27,7 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.agreement import Agreement
+from tritonddp.coordination.agreement import Agreement, _Pending
 
 WAYS = ways("copies", "views", "lazy", "bf16", "int8")
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets
@@ -286,8 +286,7 @@ def test_ranks_that_do_not_reduce_the_same_are_told_that(rank: int) -> None:
     def read(self: Agreement, headers: Tensor, where: str) -> None:
         came = headers.clone()
         readback: Any = SimpleNamespace(wait=lambda: came)
-        self._readback = readback
-        self.pending = True
+        self.pending.append(_Pending(readback, self._sent, where))
 
     module, ddp = net()
     loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].bias: math.nan})

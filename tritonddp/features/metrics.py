@@ -58,10 +58,11 @@ class StepTimes(NamedTuple):
         return sum(self)
 
 
-INPUT, FORWARD, BACKWARD, EXPOSED = range(len(StepTimes._fields))
-NAMES = ("step", *StepTimes._fields, "own")
+PARTS = ("input", "forward", "backward", "exposed")
+INPUT, FORWARD, BACKWARD, EXPOSED = range(len(PARTS))
+NAMES = ("step", *PARTS, "own")
 # Of a rank without inputs, or whose device is far behind.
-_UNKNOWN = [-1.0] * len(StepTimes._fields)
+_UNKNOWN = [-1.0] * len(PARTS)
 
 
 class StepClock:
@@ -96,7 +97,7 @@ class StepClock:
         self._laps = self._laps[-1:] or [(INPUT, Stamp(self._device))]
         found = []
         while self._unread and self._unread[0][-1][1].has_passed():
-            times = [0.0] * len(StepTimes._fields)
+            times = [0.0] * len(PARTS)
             for (_, begun), (part, ended) in pairwise(self._unread.popleft()):
                 times[part] += begun.seconds_to(ended) * 1e3
             found.append(StepTimes(*times))
@@ -168,36 +169,33 @@ class Metrics(Extension):
 
     def _share(self, reduction: Reduction) -> None:
         """All ranks come here, in the same step: take what was gathered, gather anew."""
-        where = reduction.where
-        if self._gathered is not None:
-            gathered, self._gathered = self._gathered, None
-            with self._group.guard(where, _WHAT):
-                rows = gathered()
-            self._take(rows)
-        count = self._counters.reductions
-        if count % EVERY == 0:
-            self._gather(where)
+        count, gathered = self._counters.reductions, self._gathered
+        if gathered is not None or count % EVERY == 0:
+            with outside_modes(), self._group.guard(reduction.where, _WHAT):
+                if gathered is not None:
+                    self._gathered = None
+                    self._take(gathered())
+                if count % EVERY == 0:
+                    self._gather()
         if self._every and count % self._every == 0 and self._group.rank == 0:
             self._write(self._line())
 
-    def _gather(self, where: str) -> None:
+    def _gather(self) -> None:
         known, self._known = self._known, []
         means = [sum(part) / len(known) for part in zip(*known, strict=True)] or _UNKNOWN
         if self._group.size == 1:
-            self._take(torch.tensor([means], device="cpu"))
+            self._take(torch.tensor([means], dtype=torch.float32, device="cpu"))
             return
-        size, group = self._group.size, self._group.process_group
-        with outside_modes(), self._group.guard(where, _WHAT):
-            mine = uploaded(torch.tensor([means], device="cpu"), self._device)
-            gathered = mine.repeat(size, 1)
-            work = begin_all_gather(list(gathered.split(1)), mine, group)
-            if gathered.is_cpu:
-                self._gathered = lambda: (work.wait(), gathered)[1]
-                return
-            work.wait()  # the stream does, not the host
-            self._readback = self._readback or Readback()
-            self._readback.start(gathered)
-            self._gathered = self._readback.wait
+        mine = uploaded(torch.tensor([means], dtype=torch.float32, device="cpu"), self._device)
+        gathered = mine.repeat(self._group.size, 1)
+        work = begin_all_gather(list(gathered.split(1)), mine, self._group.process_group)
+        if gathered.is_cpu:
+            self._gathered = lambda: (work.wait(), gathered)[1]
+            return
+        work.wait()  # the stream does, not the host
+        self._readback = self._readback or Readback()
+        self._readback.start(gathered)
+        self._gathered = self._readback.wait
 
     def _take(self, rows: Tensor) -> None:
         ranks = {rank: StepTimes(*row) for rank, row in enumerate(rows.tolist()) if row[0] >= 0}
@@ -230,7 +228,7 @@ class Metrics(Extension):
         found = self.metrics()
         if found["slowest_rank"] is None:
             return f"step {found['step']}: its times are not known yet"
-        parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in StepTimes._fields)
+        parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in PARTS)
         return (
             f"step {found['step']}: {found['step_ms']:.1f} ms ({parts}); own time "
             f"{found['own_ms_min']:.1f} to {found['own_ms_max']:.1f} ms, longest on rank "
