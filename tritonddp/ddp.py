@@ -122,8 +122,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             it cannot. See ``docs/one-host.md``, ``docs/gpus.md``.
         metrics: ranks tell each other, without a collective, how long their last step took: for
             :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
-        grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
-            :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
             copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
         gradient_divide_factor: gradients are summed, and divided by this number instead of the
@@ -182,7 +180,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_drift: str | None = None,
         transport: str = "auto",
         metrics: bool = False,
-        grad_norm: bool = False,
         reduce_in_place: bool = False,
         gradient_divide_factor: float | None = None,
     ) -> None:
@@ -544,17 +541,14 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def grad_norm(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """The 2-norm of all gradients, as one vector.
 
-        With ``grad_norm=True`` only gradients that have changed since they were reduced are
-        measured. The host does not wait for the device. A change is noticed by the version of the
-        tensor; writes through ``.data``, NumPy or custom kernels do not change it, and are missed.
+        With ``ZeroRedundancyOptimizer`` it is over the gradients of all owners, by one small
+        all-reduce. The host does not wait for the device.
 
         Args:
-            per_parameter: return a dictionary of the norm of each gradient, by parameter name. All
-                are measured.
+            per_parameter: return a dictionary of the norm of each gradient, by parameter name.
 
         Returns:
             The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is.
-            It is summed in that dtype.
 
         Raises:
             RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers
@@ -584,26 +578,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             optimizer.step()
         """
         return self._ddp_state.norms.clip(self.module, max_norm, error_if_nonfinite)
-
-    def grad_noise_scale(self) -> float:
-        """The gradient noise scale ``tr(S) / |G|^2``, in batches of one rank.
-
-        Needs ``grad_norm=True``. Beyond about this batch size a larger batch saves fewer and fewer
-        steps (arXiv 1812.06162); ``docs/metrics.md`` says how it is estimated. Infinite while the
-        mean of ``|G|^2`` is not positive. Alike on all ranks. Backwards accumulated under
-        :meth:`no_sync` count as one batch.
-
-        Raises:
-            RuntimeError: the module was wrapped without it, or nothing is known yet.
-
-        Example::
-
-            model = tritonddp.DistributedDataParallel(module, grad_norm=True)
-            for inputs, targets in batches:
-                loss_function(model(inputs), targets).backward()
-            print(f"about {model.grad_noise_scale():.1f} batches of one rank")
-        """
-        return self._ddp_state.norms.noise_scale()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.

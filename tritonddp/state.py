@@ -43,7 +43,7 @@ from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.delayed_params import DeferredBuckets
 from tritonddp.features.drift import DriftCheck
-from tritonddp.features.grad_norm import GradientNorms, GradNorm
+from tritonddp.features.grad_norm import GradientNorms
 from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
@@ -281,8 +281,6 @@ class DDPState:
             device = self.parameters.params[0][1].device
             self.metrics = Metrics(group, device, self.counters)
             yield self.metrics
-        if config.grad_norm and group.size > 1:  # one rank alone reduces nothing
-            yield GradNorm(group.size, self.counters, config.divide_factor)
         if config.check_drift is not None and group.size > 1:
             yield DriftCheck(config.check_drift, group, self.parameters, compare_parameters)
 

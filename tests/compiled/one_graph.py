@@ -124,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lazy": {"lazy_bucket_allocation": True},
     "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
     "strict": {"find_unused_parameters": False},
-    "reports": {"metrics": True, "grad_norm": True, "check_drift": "raise"},
+    "reports": {"metrics": True, "check_drift": "raise"},
     "finite": {"check_finite": "raise"},
     "large buckets": {"bucket_cap_mb": 25},
 }

@@ -207,7 +207,7 @@ class _Generator:
         finds = self._options.find_unused_parameters
         if finds is None:
             finds = self._skips and not self._options.static_graph
-        own = {"check_drift": None, "grad_norm": None, "metrics": None}
+        own = {"check_drift": None, "metrics": None}
         return replace(self._options, find_unused_parameters=finds, **own)
 
     def _draw_more_options(self) -> dict[str, Any]:
@@ -215,7 +215,6 @@ class _Generator:
         drift = self._more.random() < 0.3 and self._communication_hook != "noop_hook"
         return {
             "check_drift": "raise" if drift else None,
-            "grad_norm": True if self._more.random() < 0.4 else None,
             "metrics": True if self._more.random() < 0.3 else None,
         }
 
@@ -264,8 +263,8 @@ class _Generator:
         actions += self._draw_reduction(number, weighted)
         if self._chance(0.2) and not self._is_sparse:
             actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
-        elif self._options.grad_norm and not self._is_sparse and self._more.random() < 0.3:
-            actions.append(Clip("norm"))
+        elif not self._is_sparse and self._more.random() < 0.12:
+            actions.append(Clip("own norm"))
         actions.append(Step())
         if weighted:
             actions.append(ZeroGrad(True, False))

@@ -31,7 +31,6 @@ class Options(Described):
     device_mesh: bool | None = None
     check_finite: str | None = None
     check_drift: str | None = None
-    grad_norm: bool | None = None
     metrics: bool | None = None
     lazy_bucket_allocation: bool | None = None
     reduce_dtype: str | None = None
@@ -138,7 +137,7 @@ class Hold(Action):
 
 @dataclass(frozen=True)
 class Clip(Action):
-    """Gradient clipping, by ``norm`` or by ``value``."""
+    """Gradient clipping, by ``norm``, by the wrapper's ``own norm``, or by ``value``."""
 
     by: str
 
@@ -260,9 +259,10 @@ class Scenario(WithActions):
         """
         has_groups = self.groups != "all" or any(isinstance(a, Replace) for a in self.actions)
         has_dtypes = any(" in " in kind or kind == "complex" for kind in self.network.blocks)
-        is_other = self.options.grad_norm or (self.is_sharded and (has_groups or has_dtypes))
-        clips = enumerate(self.actions)
-        return [number for number, action in clips if is_other and action == Clip("norm")]
+        others = [Clip("own norm")]
+        if self.is_sharded and (has_groups or has_dtypes):
+            others.append(Clip("norm"))
+        return [number for number, action in enumerate(self.actions) if action in others]
 
     @property
     def command(self) -> str:

@@ -33,7 +33,6 @@ OPTIONS = st.fixed_dictionaries(
         "check_finite": st.sampled_from([None, "raise", "warn"]),
         "check_drift": st.sampled_from([None, "raise", "warn"]),
         "transport": st.sampled_from(["auto", "process_group"]),
-        "grad_norm": st.booleans(),
         "metrics": st.booleans(),
     },
 )
@@ -47,7 +46,6 @@ _VALID = {
     "check_drift": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
     "gradient_divide_factor": st.sampled_from([1, 2.5]),
-    "grad_norm": st.booleans(),
     "metrics": st.booleans(),
     "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
@@ -370,8 +368,6 @@ def norms(ddp: DDP, draw: Draw) -> None:
             )
     with only_documented(DDP.clip_grad_norm_):
         ddp.clip_grad_norm_(draw(st.floats()), error_if_nonfinite=draw(st.booleans()))
-    with only_documented(DDP.grad_noise_scale):
-        ddp.grad_noise_scale()
 
 
 def metrics(ddp: DDP, draw: Draw) -> None:

@@ -46,7 +46,6 @@ def test_norms_and_clipping_are_torchs(
 ) -> None:
     ddp = DistributedDataParallel(
         dense().to(device, dtype),
-        grad_norm=True,
         bucket_cap_mb=0.01,
         gradient_as_bucket_view=view,
     )
@@ -72,15 +71,11 @@ def test_norms_and_clipping_are_torchs(
         for twin, param in zip(twins, params, strict=True):
             torch.testing.assert_close(param.grad, twin.grad, rtol=rel, atol=0)
         assert_same_on_all_ranks([before.cpu(), *(param.grad.cpu() for param in params)])
-    if dist.get_world_size() > 1:
-        noise = ddp.grad_noise_scale()
-        assert noise > 0
-        assert gather(noise) == [noise] * dist.get_world_size()
 
 
 @in_worlds(CPU, *CARDS)
 def test_an_overflow_is_in_the_norm(device: torch.device) -> None:
-    ddp = DistributedDataParallel(dense().to(device, torch.float16), grad_norm=True)
+    ddp = DistributedDataParallel(dense().to(device, torch.float16))
     for scale in (1.0, math.inf, 1.0):
         ddp.zero_grad()
         (ddp(batch(0).to(device).half()).sum() * scale).backward()
@@ -193,7 +188,6 @@ def test_buffers_are_those_of_stock_at_each_forward(device: torch.device, view: 
 def test_all_of_it_at_once_lets_the_host_run_ahead(device: torch.device, view: bool) -> None:
     ddp = DistributedDataParallel(
         dense().to(device),
-        grad_norm=True,
         metrics=True,
         check_drift="raise",
         gradient_as_bucket_view=view,

@@ -14,7 +14,7 @@ from tritonddp import DistributedDataParallel
 
 # What a wrapper has and stock's has not; each is documented in docs/api.md.
 ADDED = {
-    *("check_sync", "clip_grad_norm_", "comm_state_dict", "grad_noise_scale", "grad_norm"),
+    *("check_sync", "clip_grad_norm_", "comm_state_dict", "grad_norm"),
     *("load_comm_state_dict", "log_metrics", "metrics", "reduce_gradients", "request_stop"),
     *("should_stop", "suggested_shares", "weighted"),
 }
