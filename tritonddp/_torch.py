@@ -75,6 +75,11 @@ foreach_mul: Any = torch._foreach_mul
 foreach_mul_: Any = torch._foreach_mul_
 foreach_norm: Any = torch._foreach_norm
 
+# Whether torch's profiler runs, in this process.
+is_profiling: Callable[[], bool] = partial(
+    attrgetter("_is_profiler_enabled"), torch.autograd.profiler
+)
+
 
 def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
     """Have ``combine`` decide whether GradScaler has found a gradient that is not finite.

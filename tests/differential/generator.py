@@ -159,7 +159,6 @@ class _Generator:
             self._stock_options() if self._for_stock and not rounds_again else None,
             tuple(actions),
             is_manual=self._of_long.random() < 0.25 and bool(self._steps),
-            is_traced=self._of_long.random() < 0.05 and 0 < self._steps < 100,
         )
 
     # What is wrapped, and how.

@@ -225,7 +225,6 @@ class Scenario(WithActions):
         stock: options for stock DDP, ``None`` where it does not define the answer.
         actions: what every rank does.
         is_manual: whether backwards end in ``finalize_backward()``.
-        is_traced: whether all is done inside ``trace()``.
         groups: what the optimizer is given: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
             ``"some"``: not those of the first block; ``"later"``: those of the heads after the
             first step. Where it is not ``""``, those of a new block are a group that is added.
@@ -247,7 +246,6 @@ class Scenario(WithActions):
     stock: Options | None
     actions: tuple[Action, ...]
     is_manual: bool = False
-    is_traced: bool = False
     groups: str = ""
     is_sharded: bool = False
 

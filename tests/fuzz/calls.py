@@ -4,8 +4,6 @@ import copy
 import functools
 import inspect
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -246,19 +244,6 @@ def manual_finalization(ddp: DDP, draw: Draw) -> None:
         ddp.require_manual_backward_finalization = False
 
 
-def trace(ddp: DDP, draw: Draw) -> None:
-    with only_documented(tritonddp.trace), tritonddp.trace(draw(absurd())):
-        pass
-    with only_documented(tritonddp.trace), tritonddp.trace(ddp) as timeline:
-        for _ in range(draw(st.integers(0, 2))):
-            ddp(batch()).sum().backward()
-        if draw(st.booleans()):
-            with tritonddp.trace(ddp):
-                pass
-    with tempfile.TemporaryDirectory() as folder:
-        timeline.save_chrome_trace(os.path.join(folder, "trace.json"))
-
-
 def check_sync(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP.check_sync):
         ddp.check_sync(buffers=draw(flags()), gradients=draw(flags()))
@@ -401,7 +386,6 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
         load_comm_state,
         unfinished,
         manual_finalization,
-        trace,
         check_sync,
         stopping,
         copies,

@@ -153,7 +153,6 @@ PROGRAMS = {
     "reduce_gradients": Program(
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),
-    "trace": Program(around=tritonddp.trace),
     "in place": Program(in_place=lambda net, x: net(x)),
     "in place, views, buffers": Program(
         _VIEWS, {"batch_norm": True}, in_place=lambda net, x: net(x)

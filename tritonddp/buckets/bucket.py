@@ -647,7 +647,7 @@ class JointUnpack:
             for each in buckets
         )
 
-    def __call__(self, factor: Tensor | None) -> None:
+    def unpack(self, factor: Tensor | None) -> None:
         """Write the reduced gradients, times ``factor``, into ``.grad``: see :meth:`Bucket.unpack`.
 
         No bucket may want flags.
