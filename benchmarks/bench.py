@@ -66,7 +66,7 @@ class Part:
 
 
 def _script(name: str, seconds: float, command: str, ranks: int | None = None) -> Part:
-    out = "{out}" if name == "timeline" else f"{{out}}/{name}.json"
+    out = f"{{out}}/{name}.json"
     return Part(name, seconds, f"{{here}}/{command} --out {out}", ranks)
 
 
@@ -82,7 +82,6 @@ PARTS = (
     _script("memory", 45, "step/memory.py --models transformer branchy", ranks=2),
     _script("kernels", 30, f"plain.py kernels --rounds 25 --only {_KERNELS}"),
     _script("host", 45, "plain.py host --rounds 75"),
-    _script("timeline", 12, "timeline/timeline.py --models transformer", ranks=2),
     Part("report", 28, "{here}/report/report.py --folder {out}"),
 )
 

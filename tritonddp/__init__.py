@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.diagnostics.trace import trace
 
 # (ddp() takes the name of the module, which is imported above and found as always by "from".)
 from tritonddp.in_place import ddp, replicate
@@ -22,7 +21,6 @@ __all__ = [
     "replace_stock",
     "replicate",
     "stop_on_signal",
-    "trace",
 ]
 
 __version__ = "0.2.0"

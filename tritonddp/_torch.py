@@ -75,13 +75,18 @@ foreach_mul: Any = torch._foreach_mul
 foreach_mul_: Any = torch._foreach_mul_
 foreach_norm: Any = torch._foreach_norm
 
+# Whether torch's profiler runs, in this process.
+is_profiling: Callable[[], bool] = partial(
+    attrgetter("_is_profiler_enabled"), torch.autograd.profiler
+)
 
-def count_unscaling() -> None:
-    """Make GradScaler increment the version counters of the gradients that it writes to.
 
-    It unscales by an operator that does not increment them, unlike nearly all other in-place
-    operators. (Fused optimizers that unscale in their step do not either, but GradScaler checks
-    their gradients before, by the same method.) Patched once per process, when it is needed.
+def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
+    """Have ``combine`` decide whether GradScaler has found a gradient that is not finite.
+
+    ``combine(optimizer, found, default)`` gets by device a tensor that is not zero if so, or
+    nothing where the optimizer has no gradient; ``default`` is such a tensor of zero. Patched once
+    per process.
     """
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
@@ -89,31 +94,11 @@ def count_unscaling() -> None:
         return
 
     @functools.wraps(unscale)
-    def counted(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: Any) -> Any:
-        try:
-            found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
-        finally:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            grads = [param.grad for param in params if param.grad is not None]
-            torch.autograd.graph.increment_version([g for g in grads if not g.is_inference()])
-        return _combine_overflow(optimizer, found, found_inf)
+    def agreed(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: Any) -> Any:
+        found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        return combine(optimizer, found, found_inf)
 
-    scaler._unscale_grads_ = counted
-
-
-# See agree_on_overflow.
-_combine_overflow: Callable[[Any, Any, Any], Any] = lambda optimizer, found, default: found  # noqa: E731
-
-
-def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
-    """Have ``combine`` decide whether GradScaler has found a gradient that is not finite.
-
-    ``combine(optimizer, found, default)`` gets by device a tensor that is not zero if so, or
-    nothing where the optimizer has no gradient; ``default`` is such a tensor of zero.
-    """
-    global _combine_overflow
-    _combine_overflow = combine
-    count_unscaling()
+    scaler._unscale_grads_ = agreed
 
 
 def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor | None]) -> None:

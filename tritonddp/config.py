@@ -42,7 +42,6 @@ FLAGS = (
     "forward_sync_buffers",
     "gradient_as_bucket_view",
     "init_sync",
-    "grad_norm",
     "lazy_bucket_allocation",
     "metrics",
     "reduce_in_place",
@@ -66,7 +65,6 @@ class DDPConfig:
     skip_unused: bool  # skip_all_reduce_unused_params
     divide_factor: float | None  # gradient_divide_factor
     check_finite: str | None
-    grad_norm: bool
     transport: str
     metrics: bool
     syncs_buffers: bool  # whether forwards do
@@ -133,7 +131,7 @@ class DDPConfig:
             options["delayed"] = sorted(caps.delayed)
         plain = ("mixed_precision", "reduce_dtype", "check_finite")
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
-        switches = ("metrics", "grad_norm", "reduce_in_place")
+        switches = ("metrics", "reduce_in_place")
         options |= {name: True for name in switches if arguments[name]}
         if divide_factor is not None:
             options["gradient_divide_factor"] = divide_factor
@@ -147,13 +145,11 @@ class DDPConfig:
             output_device,
             views=bool(given.gradient_as_bucket_view),
             lazy=bool(given.lazy_bucket_allocation),
-            # Sums of squares are those of buffers. NCCL's AVG divides by the number of ranks.
-            in_place=bool(given.reduce_in_place)
-            and not (given.grad_norm or given.compression or divide_factor),
+            # NCCL's AVG divides by the number of ranks.
+            in_place=bool(given.reduce_in_place) and not (given.compression or divide_factor),
             skip_unused=bool(given.skip_all_reduce_unused_params),
             divide_factor=divide_factor,
             check_finite=given.check_finite,
-            grad_norm=bool(given.grad_norm),
             transport=given.transport,
             metrics=bool(given.metrics),
             syncs_buffers=syncs_buffers,

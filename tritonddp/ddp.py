@@ -119,8 +119,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             it cannot. See ``docs/one-host.md``, ``docs/gpus.md``.
         metrics: ranks time the parts of their steps, and tell each other in each tenth step: for
             :meth:`metrics` and :meth:`log_metrics`.
-        grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
-            :meth:`clip_grad_norm_` then need no pass.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
             copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
         gradient_divide_factor: gradients are summed, and divided by this number instead of the
@@ -178,7 +176,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_finite: str | None = None,
         transport: str = "auto",
         metrics: bool = False,
-        grad_norm: bool = False,
         reduce_in_place: bool = False,
         gradient_divide_factor: float | None = None,
     ) -> None:
@@ -520,17 +517,14 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def grad_norm(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """The 2-norm of all gradients, as one vector.
 
-        With ``grad_norm=True`` only gradients that have changed since they were reduced are
-        measured. The host does not wait for the device. A change is noticed by the version of the
-        tensor; writes through ``.data``, NumPy or custom kernels do not change it, and are missed.
+        With ``ZeroRedundancyOptimizer`` it is over the gradients of all owners, by one small
+        all-reduce. The host does not wait for the device.
 
         Args:
-            per_parameter: return a dictionary of the norm of each gradient, by parameter name. All
-                are measured.
+            per_parameter: return a dictionary of the norm of each gradient, by parameter name.
 
         Returns:
             The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is.
-            It is summed in that dtype.
 
         Raises:
             RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers

@@ -41,7 +41,7 @@ from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.delayed_params import DeferredBuckets
-from tritonddp.features.grad_norm import GradientNorms, GradNorm
+from tritonddp.features.grad_norm import GradientNorms
 from tritonddp.features.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
@@ -277,8 +277,6 @@ class DDPState:
             device = parameters.params[0][1].device
             self.metrics = Metrics(self.group, device, self.counters)
             yield self.metrics
-        if config.grad_norm and self.group.size > 1:  # one rank alone reduces nothing
-            yield GradNorm()
         if self.group.size > 1:
             yield HookedSteps(core.events)
         if config.skip_unused:

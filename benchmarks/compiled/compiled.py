@@ -53,7 +53,9 @@ from benchmarks.models.gradients import Gradient
 from benchmarks.report import tables
 from benchmarks.report.table import text
 from benchmarks.step.traffic import sent_in
+from tritonddp._device import Stamp
 from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
+from tritonddp.reducer.extension import Extension
 
 COMPARED = 3  # steps: buckets are formed anew after the first
 WARM_UP = 5
@@ -269,22 +271,45 @@ def compare(
 
 
 def exposed(contender: Contender, ranks: Ranks) -> dict[str, Any]:
-    """Of backwards on rank 0, by ``tritonddp.trace``, seconds.
+    """Of backwards on rank 0, seconds.
 
     What is exposed, and from the first launch to the end of compute.
     """
-    with tritonddp.trace(contender.wrapper) as timeline:
-        for _ in range(EXPOSED_STEPS):
-            ranks.barrier()
-            contender.step()
-            ranks.synchronize()
-    backwards = timeline.backwards
-    lead = [each.compute_ended - each.buckets[0].launched for each in backwards]
+    stamps = Stamps(ranks.device)
+    events = contender.wrapper._ddp_state.core.events
+    events.install(stamps)
+    for _ in range(EXPOSED_STEPS):
+        ranks.barrier()
+        contender.step()
+        ranks.synchronize()
+    events.remove(stamps)
+    exposed = [each["computed"].seconds_to(each["over"]) for each in stamps.backwards]
+    lead = [each["launched"].seconds_to(each["computed"]) for each in stamps.backwards]
     return {
-        "seconds": asdict(Spread.of([each.exposed for each in backwards])),
+        "seconds": asdict(Spread.of(exposed)),
         "first_launch_before_end": asdict(Spread.of(lead)),
-        "buckets": len(backwards[0].buckets),
+        "buckets": len(contender.wrapper.reducer.buckets),
     }
+
+
+class Stamps(Extension):
+    """When each backward launched its first bucket, was through with its compute, and was over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.backwards: list[dict[str, Stamp]] = []
+
+    def on_begin(self, backward: Any) -> None:
+        self.backwards.append({})
+
+    def on_launch(self, reduction: Any, bucket: Any) -> None:
+        self.backwards[-1].setdefault("launched", Stamp(self._device))
+
+    def on_compute_end(self, backward: Any) -> None:
+        self.backwards[-1]["computed"] = Stamp(self._device)
+
+    def on_close(self, reduction: Any) -> None:
+        self.backwards[-1]["over"] = Stamp(self._device)
 
 
 def _options() -> argparse.Namespace:

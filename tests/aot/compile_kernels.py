@@ -80,7 +80,6 @@ def compile_variant(
     wire: tl.dtype,
     aligned: bool,
     marks: bool = False,
-    squares: bool = False,
     in_place: bool = False,
     joint: bool = False,
 ):
@@ -102,10 +101,6 @@ def compile_variant(
         constexprs["IN_PLACE"] = in_place
         if joint:
             constexprs |= {"dynamic": None, "bucket": None}
-    if squares:
-        pointers["squares"] = "*fp64" if constexprs["COMPUTE"] == tl.float64 else "*fp32"
-    else:
-        constexprs["squares"] = None
     pointers = {name: kind for name, kind in pointers.items() if name not in constexprs}
     return compile_as_launched(launcher, target, pointers, constexprs)
 
@@ -173,10 +168,9 @@ def main() -> None:
     for architecture, (target, pairs) in TARGETS.items():
         for name in KERNELS:
             for grad, wire in pairs:
-                # With marks and squares where the gradients are aligned, as nearly all are.
+                # With marks where the gradients are aligned, as nearly all are.
                 kinds = [{"aligned": True}, {"aligned": False}]
                 if (grad, wire) in SOME_PAIRS:
-                    kinds += [{"aligned": True, "squares": True}]
                     if name == "flatten":
                         kinds += [{"aligned": True, "marks": True}]
                     else:
@@ -191,7 +185,7 @@ def main() -> None:
                             "kernel": name,
                             "grad": SPELLING[grad],
                             "wire": SPELLING[wire],
-                            **dict.fromkeys(("marks", "squares", "in_place", "joint"), False),
+                            **dict.fromkeys(("marks", "in_place", "joint"), False),
                             **kind,
                             "reduces": compiled.asm["ttgir"].count('"tt.reduce"'),
                             "rearranges": compiled.asm["ttgir"].count("convert_layout"),

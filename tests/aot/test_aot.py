@@ -25,9 +25,6 @@ BLOCK = 2048
 # that anything above the next multiple of 8 costs occupancy. (With marks it may be what misaligned
 # gradients take: with 3.7.1 it is 37 for bf16 that becomes fp32, 32 for most others.)
 REGISTERS = {(True, False): 32, (True, True): 48, (False, False): 40, (False, True): 56}
-# Squares of what was scaled in place: from Triton 3.8 on, a thread adds its numbers as a tree, and
-# holds them all for that: 59 registers for fp64, where 3.7.1 takes 48.
-IN_PLACE_SQUARES_OF_FP64 = 64
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +64,11 @@ def sides(variant: dict) -> tuple[str, str]:
 def test_aligned_kernels_move_16_bytes_at_a_time(compiled, architecture):
     def is_right(variant: dict) -> bool:
         loaded, stored = (wide(dtype, architecture) for dtype in sides(variant))
-        # The body, the tail and the flags; a mark; sums, also of gradients that nobody has sent.
-        sums = (3 if variant["kernel"] == "unflatten" else 1) * variant["squares"]
+        # The body, the tail and the flags; a mark.
         return (
             variant["loads"].count(16) >= loaded  # those of the tables may be wide as well
             and variant["stores"].count(16) == stored
-            and len(variant["stores"]) <= stored + 2 + variant["marks"] + sums
+            and len(variant["stores"]) <= stored + 2 + variant["marks"]
         )
 
     assert_all(compiled, is_right, architecture=architecture, aligned=True)
@@ -98,10 +94,8 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
     def is_right(variant: dict) -> bool:
         if variant["kernel"] == "addresses":
             return not variant["spilled"] and variant["registers"] <= 24
-        is_plain = variant["aligned"] and not (variant["marks"] or variant["squares"])
+        is_plain = variant["aligned"] and not variant["marks"]
         most = REGISTERS[is_plain, "fp64" in sides(variant)]
-        if variant["squares"] and variant["in_place"] and "fp64" in sides(variant):
-            most = IN_PLACE_SQUARES_OF_FP64
         return not variant["spilled"] and variant["registers"] <= most
 
     assert_all(compiled, is_right, architecture=architecture)
@@ -114,15 +108,10 @@ def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
 
 @ARCHITECTURE
 def test_only_a_kernel_that_is_asked_for_looks_at_all_numbers(compiled, architecture):
-    # Whether they are finite, or for their squares: of the body, of the tail, and in unflatten of a
-    # gradient that nobody has sent.
-    for kernel, of in (("flatten", 2), ("unflatten", 3)):
+    # Whether they are finite: of the body and of the tail.
+    for kernel in ("flatten", "unflatten"):
         kinds = {"architecture": architecture, "kernel": kernel}
-        for asked in (False, True):
-            assert_all(compiled, lambda v: "reduces" in v, squares=asked, **kinds)
-        assert_all(
-            compiled, lambda v, of=of: v["reduces"] == of * (v["marks"] or v["squares"]), **kinds
-        )
+        assert_all(compiled, lambda v: v["reduces"] == 2 * v["marks"], **kinds)
     assert_all(compiled, lambda v: v["kernel"] == "flatten", architecture=architecture, marks=True)
 
 

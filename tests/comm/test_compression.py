@@ -30,7 +30,6 @@ from training import (
     train_step,
 )
 
-import tritonddp
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.manager import REBUILD_AFTER
 from tritonddp.buckets.residuals import residuals_of
@@ -362,10 +361,6 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
         for _ in range(3):
             issued.clear()
             ddp(torch.randn(4, 64)).sum().backward()
-    with tritonddp.trace(ddp) as timeline:
-        ddp(torch.randn(4, 64)).sum().backward()
-    (backward,) = timeline.backwards
-    assert all(bucket.launched < bucket.completed for bucket in backward.buckets)
 
 
 @ranks(3)

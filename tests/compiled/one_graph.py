@@ -124,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lazy": {"lazy_bucket_allocation": True},
     "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
     "strict": {"find_unused_parameters": False},
-    "measured": {"metrics": True, "grad_norm": True},
+    "measured": {"metrics": True},
     "finite": {"check_finite": "raise"},
     "large buckets": {"bucket_cap_mb": 25},
 }

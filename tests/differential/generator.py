@@ -159,7 +159,6 @@ class _Generator:
             self._stock_options() if self._for_stock and not rounds_again else None,
             tuple(actions),
             is_manual=self._of_long.random() < 0.25 and bool(self._steps),
-            is_traced=self._of_long.random() < 0.05 and 0 < self._steps < 100,
         )
 
     # What is wrapped, and how.
@@ -207,12 +206,11 @@ class _Generator:
         finds = self._options.find_unused_parameters
         if finds is None:
             finds = self._skips and not self._options.static_graph
-        own = {"grad_norm": None, "metrics": None}
+        own = {"metrics": None}
         return replace(self._options, find_unused_parameters=finds, **own)
 
     def _draw_more_options(self) -> dict[str, Any]:
         return {
-            "grad_norm": True if self._more.random() < 0.4 else None,
             "metrics": True if self._more.random() < 0.3 else None,
         }
 
@@ -261,8 +259,8 @@ class _Generator:
         actions += self._draw_reduction(number, weighted)
         if self._chance(0.2) and not self._is_sparse:
             actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
-        elif self._options.grad_norm and not self._is_sparse and self._more.random() < 0.3:
-            actions.append(Clip("norm"))
+        elif not self._is_sparse and self._more.random() < 0.12:
+            actions.append(Clip("own norm"))
         actions.append(Step())
         if weighted:
             actions.append(ZeroGrad(True, False))

@@ -252,7 +252,7 @@ def play(
 
         player = Player(scenario, dist.get_rank(), build(scenario, dist.get_rank()), wrapped)
         counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
-        with _joining(scenario, player.net), _traced(scenario, player.net):
+        with _joining(scenario, player.net):
             for number in range(counts[player.rank]):
                 where = f"in action {number}: {scenario.actions[number]}"
                 player.perform(number)
@@ -283,10 +283,6 @@ def _joining(scenario: Scenario, net: Any) -> contextlib.AbstractContextManager[
     if not scenario.counts:
         return contextlib.nullcontext()
     return net.join(divide_by_initial_world_size=not scenario.over_present)
-
-
-def _traced(scenario: Scenario, net: Any) -> contextlib.AbstractContextManager[Any]:
-    return tritonddp.trace(net) if scenario.is_traced else contextlib.nullcontext()
 
 
 def _delayed(scenario: Scenario, network: Network) -> dict[str, Any]:

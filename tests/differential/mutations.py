@@ -254,10 +254,21 @@ def lost_gradient_of_a_hook(original: Any) -> Any:
     return lambda self, missing: set()
 
 
-@mutation("features.grad_norm:_Reduced.is_current")
-def norm_of_the_reduction(original: Any) -> Any:
-    """What is done to gradients after the reduction does not change their norm."""
-    return lambda self: True
+@mutation("features.grad_norm:GradientNorms._total")
+def norm_that_counts_on_one_rank(original: Any) -> Any:
+    """A rank leaves its first gradient out of the wrapper's own norm."""
+
+    def total(self: Any, module: Any) -> Any:
+        first = next((param for param in module.parameters() if param.grad is not None), None)
+        if first is None or self._core.group.rank:
+            return original(self, module)
+        kept, first.grad = first.grad, None
+        try:
+            return original(self, module)
+        finally:
+            first.grad = kept
+
+    return total
 
 
 @mutation("features.metrics:Metrics._take")

@@ -71,7 +71,6 @@ class Player:
         self._begin(network, wrap(network))
         is_ours = self.wrapper is not None
         self._is_manual = is_ours and scenario.is_manual
-        self._has_norm = is_ours and bool(scenario.options.grad_norm)
         self._has_metrics = is_ours and bool(scenario.options.metrics)
         self._outputs: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
         self._held: list[Tensor] = []
@@ -298,8 +297,8 @@ class Player:
     def _clip(self, by: str) -> None:
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        if by == "norm":
-            if self._has_norm:
+        if by != "value":
+            if by == "own norm" and self.wrapper is not None:
                 norm = self.net.clip_grad_norm_(0.5)
             else:
                 norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
@@ -343,7 +342,7 @@ class Player:
 
     def _check_norm(self) -> None:
         """``grad_norm()`` is the norm of what is in ``.grad``."""
-        if not self._has_norm:
+        if self.wrapper is None:
             return
         counted = [param for param in self.network.parameters() if self._owned(param)]
         there = [param.grad for param in counted if param.grad is not None]

@@ -30,7 +30,6 @@ class Options(Described):
     process_group: str | None = None
     device_mesh: bool | None = None
     check_finite: str | None = None
-    grad_norm: bool | None = None
     metrics: bool | None = None
     lazy_bucket_allocation: bool | None = None
     reduce_dtype: str | None = None
@@ -137,7 +136,7 @@ class Hold(Action):
 
 @dataclass(frozen=True)
 class Clip(Action):
-    """Gradient clipping, by ``norm`` or by ``value``."""
+    """Gradient clipping, by ``norm``, by the wrapper's ``own norm``, or by ``value``."""
 
     by: str
 
@@ -225,7 +224,6 @@ class Scenario(WithActions):
         stock: options for stock DDP, ``None`` where it does not define the answer.
         actions: what every rank does.
         is_manual: whether backwards end in ``finalize_backward()``.
-        is_traced: whether all is done inside ``trace()``.
         groups: what the optimizer is given: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
             ``"some"``: not those of the first block; ``"later"``: those of the heads after the
             first step. Where it is not ``""``, those of a new block are a group that is added.
@@ -247,7 +245,6 @@ class Scenario(WithActions):
     stock: Options | None
     actions: tuple[Action, ...]
     is_manual: bool = False
-    is_traced: bool = False
     groups: str = ""
     is_sharded: bool = False
 
@@ -259,9 +256,10 @@ class Scenario(WithActions):
         """
         has_groups = self.groups != "all" or any(isinstance(a, Replace) for a in self.actions)
         has_dtypes = any(" in " in kind or kind == "complex" for kind in self.network.blocks)
-        is_other = self.options.grad_norm or (self.is_sharded and (has_groups or has_dtypes))
-        clips = enumerate(self.actions)
-        return [number for number, action in clips if is_other and action == Clip("norm")]
+        others = [Clip("own norm")]
+        if self.is_sharded and (has_groups or has_dtypes):
+            others.append(Clip("norm"))
+        return [number for number, action in enumerate(self.actions) if action in others]
 
     @property
     def command(self) -> str:

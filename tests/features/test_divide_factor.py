@@ -67,13 +67,12 @@ def assert_divided(actual: list[Any], expected: list[Any], within: float, what: 
 
 
 @FACTORS
-@pytest.mark.parametrize("way", [*WAYS, "norm"])
+@pytest.mark.parametrize("way", WAYS)
 @ranks(2)
 def test_the_sum_is_divided_however_it_travels(way: str, factor: float) -> None:
-    options = {"norm": {"grad_norm": True}} | WAYS
-    module = Net(is_plain=way in ("mixed", "norm"))
+    module = Net(is_plain=way == "mixed")
     net = copy.deepcopy(module)
-    ddp = DistributedDataParallel(net, gradient_divide_factor=factor, **options[way])
+    ddp = DistributedDataParallel(net, gradient_divide_factor=factor, **WAYS[way])
     for number in range(4):
         module.zero_grad()
         ddp.zero_grad()
@@ -228,18 +227,6 @@ def test_on_a_gpu_the_kernels_divide(options: dict[str, Any]) -> None:
     found = play(Program({**options, "gradient_divide_factor": 1})).gradients
     for one, other in zip(found, mean, strict=True):
         assert torch.equal(one, 2 * other)
-
-
-@ranks(2)
-def test_the_norm_is_that_of_the_sum() -> None:
-    found = []
-    for factor in (None, 1):
-        ddp = wrap(Net(is_plain=True), grad_norm=True, gradient_divide_factor=factor)
-        for number in range(4):
-            ddp.zero_grad()
-            ddp(drawn(4, 20, step=number)).backward()
-        found.append(float(ddp.grad_norm()))
-    assert found[1] == pytest.approx(2 * found[0], rel=1e-5)
 
 
 @ranks(2)

@@ -1,25 +1,17 @@
-"""Norms and clipping from sums that a reduction has left: beside torch's own."""
+"""The wrapper's norms and clipping beside torch's own."""
 
-import contextlib
-import gc
 import math
-import weakref
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from distributed import assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from training import Operators, breaking_off, drawn, gradients, train_step, ways
 
 from tritonddp import DistributedDataParallel
-from tritonddp.features import grad_norm
-from tritonddp.features.grad_norm import GradNorm
 
 WAYS = ways("copies", "process group", "views", "lazy", "lazy views", "bf16", "bf16 views", "int8")
 WAYS |= ways("finite", "mixed")
@@ -44,7 +36,7 @@ class Net(nn.Module):
 
 
 def wrapped(dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
-    small = {"bucket_cap_mb": 0.1, "grad_norm": True}
+    small = {"bucket_cap_mb": 0.1}
     return DistributedDataParallel(Net(dtype), **{**small, **options})
 
 
@@ -64,17 +56,6 @@ def train(ddp: DistributedDataParallel, steps: int = 3, **forward: Any) -> None:
     for number in range(steps):
         ddp.zero_grad()
         step(ddp, number, **forward)
-
-
-# Local squares are measured in each reduction.
-ALWAYS = mock.patch.object(grad_norm, "_EVERY", 1)
-
-
-@contextlib.contextmanager
-def without_a_pass() -> Any:
-    """Context: nothing is measured that the reduction has not."""
-    with mock.patch.object(grad_norm, "norms_of", side_effect=AssertionError("a pass")):
-        yield
 
 
 def dense(grad: Tensor) -> Tensor:
@@ -124,9 +105,6 @@ def test_norms_and_clipping_are_torchs_however_gradients_travel(way: str) -> Non
         torch.testing.assert_close(
             ddp.grad_norm(), get_total_norm([p.grad for p in ddp.parameters()])
         )
-    if not any(each in ("compression", "mixed_precision") for each in WAYS[way]):
-        with without_a_pass():
-            is_right(ddp)
     clips_as_torch(ddp, 0.3)
 
 
@@ -135,92 +113,14 @@ def test_norms_and_clipping_are_torchs_however_gradients_travel(way: str) -> Non
 @ranks(2)
 def test_norms_and_clipping_are_torchs_in_every_dtype(dtype: torch.dtype, views: bool) -> None:
     ddp = trained(dtype, gradient_as_bucket_view=views)
-    with without_a_pass() if not dtype.is_complex else contextlib.nullcontext():
-        is_right(ddp)
+    is_right(ddp)
     clips_as_torch(ddp, 0.3, rel=2e-2 if dtype.itemsize == 2 else 2e-6)
-
-
-@pytest.mark.parametrize("way", ["copies", "views", "bf16"])
-@ranks(3)
-def test_three_ranks_and_unused_parameters(rank: int, way: str) -> None:
-    ddp = trained(**WAYS[way])
-    for used in ({0, 1, 2}, {1}, set(), {0, 1, 2}):
-        ddp.zero_grad()
-        step(ddp, spare=rank in used)
-        is_right(ddp)
-        step(ddp, 1, spare=False)  # where no rank uses it, it has the gradient of before
-        is_right(ddp)
-        clips_as_torch(ddp, 0.5)
-
-
-@pytest.mark.parametrize("way", ["copies", "views", "bf16"])
-@ranks(2)
-def test_what_no_rank_has_used_counts_as_it_is_on_this_rank(rank: int, way: str) -> None:
-    ddp = trained(**WAYS[way])
-    ddp.module.spare.grad = torch.full_like(ddp.module.spare, 100.0 + rank)
-    step(ddp, spare=False)
-    assert ddp.module.spare.grad.mean().item() == 100 + rank
-    assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)
-
-
-CHANGES: dict[str, Callable[[DistributedDataParallel], object]] = {
-    "user": lambda ddp: ddp.module.first.weight.grad.mul_(3),
-    "replaced": lambda ddp: setattr(ddp.module.last.weight, "grad", torch.ones(3, 300)),
-    "data": lambda ddp: setattr(ddp.module.last.weight.grad, "data", torch.ones(3, 300)),
-    "dropped": lambda ddp: setattr(ddp.module.last.weight, "grad", None),
-    "zero_grad": lambda ddp: ddp.zero_grad(),
-    "zeros": lambda ddp: ddp.zero_grad(set_to_none=False),
-    "torch": lambda ddp: clip_grad_norm_(ddp.parameters(), 0.01),
-    "values": lambda ddp: torch.nn.utils.clip_grad_value_(ddp.parameters(), 1e-3),
-    "frozen": lambda ddp: ddp.module.first.requires_grad_(False),
-    "added": lambda ddp: setattr(ddp.module, "more", with_gradient(torch.ones(5))),
-    "removed": lambda ddp: setattr(ddp.module, "first", None),
-    "inference": lambda ddp: setattr(ddp.module.last.weight, "grad", of_inference()),
-    "clipped": lambda ddp: ddp.clip_grad_norm_(1e-3),
-}
 
 
 def with_gradient(tensor: Tensor) -> nn.Parameter:
     param = nn.Parameter(tensor)
     param.grad = tensor * 7
     return param
-
-
-def of_inference() -> Tensor:
-    with torch.inference_mode():
-        return torch.ones(3, 300)
-
-
-@pytest.mark.parametrize("way", ["copies", "views", "bf16"])
-@pytest.mark.parametrize("change", CHANGES)
-@ranks(2)
-def test_gradients_that_have_changed_since_are_measured_anew(change: str, way: str) -> None:
-    ddp = trained(**WAYS[way])
-    is_right(ddp)
-    CHANGES[change](ddp)
-    is_right(ddp)
-    if change not in ("zero_grad", "zeros", "inference"):
-        clips_as_torch(ddp, 0.5)
-
-
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("way", ["copies", "views"])
-@ranks(2)
-def test_gradients_that_a_scaler_has_unscaled_are_measured_anew(way: str, fused: Any) -> None:
-    ddp = wrapped(**WAYS[way])
-    optimizer = torch.optim.SGD(ddp.parameters(), 1e-3, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for number in range(4):
-        optimizer.zero_grad()
-        scaler.scale(ddp(drawn(4, 40, step=number))).backward()
-        is_right(ddp)
-        if number != 2:
-            scaler.unscale_(optimizer)
-            is_right(ddp)
-            clips_as_torch(ddp, 0.5)
-        scaler.step(optimizer)  # which unscales them, if nobody has
-        is_right(ddp)
-        scaler.update()
 
 
 @ranks(2)
@@ -248,7 +148,7 @@ def test_fp16_gradients_whose_norm_fp16_cannot_hold_have_one() -> None:
     train(ddp, 2)
     for param in ddp.parameters():
         param.grad.fill_(1000)
-    is_right(ddp)
+    is_right(ddp, rel=1e-4)  # torch adds up tens of thousands of equal numbers one by one
     assert 65504 < ddp.grad_norm().item() < math.inf
 
 
@@ -280,14 +180,11 @@ def test_accumulated_and_weighted_gradients(rank: int, way: str) -> None:
 
 @ranks(2)
 def test_sparse_gradients_count_by_their_values(rank: int) -> None:
-    ddp = DistributedDataParallel(
-        nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)), grad_norm=True
-    )
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)))
     for number in range(3):
         train_step(ddp, torch.tensor([1, 1, 3 + rank, number]))
         is_right(ddp)
-    with without_a_pass():
-        before = ddp.grad_norm()
+    before = ddp.grad_norm()
     ddp.clip_grad_norm_(before.item() / 2)
     assert ddp.module[0].weight.grad.is_sparse
     assert expected(ddp.module) == pytest.approx(before.item() / 2, rel=1e-5)
@@ -295,50 +192,14 @@ def test_sparse_gradients_count_by_their_values(rank: int) -> None:
 
 
 @ranks(2)
-def test_communication_hooks() -> None:
-    ddp = wrapped()
-    ddp.register_comm_hook(None, allreduce_hook)
-    train(ddp)
-    with without_a_pass():
-        is_right(ddp)
-    clips_as_torch(ddp, 0.5)
-
-
-@ranks(2)
 def test_parameters_that_are_not_reduced_count_as_for_torch() -> None:
     module = Net()
     module.own = with_gradient(torch.ones(4))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own"])
-    ddp = DistributedDataParallel(module, grad_norm=True)
+    ddp = DistributedDataParallel(module)
     step(ddp)
     is_right(ddp)
     clips_as_torch(ddp, 0.5)
-
-
-@ranks(2)
-def test_a_factor_of_one_touches_no_gradient() -> None:
-    ddp = trained()
-    before = [(param.grad, param.grad._version) for param in ddp.parameters()]
-    with without_a_pass():
-        ddp.clip_grad_norm_(1e9)
-        is_right(ddp)
-    for param, (grad, version) in zip(ddp.parameters(), before, strict=True):
-        assert param.grad is grad
-        assert grad._version == version
-
-
-@ranks(2)
-def test_views_are_clipped_a_bucket_at_a_time() -> None:
-    ddp = trained(gradient_as_bucket_view=True)
-    versions = [param.grad._version for param in ddp.parameters()]
-    with mock.patch.object(grad_norm, "foreach_mul_", side_effect=AssertionError("one by one")):
-        ddp.clip_grad_norm_(expected(ddp.module) / 2)
-    # Whoever asks a gradient whether it was written to is told so.
-    assert all(
-        param.grad._version > version
-        for param, version in zip(ddp.parameters(), versions, strict=True)
-    )
-    is_right(ddp)
 
 
 @ranks(2)
@@ -352,18 +213,6 @@ def test_norms_by_parameter() -> None:
         assert found[name].dim() == 0
         assert found[name].item() == pytest.approx(param.grad.double().norm().item(), rel=1e-6)
     assert_same_on_all_ranks(list(found.values()))
-
-
-@pytest.mark.parametrize("way", ["copies", "views"])
-@ranks(1)
-def test_a_world_of_one_and_no_option_take_a_pass(way: str) -> None:
-    ddp = wrapped(**WAYS[way])
-    assert ddp._ddp_state.core.events.of(GradNorm) is None
-    assert ddp.grad_norm().item() == 0
-    assert ddp.clip_grad_norm_(1.0).item() == 0
-    train(ddp)
-    is_right(ddp)
-    clips_as_torch(ddp, 0.5)
 
 
 @ranks(1)
@@ -380,15 +229,6 @@ def test_a_pass_is_no_more_operations_for_more_parameters() -> None:
         return operators.counts.total()
 
     assert operations(2) == operations(40) > 0
-
-
-@ranks(2)
-def test_without_the_option_norms_take_a_pass() -> None:
-    ddp = wrapped(grad_norm=False)
-    assert ddp._ddp_state.core.events.of(GradNorm) is None
-    train(ddp)
-    is_right(ddp)
-    clips_as_torch(ddp, 0.5)
 
 
 @ranks(2)
@@ -430,36 +270,8 @@ def test_what_cannot_be_answered_is_refused_by_name() -> None:
     is_right(ddp)
     module = Net()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1e-3})
-    stepping = DistributedDataParallel(module, grad_norm=True)
+    stepping = DistributedDataParallel(module)
     step(stepping)
     for call in (stepping.grad_norm, lambda: stepping.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match="where optimizers step in the backward"):
             call()
-
-
-@ranks(2)
-def test_no_gradient_is_kept_alive_nor_the_wrapper() -> None:
-    ddp = trained()
-    grads = [weakref.ref(param.grad) for param in ddp.parameters()]
-    ddp.grad_norm()
-    ddp.zero_grad()
-    assert not any(grad() for grad in grads)
-    buffers = [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets]
-    step(ddp)
-    assert [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets] == buffers
-    gone = weakref.ref(ddp)
-    del ddp
-    gc.collect()
-    assert gone() is None
-
-
-@ranks(2)
-def test_ranks_that_run_out_of_inputs(rank: int) -> None:
-    ddp = trained()
-    with ddp.join():
-        for number in range(1 + rank):
-            ddp.zero_grad()
-            step(ddp, number)
-            assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)
-            ddp.clip_grad_norm_(0.1)
-    assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)

@@ -4,8 +4,6 @@ import copy
 import functools
 import inspect
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +30,6 @@ OPTIONS = st.fixed_dictionaries(
         "skip_all_reduce_unused_params": st.booleans(),
         "check_finite": st.sampled_from([None, "raise", "warn"]),
         "transport": st.sampled_from(["auto", "process_group"]),
-        "grad_norm": st.booleans(),
         "metrics": st.booleans(),
     },
 )
@@ -45,7 +42,6 @@ _VALID = {
     "check_finite": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
     "gradient_divide_factor": st.sampled_from([1, 2.5]),
-    "grad_norm": st.booleans(),
     "metrics": st.booleans(),
     "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
@@ -246,19 +242,6 @@ def manual_finalization(ddp: DDP, draw: Draw) -> None:
         ddp.require_manual_backward_finalization = False
 
 
-def trace(ddp: DDP, draw: Draw) -> None:
-    with only_documented(tritonddp.trace), tritonddp.trace(draw(absurd())):
-        pass
-    with only_documented(tritonddp.trace), tritonddp.trace(ddp) as timeline:
-        for _ in range(draw(st.integers(0, 2))):
-            ddp(batch()).sum().backward()
-        if draw(st.booleans()):
-            with tritonddp.trace(ddp):
-                pass
-    with tempfile.TemporaryDirectory() as folder:
-        timeline.save_chrome_trace(os.path.join(folder, "trace.json"))
-
-
 def check_sync(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP.check_sync):
         ddp.check_sync(buffers=draw(flags()), gradients=draw(flags()))
@@ -399,7 +382,6 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
         load_comm_state,
         unfinished,
         manual_finalization,
-        trace,
         check_sync,
         stopping,
         copies,

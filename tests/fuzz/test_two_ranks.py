@@ -14,7 +14,6 @@ from distributed import assert_same_on_all_ranks, gather, give_up_after, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import tritonddp
 from fuzz.contract import only_documented
 from tritonddp import DistributedDataParallel as DDP
 
@@ -54,11 +53,6 @@ def assert_right(ddp: DDP, seed: int) -> None:
 # Wrong by themselves: refused before anything is sent, whatever the other rank does.
 
 
-def _trace(what: Any) -> None:
-    with tritonddp.trace(what):
-        pass
-
-
 def _join(ddp: DDP, **arguments: Any) -> None:
     with ddp.join(**arguments):
         pass
@@ -90,7 +84,6 @@ REFUSED: dict[str, tuple[Any, Callable[[DDP], Any]]] = {
     ),
     "join or not": (DDP.join, lambda ddp: _join(ddp, enable="no")),
     "nothing to finalise": (DDP.finalize_backward, lambda ddp: ddp.finalize_backward()),
-    "trace of a module": (tritonddp.trace, lambda ddp: _trace(ddp.module)),
     "rate zero": (
         DDP._set_ddp_runtime_logging_sample_rate,
         lambda ddp: ddp._set_ddp_runtime_logging_sample_rate(0),
@@ -109,7 +102,7 @@ REFUSED_BY_ALL: dict[str, tuple[Any, Callable[[DDP], Any]]] = {
 
 def _misuse(seed: int, steps: int, view: bool) -> None:
     draw = Random(seed)
-    told = {"grad_norm": True, "metrics": True}
+    told = {"metrics": True}
     ddp = DDP(layers(), gradient_as_bucket_view=view, bucket_cap_mb=1e-4, **told)
     for step in range(steps):
         name = draw.choice([*REFUSED, *REFUSED_BY_ALL])

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 from worlds import CARDS, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
 
-import tritonddp
 from tritonddp import DistributedDataParallel
 
 BF16 = torch.bfloat16
@@ -64,16 +63,6 @@ def beside(ddp: Any) -> Any:
     current.wait_stream(side)
 
 
-@contextlib.contextmanager
-def traced(ddp: Any) -> Any:
-    with tritonddp.trace(ddp) as timeline:
-        yield
-    (backward,) = timeline.backwards
-    sent = [name for bucket in backward.buckets for name in bucket.parameters]
-    assert sorted(sent) == sorted(name for name, _ in ddp.module.named_parameters())
-    assert 0 < backward.began <= backward.compute_ended <= backward.ended
-
-
 @dataclass(frozen=True)
 class Feature:
     """Attributes:
@@ -97,7 +86,6 @@ CASES = {
     "complex": Feature(Complex),
     "complex, lazy buckets": Feature(Complex, {"lazy_bucket_allocation": True}),
     "sparse": Feature(Sparse),
-    "trace": Feature(around=traced),
     "int8": Feature(options={"compression": "int8"}, tolerance=2e-2),
     "device_ids": Feature(on_card=lambda device: {"device_ids": [device.index]}),
     "output_device": Feature(

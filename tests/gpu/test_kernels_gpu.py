@@ -50,10 +50,6 @@ def _spared(
     **_: Any,
 ) -> str:
     """Why a case is not for this GPU: a kernel takes half a second to compile."""
-    few = {FP32, BF16, FP16, FP64} if dtype is wire else {FP32, BF16}
-    is_rare = dtype is not None and wire is not None and not {dtype, wire} <= few
-    if "squares" in test and (is_rare or not (aligned or dtype is wire is FP32)):
-        return "tests/kernels has these dtypes"
     if (size, feedback) in ((1, False), (3, True), (4, True)):
         return "tests/kernels has these ranks"
     return ""

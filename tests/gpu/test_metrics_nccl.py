@@ -46,7 +46,6 @@ def test_norms_and_clipping_are_torchs(
 ) -> None:
     ddp = DistributedDataParallel(
         dense().to(device, dtype),
-        grad_norm=True,
         bucket_cap_mb=0.01,
         gradient_as_bucket_view=view,
     )
@@ -76,7 +75,7 @@ def test_norms_and_clipping_are_torchs(
 
 @in_worlds(CPU, *CARDS)
 def test_an_overflow_is_in_the_norm(device: torch.device) -> None:
-    ddp = DistributedDataParallel(dense().to(device, torch.float16), grad_norm=True)
+    ddp = DistributedDataParallel(dense().to(device, torch.float16))
     for scale in (1.0, math.inf, 1.0):
         ddp.zero_grad()
         (ddp(batch(0).to(device).half()).sum() * scale).backward()
@@ -159,7 +158,6 @@ def test_buffers_are_those_of_stock_at_each_forward(device: torch.device, view: 
 def test_all_of_it_at_once_lets_the_host_run_ahead(device: torch.device, view: bool) -> None:
     ddp = DistributedDataParallel(
         dense().to(device),
-        grad_norm=True,
         metrics=True,
         gradient_as_bucket_view=view,
     )

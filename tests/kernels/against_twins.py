@@ -28,7 +28,7 @@ from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 from torch import Tensor
 
 from tritonddp.kernels import launch, reference
-from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Marks, Squares
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Marks
 from tritonddp.kernels.quantized import reference as quantized_reference
 
 
@@ -311,108 +311,6 @@ def test_gradients_that_live_in_the_buffer_are_scaled_once_and_there(place, wire
         assert_same_bits(buffer.flags, torch.tensor(flags, dtype=wire), "the flags")
         assert_intact(buffer, arena)
 
-
-# Sums of squares beside what is moved
-
-
-def normal(device: str, dtype: torch.dtype, slots: Any, aligned: bool = True) -> list[Any]:
-    grads, _ = embedded_gradients(slots, dtype, aligned, device)
-    for seed, grad in enumerate(grads):
-        grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(seed)))
-    return grads
-
-
-def squares_of(grads: Any) -> Any:
-    total = sum(grad.double().square().sum().item() for grad in grads if grad is not None)
-    return pytest.approx(total, rel=2e-6)  # sums are in fp32, or in fp64 of fp64
-
-
-def total(squares: Tensor | None) -> float:
-    assert squares.dtype in (torch.float32, torch.float64)
-    return squares.double().sum().item()
-
-
-@pytest.mark.sampled(5, 3)
-@ALIGNED
-@PAIRS
-def test_flatten_sums_the_squares_of_gradients_before_they_are_scaled(place, dtype, wire, aligned):
-    slots = [*SLOTS, dense([3 * place.many])]
-    used, missing = [True] * len(slots), 8
-    grads, twins = normal(place.device, dtype, slots, aligned), normal("cpu", dtype, slots)
-    grads[missing] = twins[missing] = None
-    (flat, _), (plain, _), (twin, _) = (
-        *(place.flat(slots, wire), place.flat(slots, wire)),
-        embedded_flat(slots, wire),
-    )
-    flat.squares, twin.squares = Squares(), Squares()
-    place.flatten(plain, grads, used, 0.25)
-    before = launch.launches
-    place.flatten(flat, grads, used, 0.25)
-    assert launch.launches == before + 1
-    reference.flatten(twin, twins, used, 0.25)
-    assert_same_views(flat, plain)
-    assert_same_views(flat, twin)
-    found = flat.squares.flattened[0].clone()
-    assert total(found) == squares_of(twins)
-    assert total(twin.squares.flattened[0]) == squares_of(twins)
-    place.flatten(flat, grads, used, 0.25)
-    assert torch.equal(flat.squares.flattened[0], found), "the order of the sum is not fixed"
-
-
-@pytest.mark.sampled(5, 3)
-@pytest.mark.parametrize("value", [None, 0.3], ids=["plain", "scaled"])
-@PAIRS
-def test_unflatten_sums_the_squares_of_what_is_in_gradients_afterwards(place, dtype, wire, value):
-    slots = [*SLOTS, dense([3 * place.many])]
-    flags = torch.ones(len(slots))
-    flags[[5, 8]] = 0  # no rank used these: .grad stays, and counts
-    (flat, _), (plain, _), (twin, _) = (
-        *(place.flat(slots, wire), place.flat(slots, wire)),
-        embedded_flat(slots, wire),
-    )
-    for each in (flat, plain, twin):
-        for view, grad in zip(each.views, normal("cpu", wire, slots), strict=True):
-            view.copy_(grad * 2)
-        each.flags.copy_(flags)
-    flat.squares, twin.squares = Squares(), Squares()  # before the first launch
-    found, without = (normal(place.device, dtype, slots) for _ in range(2))
-    expected = normal("cpu", dtype, slots)
-    for each in (found, without, expected):
-        each[6] = None
-    before = launch.launches
-    place.unflatten(flat, found, place.factor(value))
-    assert launch.launches == before + 1 + flat.tables.moves
-    place.unflatten(plain, without, place.factor(value))
-    factor = None if value is None else torch.tensor([value], dtype=torch.float64)
-    reference.unflatten(twin, expected, factor)
-    for slot, (mine, theirs, twins) in enumerate(zip(found, without, expected, strict=True)):
-        if slot != 6:
-            assert_same_bits(mine, theirs, f"slot {slot}")
-            assert_same_bits(mine, twins, f"slot {slot}")
-    assert total(flat.squares.unflattened) == squares_of(expected)
-    assert total(twin.squares.unflattened) == squares_of(expected)
-
-
-@pytest.mark.parametrize("value", [None, 1.0, 0.5], ids=str)
-@WIRE
-def test_gradients_that_live_in_the_buffer_are_scaled_and_summed_there(place, wire, value):
-    for run, (flat, _) in (
-        (place.unflatten, place.flat(SLOTS, wire)),
-        (reference.unflatten, embedded_flat(SLOTS, wire)),
-    ):
-        grads = normal("cpu", wire, SLOTS)
-        for view, grad in zip(flat.views, grads, strict=True):
-            view.copy_(grad)
-        flat.flags.fill_(1)
-        flat.squares = Squares()
-        factor = None if value is None else torch.tensor([value], dtype=torch.float64)
-        run(flat, flat.views, None if factor is None else factor.to(flat.data.device))
-        for view, was in zip(flat.views, grads, strict=True):
-            assert_same_bits(view, (was.double() * (value or 1)).to(wire))
-        assert total(flat.squares.unflattened) == squares_of(flat.views)
-
-
-# Quantised
 
 NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # Around the edges of blocks, of chunks and of the 16-wide tail, and whether they are quantised.

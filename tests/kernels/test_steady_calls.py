@@ -402,8 +402,7 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
     for *_, arguments in kernels["flatten"].launched:
         bound = (tables.chunks, tables.dynamic, flat.data)
         assert arguments[:3] == tuple(each.data_ptr() for each in bound)
-        assert arguments[3] is None  # nobody asks for squares
-        assert len(arguments) == 11 + 7
+        assert len(arguments) == 10 + 7
     variants = [key for key in tables.launches if key is not device_tables._launch]
     assert len(variants) == 4
 
@@ -434,9 +433,8 @@ def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kerne
         factor = factors[place % 4]
         given = arguments[3]
         assert given == flat.tables.one.data_ptr() if factor is None else given is factor
-        assert arguments[4] is None  # nobody asks for squares
-        assert len(arguments) == 6 + 7
-        assert arguments[11] is (place >= 12)  # whether gradients live in the buffer
+        assert len(arguments) == 5 + 7
+        assert arguments[10] is (place >= 12)  # whether gradients live in the buffer
     with pytest.raises(TypeError, match=r"one torch\.float64 element"):
         unflatten_module.unflatten(flat, fp32, torch.ones(1))
 

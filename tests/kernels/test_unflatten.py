@@ -18,7 +18,7 @@ from poisoned import (
 
 from tritonddp.kernels import launch, reference
 from tritonddp.kernels.device_tables import DeviceTables
-from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Squares
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer
 from tritonddp.kernels.flatten import flatten
 from tritonddp.kernels.unflatten import JointUnflatten, unflatten
 
@@ -317,17 +317,6 @@ def test_several_buffers_of_views_are_scaled_together_where_they_are():
     was = flats[1].payload.clone()
     joint(mixed, factor_of(0.5))
     assert_same_bits(flats[1].payload, was)
-
-
-def test_several_buffers_have_the_sums_of_squares_of_one_each():
-    flats, grads = several()
-    for flat in flats[:2]:
-        flat.squares = Squares()
-    JointUnflatten(flats)(grads)
-    found = [flat.squares.unflattened.clone() for flat in flats[:2]]
-    for flat, each, sums in zip(flats, grads, found, strict=False):
-        unflatten(flat, each)
-        assert_same_bits(sums, flat.squares.unflattened)
 
 
 def test_several_buffers_of_which_one_has_moved_are_read_where_they_are_now():

@@ -42,8 +42,7 @@ MODULES = {"nn": nn, "dist": dist, "autograd": torch.autograd}
 OTHERS = re.findall(
     r"[\w.]+",
     """DDP DistributedDataParallelKwargs Fabric Trainer backward distrib_ctx get_gradients
-    idist.auto_model launch main make_private prepare state_dict timeline.save_chrome_trace tr
-    train""",
+    idist.auto_model launch main make_private prepare state_dict tr train""",
 )
 FILE = re.compile(r"\.(py|md|toml|cff|yml|txt|json)$")
 NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*\))?")

@@ -76,7 +76,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     },
     "coordination/processes.py": {"_scope": (2, "a system without /proc, as macOS is")},
     "ddp.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
-    "diagnostics/trace.py": {"trace": (1, GPUS)},
     "features/join.py": {"JoinProtocol._agree": (1, DISAGREE)},
     "integrations/fabric.py": {
         "": (1, LIGHTNING),

@@ -104,24 +104,23 @@ class Kernels:
 
     def flatten(self, grid: Any, *arguments: Any) -> None:
         """See ``flatten_kernel``."""
-        chunks, dynamic, bucket, squares = arguments[:4]
-        slots, trailer, num_chunks, flags_offset, marks_offset, mark_words, bit = arguments[4:11]
-        source, compute, block, flag_block, aligned, mark, _ = arguments[11:]
+        chunks, dynamic, bucket = arguments[:3]
+        slots, trailer, num_chunks, flags_offset, marks_offset, mark_words, bit = arguments[3:10]
+        source, compute, block, flag_block, aligned, mark, _ = arguments[10:]
         assert grid[0] == num_chunks + -(-trailer // flag_block)
         with self._without_modes():
-            self.begin("flatten", [chunks, dynamic], [bucket, *_there(squares)])
+            self.begin("flatten", [chunks, dynamic], [bucket])
             dtype, wide = _DTYPES[source], _DTYPES[compute]
             size, words = dtype.itemsize, dynamic.tolist()
             (scale,) = struct.unpack("<d", struct.pack("<q", words[slots + trailer]))
             line = torch.tensor(words[slots : slots + trailer], dtype=wide)
             bucket[flags_offset : flags_offset + trailer] = line.to(bucket.dtype)
-            for program, (slot, start, offset, count) in enumerate(chunks.tolist()):
+            for slot, start, offset, count in chunks.tolist():
                 assert count <= block
                 target = bucket[offset : offset + count]
                 address = words[slot]
                 if not address:
                     target.zero_()
-                    _note(squares, program, target)
                     continue
                 assert address % 16 == 0 or not aligned
                 address += start * size
@@ -129,7 +128,6 @@ class Kernels:
                     continue
                 content = bytearray(ctypes.string_at(address, count * size))
                 numbers = torch.frombuffer(content, dtype=dtype).to(wide)
-                _note(squares, program, numbers)
                 target.copy_(_narrow(numbers * torch.tensor(scale, dtype=wide), bucket.dtype))
                 if mark and not target.isfinite().all():
                     bucket[marks_offset + slot * mark_words] = bit
@@ -142,15 +140,15 @@ class Kernels:
 
     def unflatten(self, grid: Any, *arguments: Any) -> None:
         """See ``unflatten_kernel``."""
-        chunks, dynamic, bucket, factor, squares, flags_offset = arguments[:6]
-        target_dtype, wire_dtype, compute, block, aligned, in_place, _ = arguments[6:]
+        chunks, dynamic, bucket, factor, flags_offset = arguments[:5]
+        target_dtype, wire_dtype, compute, block, aligned, in_place, _ = arguments[5:]
         assert grid[0] == len(chunks)
         with self._without_modes():
             read = [chunks, factor, *([] if bucket is None else [dynamic, bucket])]
-            self.begin("unflatten", read, _there(squares))
+            self.begin("unflatten", read, [])
             dtype, wire, wide = _DTYPES[target_dtype], _DTYPES[wire_dtype], _DTYPES[compute]
             size, scale = dtype.itemsize, factor.to(wide)
-            if in_place and factor == 1 and squares is None and wide is torch.float32:
+            if in_place and factor == 1 and wide is torch.float32:
                 return
             rows = chunks.tolist()
             if bucket is not None:
@@ -164,25 +162,18 @@ class Kernels:
                     )
                     for slot, start, offset, count in rows
                 ]
-            for program, (entry, start, source, count, used) in enumerate(rows):
+            for entry, start, source, count, used in rows:
                 assert count <= block
                 address = source
                 if not in_place:
                     (address,) = self._numbers(entry, 1, torch.int64).tolist()
-                is_used = bool(self._numbers(used, 1, wire) != 0)
-                if not address or (not is_used and squares is None):
-                    _note(squares, program, chunks[:0])
+                if not address or self._numbers(used, 1, wire) == 0:
                     continue
                 assert address % 16 == 0 or not aligned
                 address += 0 if in_place else start * size
-                writes = is_used and not (in_place and factor == 1)
-                if not self.at_address(address, count * size, writes, "unflatten"):
-                    continue
-                if not is_used:
-                    _note(squares, program, self._numbers(address, count, dtype).to(wide))
+                if not self.at_address(address, count * size, True, "unflatten"):
                     continue
                 numbers = _narrow(self._numbers(source, count, wire).to(wide) * scale, dtype)
-                _note(squares, program, numbers.to(wide))
                 ctypes.memmove(address, numbers.contiguous().data_ptr(), count * size)
 
     def _numbers(self, address: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -233,16 +224,6 @@ def _narrow(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if numbers.dtype is torch.float64 and dtype.itemsize == 2:
         numbers = numbers.float()
     return numbers.to(dtype)
-
-
-def _there(squares: Tensor | None) -> list[Tensor]:
-    return [] if squares is None else [squares]
-
-
-def _note(squares: Tensor | None, program: int, numbers: Tensor) -> None:
-    """Where a program leaves the sum of squares of its chunk."""
-    if squares is not None:
-        squares[program] = numbers.square().sum()
 
 
 @contextlib.contextmanager

@@ -142,14 +142,8 @@ PROGRAMS = {
     "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
     "frozen parameters": Program(before=_frozen),
     "check_finite": Program({"check_finite": "warn"}),
-    "grad_norm": Program({"grad_norm": True}, after=_clipped),
-    "grad_norm, views": Program({"grad_norm": True, **_VIEWS}, after=_clipped),
-    "grad_norm, lazy buckets": Program(
-        {"grad_norm": True, "lazy_bucket_allocation": True}, after=_clipped
-    ),
-    "grad_norm, unused parameters": Program(
-        {"grad_norm": True}, leaves_out=True, after=lambda net: net.grad_norm()
-    ),
+    "clipped": Program(after=_clipped),
+    "clipped, views": Program(_VIEWS, after=_clipped),
     "owners": Program(prepare=_with_owners, after=_stepped),
     "owners, views": Program(_VIEWS, prepare=_with_owners, after=_stepped),
     "owners, bf16 wire, unused parameters": Program(
@@ -159,7 +153,6 @@ PROGRAMS = {
     "reduce_gradients": Program(
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),
-    "trace": Program(around=tritonddp.trace),
     "in place": Program(in_place=lambda net, x: net(x)),
     "in place, views, buffers": Program(
         _VIEWS, {"batch_norm": True}, in_place=lambda net, x: net(x)

@@ -106,7 +106,6 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "sparse": (PROGRAMS["sparse"], "sparse gradients"),
     "reduce_gradients": (PROGRAMS["reduce_gradients"], "under no_sync"),
     "reduce_gradients of what is given": (Program(before=_given), "not reduced on request in a"),
-    "trace": (PROGRAMS["trace"], "trace a step without"),
     "join": (Program(around=lambda net: net.join()), r"inside join\(\)"),
 }
 

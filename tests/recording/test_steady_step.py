@@ -68,9 +68,8 @@ STEADY = {
     "communication hook, views": Step(2, 4, 3, operations=21, moves=4),
     "buffers": Step(2, 4, 3, operations=2, moves=2),
     "left-out buckets": Step(2, 2, 1, moves=1),
-    # Of each, 8 are of the backward; with views clipping multiplies once a bucket.
-    "grad_norm": Step(2, 4, 2, operations=15, moves=2),
-    "grad_norm, views": Step(2, 4, 2, operations=16, moves=4),
+    "clipped": Step(2, 4, 2, operations=15, moves=2),
+    "clipped, views": Step(2, 2, 2, operations=15, moves=2),
     "check_finite": Step(
         *(2, 4, 2),
         operations=5,

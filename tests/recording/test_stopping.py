@@ -13,7 +13,7 @@ from recording.programs import PROGRAMS, WARM_UP, Run
 
 # One more than on a CPU, since a header is read before the next reduction.
 LATER = 1
-_QUICK = ("copies", "weights", "grad_norm", "sparse")
+_QUICK = ("copies", "weights", "clipped", "sparse")
 
 
 def programs() -> list[object]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import gradients
 
-from tritonddp import DistributedDataParallel, trace
+from tritonddp import DistributedDataParallel
 
 Microbatch = Callable[[Any, Tensor], None]
 
@@ -240,15 +240,6 @@ def test_after_an_error_of_weights_on_one_rank_all_ranks_begin_alike(rank: int) 
         loss.backward()
     ddp.zero_grad()
     window_of_forwards_inside(ddp)
-
-
-@ranks(2)
-def test_a_trace_tells_which_backwards_are_reduced() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    reduced(ddp, torch.ones(1, 2))
-    with trace(ddp) as timeline:
-        window_of_forwards_inside(ddp)
-    assert [each.reduced for each in timeline.backwards] == [False, False, True]
 
 
 @ranks(2)

@@ -72,7 +72,7 @@ def test_the_plan_has_all_that_a_soak_is_to_see() -> None:
         assert {getattr(each, option) for each in options} == values, option
     hooks = {"", "allreduce_hook", "ALLREDUCE", "fp16_compress_hook", "noop_hook"}
     assert {life.communication_hook for life in lives} == hooks
-    for named in ("is_manual", "is_traced", "delays", "scaler"):
+    for named in ("is_manual", "delays", "scaler"):
         assert {getattr(life, named) for life in lives} == {False, True}
     actions = [each for life in lives for each in life.actions]
     assert {each.by for each in actions if isinstance(each, Renew)} == {"copy", "checkpoint"}

@@ -23,7 +23,7 @@ from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.kernels.dispatch import Kernels, gradient_dtype
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Squares
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
 
@@ -130,7 +130,6 @@ class Bucket:
         beside: tensors that are reduced with the buffer, once the bucket is packed: large gradients
             where they lie. ``None`` in other buckets than an ``InPlaceBucket``.
         has_to_prepare: :meth:`prepare` has to be called before each backward.
-        squares: receives sums of squares from the kernels, see :meth:`sum_squares`; else ``None``.
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
     """
 
@@ -141,7 +140,6 @@ class Bucket:
     is_sparse = False
     has_views = False
     beside: Sequence[Tensor] | None = None
-    squares: Squares | None = None
 
     def __init__(
         self,
@@ -211,7 +209,6 @@ class Bucket:
 
     def _pack_into(self, flat: Any) -> None:
         self.packed = flat
-        flat.squares = self.squares  # before parts are made
         for segment in self.segments:
             segment.flat = flat if segment.is_whole else flat.part(segment.first, segment.last)
 
@@ -244,21 +241,6 @@ class Bucket:
         memory = torch.empty(data.nbytes, dtype=torch.uint8, device="cpu")
         self.flat = self._kernels.buffer(self._layout, self._wire_dtype, data.device, memory)
         self.flat.data[first:] = data[first:]
-        self.flat.squares = self.squares
-
-    def sum_squares(self) -> None:
-        """From now on kernels write sums of squares of the gradients to :attr:`squares`."""
-        # On the CPU a pass over the buffer, which holds all means, is faster than one a gradient.
-        self.squares = Squares(
-            of_unflattened=self._kernels.by_address or self._wire_dtype is not self.gradient_dtype
-        )
-        if self.flat is not None:
-            self.flat.squares = self.squares
-            if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.forget_launches()  # they write no sums of squares
-            self._pack_into(self.packed)
-        elif self._tables is not None:
-            self._tables.forget_launches()
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -665,15 +647,14 @@ class JointUnpack:
             for each in buckets
         )
 
-    def __call__(self, factor: Tensor | None) -> None:
+    def unpack(self, factor: Tensor | None) -> None:
         """Write the reduced gradients, times ``factor``, into ``.grad``: see :meth:`Bucket.unpack`.
 
         No bucket may want flags.
         """
         for buckets, sizes, unflatten in self._groups:
-            has_views, squares = buckets[0].has_views, buckets[0].squares
-            wants_sums = squares is not None and squares.of_unflattened
-            if factor is not None or wants_sums or not has_views:
+            has_views = buckets[0].has_views
+            if factor is not None or not has_views:
                 buckets[0]._counters.unflattens += 1
                 unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
             for bucket, size in zip(buckets, sizes, strict=True):

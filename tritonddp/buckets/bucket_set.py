@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -42,9 +43,11 @@ class BucketSet:
         needs_reduction: a bucket changes gradients even if there is only one rank.
         unpack_groups: what unpacks several buckets together, each behind the last bucket of its
             own. Empty where each is unpacked by itself.
+        spans: those of a profiler that runs, or has run; see :mod:`tritonddp.comm.spans`.
     """
 
     unpack_groups: Sequence[tuple[Bucket, JointUnpack]] = ()
+    spans: Any = None
 
     def __init__(
         self,

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import read_together
+from tritonddp._torch import is_profiling
 from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.comm.spans import renew_spans
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
 from tritonddp.coordination.counters import Counters
@@ -55,10 +57,7 @@ class ReductionEvents:
     """Callbacks for the progress of a reduction, see ``Extension``. An empty loop costs no call."""
 
     on_pack: Sequence[Callable[[Reduction, Bucket, Segment], None]] = ()
-    on_packed: Sequence[Callable[[Reduction, Bucket], None]] = ()
     on_launch: Sequence[Callable[[Reduction, Bucket], None]] = ()
-    on_launched: Sequence[Callable[[Reduction, Bucket, Any], None]] = ()
-    on_waited: Sequence[Callable[[Reduction, Bucket], None]] = ()
     on_reduced: Sequence[Callable[[Reduction, Bucket], None]] = ()
     on_reduced_all: Sequence[Callable[[Reduction], None]] = ()
     needs_buckets = False  # somebody is called for one of these
@@ -190,6 +189,8 @@ class Reduction:
             agreement.open(*key)
         self.header = agreement.encoded
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
+        if is_profiling() or self.bucket_set.spans is not None:
+            renew_spans(self.bucket_set)
         if begin_logger.isEnabledFor(logging.DEBUG):
             begin_logger.debug(
                 "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
@@ -250,8 +251,6 @@ class Reduction:
         self.filled[number] = True
         self.unfilled[bucket.index] -= 1
         self.packed_at[number] = len(self.arrived)
-        for observe in self.events.on_packed:
-            observe(self, bucket)
         if launches and not self.unfilled[bucket.index]:
             index, works = bucket.index, self.works
             if (
@@ -302,8 +301,6 @@ class Reduction:
                 bucket.exchange.launch(bucket, works, is_spoiled)
             except RuntimeError as error:
                 raise self.explain(bucket, error) from error
-            for observe in self.events.on_launched:
-                observe(self, bucket, works[bucket.index])
 
     def _note_arrived(self, number: int) -> None:
         """Mark parameters of this segment as used whose gradients came without announcement."""
@@ -397,7 +394,7 @@ class Reduction:
                     self._read_headers()
                 self._has_headers = True  # or they are those of the last step
             if joint is not None:
-                joint(self.factor)
+                joint.unpack(self.factor)
                 works[: bucket.index] = [None] * bucket.index
             else:
                 if isinstance(bucket, SparseBucket):
@@ -407,8 +404,6 @@ class Reduction:
                 if discards:
                     bucket.discard()
                 else:
-                    for call in events.on_waited:
-                        call(self, bucket)
                     if self.factor is not None:
                         factor = self.factor if factor is None else self.factor * factor
                     bucket.unpack(factor)

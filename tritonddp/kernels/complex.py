@@ -28,7 +28,7 @@ class ComplexBuffer(FlatBuffer):
         real: the same buffer with real views, for kernels and collectives.
     """
 
-    tables, squares = _of_real("tables"), _of_real("squares")
+    tables = _of_real("tables")
 
     def __init__(
         self,

@@ -62,27 +62,6 @@ class Marks(NamedTuple):
         return 1 << self.rank % 8
 
 
-class Squares:
-    """Sums of squares of a bucket's gradients, which kernels compute while they move gradients.
-
-    Each is a vector of partial sums on the gradients' device, in fp32 or fp64, in a fixed order.
-    The kernels choose its length. A later launch may write to the same vector.
-
-    Attributes:
-        of_unflattened: compute :attr:`unflattened`.
-        of_flattened: compute :attr:`flattened` on the CPU. (On a GPU it costs almost nothing.)
-        flattened: for the gradients before scaling, by the first slot of each flattened part.
-        unflattened: for all gradients after ``unflatten``, including those that it did not write
-            to; ``None`` if it has not been called.
-    """
-
-    def __init__(self, of_unflattened: bool = True) -> None:
-        self.of_unflattened = of_unflattened
-        self.of_flattened = True
-        self.flattened: dict[int, Tensor] = {}
-        self.unflattened: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class Layout:
     """Where each gradient lies in the flat buffer, and where the trailer begins.
@@ -208,7 +187,6 @@ class FlatBuffer:
         is_part: made by :meth:`part`; its flags are written with those of the whole buffer.
         first_slot: number of the first slot of a part in the whole buffer.
         tables: tables of the kernels, made at their first launch.
-        squares: receives sums of squares from ``flatten`` and ``unflatten``, or ``None``.
         last_flags: bytes of the reduced flags in the last reduction, and what
             :meth:`reduced_flags` has returned then.
         batched: state of the CPU's ``flatten``, made at its first call.
@@ -222,7 +200,6 @@ class FlatBuffer:
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
     batched: Any = None
-    squares: Squares | None = None
     last_flags: tuple[bytes, Sequence[float]] = b"", ()
 
     def __init__(

@@ -77,13 +77,6 @@ def are_finite(x):  # type: ignore[no-untyped-def]
     return tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
 
 
-@triton.jit
-def sum_of_squares(x, COMPUTE: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum of squares of the block ``x``, in ``COMPUTE``, in a fixed order."""
-    wide = widen(x, COMPUTE, EMULATE)
-    return tl.sum(wide * wide, axis=0)
-
-
 @triton.jit(
     do_not_specialize=[
         *("slots", "trailer", "num_chunks", "flags_offset", "marks_offset", "mark_words", "bit")
@@ -93,7 +86,6 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
     bucket,
-    squares,
     slots,
     trailer,
     num_chunks,
@@ -112,8 +104,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     """One program per chunk, then one per ``FLAG_BLOCK`` of the ``trailer`` flags and headers.
 
     With ``MARK`` a program that writes a number that is not finite also writes ``bit`` into the
-    mark of its gradient, which has ``mark_words`` words. Unless ``squares`` is ``None``, it writes
-    the sum of the squares of its chunk there, without the scale; a missing gradient counts as zero.
+    mark of its gradient, which has ``mark_words`` words.
 
     In the mask the chunk's length is rounded down to 16: otherwise the compiler could not prove
     that accesses of 16 bytes are safe. The rest is a 16-wide tail. ``multiple_of`` is the only hint
@@ -146,8 +137,6 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, BLOCK)
     inside = offsets < body
     x = tl.load(source + offsets, mask=offsets < (readable // 16) * 16, other=0.0)
-    if squares is not None:
-        total = sum_of_squares(x, COMPUTE, EMULATE)
     x = tl.where(present, widen(x, COMPUTE, EMULATE) * scale, 0.0)  # even if scale is inf or NaN
     x_out = narrow(x, wire, EMULATE)
     tl.store(target + offsets, x_out, mask=inside)
@@ -157,15 +146,11 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
         # New names: the compiler does not allow another shape under the same name.
         rest = body + tl.arange(0, 16)
         y = tl.load(source + rest, mask=rest < readable, other=0.0)
-        if squares is not None:
-            total += sum_of_squares(y, COMPUTE, EMULATE)
         y = tl.where(present, widen(y, COMPUTE, EMULATE) * scale, 0.0)
         y_out = narrow(y, wire, EMULATE)
         tl.store(target + rest, y_out, mask=rest < count)
         if MARK:
             finite = tl.minimum(finite, are_finite(widen(y_out, COMPUTE, EMULATE)))
-    if squares is not None:
-        tl.store(squares + program, total)
     if MARK:
         mark = narrow(bit.to(tl.float32).to(COMPUTE), wire, EMULATE)
         tl.store(bucket + marks_offset + slot * mark_words, mark, mask=finite == 0)
@@ -187,9 +172,8 @@ def flatten(
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     One launch on the current stream, which should be the one that produced the gradients. If the
-    layout has marks, they are cleared before, in a small separate launch. There is one sum of
-    squares per chunk. Arguments are those of ``reference.flatten``; for errors see
-    :meth:`DeviceTables.update`.
+    layout has marks, they are cleared before, in a small separate launch. Arguments are those of
+    ``reference.flatten``; for errors see :meth:`DeviceTables.update`.
     """
     tables = flat.tables or DeviceTables.of(flat)
     # As in DeviceTables.update, without its call.
@@ -211,14 +195,11 @@ def flatten(
             tables.change(grads, used, scale, headers, addresses)
     # (Where the buffer is: its storage may be anybody's who has a view of it.)
     key = _launch, flat.data.data_ptr(), dtype, tables.aligned
-    found = tables.launches.get(key)
-    if found is None:
+    run = tables.launches.get(key)
+    if run is None:
         if not flat.layout.numels and not flat.layout.headers:
             return
-        found = tables.launches[key] = _prepare(flat, tables, dtype)
-    run, sums = found
-    if flat.squares is not None:
-        flat.squares.flattened[flat.first_slot] = sums
+        run = tables.launches[key] = _prepare(flat, tables, dtype)
     if flat.layout.marks is not None:
         # Programs cannot clear them: others may have set marks before they run.
         flat.marks.zero_()
@@ -231,30 +212,21 @@ def flatten(
     launch.launches += 1
 
 
-def _prepare(
-    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None
-) -> tuple[partial[None], Tensor | None]:
-    """The launch of ``flatten`` for gradients of this dtype, and their current alignment.
-
-    And the tensor for sums of squares, or ``None``.
-    """
+def _prepare(flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None) -> partial[None]:
+    """The launch of ``flatten`` for gradients of this dtype, and their current alignment."""
     layout, marks = flat.layout, flat.layout.marks
     source = dtype or flat.data.dtype
     compute = compute_dtype(source, flat.data.dtype)
-    sums = None
-    if flat.squares is not None:
-        sums = torch.empty(tables.num_chunks, dtype=compute, device=flat.data.device)
     kind = (TRITON_DTYPES[source], TRITON_DTYPES[compute], tables.block, FLAG_BLOCK, tables.aligned)
     slots, num_chunks = len(layout.numels), tables.num_chunks
     trailer = slots + layout.headers
     mark = (0, 0, 0)
     if marks is not None:
         mark = (layout.marks_offset + marks.word, marks.words, marks.bit)
-    run = _launch.bind(
+    return _launch.bind(
         num_chunks + -(-trailer // FLAG_BLOCK),
-        (tables.chunks, tables.dynamic, flat.data, sums),
+        (tables.chunks, tables.dynamic, flat.data),
         (slots, trailer, num_chunks, layout.flags_offset, *mark),
         (*kind, marks is not None, INTERPRETED),
         num_warps=tables.num_warps,
     )
-    return run, sums

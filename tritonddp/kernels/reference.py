@@ -20,11 +20,9 @@ from tritonddp._torch import (
     foreach_copy_,
     foreach_mul,
     foreach_mul_,
-    foreach_norm,
     foreach_zero_,
 )
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
-from tritonddp.kernels.memory_order import dims_by_stride
 
 # No gaps in the buffer: on the CPU alignment does not make gradients faster to copy.
 ALIGNMENT = 1
@@ -39,9 +37,6 @@ _SEGMENT = 1_048_576
 # Elements that are cast at once: torch casts via a temporary tensor, which so stays in the cache.
 # Measured: a tenth of the time of one call for 10 million elements. Fewer elements need more calls.
 _CAST = 262_144
-# Elements whose squares are added up at once: few enough that torch uses one thread, so that the
-# order, and the bits, are the same on all ranks. (torch splits sums of 32,768 and more elements.)
-_ROW = 4_096
 
 
 def compute_dtype(source: torch.dtype, wire: torch.dtype) -> torch.dtype:
@@ -66,10 +61,7 @@ def flatten(
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
         headers: as many as the layout has, in 0..255; none for a part of a buffer.
 
-    If the layout has marks, gradients are marked whose written numbers are not all finite. If there
-    are ``flat.squares``, they get the sums of squares of the gradients. In plain torch, if the
-    gradients are not cast, these are computed from the written numbers: up to their rounding, and
-    NaN with a ``scale`` of zero.
+    If the layout has marks, gradients are marked whose written numbers are not all finite.
 
     Raises:
         ValueError: the headers are not as many as the layout's, or not in 0..255.
@@ -113,8 +105,6 @@ def flatten(
             batched.payload.mul_(batched.factor)
             if flat.layout.marks is not None:
                 _mark(flat)
-            if flat.squares is not None and flat.squares.of_flattened:
-                _note_flattened(flat, grads, scale, wire)
             return
     source = wire
     for grad in grads:
@@ -136,8 +126,6 @@ def flatten(
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
     if flat.layout.marks is not None:
         _mark(flat)
-    if flat.squares is not None and flat.squares.of_flattened:
-        _note_flattened(flat, grads, scale, source)
     if not flat.is_part:
         flat.trailer.copy_(flat.encoded)  # type: ignore[arg-type]
 
@@ -157,84 +145,13 @@ def _mark(flat: FlatBuffer) -> None:
                 flat.mark(slot)
 
 
-def _note_flattened(
-    flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float, source: torch.dtype
-) -> None:
-    """Write the sum of squares to ``flat.squares``, while the gradients are in the cache."""
-    assert flat.squares is not None
-    if source is flat.data.dtype and flat.layout.gapless is not None:
-        first, end = flat.layout.gapless
-        squares = norm_of(flat.data[first:end]).double().square().view(1)
-        squares = squares / scale**2 if scale else squares * torch.nan
-    else:  # the buffer has rounded values, or gaps
-        squares = _squares(grads)
-        if source is flat.data.dtype and any(map(is_, grads, flat.views)):
-            squares = squares / scale**2 if scale else squares * torch.nan
-    flat.squares.flattened[flat.first_slot] = squares
-
-
-def norm_of(line: Tensor) -> Tensor:
-    """The 2-norm of a dense vector on the CPU, ``()`` fp32, or fp64 for a vector of fp64.
-
-    The order of additions depends only on the number of elements.
-    """
-    wide = compute_dtype(line.dtype, line.dtype)
-    rows = line.numel() // _ROW
-    if rows < 2:
-        return torch.linalg.vector_norm(line.view(1, -1), dim=1, dtype=wide).view(())
-    norms = torch.linalg.vector_norm(line[: rows * _ROW].view(rows, _ROW), dim=1, dtype=wide)
-    if rest := line.numel() - rows * _ROW:
-        norms = torch.cat([norms, norm_of(line[-rest:]).view(1)])
-    return norm_of(norms)
-
-
-def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, on its device, ``()`` fp32, or fp64 for a tensor of fp64.
-
-    Tensors may be complex, sparse and of several dtypes. Dense ones on the CPU are summed as in
-    :func:`norm_of`.
-    """
-    real = list(map(_real_values, tensors))
-    norms: list[Any] = [None] * len(real)
-    by_kind: dict[Any, list[int]] = {}
-    for number, each in enumerate(real):
-        if each.is_cpu and each.numel() > _ROW and each.is_contiguous():
-            norms[number] = norm_of(each.view(-1))
-        else:
-            by_kind.setdefault((each.dtype, each.device), []).append(number)
-    for (dtype, _), numbers in by_kind.items():
-        found = foreach_norm([real[n] for n in numbers], 2, compute_dtype(dtype, dtype))
-        for number, norm in zip(numbers, found, strict=True):
-            norms[number] = norm
-    return norms
-
-
-def _real_values(tensor: Tensor) -> Tensor:
-    """The values of a tensor as real numbers, in memory order if it is dense."""
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if values.is_contiguous() or dims_by_stride(values.shape, values.stride()) is None:
-        return values
-    return values.as_strided((values.numel(),), (1,))
-
-
-def _squares(grads: Sequence[Tensor | None]) -> Tensor:
-    """Sums of squares of the gradients that are not ``None``, fp64, one for each."""
-    there = [grad for grad in grads if grad is not None]
-    if not there:
-        return torch.zeros(1, dtype=torch.float64, device="cpu")
-    return torch.stack(norms_of(there)).double().square()
-
-
 def unflatten(
     flat: FlatBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
 ) -> None:
     """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
     A gradient whose used flag is zero (no rank used the parameter) is not written, nor is a slot
-    whose gradient is ``None``. If ``flat.squares`` asks for it, it gets the sums of squares of all
-    gradients after that.
+    whose gradient is ``None``.
 
     Args:
         flat: the source; not changed, except for gradients that are views of it.
@@ -265,8 +182,6 @@ def unflatten(
         _unflatten_scaled(targets, sources, factor.item())  # type: ignore[arg-type]
     elif targets:
         foreach_copy_(targets, sources)
-    if flat.squares is not None and flat.squares.of_unflattened:
-        flat.squares.unflattened = _squares(grads)
 
 
 def segments(layout: Layout) -> list[tuple[int, int]]:

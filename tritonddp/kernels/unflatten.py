@@ -21,13 +21,7 @@ from tritonddp._device import let_go
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import ADDRESS_OF, ALIGNMENT, DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
-from tritonddp.kernels.flatten import (
-    INTERPRETED,
-    TRITON_DTYPES,
-    narrow,
-    sum_of_squares,
-    widen,
-)
+from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow, widen
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.reference import compute_dtype
 
@@ -40,7 +34,6 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     dynamic,
     bucket,
     factor,
-    squares,
     flags_offset,
     TARGET: tl.constexpr,
     WIRE: tl.constexpr,
@@ -59,12 +52,9 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
 
     If ``bucket`` and ``dynamic`` are ``None``, the chunks are those of several buffers, see
     :class:`JointUnflatten`: they say by address where all else is.
-
-    Unless ``squares`` is ``None``, each program writes the sum of the squares of its chunk of the
-    gradient there, whether it wrote to the gradient or not.
     """
     # (Not in fp64, where Triton 3.7 would spill two registers for sm_100.)
-    if IN_PLACE and COMPUTE == tl.float32 and squares is None:  # noqa: SIM102, SIM300  constexprs
+    if IN_PLACE and COMPUTE == tl.float32:  # noqa: SIM102, SIM300  constexprs
         if tl.load(factor) == 1.0:
             return
     row = chunks + tl.program_id(0).to(tl.int64) * (5 if bucket is None else 4)
@@ -84,18 +74,12 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     else:
         address = tl.load(entry)
         if address == 0:
-            if squares is not None:
-                tl.store(squares + tl.program_id(0), 0.0)
             return
         target = address.to(tl.pointer_type(TARGET))
         if ALIGNED:
             target = tl.multiple_of(target, 16)
         target += first
     if widen(tl.load(used), COMPUTE, EMULATE) == 0.0:
-        if squares is not None:
-            line = tl.arange(0, BLOCK)
-            z = tl.load(target + line, mask=line < count, other=0.0)
-            tl.store(squares + tl.program_id(0), sum_of_squares(z, COMPUTE, EMULATE))
         return
     scale = widen(tl.load(factor), COMPUTE, EMULATE)
 
@@ -103,32 +87,14 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, BLOCK)
     inside = offsets < body
     x = widen(tl.load(source + offsets, mask=inside, other=0.0), COMPUTE, EMULATE)
-    places = target + offsets
-    x_out = narrow(x * scale, TARGET, EMULATE)
-    if IN_PLACE and squares is not None:  # the value is in place already, unless it is scaled
-        written = tl.where(scale == 1.0, 0, count)
-        tl.store(places, x_out, mask=offsets < (written // 16) * 16)
-    else:
-        tl.store(places, x_out, mask=inside)
-    if squares is not None:
-        # Where nothing was read there is 0, times a factor that may be inf or NaN.
-        total = sum_of_squares(tl.where(inside, x_out, 0.0), COMPUTE, EMULATE)
+    tl.store(target + offsets, narrow(x * scale, TARGET, EMULATE), mask=inside)
     if body < count:
         rest = body + tl.arange(0, 16)
         y = widen(tl.load(source + rest, mask=rest < count, other=0.0), COMPUTE, EMULATE)
         if COMPUTE == tl.float64:  # noqa: SIM300
             # Read again: to keep it, Triton 3.6 would spill two registers for sm_90.
             scale = tl.load(factor)
-        rest_places = target + rest
-        y_out = narrow(y * scale, TARGET, EMULATE)
-        if IN_PLACE and squares is not None:
-            tl.store(rest_places, y_out, mask=rest < tl.where(scale == 1.0, 0, count))
-        else:
-            tl.store(rest_places, y_out, mask=rest < count)
-        if squares is not None:
-            total += sum_of_squares(tl.where(rest < count, y_out, 0.0), COMPUTE, EMULATE)
-    if squares is not None:
-        tl.store(squares + tl.program_id(0), total)
+        tl.store(target + rest, narrow(y * scale, TARGET, EMULATE), mask=rest < count)
 
 
 _launch = Launcher(unflatten_kernel)
@@ -141,8 +107,7 @@ def unflatten(
 
     One launch on the current stream, which must have waited for the collective; none if there is
     nothing to write. Arguments are those of ``reference.unflatten``. Gradients have the strides of
-    their slots. The factor is ready on the current stream, and the host does not read it. There is
-    one sum of squares per chunk.
+    their slots. The factor is ready on the current stream, and the host does not read it.
 
     Raises:
         ValueError: there is not one gradient per slot.
@@ -174,9 +139,7 @@ def unflatten(
     found = tables.launches.get(key)
     if found is None:
         found = tables.launches[key] = _prepare(flat, tables, dtype, in_place, factor)
-    run, rest, sums = found
-    if sums is not None:
-        flat.squares.unflattened = sums  # type: ignore[union-attr]
+    run, rest = found
     given = () if factor is None else (factor, *rest)
     # The same as launch.run(), without one more call.
     if tables.device_index is None or tables.device_index == _torch.current_device():
@@ -193,10 +156,9 @@ def _prepare(
     dtype: torch.dtype,
     in_place: bool,
     factor: Tensor | None,
-) -> tuple[Callable[..., None], tuple[Any, ...], Tensor | None]:
-    """The launch for gradients of this dtype and alignment, its last arguments, and ``squares``."""
-    wants_sums = flat.squares is not None and flat.squares.of_unflattened
-    kind = dtype, flat.data.dtype, in_place or tables.aligned, in_place, wants_sums
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The launch for gradients of this dtype and alignment, and its last arguments."""
+    kind = dtype, flat.data.dtype, in_place or tables.aligned, in_place
     tensors = tables.chunks, tables.dynamic, flat.data
     return _bind(tables, tables.num_chunks, tensors, flat.layout.flags_offset, kind, factor)
 
@@ -206,10 +168,10 @@ def _bind(
     programs: int,
     tensors: tuple[Tensor | None, ...],
     flags_offset: int,
-    kind: tuple[torch.dtype, torch.dtype, bool, bool, bool],
+    kind: tuple[torch.dtype, torch.dtype, bool, bool],
     factor: Tensor | None,
-) -> tuple[Callable[..., None], tuple[Any, ...], Tensor | None]:
-    """A launch of the kernel, its last arguments, and the tensor for sums of squares, or ``None``.
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """A launch of the kernel, and its last arguments.
 
     Without a factor, it has to be called without arguments; else with the factor, which may be
     another tensor each time, and the last arguments. One compiled kernel fits the storage of all
@@ -220,25 +182,24 @@ def _bind(
         programs: one per chunk.
         tensors: ``chunks``, ``dynamic`` and ``bucket``.
         flags_offset: see :class:`Layout`.
-        kind: dtypes of gradients and wire, ``ALIGNED``, ``IN_PLACE``, whether sums are wanted.
+        kind: dtypes of gradients and wire, ``ALIGNED``, ``IN_PLACE``.
         factor: fp64 ``(1,)``, or ``None`` for 1.
     """
-    dtype, wire, aligned, in_place, wants_sums = kind
-    compute, device = compute_dtype(dtype, wire), tables.one.device
-    sums = torch.empty(programs, dtype=compute, device=device) if wants_sums else None
+    dtype, wire, aligned, in_place = kind
+    compute = compute_dtype(dtype, wire)
     dtypes = TRITON_DTYPES[dtype], TRITON_DTYPES[wire], TRITON_DTYPES[compute]
     run = _launch.bind(
         programs,
-        (*tensors, tables.one if factor is None else factor, sums),
+        (*tensors, tables.one if factor is None else factor),
         (flags_offset,),
         (*dtypes, tables.block, aligned, in_place, INTERPRETED),
         num_warps=tables.num_warps,
     )
     if factor is None:
-        return run, (), sums
+        return run, ()
     place = len(tensors)
     head, rest = run.args[:place], run.args[place + 1 :]
-    return partial(run.func, *head, **run.keywords), rest, sums
+    return partial(run.func, *head, **run.keywords), rest
 
 
 class JointUnflatten:
@@ -295,7 +256,7 @@ class JointUnflatten:
             grads: for each buffer, one gradient per slot: see :func:`unflatten`, also for errors.
             factor: one fp64 element on the device; ``None`` for 1.
         """
-        flats, aligned, wants_sums = self._flats, True, False
+        flats, aligned = self._flats, True
         first_kind, is_mixed, has_none = (None, False), False, False
         for flat, tables, each in zip(flats, self._tables, grads, strict=True):
             # As in unflatten.
@@ -321,7 +282,6 @@ class JointUnflatten:
             elif first_kind != (dtype, in_place):
                 is_mixed = True
             aligned = aligned and (in_place or tables.aligned)
-            wants_sums = wants_sums or (flat.squares is not None and flat.squares.of_unflattened)
         if self._places != list(map(ADDRESS_OF, map(_DATA_OF, flats))):
             self._move()
         dtype, in_place = first_kind
@@ -333,7 +293,7 @@ class JointUnflatten:
             flats[0].check_factor(factor)
         if not len(self._chunks):
             return
-        kind = dtype, flats[0].data.dtype, aligned, in_place, wants_sums
+        kind = dtype, flats[0].data.dtype, aligned, in_place
         key = kind, factor is None, 0 if factor is None else factor.data_ptr() % 16
         found = self._launches.get(key)
         if found is None:
@@ -341,12 +301,7 @@ class JointUnflatten:
             found = self._launches[key] = _bind(
                 tables, len(rows), (rows, None, None), 0, kind, factor
             )
-        run, rest, sums = found
-        if sums is not None:
-            parts = sums.split([tables.num_chunks for tables in self._tables])
-            for flat, part in zip(flats, parts, strict=True):
-                if flat.squares is not None:
-                    flat.squares.unflattened = part
+        run, rest = found
         arguments = () if factor is None else (factor, *rest)
         # The same as launch.run(), without one more call.
         index = self._tables[0].device_index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.comm.reduction import Reduction, ReductionEvents
@@ -40,20 +40,11 @@ class Extension:
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
         """The gradients of a segment are final, and about to be packed. May replace them."""
 
-    def on_packed(self, reduction: Reduction, bucket: Bucket) -> None:
-        """A segment of ``bucket`` has been packed."""
-
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
         """``bucket`` is about to be launched."""
 
-    def on_launched(self, reduction: Reduction, bucket: Bucket, work: Any) -> None:
-        """``bucket`` has been launched."""
-
     def on_compute_end(self, backward: Backward) -> None:
         """The engine has run all nodes of the backward."""
-
-    def on_waited(self, reduction: Reduction, bucket: Bucket) -> None:
-        """The sum over ranks is in ``bucket``; on a GPU, for later work of the stream."""
 
     def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
         """``.grad`` of the parameters in ``bucket`` holds the mean. May raise a LocalError."""

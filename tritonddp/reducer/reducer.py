@@ -760,9 +760,7 @@ class Reducer:
         See :class:`~tritonddp.comm.comm_hook.CommHook`, and for what it raises the method of the
         wrapper.
         """
-        self.settle_outside_backward(
-            "a communication hook cannot be registered during a backward, or inside trace()"
-        )
+        self.settle_outside_backward("a communication hook cannot be registered during a backward")
         factory = self.manager.factory
         self.options.use_comm_hook(state, hook, factory.wire.compression, bool(factory.owners))
         self.reductions.stay_with_process_group()

@@ -49,15 +49,10 @@ class ViewBucket(Bucket):
         if factor is not None:
             self._counters.unflattens += 1
             self._scale(factor)
-        elif self.squares is not None and self.squares.of_unflattened:
-            self._counters.unflattens += 1
-            self._kernels.unflatten(self.flat, views)
         if self._stashed:
             for slot, grad in self._stashed.items():
                 views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
             self._stashed.clear()
-            if self.squares is not None:  # they are outdated
-                self.squares.unflattened = None
         if self.wants_flags:
             self.wants_flags = False
             for slot, flag in enumerate(self._take_flags()):

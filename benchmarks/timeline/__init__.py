@@ -1,1 +1,0 @@
-"""When does each gradient become ready, and when is each bucket on its way?"""

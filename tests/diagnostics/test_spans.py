@@ -1,0 +1,45 @@
+"""torch.profiler shows what is done with each bucket."""
+
+import pytest
+from distributed import ranks
+from modules import mlp
+from torch import nn
+from torch.profiler import profile
+from training import WAYS, drawn, train_step
+
+from tritonddp import DistributedDataParallel
+
+STEPS = ("pack", "launch", "wait", "unpack")
+
+
+def spans(net: nn.Module) -> list[str]:
+    """What a profiler has seen of a step, by beginning."""
+    with profile() as profiler:
+        train_step(net, drawn(5, 4))
+    found = [each for each in profiler.events() if each.name.startswith("tritonddp: ")]
+    return [each.name for each in sorted(found, key=lambda each: each.time_range.start)]
+
+
+@pytest.mark.parametrize("way", ["copies", "process group", "views", "int8"])
+@ranks(2)
+def test_a_profiler_shows_what_is_done_with_buckets_and_in_which_order(way: str) -> None:
+    net = DistributedDataParallel(mlp(4, 8, 8, 2), bucket_cap_mb=3e-4, **WAYS[way])
+    for number in range(4):  # buckets are formed anew, and move, after the first
+        found = spans(net)
+        buckets = range(len(net.reducer.buckets))
+        if number:
+            assert len(buckets) == 2
+            assert sorted(found) == sorted(
+                f"tritonddp: {s} bucket {n}" for s in STEPS for n in buckets
+            )
+        for step in STEPS:
+            first, second = (found.index(f"tritonddp: {step} bucket {n}") for n in range(2))
+            assert first < second
+        for n in range(2):
+            mine = [each.split()[1] for each in found if each.endswith(str(n))]
+            assert tuple(dict.fromkeys(mine)) == STEPS
+        assert found.index("tritonddp: launch bucket 1") < found.index("tritonddp: wait bucket 0")
+        train_step(net, drawn(5, 4))  # without a profiler nothing is around these methods
+        for bucket in net.reducer.buckets:
+            assert vars(bucket).keys().isdisjoint(STEPS)
+            assert vars(bucket.exchange).keys().isdisjoint(STEPS)
