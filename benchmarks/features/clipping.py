@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 
 from benchmarks.base import command
 from benchmarks.base.command import Output
+from benchmarks.base.paired import Ratio, Spread, paired_ratio
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import ManyParameters
 from benchmarks.models.configurations import MODES
 from benchmarks.report.table import Table, ms, text
 from tritonddp import DistributedDataParallel
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 # Parameters, and elements of each.
 MODELS = {"160 of 150,000": (160, 150_000), "1,000 of 64": (1_000, 64)}

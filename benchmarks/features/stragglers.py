@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 from benchmarks.base import command, machine, processes
 from benchmarks.base.command import Output
 from benchmarks.base.deadline import interleaved
+from benchmarks.base.paired import Ratio, Spread, paired_ratio
 from benchmarks.base.ranks import process_group
 from benchmarks.report.table import Blocks, Table, text
 from tritonddp import DistributedDataParallel
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 PARTS = ("input", "forward", "backward")
 CALM, WITHIN = 12, 40  # steps before an injection, and most that it lasts
