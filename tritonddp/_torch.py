@@ -641,12 +641,6 @@ def loading_processes() -> list[Any]:
     return [process for each in iterators for process in getattr(each, "_workers", ())]
 
 
-def nvlinks(device: torch.device) -> list[int]:
-    """Number of NVLinks, direct or by switches, from ``device`` to each GPU of this host."""
-    detect: Any = getattr(torch._C._distributed_c10d, "_detect_dma_connectivity")  # noqa: B009
-    return list(detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[device.index])
-
-
 def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:
     """``compiled[shape]`` of a Triton kernel: a function that launches it on the current device.
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 import torch
 
 import tritonddp
-from tritonddp.cli.checks.machine import cpu_model
+from tritonddp.cli.terminal import cpu_model
 
 
 def describe() -> dict[str, Any]:

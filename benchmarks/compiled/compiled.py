@@ -45,6 +45,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 import tritonddp
 from benchmarks.base import command, deadline
 from benchmarks.base.command import Output
+from benchmarks.base.paired import Ratio, Spread, paired_ratio
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.compiled.cases import CASES
 from benchmarks.models.cases import SIZES, Batch, Case, loss
@@ -54,7 +55,6 @@ from benchmarks.report import tables
 from benchmarks.report.table import text
 from benchmarks.step.traffic import sent_in
 from tritonddp._device import Stamp
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 from tritonddp.reducer.extension import Extension
 
 COMPARED = 3  # steps: buckets are formed anew after the first

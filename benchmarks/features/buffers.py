@@ -41,12 +41,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 from benchmarks.base import command, machine, processes
 from benchmarks.base.command import Output
 from benchmarks.base.deadline import interleaved
+from benchmarks.base.paired import Ratio, Spread, paired_ratio
 from benchmarks.base.ranks import process_group
 from benchmarks.network.namespaces import network, rank_environment
 from benchmarks.report.table import Table, ms, quartiles, text
 from benchmarks.step import revision
 from tritonddp import DistributedDataParallel
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 DEVICE = "delayed0"
 SECONDS = 0.3  # of a round, about

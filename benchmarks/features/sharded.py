@@ -38,11 +38,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 from benchmarks.base import command, machine, processes
 from benchmarks.base.command import Output
 from benchmarks.base.deadline import interleaved
+from benchmarks.base.paired import Ratio, Spread, paired_ratio
 from benchmarks.base.ranks import process_group
 from benchmarks.network.namespaces import network, rank_environment, tx_bytes
 from benchmarks.report.table import Table, ms, text
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 LAYERS, WIDTH, BATCH = 6, 2041, 16  # 25 million parameters, all of them matrices
 LIMIT = 900.0  # seconds, of the ranks

@@ -29,6 +29,7 @@ from torch import nn
 
 from benchmarks.base import command, deadline
 from benchmarks.base.command import Output
+from benchmarks.base.paired import Spread
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import CASES, Batch, Case, loss
 from benchmarks.models.configurations import (
@@ -43,7 +44,6 @@ from benchmarks.report import tables
 from benchmarks.report.table import text
 from benchmarks.step.comparison import check_exchange
 from benchmarks.step.traffic import sent_in
-from tritonddp.cli.kernel_timing.paired import Spread
 
 # torch asks for 11 before a wrapped model is captured: stock records events of its own in the
 # first 10.

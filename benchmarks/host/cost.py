@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.base.deadline import share
+from benchmarks.base.paired import Spread
 from benchmarks.base.suite import Case, Row
 from benchmarks.host.subjects import PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families, idle_of
 from benchmarks.report import tables
-from tritonddp.cli.kernel_timing.paired import Spread
 
 TABLES = (tables.host,)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

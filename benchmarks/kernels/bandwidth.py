@@ -20,14 +20,13 @@ from math import inf, prod
 
 import torch
 
-from benchmarks.base.deadline import share
+from benchmarks.base import deadline
 from benchmarks.base.suite import Case, Row
 from benchmarks.kernels import timing
-from benchmarks.kernels.contenders import CEILING, DIRECTIONS, contenders
+from benchmarks.kernels.contenders import CEILING, DIRECTIONS, Inputs, check, contenders
 from benchmarks.kernels.shapes import BUCKETS, LISTS, Shapes, whole
-from benchmarks.kernels.timing import DEVICE
+from benchmarks.kernels.timing import DEVICE, WARMUPS, Samples, input_sets, time_rounds
 from benchmarks.report import tables
-from tritonddp.cli.kernel_timing.device_timing import Samples
 
 TABLES = (tables.kernels,)
 ROUNDS = 25 if DEVICE.type == "cuda" else 8
@@ -100,7 +99,25 @@ def row(case: Case, rounds: int | None, groups_left: int) -> Row:
 
 @functools.cache  # the first case of a group measures it
 def measure(group: Group, rounds: int, groups_left: int) -> tuple[int, int, dict[str, Samples]]:
-    """Check and time all contenders of a group, in its share of the time left."""
+    """Check and time all contenders of a group, in its share of the time left.
+
+    Returns:
+        Bytes that whoever moves each gradient once reads and writes, how many sets of inputs
+        rotated, and the samples of each contender.
+
+    Raises:
+        RuntimeError: a contender is wrong; none is timed.
+    """
+    end = deadline.share(1 / groups_left)
     rivals = contenders(group.direction, group.casting, DEVICE)
-    dtypes, end = DTYPES[group.dtype], share(1 / groups_left)
-    return timing.timed(group.direction, rivals, group.shapes, dtypes, rounds, end)
+    make = functools.partial(Inputs.make, group.shapes, *DTYPES[group.dtype], DEVICE)
+    rotation = [make()]
+    nbytes = rotation[0].nbytes
+    for rival in rivals:
+        check(group.direction, rival, rotation[0])
+    count = input_sets(nbytes, DEVICE)
+    rotation += [make() for _ in range(count - 1)]
+    samples = time_rounds(rivals, rotation, deadline.rounds(rounds, end, discarded=WARMUPS))
+    rotation.clear()
+    timing.forget()
+    return nbytes, count, samples

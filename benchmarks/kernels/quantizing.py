@@ -17,11 +17,10 @@ from benchmarks.base import deadline
 from benchmarks.base.deadline import share, until
 from benchmarks.base.suite import Case, Row
 from benchmarks.kernels import timing
+from benchmarks.kernels.quantizers import CEILING, CONTENDERS, Inputs, check, nbytes
 from benchmarks.kernels.shapes import MANY_SMALL, whole
-from benchmarks.kernels.timing import DEVICE
+from benchmarks.kernels.timing import DEVICE, WARMUPS, Samples, input_sets, time_rounds
 from benchmarks.report import tables
-from tritonddp.cli.kernel_timing.device_timing import WARMUPS, Samples, input_sets, time_rounds
-from tritonddp.cli.kernel_timing.quantizers import CEILING, CONTENDERS, Inputs, check, nbytes
 
 TABLES = (tables.kernels,)
 ROUNDS = 15 if DEVICE.type == "cuda" else 3

@@ -1,55 +1,157 @@
-"""Contenders on one bucket: checked, timed in turns, and a row of each."""
+"""Device time, host time and launches of contenders, in interleaved rounds with cold caches.
+
+Before each sample a buffer of four times the last-level cache is read, and inputs rotate. On a GPU
+the time is that between two events behind a sleep that outlasts the host's work, so that launches
+do not wait for the host, and what the host takes is measured beside it. Several calls share a pair
+of events, each on inputs of its own, so that the events themselves count for little in a small
+bucket. (Only as many as fit the queue of launches; a contender that does not fit by itself is
+measured with its gaps.) On the CPU, the time is that of the call, on the calling thread alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
-from typing import Any
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.base import deadline
+from benchmarks.base.paired import Spread, paired_ratio
 from benchmarks.base.suite import Row
-from benchmarks.kernels.contenders import Contender, Inputs, check
-from benchmarks.kernels.shapes import Shapes
-from tritonddp.cli.kernel_timing.device_timing import WARMUPS, Samples, input_sets, time_rounds
-from tritonddp.cli.kernel_timing.paired import Spread, paired_ratio
+from tritonddp._torch import cuda_sleep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+_CPU_CACHE = 2**24  # bytes; a guess at a core's share
+_CYCLES_PER_SECOND = 2e9  # of cuda_sleep; slower clocks only lengthen the sleep
+_LONGEST_SLEEP = 20e-3  # seconds; the host's work of more is not waited for
+_QUEUE = 512  # launches; the driver queues about twice as many before the host has to wait
+WARMUPS = 3  # rounds, for callers of time_rounds
 
-def timed(
-    direction: str,
-    rivals: Sequence[Contender],
-    shapes: Shapes,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    rounds: int,
-    end: float,
-) -> tuple[int, int, dict[str, Samples]]:
-    """Move gradients of these shapes, in rounds until ``end``.
 
-    Args:
-        dtypes: of the gradients, and of the buffer.
+class Inputs(Protocol):
+    """What a contender works on, with some memory on its device."""
 
-    Returns:
-        Bytes that whoever moves each gradient once reads and writes, how many sets of inputs
-        rotated, and the samples of each.
+    @property
+    def block(self) -> Tensor: ...
 
-    Raises:
-        RuntimeError: a contender is wrong; none is timed.
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do something: a name, and what does it once with the inputs."""
+
+    name: str
+    run: Callable[[Any], object]
+
+
+@dataclass
+class Samples:
+    """One contender's rounds.
+
+    Attributes:
+        launches: kernels, copies and fills on the device per call; ``None`` where not counted.
+        calls: between two looks at the clock.
+        seconds: of a call, on the device; on the CPU, its time.
+        host_seconds: until a call returned; empty on the CPU.
     """
-    make = partial(Inputs.make, shapes, *dtypes, DEVICE)
-    rotation = [make()]
-    nbytes = rotation[0].nbytes
-    for rival in rivals:
-        check(direction, rival, rotation[0])
-    count = input_sets(nbytes, DEVICE)
-    rotation += [make() for _ in range(count - 1)]
-    samples = time_rounds(rivals, rotation, deadline.rounds(rounds, end, discarded=WARMUPS))
-    rotation.clear()
-    forget()
-    return nbytes, count, samples
+
+    launches: int | None
+    calls: int
+    seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+
+
+def input_sets(nbytes: int, device: torch.device) -> int:
+    """How many sets of inputs of ``nbytes`` exceed the cache, at least 2 and at most 8."""
+    return min(8, max(2, -(-3 * _cache_bytes(device) // nbytes)))
+
+
+def time_rounds(
+    contenders: Sequence[Contender],
+    rotation: Sequence[Inputs],
+    rounds: Iterable[int],
+) -> dict[str, Samples]:
+    """Count the launches of the contenders and time them, by name.
+
+    ``rounds`` are their numbers; what is timed in negative ones is discarded.
+    """
+    device = rotation[0].block.device
+    on_gpu = device.type == "cuda"
+    flush = torch.ones(_cache_bytes(device), device=device)  # in fp32: four times the cache
+    samples: dict[str, Samples] = {}
+    for contender in contenders:
+        for inputs in rotation:  # the first call compiles, and fills the tables of these inputs
+            contender.run(inputs)
+        launches = _launches(contender, rotation[0]) if on_gpu else None
+        calls = 1 if launches is None else max(1, min(len(rotation), _QUEUE // launches))
+        samples[contender.name] = Samples(launches, calls)
+    host_seconds = dict.fromkeys(samples, 0.0)
+    shuffle, order = random.Random(0), list(contenders)
+    for number in rounds:
+        shuffle.shuffle(order)
+        for contender in order:
+            name, each = contender.name, samples[contender.name]
+            batch = [
+                rotation[(number * each.calls + call) % len(rotation)] for call in range(each.calls)
+            ]
+            if on_gpu:
+                seconds, host = _on_gpu(contender, batch, flush, host_seconds[name])
+                host_seconds[name] = max(host_seconds[name], host)
+            else:
+                seconds, host = _on_cpu(contender, batch, flush), 0.0
+            if number < 0:
+                continue
+            each.seconds.append(seconds / each.calls)
+            if on_gpu:
+                each.host_seconds.append(host / each.calls)
+    return samples
+
+
+def _on_cpu(contender: Contender, batch: Sequence[Inputs], flush: Tensor) -> float:
+    flush.sum()
+    begun = time.perf_counter()
+    for inputs in batch:
+        contender.run(inputs)
+    return time.perf_counter() - begun
+
+
+def _on_gpu(
+    contender: Contender, batch: Sequence[Inputs], flush: Tensor, host_seconds: float
+) -> tuple[float, float]:
+    """Seconds of the device and of the host; ``host_seconds`` is what the host took before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    flush.sum()  # reads only: no dirty lines that the call would have to write back
+    cuda_sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * host_seconds + 50e-6)))
+    start.record()
+    begun = time.perf_counter()
+    for inputs in batch:
+        contender.run(inputs)
+    host = time.perf_counter() - begun
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3, host
+
+
+def _launches(contender: Contender, inputs: Inputs) -> int | None:
+    """What runs on the device during one call: kernels, copies and fills."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        contender.run(inputs)
+        torch.cuda.synchronize()
+    on_device = [each for each in profiler.events() if each.device_type == DeviceType.CUDA]
+    return len(on_device) or None  # none at all: the profiler cannot look into this device
+
+
+def _cache_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    return _CPU_CACHE
 
 
 def forget() -> None:

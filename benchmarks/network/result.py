@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.base.paired import Spread, paired_ratio
 from benchmarks.models.configurations import UNWRAPPED, Configuration
 from benchmarks.network.line import Limit, effective_rate, frame_bytes, ring_bytes, step_limit
 from benchmarks.network.namespaces import burst_bytes
 from benchmarks.network.rank import ALL_REDUCE, families_at
-from tritonddp.cli.kernel_timing.paired import Spread, paired_ratio
 
 
 def evaluate(

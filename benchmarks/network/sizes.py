@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from benchmarks.base import command
 from benchmarks.base.command import Output
 from benchmarks.base.deadline import interleaved
+from benchmarks.base.paired import paired_ratio
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.base.results import Result
 from benchmarks.models.architectures import ARCHITECTURES
@@ -49,7 +50,6 @@ from benchmarks.report import tables
 from benchmarks.report.table import text
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.cli.kernel_timing.paired import paired_ratio
 
 HOSTS = 2
 # The exchange of all gradients, in backwards.

@@ -27,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 import tritonddp
+from benchmarks.base.paired import Ratio, paired_ratio
 from benchmarks.base.ranks import Ranks
 from benchmarks.base.results import Result
 from benchmarks.models.cases import Case
@@ -36,7 +37,6 @@ from benchmarks.report.table import Table, ms, quartiles, text
 from benchmarks.step import revision
 from benchmarks.step.plan import Plan, parser, run
 from benchmarks.step.rounds import Rounds, Seconds, flat
-from tritonddp.cli.kernel_timing.paired import Ratio, paired_ratio
 
 ALIKE = ("tree copies", "tree again copies")
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.base.paired import Ratio, Spread, overhead_ratio, paired_ratio
 from benchmarks.base.ranks import Ranks
 from benchmarks.models.cases import Case
 from benchmarks.models.configurations import BARE, UNWRAPPED, Configuration, Families, Family
 from benchmarks.report.verdicts import LEAST_ON_A_GPU, TOO_FEW
 from benchmarks.step.rounds import Seconds, flat
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, overhead_ratio, paired_ratio
 
 # Beyond this, the spread of stock against itself would excuse anything.
 RESOLUTION = 1.05

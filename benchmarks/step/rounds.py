@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 
 from benchmarks.base import deadline
+from benchmarks.base.paired import Spread
 from benchmarks.base.ranks import Ranks
 from benchmarks.models.cases import Batch, Case, loss
 from benchmarks.models.configurations import Configuration
 from benchmarks.step.plan import DISCARDED, SETTLED, Plan
-from tritonddp.cli.kernel_timing.paired import Spread
 
 # Seconds by configuration, then by build, then by round.
 Seconds = dict[str, list[list[float]]]

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.kernels import quantizers
 from benchmarks.kernels.contenders import CEILING, DIRECTIONS, OURS, Inputs, check, contenders
 
 CPU = torch.device("cpu")
@@ -70,6 +71,7 @@ def _flags_forgotten(contender):
 @pytest.mark.parametrize(
     ("direction", "name", "mistake"),
     [
+        ("flatten", CEILING, _unscaled),
         ("flatten", OURS, _off_by_a_bit),
         ("flatten", OURS, _last_forgotten),
         ("flatten", OURS, _unscaled),
@@ -85,6 +87,19 @@ def test_the_check_finds_a_planted_mistake(direction, name, mistake):
     wrong = dataclasses.replace(contender, run=mistake(contender))
     with pytest.raises(RuntimeError, match=f"{direction} by '{name}'"):
         check(direction, wrong, make())
+
+
+def test_a_quantiser_that_loses_something_is_found(monkeypatch):
+    inputs, right = quantizers.Inputs.make(SHAPES, torch.bfloat16, CPU), quantizers._quantize
+    quantizers.check(inputs)
+
+    def wrong(inputs):
+        right(inputs)
+        inputs.flat.outgoing.numbers.zero_()
+
+    monkeypatch.setattr(quantizers, "_quantize", wrong)
+    with pytest.raises(RuntimeError, match="loses"):
+        quantizers.check(inputs)
 
 
 def test_bytes_are_those_of_gradients_and_wire():

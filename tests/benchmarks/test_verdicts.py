@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed import ranks
 
+from benchmarks.base.paired import Ratio
 from benchmarks.base.ranks import Ranks
 from benchmarks.base.results import Result, load
 from benchmarks.models import configurations
@@ -29,7 +30,6 @@ from benchmarks.report.table import Table, text
 from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange, overhead
 from benchmarks.step.plan import SETTLED
 from benchmarks.step.traffic import sent_in
-from tritonddp.cli.kernel_timing.paired import Ratio
 
 CPU = Bound("ratio", 1.02, or_spread=True)
 BRANCHY = Bound("ratio", 0.9)

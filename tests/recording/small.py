@@ -23,17 +23,16 @@ def make_small() -> None:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from benchmarks.base import deadline
     from benchmarks.host import subjects
-    from benchmarks.kernels import shapes
+    from benchmarks.kernels import shapes, timing
     from benchmarks.models import cases
     from benchmarks.step import plan
-    from tritonddp.cli.kernel_timing import device_timing
 
     shapes.whole = lambda name: SHAPES
     shapes.LISTS = LISTS
     shapes.BUCKETS["25MiB"] = lambda given, dtype: given[:2]
     for name, case in list(cases.CASES.items()):
         cases.CASES[name] = cases.Case(name, _model, _batch, (2, 4), case.unused)
-    plan.DISCARDED["cuda"] = device_timing.WARMUPS = subjects.WARMUPS = 1
+    plan.DISCARDED["cuda"] = timing.WARMUPS = subjects.WARMUPS = 1
     StockDDP._check_comm_hook = lambda *_: None  # it refuses its bf16 hook without CUDA
     subjects.PARAMETERS, subjects.PER_BUCKET = 24, 6
     rounds = deadline.rounds

@@ -1,1 +1,1 @@
-"""What is typed in a shell: ``tritonddp run``, ``compare``, ``doctor`` and ``bench``."""
+"""What is typed in a shell: ``tritonddp run``, ``compare`` and ``doctor``."""

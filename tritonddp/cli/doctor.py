@@ -1,139 +1,120 @@
-"""``tritonddp doctor``: what this machine and its ranks have, what follows, and what to change.
+"""Show what this machine has, what its ranks find together, and what follows for training.
 
-    tritonddp doctor                                       a group of ranks on this machine
-    tritonddp doctor --nnodes 2 --node-rank 0 --master-addr HOST      on each of two hosts
-    torchrun ... -m tritonddp doctor                       the ranks that torchrun starts
+    tritonddp doctor                          a rank for each card, or 2 ranks on the CPU
+    torchrun ... -m tritonddp doctor          the ranks that torchrun starts, on any number of hosts
 
-Each check is by itself: one that fails says so, and the others go on. Nothing waits for longer than
-its timeout.
+Each line appears when it is known; the name of what is looked at appears before.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
+import platform
+import shutil
 
 import torch
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from tritonddp.cli.checks import group, launch
-from tritonddp.cli.checks.launch import Plan, RankReport
-from tritonddp.cli.checks.limits import limits
-from tritonddp.cli.checks.machine import cards, processors, versions
-from tritonddp.cli.checks.report import Section, as_json, as_text, checked, exit_code
-from tritonddp.cli.terminal import whole
-
-_PORT = 29500  # torchrun's
+import tritonddp
+from tritonddp.cli import doctor_ranks
+from tritonddp.cli.doctor_ranks import as_bytes, show
+from tritonddp.cli.terminal import cpu_model, whole
+from tritonddp.coordination.processes import usable_cores
+from tritonddp.kernels.dispatch import select
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add = parser.add_argument
-    several = "ranks on each host (default: one for each card, or 2; 1 makes no group)"
+    several = "ranks on this host (default: one for each card, or 2; torchrun's have their own)"
     add("--nproc-per-node", type=whole(1), metavar="N", help=several)
-    hosts = "hosts, on each of which this is called (default: 1)"
-    add("--nnodes", type=whole(1), default=1, metavar="N", help=hosts)
-    add("--node-rank", type=whole(0), default=0, metavar="N", help="which of them this is, from 0")
-    add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of host 0")
-    port = f"port there (default: {_PORT}, or any if there is one host)"
-    add("--master-port", type=whole(0), metavar="PORT", help=port)
     device = "where what the ranks exchange lies (default: cuda if there are cards)"
     add("--device", choices=("cpu", "cuda"), help=device)
-    model = "gradients of your model, in 10^6 bytes of fp32 (default: 100)"
-    add("--model-mb", type=_size, default=100.0, metavar="MB", help=model)
-    seconds = "seconds until ranks are missing, and of each collective (default: 60)"
-    add("--timeout", type=_size, default=60.0, metavar="S", help=seconds)
-    add("--json", action="store_true", help="for programs")
-    add("--names", action="store_true", help="show the names of users and hosts, and addresses")
+    seconds = "seconds until a rank that does not answer is an error (default: 60)"
+    add("--timeout", type=whole(1), default=60, metavar="S", help=seconds)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the report.
-
-    Returns:
-        0, or 1 if something is broken.
-    """
-    plan = plan_of(arguments)
-    sections = [
-        checked("versions", versions),
-        checked("processors", processors),
-        checked("cards", cards),
-        checked("limits", partial(limits, ranks=plan.nproc, model_bytes=plan.model_bytes)),
-        *of_group(plan, arguments.names),
-    ]
-    if not plan.is_launched or os.environ.get("LOCAL_RANK", "0") == "0":  # one report for a host
-        form = as_json if arguments.json else as_text
-        print(form(sections, arguments.names, plan.master_addr), flush=True)
-    return exit_code(sections)
-
-
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    """The ranks of torchrun, or those of the arguments."""
+    """Print the report; returns 0, or 1 if something is broken."""
+    has_cards = torch.cuda.is_available()
+    device = arguments.device or ("cuda" if has_cards else "cpu")
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    nproc = arguments.nproc_per_node or (torch.cuda.device_count() if device == "cuda" else 2)
-    nnodes, node_rank = arguments.nnodes, arguments.node_rank
-    address, port = arguments.master_addr, arguments.master_port
+    ranks = arguments.nproc_per_node or (torch.cuda.device_count() if device == "cuda" else 2)
     if is_launched:
-        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        nnodes = max(1, int(os.environ["WORLD_SIZE"]) // nproc)
-        node_rank = int(os.environ.get("GROUP_RANK", 0))
-        address = os.environ.get("MASTER_ADDR", address)
-        port = int(os.environ.get("MASTER_PORT", _PORT))
-    elif port is None:
-        port = 0 if nnodes == 1 else _PORT
-    return Plan(
-        nproc=nproc,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=address,
-        master_port=port,
-        device=device,
-        backend="nccl" if device == "cuda" else "gloo",
-        timeout=arguments.timeout,
-        model_bytes=int(arguments.model_mb * 1e6),
-        is_launched=is_launched,
-    )
+        ranks = int(os.environ["WORLD_SIZE"])
+    if not is_launched or os.environ.get("LOCAL_RANK", "0") == "0":  # one report for a host
+        print("tritonddp doctor: this machine, then its ranks; 10 to 60 seconds\n", flush=True)
+        if not _is_machine_fit(device):
+            return 1
+        print("ranks", flush=True)
+    if ranks == 1:
+        show("group", "1 rank: nothing is exchanged, so no line is measured")
+        return 0
+    if is_launched:
+        doctor_ranks.main(device, arguments.timeout)
+        return 0
+    return _launch(ranks, device, arguments.timeout)
 
 
-def of_group(plan: Plan, shows_names: bool) -> list[Section]:
-    """The sections about the group of ranks."""
-    if plan.world_size == 1:
-        alone = Section("group")
-        alone.fact("ranks", "1: nothing is exchanged, and no line is measured")
-        return [alone]
-    reports: list[RankReport] = []
+def _is_machine_fit(device: str) -> bool:
+    """Show versions and devices; returns whether tritonddp's kernels run on ``device``."""
+    has_cards = torch.cuda.is_available()
+    print("versions")
+    versions = {
+        "tritonddp": tritonddp.__version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "Triton": _triton_version(),
+    }
+    if has_cards:
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    system = platform.uname()
+    versions["system"] = f"{system.system} {system.release} {system.machine}"
+    for name, version in versions.items():
+        show(name, version)
+    print("devices")
+    show("cpu", f"{cpu_model()}, {usable_cores()} cores that this process may use")
+    for index in range(torch.cuda.device_count() if has_cards else 0):
+        card = torch.cuda.get_device_properties(index)
+        memory, capability = as_bytes(card.total_memory), f"{card.major}.{card.minor}"
+        show(f"cuda:{index}", f"{card.name}, {memory}, compute capability {capability}")
+    if not has_cards and shutil.which("nvidia-smi"):
+        show(
+            "cuda",
+            "nvidia-smi is here, but torch sees no card: this torch is for the CPU, the driver is "
+            "too old for it, or CUDA_VISIBLE_DEVICES hides the cards",
+        )
+    try:
+        if device == "cuda" and not has_cards:
+            raise RuntimeError("torch sees no CUDA device here")
+        select(torch.device(device))
+    except (ImportError, RuntimeError) as error:
+        print(f"broken: kernels: {error}", flush=True)
+        return False
+    return True
 
-    def ranks(section: Section) -> None:
-        try:
-            reports.extend(launch.run(plan))
-        except launch.StoreError as error:
-            where = f"port {plan.master_port}" if plan.master_port else "any port"
-            section.broken(
-                f"no store of a group can be made on {where} of {plan.master_addr} ({error}): the "
-                "loopback interface has to be up (`ip link set lo up`), the port free, and the "
-                "address one of this host"
-            )
-        except (MemoryError, OSError, RuntimeError) as error:
-            section.broken(
-                f"the processes of {plan.world_size} ranks cannot be started ({error}): this "
-                "process may have too little memory, or too few threads: see the limits"
-            )
-        if reports:
-            group.ranks(section, plan, reports, shows_names)
-        else:
-            section.fact("ranks", f"none of {plan.world_size} could be started")
 
-    return [
-        checked("group", ranks),
-        checked("transport", partial(group.transport, reports=reports)),
-        checked("line", partial(group.line, reports=reports)),
-        checked("what follows", partial(group.consequences, plan=plan, reports=reports)),
-    ]
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "not installed; only GPUs need it"
+    return str(triton.__version__)
 
 
-def _size(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not positive and finite")
-    return value
+def _launch(ranks: int, device: str, timeout: int) -> int:
+    """Start the ranks of this host as torchrun does, and wait for them; returns the exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, with a warning
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what has failed is said below
+    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", doctor_ranks.__name__]
+    arguments = torch.distributed.run.get_args_parser().parse_args([*words, device, str(timeout)])
+    show("start", f"{ranks} processes, which import torch")
+    try:
+        torch.distributed.run.run(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()  # the others were ended for it
+        print(f"broken: rank {rank} ended with exit code {failure.exitcode}", flush=True)
+        return 1
+    return 0

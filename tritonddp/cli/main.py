@@ -15,8 +15,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "run": "run a script under torchrun, with tritonddp's class in the place of torch's",
     "compare": "time a script with torch's class and with tritonddp's, and compare their gradients",
-    "doctor": "look for what keeps training on this machine from being fast or right",
-    "bench": "measure this machine with models of several kinds, without a script",
+    "doctor": "show what this machine has, how fast its ranks exchange, and what follows",
 }
 EXIT_CODES = """\
 exit codes:

@@ -1,11 +1,13 @@
-"""What commands share: types of arguments, and a bar that shows how far they are."""
+"""What commands share: types of arguments, a bar of progress, the name of the processor."""
 
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -33,3 +35,12 @@ def bar(total: int, unit: str, is_wanted: bool = True) -> Iterator[Callable[[flo
                 yield shown.update
             return
     yield lambda _: None
+
+
+def cpu_model() -> str:
+    """The model of the processor, or the name of the platform."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import tritonddp
-from tritonddp.cli.checks.machine import cpu_model
 from tritonddp.cli.comparison.turns import Job, Plan, Played
 from tritonddp.cli.comparison.values import DIFFERENT, ROUNDING, Finding, judge
 from tritonddp.cli.comparison.verdict import (
@@ -22,6 +21,7 @@ from tritonddp.cli.comparison.verdict import (
     over_launches,
     ratio_of_parts,
 )
+from tritonddp.cli.terminal import cpu_model
 from tritonddp.coordination.processes import usable_cores
 
 _NAMED = 3  # parameters in a message

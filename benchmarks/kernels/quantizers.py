@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.timing import Contender
 from tritonddp._torch import foreach_copy_
-from tritonddp.cli.kernel_timing.device_timing import Contender
 from tritonddp.kernels.dispatch import select, select_quantized
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.quantized.buffer import (

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, overhead_ratio, paired_ratio
+from benchmarks.base.paired import Ratio, Spread, overhead_ratio, paired_ratio
 
 
 def noisy(value: float, number: int, seed: int, noise: float = 0.05) -> list[float]:

@@ -1,1 +1,0 @@
-"""What does ``tritonddp doctor`` look at?"""
