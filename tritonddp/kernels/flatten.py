@@ -215,7 +215,7 @@ def flatten(
     if found is None:
         if not flat.layout.numels and not flat.layout.headers:
             return
-        found = tables.launches[key] = _prepare(flat, tables, dtype)
+        found = tables.launches[key] = _prepare(flat, tables, dtype, tables.aligned)
     run, sums = found
     if flat.squares is not None:
         flat.squares.flattened[flat.first_slot] = sums
@@ -231,20 +231,29 @@ def flatten(
     launch.launches += 1
 
 
+def compile_for(flat: FlatBuffer, dtype: torch.dtype) -> None:
+    """Compile all that :func:`flatten` may need for gradients of this dtype, or none."""
+    tables = DeviceTables.of(flat)
+    tables.usual_dtype = dtype
+    tables.compile()
+    for aligned in (True, False):
+        _prepare(flat, tables, dtype, aligned)
+
+
 def _prepare(
-    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None
+    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None, aligned: bool
 ) -> tuple[partial[None], Tensor | None]:
-    """The launch of ``flatten`` for gradients of this dtype, and their current alignment.
+    """The launch of ``flatten`` for gradients of this dtype and alignment.
 
     And the tensor for sums of squares, or ``None``.
     """
     layout, marks = flat.layout, flat.layout.marks
-    source = dtype or flat.data.dtype
+    source = dtype or tables.usual_dtype
     compute = compute_dtype(source, flat.data.dtype)
     sums = None
     if flat.squares is not None:
         sums = torch.empty(tables.num_chunks, dtype=compute, device=flat.data.device)
-    kind = (TRITON_DTYPES[source], TRITON_DTYPES[compute], tables.block, FLAG_BLOCK, tables.aligned)
+    kind = (TRITON_DTYPES[source], TRITON_DTYPES[compute], tables.block, FLAG_BLOCK, aligned)
     slots, num_chunks = len(layout.numels), tables.num_chunks
     trailer = slots + layout.headers
     mark = (0, 0, 0)
