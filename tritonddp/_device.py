@@ -20,6 +20,9 @@ from torch import Tensor
 from tritonddp import _torch
 from tritonddp._modes import outside_modes
 
+# Number of kernels that this process has compiled for GPUs.
+compiled_kernels = 0
+
 
 def is_capturing() -> bool:
     """Whether the current stream is captured in a CUDA graph."""

@@ -102,7 +102,7 @@ def compile_variant(
         if joint:
             constexprs |= {"dynamic": None, "bucket": None}
     pointers = {name: kind for name, kind in pointers.items() if name not in constexprs}
-    return compile_as_launched(launcher, target, pointers, constexprs)
+    return compile_as_launched(launcher, target, pointers, constexprs, anywhere=["factor"])
 
 
 def nvidia_facts(compiled) -> dict:

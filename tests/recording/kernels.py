@@ -7,6 +7,7 @@ and unflatten here, the quantising kernels in Triton's interpreter.
 
 import contextlib
 import ctypes
+import inspect
 import struct
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,24 +21,32 @@ from torch import Tensor
 from recording.recorder import Recorder
 from tritonddp.kernels import device_tables, dispatch, flatten, unflatten
 from tritonddp.kernels import launch as launch_module
+from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
 _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
 
 
 class _Compiled:
-    """A kernel for the kinds of some arguments.
+    """A kernel for the kinds of some arguments; equal to any for the same kinds, as Triton's is.
 
     Launches may have the addresses of those tensors, which they do not keep alive.
     """
 
-    def __init__(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], kind: tuple[Any, ...]) -> None:
         self._kernel = kernel
+        self._kind = kernel, kind
         self._tensors = {
             place: weakref.ref(each)
             for place, each in enumerate(arguments)
             if isinstance(each, Tensor)
         }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Compiled) and other._kind == self._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
@@ -57,13 +66,17 @@ class _Compiled:
 class _Launch:
     """In the place of a kernel: what :class:`~tritonddp.kernels.launch.Launcher` compiles."""
 
-    def __init__(self, name: str, launch: Callable[..., None], recorder: Recorder) -> None:
+    def __init__(
+        self, launcher: Launcher, name: str, launch: Callable[..., None], recorder: Recorder
+    ) -> None:
         self.__name__ = name
+        self._parameters = list(inspect.signature(launcher.kernel.fn).parameters.values())
         self._launch = launch
         self._recorder = recorder
 
     def warmup(self, *arguments: Any, grid: Any, **options: Any) -> _Compiled:
-        return _Compiled(self, arguments)
+        kind = options["num_warps"], *map(_kind_of, self._parameters, arguments)
+        return _Compiled(self, arguments, kind)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         self._launch(grid, *arguments)
@@ -72,6 +85,18 @@ class _Launch:
     def gone(self) -> None:
         """It is launched with an address where its tensor is no more."""
         self._recorder.races.append(f"{self.__name__} of a tensor that is gone or has moved")
+
+
+def _kind_of(parameter: inspect.Parameter, argument: Any) -> Any:
+    """What Triton compiles in of an argument."""
+    if isinstance(argument, Tensor):
+        # The alignment of a factor is none of it: see its kernels' do_not_specialize_on_alignment.
+        return argument.dtype, parameter.name == "factor" or argument.data_ptr() % 16 == 0
+    if argument is None or "constexpr" in str(parameter.annotation):
+        return argument
+    if isinstance(argument, tuple):
+        return tuple(_kind_of(parameter, each) for each in argument)
+    return "i32" if argument < 1 << 31 else "i64"
 
 
 class Kernels:
@@ -231,9 +256,12 @@ def patched(device: Any) -> Iterator[None]:
     """Context: the kernels of a GPU are those of the recorded device."""
     work = Kernels(device)
     fakes = [
-        (device_tables._launch, _Launch("addresses", work.addresses, device.recorder)),
-        (flatten._launch, _Launch("flatten", work.flatten, device.recorder)),
-        (unflatten._launch, _Launch("unflatten", work.unflatten, device.recorder)),
+        (launcher, _Launch(launcher, name, launch, device.recorder))
+        for launcher, name, launch in (
+            (device_tables._launch, "addresses", work.addresses),
+            (flatten._launch, "flatten", work.flatten),
+            (unflatten._launch, "unflatten", work.unflatten),
+        )
     ]
     if flatten.INTERPRETED:
         for module, name, places in (
@@ -242,7 +270,8 @@ def patched(device: Any) -> Iterator[None]:
             (dequantize, "dequantize", ((0, 1, 2, 3, 4), (), True)),
         ):
             launch = work.interpreted(module._launch, name, *places)
-            fakes.append((module._launch, _Launch(name, launch, device.recorder)))
+            fake = _Launch(module._launch, name, launch, device.recorder)
+            fakes.append((module._launch, fake))
     with contextlib.ExitStack() as stack:
         for launcher, fake in fakes:
             stack.enter_context(mock.patch.object(launcher, "kernel", fake))

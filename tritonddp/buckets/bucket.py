@@ -207,6 +207,19 @@ class Bucket:
         self.flat = flat
         self._pack_into(flat)
 
+    def compile_kernels(self, is_joint: bool) -> None:
+        """Compile all kernels that a step may need, so that none makes other ranks wait for it.
+
+        Args:
+            is_joint: the bucket is unpacked together with others.
+        """
+        is_released = self.flat is None
+        if is_released:
+            self.allocate()
+        self._kernels.compile(self.flat, self.gradient_dtype, self.has_views, is_joint)
+        if is_released:
+            self.release()
+
     def _pack_into(self, flat: Any) -> None:
         self.packed = flat
         for segment in self.segments:

@@ -83,6 +83,9 @@ class BucketSet:
             self.segments_of.append(range(before, len(self.segments)))
             first = last
         self.use(factory.transport)
+        if self.is_on_gpu and not is_temporary and factory.group.size > 1:
+            for bucket in self.buckets:
+                bucket.compile_kernels(bool(self.unpack_groups))
         self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
         self.needs_reduction = any(b.is_lazy or b.is_sparse for b in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]

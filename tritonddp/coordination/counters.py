@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tritonddp import _device
+
 
 @dataclass
 class Counters:
@@ -38,6 +40,15 @@ class Counters:
     memory_exchanges: int = 0
     layout_copies: int = 0
     since_change: int = field(default=0, compare=False, repr=False)
+
+    @property
+    def compiled(self) -> int:
+        """Kernels that this process has compiled for GPUs, for all modules, since its start.
+
+        All that a step may need are compiled where buckets are made, so that no rank compiles while
+        others wait for it.
+        """
+        return _device.compiled_kernels
 
     def collective(self, nbytes: int, world_size: int, passes: int = 1) -> None:
         """Count a collective of a message of ``nbytes`` bytes, over all ranks together.

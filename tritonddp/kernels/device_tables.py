@@ -76,6 +76,7 @@ class DeviceTables:
         block: largest number of elements of a chunk, a power of two and a multiple of 16.
         num_warps: number of warps of a program.
         aligned: every address is a multiple of 16 bytes.
+        usual_dtype: dtype for which a flatten is compiled that finds no gradient at all.
         addresses, dtype, used, headers, scale: those of the last update.
         uploads: number of copies of ``dynamic`` to the device so far.
         moves: number of launches so far that wrote addresses to it.
@@ -114,6 +115,7 @@ class DeviceTables:
         self.launches: dict[Any, Any] = {}
         self.one = torch.ones(1, dtype=torch.float64, device=device)
         self.aligned = True
+        self.usual_dtype = flat.dtype
         self.uploads = self.moves = 0
         self.device_index = device.index if device.type == "cuda" else None
         self._layout = layout
@@ -258,6 +260,11 @@ class DeviceTables:
         self.scale = self.scale if scale is None else scale
         self._is_known = True
         return dtype
+
+    def compile(self) -> None:
+        """Compile what writes addresses."""
+        if self._slots <= _SIZES[-1]:
+            self._prepare()
 
     def _prepare(self) -> tuple[Callable[..., None], tuple[int, ...]]:
         """The launch that writes addresses to :attr:`dynamic`, and what to add to them."""

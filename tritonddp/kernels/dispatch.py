@@ -21,8 +21,8 @@ from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 GRADIENT_DTYPES = (*DTYPES, *REAL)
 
 
-def _none(flat: FlatBuffer) -> None:
-    """On the CPU there are no tables."""
+def _none(flat: FlatBuffer, *arguments: Any) -> None:
+    """On the CPU there are no tables, and nothing is compiled."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Kernels:
     marks: Marks | None = None  # of gradients that are not finite; None: flatten does not check
     # Makes the tables of a buffer. That is not possible while a CUDA graph is captured.
     tables: Callable[[FlatBuffer], Any] = _none
+    # (flat, dtype of gradients, in_place, is_joint): compiles all that may be launched for the
+    # buffer: see unflatten.compile_for.
+    compile: Callable[[FlatBuffer, torch.dtype, bool, bool], None] = _none
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class QuantizedKernels:
     quantize: Callable[..., None]  # replaces flatten
     reduce_parts: Callable[[QuantizedBuffer], None]
     unflatten: Callable[..., None]
-    tables: Callable[[FlatBuffer], Any] = _none  # see Kernels
+    tables: Callable[[FlatBuffer], Any] = _none  # see Kernels, also for `compile`
+    compile: Callable[[Any, torch.dtype, bool, bool], None] = _none
     # Whether unflatten sums the messages of two ranks, see quantized/buffer.py.
     is_direct: bool = False
 
@@ -94,6 +98,7 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
         unflatten=quantized.unflatten,
         joint_unflatten=None,
         tables=quantized.tables,
+        compile=quantized.compile,
         by_address=True,  # blocks follow the memory order
         buffer=partial(QuantizedBuffer, quantization),
     )
@@ -120,16 +125,22 @@ def quantized_in_triton() -> QuantizedKernels:
     """The kernels of a GPU that quantise, for any tensors."""
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
+    def compile_all(flat: QuantizedBuffer, dtype: torch.dtype, *_: bool) -> None:
+        quantize.compile_for(flat, dtype)
+        reduce_parts.compile_for(flat)
+        dequantize.compile_for(flat, dtype)
+
     return QuantizedKernels(
         quantize.quantize,
         reduce_parts.reduce_parts,
         dequantize.dequantize,
         tables=quantize.QuantizedTables.of,
+        compile=compile_all,
     )
 
 
 def _of_real_parts(function: Callable[..., Any], flat: Any, *arguments: Any) -> Any:
-    return function(flat.real, *arguments)
+    return function(flat.real, *(REAL.get(each, each) for each in arguments))
 
 
 @cache
@@ -142,6 +153,7 @@ def _for_complex(kernels: Kernels) -> Kernels:
         by_address=True,  # a tensor with the conjugate bit has no real view to write to
         are_large=_never,
         tables=partial(_of_real_parts, kernels.tables),
+        compile=partial(_of_real_parts, kernels.compile),
         buffer=ComplexBuffer,
     )
 
@@ -185,6 +197,10 @@ def in_triton() -> Kernels:
     """The kernels of a GPU, for any tensors."""
     from tritonddp.kernels import device_tables, flatten, unflatten
 
+    def compile_all(flat: FlatBuffer, dtype: torch.dtype, in_place: bool, is_joint: bool) -> None:
+        flatten.compile_for(flat, dtype)
+        unflatten.compile_for(flat, dtype, in_place, is_joint)
+
     return Kernels(
         flatten.flatten,
         unflatten.unflatten,
@@ -194,6 +210,7 @@ def in_triton() -> Kernels:
         are_large=_never,
         joint_unflatten=unflatten.JointUnflatten,
         tables=device_tables.DeviceTables.of,
+        compile=compile_all,
     )
 
 

@@ -199,7 +199,7 @@ def flatten(
     if run is None:
         if not flat.layout.numels and not flat.layout.headers:
             return
-        run = tables.launches[key] = _prepare(flat, tables, dtype)
+        run = tables.launches[key] = _prepare(flat, tables, dtype, tables.aligned)
     if flat.layout.marks is not None:
         # Programs cannot clear them: others may have set marks before they run.
         flat.marks.zero_()
@@ -212,12 +212,23 @@ def flatten(
     launch.launches += 1
 
 
-def _prepare(flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None) -> partial[None]:
-    """The launch of ``flatten`` for gradients of this dtype, and their current alignment."""
+def compile_for(flat: FlatBuffer, dtype: torch.dtype) -> None:
+    """Compile all that :func:`flatten` may need for gradients of this dtype, or none."""
+    tables = DeviceTables.of(flat)
+    tables.usual_dtype = dtype
+    tables.compile()
+    for aligned in (True, False):
+        _prepare(flat, tables, dtype, aligned)
+
+
+def _prepare(
+    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None, aligned: bool
+) -> partial[None]:
+    """The launch of ``flatten`` for gradients of this dtype and alignment."""
     layout, marks = flat.layout, flat.layout.marks
-    source = dtype or flat.data.dtype
+    source = dtype or tables.usual_dtype
     compute = compute_dtype(source, flat.data.dtype)
-    kind = (TRITON_DTYPES[source], TRITON_DTYPES[compute], tables.block, FLAG_BLOCK, tables.aligned)
+    kind = (TRITON_DTYPES[source], TRITON_DTYPES[compute], tables.block, FLAG_BLOCK, aligned)
     slots, num_chunks = len(layout.numels), tables.num_chunks
     trailer = slots + layout.headers
     mark = (0, 0, 0)

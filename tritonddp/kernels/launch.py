@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp import _torch
+from tritonddp import _device, _torch
 from tritonddp._torch import triton_launch
 
 # Number of launches of all kernels since the import, for tests and benchmarks.
@@ -36,6 +36,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self._compiled: set[Any] = set()
 
     def prepare(
         self,
@@ -67,6 +68,9 @@ class Launcher:
                 return partial(self.kernel[shape], **options), False
             if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
                 compiled = compiled.result()
+            if compiled not in self._compiled:
+                self._compiled.add(compiled)
+                _device.compiled_kernels += 1
             return triton_launch(compiled, shape), True
 
     def bind(

@@ -28,7 +28,8 @@ from tritonddp.kernels.reference import compute_dtype
 _DATA_OF = attrgetter("data")
 
 
-@triton.jit(do_not_specialize=["flags_offset"])
+# (A factor may be one of several in a tensor, so at any multiple of 8.)
+@triton.jit(do_not_specialize=["flags_offset"], do_not_specialize_on_alignment=["factor"])
 def unflatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
@@ -134,11 +135,11 @@ def unflatten(
         tables.change(grads, addresses=addresses)
     if dtype is None or tables.num_chunks == 0:
         return
-    alignment = 0 if factor is None else factor.data_ptr() % 16
-    key = _launch, flat.data.data_ptr(), dtype, tables.aligned, in_place, factor is None, alignment
+    aligned = in_place or tables.aligned
+    key = _launch, flat.data.data_ptr(), dtype, aligned, in_place, factor is None
     found = tables.launches.get(key)
     if found is None:
-        found = tables.launches[key] = _prepare(flat, tables, dtype, in_place, factor)
+        found = tables.launches[key] = _prepare(flat, tables, dtype, aligned, in_place, factor)
     run, rest = found
     given = () if factor is None else (factor, *rest)
     # The same as launch.run(), without one more call.
@@ -150,15 +151,33 @@ def unflatten(
     launch.launches += 1
 
 
+def compile_for(flat: FlatBuffer, dtype: torch.dtype, in_place: bool, is_joint: bool) -> None:
+    """Compile all that :func:`unflatten` may need for gradients of this dtype.
+
+    Args:
+        flat: the buffer.
+        dtype: of gradients.
+        in_place: gradients are ``flat.views``.
+        is_joint: what :class:`JointUnflatten` may need, too.
+    """
+    tables = DeviceTables.of(flat)
+    for aligned in {True, in_place}:
+        _prepare(flat, tables, dtype, aligned, in_place, None)
+        if is_joint:
+            kind = dtype, flat.data.dtype, aligned, in_place
+            _bind(tables, 1, (tables.chunks, None, None), 0, kind, None)
+
+
 def _prepare(
     flat: FlatBuffer,
     tables: DeviceTables,
     dtype: torch.dtype,
+    aligned: bool,
     in_place: bool,
     factor: Tensor | None,
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """The launch for gradients of this dtype and alignment, and its last arguments."""
-    kind = dtype, flat.data.dtype, in_place or tables.aligned, in_place
+    kind = dtype, flat.data.dtype, aligned, in_place
     tensors = tables.chunks, tables.dynamic, flat.data
     return _bind(tables, tables.num_chunks, tensors, flat.layout.flags_offset, kind, factor)
 
@@ -294,7 +313,7 @@ class JointUnflatten:
         if not len(self._chunks):
             return
         kind = dtype, flats[0].data.dtype, aligned, in_place
-        key = kind, factor is None, 0 if factor is None else factor.data_ptr() % 16
+        key = kind, factor is None
         found = self._launches.get(key)
         if found is None:
             rows, tables = self._chunks, self._tables[0]

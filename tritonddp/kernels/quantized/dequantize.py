@@ -22,7 +22,10 @@ from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 from tritonddp.kernels.quantized.quantize import QuantizedTables
 
 
-@triton.jit(do_not_specialize=["quantized_chunks", "part_blocks", "exact_offset", "part_bytes"])
+@triton.jit(
+    do_not_specialize=["quantized_chunks", "part_blocks", "exact_offset", "part_bytes"],
+    do_not_specialize_on_alignment=["factor"],
+)
 def dequantize_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
@@ -104,25 +107,30 @@ def dequantize(
     dtype = tables.update(grads)
     if dtype is None or tables.num_chunks == 0:
         return
-    fitting = factor.data_ptr() % 16 == 0
-    prepared = tables.launches.get((_launch, dtype, tables.aligned, fitting))
+    prepared = tables.launches.get((_launch, dtype, tables.aligned))
     if prepared is None:
-        prepared = _prepare(flat, tables, dtype, factor)
-        tables.launches[_launch, dtype, tables.aligned, fitting] = prepared
+        prepared = _prepare(flat, tables, dtype, tables.aligned)
+        tables.launches[_launch, dtype, tables.aligned] = prepared
     run, rest = prepared
     launch.run(tables.device_index, run, factor, *rest)
 
 
+def compile_for(flat: QuantizedBuffer, dtype: torch.dtype) -> None:
+    """Compile all that :func:`dequantize` may need for gradients of this dtype."""
+    for aligned in (True, False):
+        _prepare(flat, QuantizedTables.of(flat), dtype, aligned)
+
+
 def _prepare(
-    flat: QuantizedBuffer, tables: QuantizedTables, dtype: torch.dtype, factor: Tensor
+    flat: QuantizedBuffer, tables: QuantizedTables, dtype: torch.dtype, aligned: bool
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The launch for gradients of this dtype, as in ``unflatten``."""
+    """The launch for gradients of this dtype and alignment, as in ``unflatten``."""
     layout = flat.message_layout
     tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes)
     integers = (tables.quantized_chunks, *offsets)
-    constexprs = (TRITON_DTYPES[dtype], tables.block, tables.aligned, INTERPRETED)
+    constexprs = (TRITON_DTYPES[dtype], tables.block, aligned, INTERPRETED)
     run = _launch.prepare(
-        tables.num_chunks, (*tensors, factor), integers, constexprs, tables.num_warps
+        tables.num_chunks, (*tensors, tables.one), integers, constexprs, tables.num_warps
     )
     return partial(run, *tensors), (*integers, *constexprs)

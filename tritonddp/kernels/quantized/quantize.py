@@ -189,7 +189,7 @@ def quantize(
     sent = tables.one if residuals is None else residuals.sent
     found = tables.launches.get((_launch, dtype, tables.aligned))
     if found is None or found[0] is not sent:
-        found = sent, _prepare(flat, tables, dtype, sent)
+        found = sent, _prepare(flat, tables, dtype, tables.aligned, sent)
         tables.launches[_launch, dtype, tables.aligned] = found
     prepared = found[1]
     if prepared is None:
@@ -199,8 +199,22 @@ def quantize(
     launch.run(tables.device_index, prepared)
 
 
+def compile_for(flat: QuantizedBuffer, dtype: torch.dtype) -> None:
+    """Compile all that :func:`quantize` may need for gradients of this dtype, or none."""
+    tables = QuantizedTables.of(flat)
+    tables.usual_dtype = dtype
+    tables.compile()
+    for aligned in (True, False):
+        sent = tables.one if flat.residuals is None else flat.residuals.sent
+        _prepare(flat, tables, dtype, aligned, sent)
+
+
 def _prepare(
-    flat: QuantizedBuffer, tables: QuantizedTables, dtype: torch.dtype | None, sent: Tensor
+    flat: QuantizedBuffer,
+    tables: QuantizedTables,
+    dtype: torch.dtype | None,
+    aligned: bool,
+    sent: Tensor,
 ) -> Callable[[], None] | None:
     """The launch for gradients of this dtype and alignment; ``None`` if none is needed.
 
@@ -215,8 +229,8 @@ def _prepare(
     chunks = (tables.quantized_chunks, tables.num_chunks)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes, layout.stride)
     marks_offset = layout.marks_offset + flat.first_slot
-    source = tl.float32 if dtype is None else TRITON_DTYPES[dtype]
-    kind = (flat.residuals is not None, tables.aligned)
+    source = TRITON_DTYPES[dtype or tables.usual_dtype]
+    kind = (flat.residuals is not None, aligned)
     marks = (layout.has_marks, layout.parts)
     return _launch.bind(
         programs,

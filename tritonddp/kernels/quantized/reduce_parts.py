@@ -131,6 +131,11 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
         launch.run(tables.device_index, prepared)
 
 
+def compile_for(flat: QuantizedBuffer) -> None:
+    """Compile what :func:`reduce_parts` needs."""
+    _prepare(flat, flat.received if flat.residuals is None else flat.residuals.reduced)
+
+
 def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | None:
     """The launch for this buffer; ``None`` if there is nothing to sum.
 
