@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 from triton.runtime import interpreter
 
 from recording.recorder import Recorder, Timeline
+from tritonddp import _torch
 
 
 class _Races(list[str]):
@@ -77,6 +78,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
     fakes = [
         (torch.profiler, "profile", Profile),
+        (_torch, "cuda_sleep", torch.cuda._sleep),  # the recorder's, behind a name that was bound
         (torch.cuda.nccl, "version", lambda: (0, 0, 0)),
         (dist, "barrier", barrier),
         (dist, "init_process_group", init_process_group),
