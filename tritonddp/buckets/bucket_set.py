@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.profiler import record_function
 
+from tritonddp._torch import is_profiling
 from tritonddp.buckets.assignment import NO_OWNERS, UNLIMITED, BucketCaps, assign_buckets
 from tritonddp.buckets.bucket import Bucket, JointUnpack, Segment
 from tritonddp.buckets.exchange import Transport
@@ -43,11 +46,11 @@ class BucketSet:
         needs_reduction: a bucket changes gradients even if there is only one rank.
         unpack_groups: what unpacks several buckets together, each behind the last bucket of its
             own. Empty where each is unpacked by itself.
-        spans: those of a profiler that runs, or has run; see :mod:`tritonddp.comm.spans`.
+        spans: those of a profiler that runs, or has run; see :meth:`renew_spans`.
     """
 
     unpack_groups: Sequence[tuple[Bucket, JointUnpack]] = ()
-    spans: Any = None
+    spans: _Spans | None = None
 
     def __init__(
         self,
@@ -141,6 +144,15 @@ class BucketSet:
             (len(bucket.params), bucket.owned is not None) for bucket in self.buckets
         ]
 
+    def renew_spans(self) -> None:
+        """A reduction begins: ``torch.profiler``, if it runs, shows what is done with each bucket.
+
+        When it is packed, launched, waited for and unpacked. (Exchanges may be new ones.)
+        """
+        if self.spans is not None:
+            self.spans.remove()
+        self.spans = _Spans(self) if is_profiling() else None
+
     def let_go(self) -> dict[Parameter, Tensor]:
         """Drop all buckets; returns the gradients that are views of them.
 
@@ -179,3 +191,40 @@ def _assign(
         for indices in assignment:
             indices.sort(key=lambda index: owners.get(params[index], 0))
     return assignment
+
+
+class _Spans:
+    """Methods of the buckets of a set, and of their exchanges, are spans while a profiler runs.
+
+    For that the objects get attributes of the methods' names, so that without a profiler nothing is
+    called.
+    """
+
+    def __init__(self, bucket_set: BucketSet) -> None:
+        self._owners: list[tuple[Any, str]] = []
+        for bucket in bucket_set.buckets:
+            for method in ("pack", "unpack"):
+                self._wrap(bucket, method, f"bucket {bucket.index}")
+            for method in ("launch", "wait"):  # of the bucket that they are given
+                self._wrap(bucket.exchange, method)
+        first = 0
+        for last, group in bucket_set.unpack_groups:
+            several = f"buckets {first} to {last.index}"
+            self._wrap(group, "unpack", several if first < last.index else f"bucket {first}")
+            first = last.index + 1
+
+    def _wrap(self, owner: Any, method: str, title: str = "") -> None:
+        function: Callable[..., Any] = getattr(type(owner), method)
+        reference = ref(owner)  # an object that held itself would be freed late
+
+        def spanned(*args: Any, **kwargs: Any) -> Any:
+            with record_function(f"tritonddp: {method} {title or f'bucket {args[0].index}'}"):
+                return function(reference(), *args, **kwargs)
+
+        setattr(owner, method, spanned)
+        self._owners.append((owner, method))
+
+    def remove(self) -> None:
+        """The methods are those of the classes again."""
+        for owner, method in self._owners:
+            vars(owner).pop(method, None)  # several buckets may have one exchange

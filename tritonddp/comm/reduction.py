@@ -18,7 +18,6 @@ from tritonddp._torch import is_profiling
 from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.comm.spans import renew_spans
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
 from tritonddp.coordination.counters import Counters
@@ -190,7 +189,7 @@ class Reduction:
         self.header = agreement.encoded
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
         if is_profiling() or self.bucket_set.spans is not None:
-            renew_spans(self.bucket_set)
+            self.bucket_set.renew_spans()
         if begin_logger.isEnabledFor(logging.DEBUG):
             begin_logger.debug(
                 "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
