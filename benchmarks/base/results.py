@@ -242,12 +242,12 @@ def is_step(part: str) -> bool:
 def read(kind: type[Kind], content: Any) -> Kind:
     """A ``kind`` from JSON: a class of this module, or dicts and lists of them."""
     found: Any = content
-    of: Any = get_args(kind)
-    if get_origin(kind) is UnionType:
+    origin, of = _parts(kind)
+    if origin is UnionType:
         found = None if content is None else read(of[0], content)
-    elif get_origin(kind) is dict:
+    elif origin is dict:
         found = {key: read(of[1], each) for key, each in content.items()}
-    elif get_origin(kind) is list:
+    elif origin is list:
         found = [read(of[0], each) for each in content]
     elif is_dataclass(kind) or kind in (Ratio, Spread):
         hints = _hints(kind).items()
@@ -262,6 +262,11 @@ def read(kind: type[Kind], content: Any) -> Kind:
 
 
 _hints = cache(get_type_hints)
+
+
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
 
 
 def _model(content: Mapping[str, Any]) -> Model:

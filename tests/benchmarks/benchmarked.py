@@ -12,18 +12,29 @@ from launched import ROOT, run
 
 
 def measured(
-    script: str, out: Path, *arguments: str, nproc: int | None = 2, root: Path = ROOT
+    command: str,
+    out: Path,
+    nproc: int | None = 2,
+    env: dict[str, str] | None = None,
+    root: Path = ROOT,
+    result: Path | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """The result file of a run on two CPU ranks that is to succeed, and what the run printed.
+    """The result file of a run on the CPU that is to succeed, and what the run printed.
 
-    With ``nproc=None`` the script starts its ranks itself.
+    Args:
+        command: the script in ``benchmarks``, and its arguments.
+        out: of the run: the result file, or the folder of ``result``.
+        nproc: ranks; ``None`` for a script that starts them itself, or has none.
     """
-    path = root / "benchmarks" / script
-    env = {"CUDA_VISIBLE_DEVICES": ""}
-    options = ("--backend", "gloo", *arguments, "--out", out)
-    done = run(path, *options, nproc=nproc, env=env, timeout=300)
+    script, *arguments = command.split()
+    done = run(
+        *(root / "benchmarks" / script, *arguments, "--out", out),
+        nproc=nproc,
+        env={"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", **(env or {})},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text()), done.stdout
+    return json.loads((result or out).read_text()), done.stdout
 
 
 def copied(folder: Path) -> Path:

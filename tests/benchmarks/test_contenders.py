@@ -100,9 +100,3 @@ def test_a_quantiser_that_loses_something_is_found(monkeypatch):
     monkeypatch.setattr(quantizers, "_quantize", wrong)
     with pytest.raises(RuntimeError, match="loses"):
         quantizers.check(inputs)
-
-
-def test_bytes_are_those_of_gradients_and_wire():
-    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
-    assert make().nbytes == 8 * numel
-    assert make(wire=torch.bfloat16).nbytes == 6 * numel

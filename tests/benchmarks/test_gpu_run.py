@@ -15,15 +15,12 @@ from typing import Any
 import pytest
 
 from benchmarks.base import processes
-from benchmarks.gpu import gpu, one_card, training
+from benchmarks.gpu import gpu, one_card
 from benchmarks.gpu import parts as gpu_parts
-from benchmarks.gpu.parts import Outcome, Part, read_json, read_memcheck, read_tests
+from benchmarks.gpu.parts import Outcome, Part, read_json, read_tests
 from benchmarks.gpu.summary import summary
-from benchmarks.models.cases import CASES
 from benchmarks.report import bounds as gpu_bounds
-from benchmarks.report import verdicts
 from benchmarks.report.tables import CEILING
-from benchmarks.step.plan import DISCARDED
 
 ROOT = Path(__file__).parents[2]
 BOOM = "exit status 1; RuntimeError: boom"
@@ -74,17 +71,6 @@ def test_parts_come_in_the_order_of_what_a_user_came_for() -> None:
     assert sum(part.limit for part in (gpu.DESCRIBE, gpu_parts.parts()[0])) < 90
 
 
-def test_every_card_is_used() -> None:
-    ranks = {part.name: part.ranks for part in gpu_parts.parts(cards=8)}
-    assert (ranks["step-cards-4"], ranks["step-cards-8"]) == (4, 8)
-
-
-def test_a_rehearsal_plays_the_parts_of_one_card_and_of_several() -> None:
-    names = {part.name for part in gpu_parts.parts(rehearse=True)}
-    for cards in (1, 2):
-        assert {part.name for part in gpu_parts.parts(cards=cards)} <= names
-
-
 def test_steps_alone_can_be_asked_for() -> None:
     names = [part.name for part in gpu_parts.parts(cards=2)]
     asked = [name for name in names if gpu.is_asked_for(name, "step")]
@@ -92,28 +78,6 @@ def test_steps_alone_can_be_asked_for() -> None:
     assert asked == ["step-training", "step-cards-2", *more]
     assert [name for name in names if gpu.is_asked_for(name, "step-wires")] == ["step-wires"]
     assert not gpu.is_asked_for("stepping", "step")
-
-
-def test_all_models_have_rounds_enough_for_a_verdict() -> None:
-    parts = {part.name: part.command for part in gpu_parts.parts(cards=2)}
-    for name in ("host-steps", "step-wires"):
-        rounds = int(parts[name][parts[name].index("--rounds") + 1])
-        assert rounds >= verdicts.LEAST_ON_A_GPU
-        assert 3 * DISCARDED["cuda"] <= rounds + DISCARDED["cuda"]
-    assert set(parts["host-steps"]) & set(CASES) == {
-        *("resnet50", "mlp", "transformer", "many_small")
-    }
-    options = training.parser("", training.MODELS).parse_args([])
-    assert set(options.models) == {"resnet50", "gpt2_small", "llama3_8b_layer", "vit_b16"}
-    assert options.builds >= verdicts.LEAST_BUILDS
-    # Two comparisons of each model: all rounds alike would be a verdict.
-    assert 2 * len(options.models) * 2 / 2 ** (options.builds * options.rounds) < 0.05
-
-
-def test_only_tests_need_pytest() -> None:
-    needing = {part.name for part in gpu_parts.parts() if "pytest" in part.needs}
-    assert needing == {"sanity", "test-kernels", "test-nccl-1", "test-nccl-2", "memcheck"}
-    assert needing == {part.name for part in gpu_parts.parts() if "pytest" in part.command}
 
 
 def test_a_rehearsal_runs_the_same_commands() -> None:
@@ -125,38 +89,24 @@ def test_a_rehearsal_runs_the_same_commands() -> None:
 
 
 @pytest.mark.long
-def test_a_part_that_fails_hangs_or_lies_does_not_stop_the_others(report: gpu.Report) -> None:
-    def liar(*_: Any) -> Outcome:
-        raise KeyError("no such thing")
-
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report) -> None:
     write = "import sys, json; json.dump({'n': 1}, open(sys.argv[1], 'w'))"
-    no_program = "[Errno 2] No such file or directory: '/no/such/program'"
-    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     silent = "it said nothing of an error"
-    # (What hangs has as long again, which others have left.)
     cases: list[tuple[Part, tuple[str, str | None, Any]]] = [
-        (script("raises", "raise RuntimeError('boom')"), ("failed", BOOM, None)),
-        (script("crashes", crash), ("failed", f"signal 11; {silent}", None)),
+        (
+            script("raises late", f"{write}; raise RuntimeError('boom')"),
+            ("failed", BOOM, {"n": 1}),
+        ),
+        # (What hangs has as long again, which others have left.)
         (
             script("hangs", "import time; time.sleep(300)", limit=5),
             ("failed", f"ran longer than 10 s; {silent}", None),
         ),
-        (
-            script("writes, then fails", write + "; raise RuntimeError('late')"),
-            ("failed", "exit status 1; RuntimeError: late", {"n": 1}),
-        ),
         (script("writes nothing", "pass"), ("failed", "it wrote no result", None)),
-        (script("cannot be read", "print(1)"), ("failed", "it wrote no result", None)),
-        (
-            Part("has no program", "", 20, 1, ("/no/such/program",)),
-            ("failed", f"FileNotFoundError: {no_program}", None),
-        ),
-        (replace(script("lies", "pass"), read=liar), ("failed", "KeyError: 'no such thing'", None)),
         (
             script("needs more", "pass", needs=("no_such_module",)),
             ("not run", "no_such_module is not installed", None),
         ),
-        (script("cannot be", "pass", unavailable="because"), ("not run", "because", None)),
         (script("works", write), ("ok", None, {"n": 1})),
     ]
     for part, _ in cases:
@@ -165,12 +115,6 @@ def test_a_part_that_fails_hangs_or_lies_does_not_stop_the_others(report: gpu.Re
     found = {n: (each["status"], each["reason"], each["result"]) for n, each in parts.items()}
     assert found == {part.name: expected for part, expected in cases}
     assert "\n".join(summary(report.content))
-
-
-def test_when_time_is_up_nothing_more_is_started(report: gpu.Report) -> None:
-    report.end = time.monotonic() + 4
-    report.run(script("late", "pass"))
-    assert report.content["parts"]["late"]["reason"] == "no time was left"
 
 
 def test_a_part_has_the_time_that_is_left_and_leaves_the_later_ones_theirs(
@@ -187,13 +131,6 @@ def test_a_part_has_the_time_that_is_left_and_leaves_the_later_ones_theirs(
         report.end, report.later = time.monotonic() + left, later
         report.run(script("part", "", limit=30))
     assert limits == [pytest.approx(40, abs=1), pytest.approx(60), pytest.approx(5, abs=1)]
-
-
-def test_a_benchmark_is_told_when_to_end(report: gpu.Report) -> None:
-    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
-    report.run(script("told", code, limit=40))
-    end = float(report.content["parts"]["told"]["result"]["TRITONDDP_BENCH_DEADLINE"])
-    assert end == pytest.approx(time.monotonic() + gpu.IN_TIME * 40, abs=15)
 
 
 def test_two_ranks_on_one_card_are_asked_for_first(
@@ -253,66 +190,27 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
     assert {"tritonddp, moved", gpu_bounds.SM_COPY} < contenders
-    for name in ("step-simulated", "step-cards-2"):
-        assert json.loads((result.parent / "parts" / f"{name}.json").read_text()) == results[name]
-    samples = results["step-simulated"]["models"]["mlp"]["samples"]
-    assert set(samples) == {"450 GB/s", "inf GB/s"}
-    assert {"unwrapped again", "stock", "ours", "ours views"} < set(samples["450 GB/s"])
-    assert results["step-simulated"]["calibration"][0]["formula"] > 0
-    assert min(results["step-simulated"]["carried"].values()) > 0
+    simulated = results["step-simulated"]
+    assert {"unwrapped again", "stock", "ours"} < set(
+        simulated["models"]["mlp"]["samples"]["inf GB/s"]
+    )
+    assert min(simulated["carried"].values()) > 0
     steps = results["host-steps"]["models"]["mlp"]
     assert steps["launches"]["ours"]
     assert {"unwrapped again", "stock sized", "stock sized views"} < set(steps["seconds"])
-    sent = steps["wire_bytes"]
-    assert [name for name in sent if "idle" in name] == ["ours idle", "ours idle views"]
-    assert not sent["ours idle"]
-    for one in (model for name in names for model in compared(results[name])):
-        assert sent_by(one) == (True, True)
-    for two in {"step-pair", "step-cards-2"} & set(results):
-        assert results[two]["world_size"] == 2
-    assert results["step-cards-2"]["rows"][0]["bus"] > 0
+    # What is compared sends, and what is idle does not.
+    for step in (results[name] for name in names):
+        for model in step.get("models", {}).values() if isinstance(step, dict) else ():
+            for one in model.get("comparisons", {}).values():
+                assert model["wire_bytes"][one["contender"]] > 0 < model["wire_bytes"][one["best"]]
+    assert steps["wire_bytes"]["ours idle"] == 0
+    assert results["step-cards-2"]["world_size"] == 2
     assert results["step-cards-2"]["models"]["mlp"]["exposed"]["ours"] > 0
     graphs = results["step-graphs"]["models"]["mlp"]
     assert set(graphs["seconds"]) >= {"unwrapped", "stock", "ours", "ours idle"}
-    assert graphs["wire_bytes"]["ours"] > graphs["wire_bytes"]["ours idle"] == 0
-    if "step-compiled" in results:
-        compiled = results["step-compiled"]["models"]["mlp"]
-        assert {"bare", "stock", "ours"} < set(compiled["contenders"])
-        assert compiled["wire_bytes"]["ours"]
-        ours = {one["contender"] for one in compared(results["step-wires"])}
-        assert ours == {"ours bf16", "ours int8"}
     # (Whether its bound holds says nothing here: tables of addresses are larger than so few
     # gradients.)
     assert results["memory"]["models"]["mlp"]["ours"]["drift"] == 0
-
-
-def compared(result: Any) -> list[dict[str, Any]]:
-    """Comparisons of a part, each with the bytes that its model's configurations sent."""
-    models = result.get("models", {}).values() if isinstance(result, dict) else ()
-    found = [(model, one) for model in models for one in model.get("comparisons", {}).values()]
-    return [{**one, "sent": model["wire_bytes"]} for model, one in found]
-
-
-def sent_by(one: dict[str, Any]) -> tuple[bool, bool]:
-    return one["sent"][one["contender"]] > 0, one["sent"][one["best"]] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("torch.cuda.empty_cash()", "no attribute 'empty_cash'"),
-        ("torch.ones(3, device='cuda') + torch.ones(3)", "on the host and on the device"),
-        ("sys.exit(3)", ""),
-    ],
-)
-def test_a_rehearsal_fails_where_a_gpu_would(code: str, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "script.py"
-    file.write_text(f"import sys, torch\nassert torch.ones(1).to('cuda').is_cuda\n{code}\n")
-    command = [sys.executable, str(gpu_parts.REHEARSE), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == (1 if said else 3)
-    assert said in done.stderr
 
 
 @pytest.mark.thorough
@@ -340,27 +238,19 @@ def test_a_run_that_is_cut_off_ends_what_it_started_and_says_what_it_has(tmp_pat
     assert list(content["parts"]) == ["describe", "probe"]
 
 
-TESTS = """
-import pytest
-
-@pytest.mark.parametrize("world", ["nccl-1-rank", "nccl-2-ranks", "gloo-cpu"])
-@pytest.mark.parametrize("view", ["views"])
-def test_some(world, view):
-    if world == "nccl-2-ranks":
-        pytest.skip("NCCL: Duplicate GPU detected")
-    assert world != "gloo-cpu"
-
-def test_plain():
-    pass
-"""
+TESTS = """<testsuites><testsuite>
+<testcase classname="test_it" name="test_some[views-nccl-1-rank]"/>
+<testcase classname="test_it" name="test_some[views-nccl-2-ranks]">
+<skipped message="NCCL: Duplicate GPU detected"/></testcase>
+<testcase classname="test_it" name="test_some[views-gloo-cpu]"><failure message="no"/></testcase>
+<testcase classname="tests.test_it" name="test_plain"/>
+</testsuite></testsuites>"""
 
 
 def test_a_test_report_is_counted_by_world(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(TESTS)
     xml = tmp_path / "result"
-    command = [*gpu_parts._PYTEST, f"--junitxml={xml}", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    outcome = read_tests(xml, [done.returncode], done.stdout, 60)
+    xml.write_text(TESTS)
+    outcome = read_tests(xml, [1], "", 60)
     assert (outcome.status, outcome.reason) == ("failed", "1 tests failed")
     assert outcome.result == {
         "groups": {
@@ -374,27 +264,10 @@ def test_a_test_report_is_counted_by_world(tmp_path: Path) -> None:
     }
     shown = screen({"t": part(outcome.result, "failed", outcome.reason)})
     assert re.search(r"t +failed .* nccl-2-ranks 1 not run: NCCL: Duplicate GPU detected", shown)
-    assert re.search(r"FAILED test_some\[views-gloo-cpu\]", shown)
     # Cut off: what had been run is still told, and so is that it was cut off.
     cut = read_tests(xml, [None], "", 60)
     assert (cut.status, cut.result) == ("failed", outcome.result)
     assert "ran longer than 60 s" in str(cut.reason)
-
-
-@pytest.mark.parametrize(
-    ("codes", "text", "expected"),
-    [
-        ([86], "== ERROR SUMMARY: 3 errors", ("failed", "== ERROR SUMMARY: 3 errors")),
-        ([1], "== Error: Device not supported", ("not run", "== Error: Device not supported")),
-        ([None], "", ("not run", "it did not end within 35 s")),
-        ([-11], "", ("failed", "signal 11; it said nothing of an error")),
-    ],
-)
-def test_the_sanitizer_may_refuse_a_device(
-    codes: list[int | None], text: str, expected: tuple[str, str], tmp_path: Path
-) -> None:
-    outcome = read_memcheck(tmp_path / "none", codes, text, 35)
-    assert (outcome.status, outcome.reason) == expected
 
 
 # Bounds
@@ -476,28 +349,6 @@ def test_bounds_are_met_missed_or_not_run() -> None:
     assert judged() == [("not run", None)] * len(gpu_bounds.BOUNDS)
 
 
-def test_what_sent_nothing_is_compared_with_nothing() -> None:
-    idle = part(step(sent=0, mlp=(0.1, "met")))
-    assert judged(step=idle)[:2] == [("not run", None)] * 2
-    assert screen({"step": idle}).startswith("Steps beside stock's, both of which send: not measur")
-
-
-def test_what_failed_in_a_suite_is_shown() -> None:
-    result = {"benchmarks": [], "failed": {"flatten-fp32": "RuntimeError: wrong"}}
-    shown = screen({"kernels": part(result, "failed", "exit status 1")})
-    assert re.search(r"kernels +failed .* exit status 1\n +FAILED flatten-fp32: Runtime", shown)
-
-
-@pytest.mark.parametrize("result", [None, [], 3, {}, {"failed": []}])
-def test_a_screen_of_results_of_another_form_is_no_crash(result: Any) -> None:
-    assert "kernels" in screen({"kernels": part(result, "failed")})
-
-
-def test_the_summary_shows_step_times() -> None:
-    shown = screen({"kernels": part(None, "failed"), "step": part(step(mlp=(0.4, "met")))})
-    assert re.match(r"step, ms .*\nmlp, views +10\.0 +10\.0 +10\.0 +- .* met ", shown)
-
-
 def test_a_bound_tells_what_was_not_measured() -> None:
     small = step(a=(0.6, "missed"), b=(0.9, "too noisy"), c=(0.3, "met"))
     wires = part(None, "failed", "ran longer than 75 s")
@@ -522,12 +373,3 @@ def test_a_second_bare_model_says_what_the_host_s_rows_resolve(
 
     host = part({"benchmarks": [row("unwrapped", noise), row("ours", 8.0), row("ours idle", 9.0)]})
     assert judged(host=host)[-1] == (expected, 8.0)
-
-
-@pytest.mark.parametrize(
-    "result", [{}, [], 3, {"benchmarks": [{}]}, {"models": []}, {"models": {"a": 1}}]
-)
-def test_a_result_of_another_form_is_no_crash(result: Any) -> None:
-    names = {bound.part for bound in gpu_bounds.BOUNDS}
-    found = gpu_bounds.bounds({name: part(result) for name in names})
-    assert [each["verdict"] for each in found] == ["not run"] * len(gpu_bounds.BOUNDS)

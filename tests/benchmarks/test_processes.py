@@ -48,10 +48,6 @@ def test_exit_statuses_and_output_of_all_ranks() -> None:
     assert sorted(text.splitlines()) == ["rank 0 x", "rank 1 x"]
 
 
-def test_a_process_that_is_no_rank_gets_no_rank() -> None:
-    assert run("import os; exit('RANK' in os.environ)")[0] == [0]
-
-
 HANGS = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,13 +63,6 @@ def test_what_hangs_is_killed_with_its_children() -> None:
     assert codes == [None], "killed: it has not come to its end"
     assert text
     assert all(gone(int(pid)) for pid in text.split())
-
-
-def test_a_rank_that_waits_for_one_that_failed_is_ended() -> None:
-    codes, _ = run(
-        "import os, time; exit(3) if os.environ['RANK'] == '1' else time.sleep(300)", ranks=2
-    )
-    assert codes == [None, 3], "ended: it has not come to its end"
 
 
 @pytest.mark.long
@@ -93,13 +82,6 @@ except KeyboardInterrupt:
         codes, text = run(code, limit=5)
     assert codes == [None]
     assert text == "report\n"
-
-
-def test_who_asked_for_hangups_to_be_ignored_is_obeyed() -> None:
-    code = "import signal as s; print(*(int(s.getsignal(one)) for one in (s.SIGHUP, s.SIGTERM)))"
-    with ignoring(signal.SIGHUP):
-        _, text = run(code)
-    assert text == f"{int(signal.SIG_IGN)} {int(signal.SIG_DFL)}\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")

@@ -78,16 +78,3 @@ def test_the_package_is_imported_from_the_commit_not_from_the_tree(
     finally:
         for name in set(sys.modules) - set(before):
             del sys.modules[name]
-
-
-@needs_git
-def test_a_revision_without_the_package_is_an_error(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(revision.RevisionError, match=r"has no tritonddp/"):
-        revision.load(revision.resolve("HEAD~1", repository), tmp_path, repository)
-
-
-@needs_git
-@pytest.mark.parametrize("name", ["no-such-branch", "--help", ""])
-def test_an_unknown_revision_is_an_error_that_says_so(repository: Path, name: str) -> None:
-    with pytest.raises(revision.RevisionError, match="names no commit of"):
-        revision.resolve(name, repository)

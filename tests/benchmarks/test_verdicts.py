@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from distributed import ranks
 
 from benchmarks.base.paired import Ratio
-from benchmarks.base.ranks import Ranks
-from benchmarks.base.results import Result, load
-from benchmarks.models import configurations
-from benchmarks.models.cases import CASES, Batch, loss
+from benchmarks.base.results import Result
 from benchmarks.models.configurations import (
-    BARE,
     UNWRAPPED,
     families,
-    idle_of,
     on_cards,
-    takes,
-    wires,
-    with_sizes,
 )
-from benchmarks.report import report, verdicts
-from benchmarks.report.table import Table, text
+from benchmarks.report import verdicts
 from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange, overhead
-from benchmarks.step.plan import SETTLED
-from benchmarks.step.traffic import sent_in
 
 CPU = Bound("ratio", 1.02, or_spread=True)
 BRANCHY = Bound("ratio", 0.9)
@@ -111,17 +96,6 @@ def test_a_verdict_needs_builds_rounds_and_less_noise(
     assert pair.verdict == expected
 
 
-def test_each_device_and_kind_of_model_has_its_bound() -> None:
-    cpu = Ranks(0, 2, torch.device("cpu"), "gloo")
-    gpu = Ranks(0, 1, torch.device("cuda", 0), "nccl")
-    assert Bound.of(CASES["mlp"], cpu) == CPU
-    assert Bound.of(CASES["branchy"], cpu) == BRANCHY
-    assert Bound.of(CASES["mlp"], cpu, "bf16") is None
-    assert Bound.of(CASES["branchy"], gpu) == Bound.of(CASES["mlp"], gpu, "int8") == GPU
-    assert Bound.of(CASES["resnet50"], gpu) == Bound.of(CASES["gpt2_small"], gpu) == LARGE
-    assert Bound.of(CASES["mlp"], replace(gpu, share_device=True)) is None
-
-
 def test_who_sends_nothing_is_not_compared() -> None:
     (family,) = on_cards(["copies"], lambda ours: [1.0], alone=True)
     sent = {each.name: 8 for each in (*family.stock, family.ours)} | {"ours idle": 0}
@@ -131,18 +105,6 @@ def test_who_sends_nothing_is_not_compared() -> None:
             check_exchange([family], {**sent, name: 0})
     with pytest.raises(IdleError, match="'ours idle' sends something"):
         check_exchange([family], {**sent, "ours idle": 8})
-
-
-def test_in_files_of_before_idle_steps_are_compared_with_nothing() -> None:
-    measured = load(report.RESULTS)["gpu-h100"]["gpu"]
-    one_rank = measured.steps["step-small"]
-    assert "gpt2_small" in one_rank.models
-    assert one_rank.compared == []
-    assert [name for name, _, _ in measured.steps["step-pair"].compared] == ["resnet50"] * 2
-    for step in measured.steps.values():
-        for _, model, one in step.compared:
-            assert model.wire_bytes[one.contender or ""] > 0
-            assert model.wire_bytes[one.best] > 0
 
 
 @pytest.mark.parametrize("unused", [False, True])
@@ -157,56 +119,6 @@ def test_the_best_of_stock_is_what_counts(unused: bool) -> None:
     assert one.by_build == [1.25, 0.75]
     assert (one.ours.median, one.overhead.median) == (1.0, 1.0)
     assert overhead(seconds, family.ours.name) == 1.0
-
-
-def test_stock_is_told_of_unused_parameters_where_it_has_to_be() -> None:
-    for family in families(unused=True):
-        for each in (*family.stock, *family.alike):
-            assert each.options["find_unused_parameters"]
-        assert "find_unused_parameters" not in family.ours.options
-    names = [each.name for family in families() for each in family.members]
-    assert len(set(names)) == len(names)
-
-
-def test_on_a_card_stock_has_its_best_and_our_bucket_sizes() -> None:
-    found = on_cards(["copies", "views", "bf16"], lambda ours: [4.0, 0.5], alone=True)
-    assert [family.name for family in found] == ["copies", "views", "bf16"]
-    for family in found:
-        assert family.alike is BARE
-        sized = [each for each in family.stock if "sized" in each.name]
-        own = [each for each in family.stock if "sized" not in each.name]
-        assert len(sized) == len(own) > 0
-        if takes("bucket_cap_mb_list"):
-            assert all(each.options["bucket_cap_mb_list"] == [4.0, 0.5] for each in sized)
-    batched = [each for each in found[0].stock if each.options.get("batched_grad_copy")]
-    assert bool(batched) == takes("batched_grad_copy")
-    assert [each.name for each in found[1].beside] == ["ours idle views"]
-    assert found[2].beside == ()
-    (several,) = on_cards(["copies"], lambda ours: [4.0], alone=False)
-    assert several.beside == ()
-
-
-def test_a_torch_without_a_list_of_sizes_takes_the_largest(monkeypatch: Any) -> None:
-    monkeypatch.setattr(configurations, "takes", lambda option: False)
-    assert with_sizes(families()[0].stock[0], [4.0, 0.5]).options == {"bucket_cap_mb": 4.0}
-
-
-@ranks(1)
-def test_ours_sends_where_it_is_alone_but_when_it_is_idle() -> None:
-    me = Ranks(0, 1, torch.device("cpu"), "gloo")
-    for family in (*families(), *wires()[1:2]):
-        for each in (family.ours, family.stock[0], idle_of(families()[0].ours)):
-            model = each.wrap(CASES["mlp"].model(me.device))
-            step = partial(_step, model, CASES["mlp"].batch(me.device, 0))
-            for _ in range(SETTLED["cuda"]):
-                step()
-            sent, _ = sent_in(step, model, 1)
-            assert (sent == 0) == each.is_idle, each.name
-
-
-def _step(model: torch.nn.Module, batch: Batch) -> None:
-    model.zero_grad()
-    loss(model, batch).backward()
 
 
 RATIO = {"median": 0.99, "low": 0.95, "high": 1.01}
@@ -233,17 +145,6 @@ def test_a_row_says_how_many_rounds_there_were() -> None:
     assert row == ("step", what, "0.990", "0.950 to 1.010", "1.02", "met", "9")
 
 
-def test_few_rounds_give_no_verdict() -> None:
-    (row,) = verdicts.rows({"step": Result({"models": {"mlp": model(2, "missed")}})})
-    assert row[-2:] == ("too few rounds", "3")
-
-
-def test_a_model_that_was_not_timed_has_a_row() -> None:
-    (row,) = verdicts.rows({"step": Result({"models": {"mlp": {"error": "wrong"}}})})
-    assert row[1] == "mlp"
-    assert "not timed" in row[-2]
-
-
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
     [(0.9, 1.02, "met"), (1.03, 1.1, "**missed**"), (0.9, 1.03, "too noisy to say")],
@@ -259,24 +160,3 @@ def test_an_interval_on_one_side_judges_the_network(low: float, high: float, ver
     (row,) = verdicts.rows({"network": Result({"results": [result]})})
     assert row[1] == "2 hosts, 1 Gbit/s, copies, whole steps: stock"
     assert row[-2] == verdict
-
-
-def test_memory_is_exact_and_what_had_no_time_is_said() -> None:
-    above = {"first": 3, "steady": 1}
-    row = {"buckets": 2, "largest_bucket": 2, "above": above, "holds": True}
-    content = {
-        "models": {"mlp": {"ours": row, "stock": row}},
-        "left_out": ["mlp ours views", "mlp stock"],
-    }
-    rows = list(verdicts.rows({"memory": Result(content)}))
-    assert [row[2:] for row in rows] == [
-        ("0.750", "exact", "1", "met", "1"),
-        ("-", "-", "1", "no time was left", "0"),
-    ]
-
-
-def test_columns_are_aligned() -> None:
-    rows = list(verdicts.rows({"step": Result({"models": {"mlp": model(8, "missed")}})}))
-    head, line = text([Table(verdicts.HEADER, rows)])
-    assert head.index("bound") + len("bound") == line.index("1.02") + len("1.02")
-    assert "  missed  " in line

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.optim import SGD
 
 import tritonddp
 from fuzz.arguments import absurd, flags, numbers, tensors
@@ -76,12 +75,6 @@ def weighted(ddp: DDP, draw: Draw) -> None:
     reduction = draw(st.one_of(st.sampled_from(["mean", "sum"]), absurd()))
     with only_documented(DDP.weighted), ddp.weighted(n, reduction):
         ddp(batch()).sum().backward()
-
-
-def no_sync(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP.forward, DDP.weighted), ddp.no_sync():
-        for _ in range(draw(st.integers(0, 2))):
-            ddp(batch()).sum().backward()
 
 
 def reduce_gradients(ddp: DDP, draw: Draw) -> None:
@@ -221,13 +214,6 @@ def load_comm_state(ddp: DDP, draw: Draw) -> None:
         ddp.load_comm_state_dict(ddp.comm_state_dict())
 
 
-def unfinished(ddp: DDP, _: Draw) -> None:
-    """A backward waits for ``finalize_backward()``."""
-    with only_documented(DDP.require_manual_backward_finalization, DDP.forward):
-        ddp.require_manual_backward_finalization = True
-        ddp(batch()).sum().backward()
-
-
 def manual_finalization(ddp: DDP, draw: Draw) -> None:
     wanted = draw(st.one_of(st.booleans(), numbers(), st.sampled_from(["", "no", b""])))
     with only_documented(DDP.require_manual_backward_finalization):
@@ -257,11 +243,6 @@ def stopping(ddp: DDP, draw: Draw) -> None:
         ddp.should_stop()
 
 
-def copies(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP.__getstate__):
-        (copy.deepcopy if draw(st.booleans()) else copy.copy)(ddp)
-
-
 def other_group(ddp: DDP, draw: Draw) -> None:
     ddp._update_process_group(draw(absurd()))
 
@@ -270,11 +251,6 @@ def logging_rate(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP._set_ddp_runtime_logging_sample_rate):
         ddp._set_ddp_runtime_logging_sample_rate(draw(absurd()))
     assert ddp._get_ddp_logging_data()
-
-
-def static_graph(ddp: DDP, _: Draw) -> None:
-    with only_documented(DDP._set_static_graph):
-        ddp._set_static_graph()
 
 
 def ignored_names(ddp: DDP, draw: Draw) -> None:
@@ -288,15 +264,6 @@ def broadcast_buffers(ddp: DDP, draw: Draw) -> None:
         ddp._default_broadcast_coalesced(draw(st.one_of(absurd(), st.lists(absurd(), max_size=2))))
 
 
-def frozen_and_back(ddp: DDP, draw: Draw) -> None:
-    params = list(ddp.module.parameters())
-    chosen = draw(st.sampled_from(params))
-    chosen.requires_grad_(False)
-    with only_documented(DDP.forward):
-        ddp(batch()).sum().backward()
-    chosen.requires_grad_(True)
-
-
 def added(ddp: DDP, draw: Draw) -> None:
     """Parameters of which some cannot be reduced."""
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.complex64]))
@@ -306,35 +273,6 @@ def added(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP.forward):
         ddp(batch()).sum().backward()
     del ddp.module.more
-
-
-def broken_forward(ddp: DDP, _: Draw) -> None:
-    handle = ddp.module.head.register_forward_pre_hook(_raising)
-    with only_documented(DDP.forward):
-        ddp(batch())
-    handle.remove()
-
-
-def broken_backward(ddp: DDP, draw: Draw) -> None:
-    """A user's exception in a backward, which may be one that only accumulates."""
-    ddp.require_backward_grad_sync = draw(st.booleans())
-    layer = draw(st.sampled_from([ddp.module.body, ddp.module.head]))
-    handle = layer.weight.register_hook(_raising)
-    with only_documented(DDP.forward, DDP.weighted):
-        ddp(batch()).sum().backward()
-    handle.remove()
-    ddp.require_backward_grad_sync = True
-
-
-def gradient_only(ddp: DDP, draw: Draw) -> None:
-    """``torch.autograd.grad``, also of second order, which reduces nothing."""
-    params = list(ddp.module.parameters())
-    chosen = draw(st.lists(st.sampled_from(params), min_size=1, unique_by=id))
-    with only_documented(DDP.forward):
-        out = ddp(batch()).square().sum()
-        first = torch.autograd.grad(out, chosen, create_graph=draw(st.booleans()))
-        if first[0].requires_grad:
-            first[0].square().sum().backward()
 
 
 def norms(ddp: DDP, draw: Draw) -> None:
@@ -361,18 +299,11 @@ def metrics(ddp: DDP, draw: Draw) -> None:
         ddp(batch()).sum().backward()
 
 
-def optimizer_step(ddp: DDP, draw: Draw) -> None:
-    optimizer = SGD(ddp.parameters(), lr=0.1)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=draw(st.booleans()))
-
-
 CALLS: dict[str, Callable[[DDP, Draw], None]] = {
     call.__name__: call
     for call in (
         forward,
         weighted,
-        no_sync,
         reduce_gradients,
         join,
         register_comm_hook,
@@ -380,23 +311,15 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
         fused_optimizer,
         buffer_hook,
         load_comm_state,
-        unfinished,
         manual_finalization,
         check_sync,
         stopping,
-        copies,
         other_group,
         logging_rate,
-        static_graph,
         ignored_names,
         broadcast_buffers,
-        frozen_and_back,
         added,
-        broken_forward,
-        broken_backward,
-        gradient_only,
         norms,
         metrics,
-        optimizer_step,
     )
 }

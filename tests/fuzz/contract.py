@@ -4,7 +4,7 @@ import builtins
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,3 @@ def is_deliberate(error: BaseException) -> bool:
     path = frame.tb_frame.f_code.co_filename
     line = linecache.getline(path, frame.tb_lineno).strip()
     return _LIBRARY in Path(path).parents and line.startswith("raise")
-
-
-def accepts(call: Callable[[], Any], *documented: Any) -> bool:
-    """Call; whether it returned."""
-    done = False
-    with only_documented(*documented):
-        call()
-        done = True
-    return done

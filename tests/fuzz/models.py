@@ -1,6 +1,5 @@
 """What is wrapped, and a step of training with it that tells whether gradients are right."""
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -106,12 +105,11 @@ def modules() -> st.SearchStrategy[nn.Module]:
     return st.sampled_from(makers).map(lambda make: make())
 
 
-def assert_right(ddp: Any, how: str = "plain") -> None:
+def assert_right(ddp: Any) -> None:
     """The next correct step gives the gradients of an unwrapped module. (There is one rank.)
 
     Args:
         ddp: wraps a module in fp64. What waits for ``finalize_backward()`` is finalised first.
-        how: ``"plain"``, ``"accumulated"``, ``"weighted"`` or ``"requested"``.
     """
     if ddp.require_manual_backward_finalization:
         with only_documented(type(ddp).finalize_backward):
@@ -120,19 +118,9 @@ def assert_right(ddp: Any, how: str = "plain") -> None:
     alone = copy.deepcopy(ddp.module)
     for net in (ddp, alone):
         net.zero_grad(set_to_none=True)
-    microbatches = 1 if how == "plain" else 2
-    for number in range(microbatches):
-        is_last = number == microbatches - 1 and how != "requested"
-        weighted = ddp.weighted(2.0, "sum") if how == "weighted" else contextlib.nullcontext()
-        with contextlib.nullcontext() if is_last else ddp.no_sync(), weighted:
-            ddp(batch()).square().sum().backward()
-        alone(batch()).square().sum().backward()
-    if how == "requested":
-        ddp.reduce_gradients()
-    items = 4 if how == "weighted" else 1
+        net(batch()).square().sum().backward()
     for (name, param), own in zip(ddp.module.named_parameters(), alone.parameters(), strict=True):
-        expected = None if own.grad is None else own.grad / items
-        torch.testing.assert_close(param.grad, expected, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(param.grad, own.grad, msg=lambda text, n=name: f"{n}: {text}")
     there = [param.grad for param in ddp.module.parameters() if param.grad is not None]
     norm = torch.nn.utils.get_total_norm(there)
     torch.testing.assert_close(ddp.grad_norm().to(norm.dtype), norm)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from objects import classes, foreign_writes
+from objects import Nodes, classes, dotted, foreign_writes
 
 import tritonddp
 
 ROOT = Path(tritonddp.__file__).parent
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+NODES: Nodes = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
 
 FILES_A_ROOM = 10
 LINES_A_FILE = 800
@@ -84,8 +84,8 @@ def long_files() -> dict[str, int]:
 
 def towers() -> dict[str, list[str]]:
     classes: dict[str, list[str]] = {}
-    for tree in TREES.values():
-        for node in ast.walk(tree):
+    for nodes in NODES.values():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 bases = [
                     base.value if isinstance(base, ast.Subscript) else base for base in node.bases
@@ -107,15 +107,15 @@ def reaches() -> set[str]:
     """`other._name` in a room that does not define `_name` itself."""
     defined: dict[str, set[str]] = defaultdict(set)
     used: list[tuple[str, str, str]] = []
-    for name, tree in TREES.items():
+    for name, nodes in NODES.items():
         room = room_of(name)
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 defined[room].add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 defined[room].add(node.id)
             elif isinstance(node, ast.Attribute):
-                owner = ast.unparse(node.value)
+                owner = dotted(node.value)
                 if owner in ("self", "cls") and isinstance(node.ctx, ast.Store):
                     defined[room].add(node.attr)
                 elif (
@@ -168,13 +168,13 @@ def registries() -> set[str]:
 
 def private_torch() -> set[str]:
     found = set()
-    for name, tree in TREES.items():
+    for name, nodes in NODES.items():
         if name == TORCH:
             continue
-        for node in ast.walk(tree):
+        for node in nodes:
             text = ""
             if isinstance(node, ast.Attribute):
-                text = ast.unparse(node)
+                text = dotted(node)
             elif isinstance(node, ast.ImportFrom):
                 text = " ".join(f"{node.module}.{alias.name}" for alias in node.names)
             found |= {
@@ -188,35 +188,33 @@ def private_torch() -> set[str]:
 def properties() -> set[str]:
     return {
         f"{node.name}.{each.name}"
-        for tree in TREES.values()
-        for node in ast.walk(tree)
+        for nodes in NODES.values()
+        for node in nodes
         if isinstance(node, ast.ClassDef) and node.name in HOT
         for each in node.body
         if isinstance(each, ast.FunctionDef)
-        and any(ast.unparse(decorator) == "property" for decorator in each.decorator_list)
+        and any(dotted(decorator) == "property" for decorator in each.decorator_list)
     }
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "module"):
-            value = getattr(node, field, None)
-            if isinstance(value, str):
-                yield value
+def names_in(nodes: list[ast.AST]) -> set[str]:
+    values = (
+        getattr(node, field, None)
+        for node in nodes
+        for field in ("id", "attr", "arg", "name", "module")
+    )
+    return {value for value in values if isinstance(value, str)}
 
 
 def retired() -> set[str]:
     """In names, not in texts: whole words of snake_case and of CamelCase."""
-    found = set()
-    for file, tree in TREES.items():
-        for name in names_in(tree):
-            snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-            found |= {
-                f"{file}: {name}"
-                for word in RETIRED
-                if re.search(rf"(^|[_.]){word}(s|d)?($|[_.])", snake)
-            }
-    return found
+    words = re.compile(rf"(^|[_.])({'|'.join(RETIRED)})(s|d)?($|[_.])")
+    return {
+        f"{file}: {name}"
+        for file, nodes in NODES.items()
+        for name in names_in(nodes)
+        if words.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    }
 
 
 def test_rooms_are_not_too_large() -> None:
@@ -233,12 +231,12 @@ def test_a_file_that_is_almost_too_long_says_why() -> None:
 
 
 def test_classes_have_few_attributes() -> None:
-    counts = {name: len(each.attributes) for name, each in classes(TREES).items()}
+    counts = {name: len(each.attributes) for name, each in classes(NODES).items()}
     assert not {name: n for name, n in counts.items() if n > ATTRIBUTES_A_CLASS}
 
 
 def test_attributes_of_the_core_are_set_in_the_file_of_their_class() -> None:
-    found = foreign_writes(TREES, CORE)
+    found = foreign_writes(NODES, CORE)
     assert not [each for each in found if each.rpartition(".")[2] not in WRITES_TO_OTHERS]
 
 

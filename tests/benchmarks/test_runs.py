@@ -1,0 +1,250 @@
+"""Each benchmark runs once, small: what it counts is right, and what it writes is whole."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarked import copied, measured
+
+from benchmarks.base import deadline
+from tritonddp.coordination.agreement import BYTES
+
+Content = dict[str, Any]
+
+PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
+TENSORS = {"mlp": 24, "branchy": 800}
+LATE = {deadline.VARIABLE: "0"}
+
+
+def check_step(content: Content, printed: str) -> None:
+    ((name, result),) = content["models"].items()
+    assert content["world_size"] == 2
+    assert result["rounds"] == [2]
+    configurations = list(result["seconds"])
+    assert {"unwrapped", "stock again", "ours", "ours views"} <= set(configurations)
+    assert ("ours strict" in configurations) == (name == "mlp")
+    assert all(each["same_bits"] for each in result["gradients"].values())
+    assert all(each["same_on_all_ranks"] for each in result["gradients"].values())
+    for configuration in configurations:
+        is_ours = configuration.startswith("ours")
+        searches = "find_unused" in configuration or (
+            configuration.startswith("stock") and name == "branchy"
+        )
+        expected = 4 * PARAMETERS[name] + 4 * TENSORS[name] * (searches or is_ours)
+        expected += 4 * BYTES * 2 * is_ours  # the headers of two ranks
+        if configuration == "unwrapped":
+            expected = 0
+        # Of two ranks each sends 2 (2 - 1) / 2 of an all-reduce; through memory nothing is.
+        by_group = configuration != "unwrapped" and not is_ours
+        assert result["wire_bytes"][configuration] == expected, configuration
+        assert result["sent_bytes"][configuration] == expected * by_group, configuration
+        assert result["collectives"][configuration] == (2 + searches) * by_group, configuration
+    for one in result["comparisons"].values():
+        assert one["bound"] == (0.9 if name == "branchy" else 1.02)
+        assert one["verdict"] in ("met", "within spread", "missed", "too noisy")
+    for raw in (result["raw_seconds_per_rank"], result["raw_forward_seconds_per_rank"]):
+        assert [len(build) for build in raw[0]["ours"]] == [2]
+        assert raw[0]["ours"] != raw[1]["ours"]
+    assert f"{name}: gradients bit-equal to stock's" in printed
+
+
+def check_late_step(content: Content, printed: str) -> None:
+    result = content["models"]["mlp"]
+    assert result["rounds"] == [deadline.LEAST_ROUNDS]
+    assert "stock again" in result["seconds"]
+    assert not {"stock find_unused", "ours strict"} & set(result["seconds"])
+
+
+def check_fewer_bytes(content: Content, printed: str) -> None:
+    result = content["models"]["mlp"]
+    full = 4 * (PARAMETERS["mlp"] + TENSORS["mlp"] + BYTES * 2)
+    for name in ("ours bf16", "ours fp16"):
+        assert 0 < result["gradients"][name]["error"] < 1e-2
+        assert result["wire_bytes"][name] == full / 2
+    # In blocks of 256 and a scale, and those of one dimension in fp32; of two ranks each sends half
+    # of an all-to-all and of an all-gather.
+    numbers = 12 * 512 * 512
+    least = numbers * 260 // 256 + 4 * (PARAMETERS["mlp"] - numbers)
+    assert least < result["sent_bytes"]["ours int8"] < 1.02 * least
+    assert result["wire_bytes"]["ours int8"] == 2 * result["sent_bytes"]["ours int8"]
+    assert 0 < result["gradients"]["ours int8"]["error"] < 5e-2
+    assert all(each["same_on_all_ranks"] for each in result["gradients"].values())
+
+
+def check_late_memory(content: Content, printed: str) -> None:
+    assert {name: list(rows) for name, rows in content["models"].items()} == {"mlp": ["ours"]}
+    assert {"mlp ours views", "mlp stock", "branchy ours"} <= set(content["left_out"])
+
+
+def check_kernels(content: Content, printed: str) -> None:
+    rows = content["benchmarks"]
+    facts = {(row["extra_info"]["direction"], row["extra_info"]["contender"]): row for row in rows}
+    for direction in ("flatten", "unflatten"):
+        row = facts[direction, "tritonddp"]
+        info = row["extra_info"]
+        assert (info["tensors"], info["bytes"]) == (1000, 2 * 2 * 64_000)
+        # Shares follow from the rounds in the file.
+        ceiling = facts[direction, "device copy"]["stats"]["data"]
+        shares = sorted(a / b for a, b in zip(ceiling, row["stats"]["data"], strict=True))
+        assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
+    assert "share of the copy" in printed
+
+
+def check_host(content: Content, printed: str) -> None:
+    infos = [row["extra_info"] for row in content["benchmarks"]]
+    columns = {(info["kind"], info["configuration"]): set(info["us"]) for info in infos}
+    for name in ("unwrapped", "stock", "ours", "ours idle", "ours views"):
+        assert columns["parameter", name] == {"all", "hook"}
+        assert columns["bucket", name] == {"all", "launch"}
+        assert columns["step", name] == {"forward", "backward"}
+
+
+def check_growth(content: Content, printed: str) -> None:
+    rows = content["rows"]
+    timed, counted = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert [row["name"] for row in timed] == [row["name"] for row in counted]
+    assert all(len(row["raw_step_seconds"]) == 2 for row in timed)
+    grown = {row["name"]: row["grown"] for row in counted}
+    gradients = 4 * PARAMETERS["mlp"]
+    # Parameters and gradients; and what is packed, in a bucket or in memory of the host.
+    for name, least in (("unwrapped", 2), ("stock", 3), ("ours", 3)):
+        assert 0.95 * least * gradients < grown[name] < 1.2 * least * gradients, grown
+    sent = {row["name"]: row["wire_bytes"] for row in counted}
+    assert sent["unwrapped"] == 0
+    assert sent["stock"] == gradients
+    assert gradients < sent["ours"] == sent["ours, process group"] < 1.01 * gradients
+
+
+def check_convergence(content: Content, printed: str) -> None:
+    (task,) = content["tasks"].values()
+    wires = ["fp32", "bf16", "int8", "int8 without feedback"]
+    assert list(task["losses"]) == list(task["comparisons"]) == wires
+    assert task["same_bits_after_steps"] == 2 * 40
+    assert len({str(curves) for curves in task["losses"].values()}) == 4
+    sent = task["sent_bytes"]
+    assert sent["bf16"] < 0.51 * sent["fp32"]
+    assert sent["int8"] == sent["int8 without feedback"] < 0.7 * sent["bf16"]
+    # What the task is there for.
+    away = {wire: max(map(abs, one["differences"])) for wire, one in task["comparisons"].items()}
+    assert away["int8"] < 0.5 * away["int8 without feedback"]
+
+
+def nothing_more(content: Content, printed: str) -> None:
+    """It has run to its end."""
+
+
+RUNS: dict[str, tuple[str, int | None, Callable[[Content, str], None]]] = {
+    "step branchy": ("step/step.py --models branchy --rounds 2 --builds 1", 2, check_step),
+    "step mlp": ("step/step.py --models mlp --rounds 2 --builds 1", 2, check_step),
+    "step late": ("step/step.py --models mlp --rounds 500 --compared-only", 2, check_late_step),
+    "step, fewer bytes": (
+        "step/step.py --models mlp --rounds 2 --builds 1 --families copies bf16 fp16 int8",
+        2,
+        check_fewer_bytes,
+    ),
+    "memory late": ("step/memory.py --models mlp branchy", 2, check_late_memory),
+    "kernels": ("plain.py kernels --only many_small-bf16 --rounds 2", None, check_kernels),
+    "host": ("plain.py host --rounds 2", None, check_host),
+    "growth": ("growth/growth.py --parameters 10 --ranks 2 --rounds 2", None, check_growth),
+    "convergence": (
+        "convergence/convergence.py --tasks opposed --steps 40 --seeds 3 4",
+        2,
+        check_convergence,
+    ),
+    "buffers": ("features/buffers.py --rounds 2", None, nothing_more),
+    "sharded": ("features/sharded.py --rounds 2", None, nothing_more),
+    "masters": ("features/masters.py --steps 5", 2, nothing_more),
+    "exchange": ("network/exchange.py --ranks 2 --sizes 16384", None, nothing_more),
+    "compiled": ("compiled/compiled.py --models mlp --rounds 2", 2, nothing_more),
+}
+LONG = ("step branchy", "kernels", "growth")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in LONG else pytest.mark.thorough) for n in RUNS],
+)
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    arguments, nproc, check = RUNS[name]
+    if name in ("convergence", "masters"):
+        pytest.importorskip("sklearn", reason="needs the extra [examples]")
+    env = LATE if name.endswith(" late") else {}
+    content, printed = measured(arguments, tmp_path / "result.json", nproc=nproc, env=env)
+    assert content["benchmark"]
+    assert content["machine"]["torch"] == torch.__version__
+    check(content, printed)
+
+
+@pytest.mark.long
+def test_the_timeline_is_a_picture_a_trace_and_times(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra [bench]")
+    command = "timeline/timeline.py --models mlp --steps 3"
+    measured(command, tmp_path, result=tmp_path / "timeline.json")
+    assert (tmp_path / "timeline-mlp.png").read_bytes().startswith(b"\x89PNG")
+    trace = gzip.decompress((tmp_path / "timeline-mlp.trace.json.gz").read_bytes())
+    assert sum(each.get("cat") == "backward" for each in json.loads(trace)["traceEvents"]) == 3
+
+
+@pytest.mark.thorough
+def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
+    """By the tree against its commit; it sleeps in every flatten."""
+    folder = copied(tmp_path / "repository")
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "base"]):
+        subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True)
+    bucket = folder / "tritonddp" / "buckets" / "bucket.py"
+    source = bucket.read_text()
+    line = "        self._counters.flattens += 1\n"
+    planted = source.replace(line, f"{line}        __import__('time').sleep(0.3)\n")
+    assert planted != source
+    bucket.write_text(planted)
+    command = "step/compare.py --base HEAD --models many_small --rounds 5 --builds 1"
+    content, printed = measured(command, tmp_path / "compare.json", root=folder)
+    assert len(content["base"]["commit"]) == 40
+    comparisons = content["models"]["many_small"]["comparisons"]
+    assert list(comparisons) == ["copies", "views"]
+    for one in comparisons.values():
+        assert one["tree"]["median"] > 1.5
+        assert one["verdict"] == "slower"
+    assert "\nslower than the base: many_small copies" in printed
+    assert "\nfaster than the base: none" in printed
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        ("step.step", "--rounds 0", "should be at least 1"),
+        ("step.step", "--models nothing", "invalid choice: 'nothing'"),
+        ("step.compare", "", "--base"),
+        ("step.compare", "--base no-such-revision", "'no-such-revision' names no commit of"),
+        ("network.network", "--rates 1gb", "neither a rate such as 1gbit nor none"),
+        ("network.network", "--rates 0gbit", "neither a rate such as 1gbit nor none"),
+        ("network.network", "--hosts 1", "--hosts must be from 2 to 250"),
+        ("report.report", "--check --from local", "--from goes with --figures"),
+        ("plain", "speed", "invalid choice: 'speed'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    module: str,
+    arguments: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments.split()])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        status = importlib.import_module(f"benchmarks.{module}").main()
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert said in capsys.readouterr().err
