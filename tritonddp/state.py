@@ -284,8 +284,7 @@ class DDPState:
         if config.delay is not None:
             yield DeferredBuckets(config.delay.until, config.caps.delayed, core.launching)
         if config.divide_factor not in (None, self.group.size):
-            params = lambda: [param for _, param in parameters.params]  # noqa: E731
-            yield EarlierMeans(params, "gradient_divide_factor")
+            yield EarlierMeans(lambda: parameters.params, "gradient_divide_factor")
         if config.check_finite is not None:
             yield FiniteCheck(config.check_finite, self.group)
 

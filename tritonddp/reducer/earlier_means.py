@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.failures import listed
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
@@ -21,25 +22,28 @@ class EarlierMeans(Extension):
     """Takes them out of ``.grad`` before a reduction, and adds them after it.
 
     Args:
-        params: returns the parameters whose gradients they are.
+        params: returns the parameters whose gradients they are, with their names.
         option: what needs that, in errors.
         is_reduced: ``.grad`` holds some already.
     """
 
     def __init__(
-        self, params: Callable[[], Iterable[Tensor]], option: str, is_reduced: bool = False
+        self,
+        params: Callable[[], Iterable[tuple[str, Tensor]]],
+        option: str,
+        is_reduced: bool = False,
     ) -> None:
         self._params, self._option = params, option
         self.reads_device = f"which gradients are reduced already ({option})"
         # No backward has added to the gradients since the last reduction.
         self.is_reduced = is_reduced
-        self._is_mixed = False  # a local backward has
+        self._mixed: list[tuple[str, Tensor]] = []  # to whose means a local one has
         self._aside: dict[Tensor, Tensor] = {}
 
     def take_over(self, former: EarlierMeans) -> None:
         """Go on from another one, of the same gradients."""
         self.is_reduced |= former.is_reduced
-        self._is_mixed = former._is_mixed
+        self._mixed = former._mixed
 
     def on_begin(self, backward: Backward) -> None:
         """Take the means out, unless the backward is local.
@@ -51,8 +55,8 @@ class EarlierMeans(Extension):
             self._check(backward.where)
             if self.is_reduced:
                 self.set_aside()
-        elif self.is_reduced or self._is_mixed:
-            self._is_mixed = self._any()
+        else:
+            self._mixed = _held(self._params() if self.is_reduced else self._mixed)
         self.is_reduced = False
 
     def on_request(self, reduction: Reduction) -> None:
@@ -62,7 +66,7 @@ class EarlierMeans(Extension):
     @torch.no_grad()
     def set_aside(self) -> None:
         """A reduction begins. (Copies: ``.grad`` may be a view of its bucket.)"""
-        self._aside = {p: p.grad.clone() for p in self._params() if p.grad is not None}
+        self._aside = {p: p.grad.clone() for _, p in self._params() if p.grad is not None}
         for param in self._aside:
             param.grad.zero_()  # type: ignore[union-attr]
 
@@ -79,23 +83,26 @@ class EarlierMeans(Extension):
     def on_close(self, reduction: Reduction | None) -> None:
         """After a reduction ``.grad`` holds means, until a backward adds to it."""
         if reduction is not None:
-            self.is_reduced, self._is_mixed = True, False
+            self.is_reduced, self._mixed = True, []
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """The gradients are as the backward has left them."""
         self._put_back()
 
     def _check(self, where: str) -> None:
-        self._is_mixed = self._is_mixed and self._any()
-        if self._is_mixed:
+        self._mixed = _held(self._mixed)
+        if self._mixed:
+            names = listed([name for name, _ in self._mixed])
             raise RuntimeError(
                 f"{where}: {self._option} cannot reduce gradients of a local backward that were "
-                "added to gradients which are reduced already. Drop those (zero_grad()) before the "
-                "first backward under no_sync(), or reduce all backwards"
+                f"added to gradients which are reduced already: of {names}. Drop those before the "
+                "first backward under no_sync() (zero_grad() of the module; that of an optimizer "
+                "leaves out what it does not train), or reduce all backwards"
             )
 
-    @torch.no_grad()
-    def _any(self) -> bool:
-        """Whether gradients were neither dropped nor set to zero."""
-        grads = (param.grad for param in self._params())
-        return any(grad is not None and bool(grad.norm() != 0) for grad in grads)
+
+@torch.no_grad()
+def _held(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Those whose gradients were neither dropped nor set to zero."""
+    grads = ((name, param, param.grad) for name, param in named)
+    return [(n, param) for n, param, grad in grads if grad is not None and bool(grad.norm() != 0)]

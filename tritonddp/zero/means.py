@@ -35,7 +35,7 @@ class OwnedMeans(Extension):
         optimizer: Callable[[], object],
     ) -> None:
         self._earlier = EarlierMeans(
-            lambda: [param for _, param in parameters.params if owners.get(param) == rank],
+            lambda: [named for named in parameters.params if owners.get(named[1]) == rank],
             "ZeroRedundancyOptimizer",
             is_reduced,
         )
