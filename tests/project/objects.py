@@ -1,4 +1,4 @@
-"""How large the objects of the core are, and how much they know of each other: for test_shape.py."""
+"""How large the objects of the core are, and what they know of each other: for test_shape.py."""
 
 import ast
 from collections import defaultdict

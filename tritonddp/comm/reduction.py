@@ -414,7 +414,7 @@ class Reduction:
                 for call in events.on_reduced:
                     call(self, bucket)
         if agreement.pending and not self.is_captured:
-            agreement.check_earlier()
+            agreement.check_pending(but_last=True)
 
     def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:
         """The exchange of ``bucket`` has raised this error: raise it, with an explanation.

@@ -388,15 +388,11 @@ class Agreement:
         readback.start(headers)
         self.pending.append(_Pending(readback, self._sent, where))
 
-    def check_earlier(self) -> None:
-        """On a GPU a reduction has ended, on all ranks: check the headers of those before it."""
-        self.check_pending(but_last=True)
-        self.is_stopped, self.unit = self._has_stop, self._next_unit
-
     def check_pending(self, but_last: bool = False) -> None:
         """Wait for headers that are not checked yet, and check them: raises as :meth:`read`.
 
-        What raises stays pending. With ``but_last`` those of the last reduction are left out.
+        What raises stays pending. With ``but_last``, at the end of a reduction of all ranks, those
+        of that are left out.
         """
         while len(self.pending) > but_last:
             readback, sent, where = self.pending[0]
@@ -417,6 +413,8 @@ class Agreement:
                 self.last_headers = string_at(*readback.memory) if is_steady else b""
             del self.pending[0]
             self._readbacks.append(readback)
+        if but_last:
+            self.is_stopped, self.unit = self._has_stop, self._next_unit
 
     def request_stop(self, reductions: int) -> None:
         """Ask all ranks to stop, in the next header that is made.
