@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonddp._torch import foreach_norm
+from tritonddp._torch import foreach_mul_, foreach_norm
 from tritonddp.buckets.parameters import parameters_of
 from tritonddp.reducer.reducer import Reducer
 
@@ -46,7 +46,11 @@ class GradientNorms:
                 "it cannot be clipped. To disable this error and scale the gradients by the "
                 "non-finite norm anyway, set `error_if_nonfinite=False`"
             )
-        nn.utils.clip_grads_with_norm_((p for _, p in parameters_of(module)), max_norm, total)
+        # (Without a condition, for which the host would wait.)
+        factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        grads: list[Any] = [p.grad for _, p in parameters_of(module) if p.grad is not None]
+        for (device, _), numbers in _by_kind(grads).items():
+            foreach_mul_([grads[number] for number in numbers], factor.to(device))
         return total
 
     def _total(self, module: nn.Module) -> Tensor:
@@ -80,13 +84,18 @@ class GradientNorms:
             )
 
 
-def _norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each gradient, ``()`` fp32 or fp64, on its device; of sparse ones too."""
-    norms: dict[int, Tensor] = {}
+def _by_kind(grads: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Numbers of the gradients, by device and dtype: foreach functions take those of one kind."""
     by_kind: dict[Any, list[int]] = {}
     for number, grad in enumerate(grads):
         by_kind.setdefault((grad.device, grad.dtype), []).append(number)
-    for (_, dtype), numbers in by_kind.items():
+    return by_kind
+
+
+def _norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each gradient, ``()`` fp32 or fp64, on its device; of sparse ones too."""
+    norms: dict[int, Tensor] = {}
+    for (_, dtype), numbers in _by_kind(grads).items():
         alike = [grads[number] for number in numbers]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in alike]
         # (A norm in fp16 could be too large for it.)
