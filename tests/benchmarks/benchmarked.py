@@ -17,13 +17,11 @@ def measured(
     nproc: int | None = 2,
     env: dict[str, str] | None = None,
     root: Path = ROOT,
-    result: Path | None = None,
 ) -> tuple[dict[str, Any], str]:
     """The result file of a run on the CPU that is to succeed, and what the run printed.
 
     Args:
         command: the script in ``benchmarks``, and its arguments.
-        out: of the run: the result file, or the folder of ``result``.
         nproc: ranks; ``None`` for a script that starts them itself, or has none.
     """
     script, *arguments = command.split()
@@ -34,7 +32,7 @@ def measured(
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((result or out).read_text()), done.stdout
+    return json.loads(out.read_text()), done.stdout
 
 
 def copied(folder: Path) -> Path:

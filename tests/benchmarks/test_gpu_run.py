@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 from benchmarks.base import processes
 from benchmarks.gpu import gpu, one_card
 from benchmarks.gpu import parts as gpu_parts
-from benchmarks.gpu.parts import Outcome, Part, read_json, read_tests
+from benchmarks.gpu.parts import Part, read_json, read_tests
 from benchmarks.gpu.summary import summary
 from benchmarks.report import bounds as gpu_bounds
 from benchmarks.report.tables import CEILING
@@ -71,15 +70,6 @@ def test_parts_come_in_the_order_of_what_a_user_came_for() -> None:
     assert sum(part.limit for part in (gpu.DESCRIBE, gpu_parts.parts()[0])) < 90
 
 
-def test_steps_alone_can_be_asked_for() -> None:
-    names = [part.name for part in gpu_parts.parts(cards=2)]
-    asked = [name for name in names if gpu.is_asked_for(name, "step")]
-    more = ["step-graphs", "step-wires", "step-compiled"]
-    assert asked == ["step-training", "step-cards-2", *more]
-    assert [name for name in names if gpu.is_asked_for(name, "step-wires")] == ["step-wires"]
-    assert not gpu.is_asked_for("stepping", "step")
-
-
 def test_a_rehearsal_runs_the_same_commands() -> None:
     real = {part.name: part for part in (*gpu_parts.parts(), *gpu_parts.parts(cards=2))}
     for part in gpu_parts.parts(rehearse=True):
@@ -115,22 +105,6 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report)
     found = {n: (each["status"], each["reason"], each["result"]) for n, each in parts.items()}
     assert found == {part.name: expected for part, expected in cases}
     assert "\n".join(summary(report.content))
-
-
-def test_a_part_has_the_time_that_is_left_and_leaves_the_later_ones_theirs(
-    report: gpu.Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[float] = []
-
-    def outcome(part: Part, limit: float) -> Outcome:
-        limits.append(limit)
-        return Outcome("ok")
-
-    monkeypatch.setattr(gpu, "_outcome", outcome)
-    for left, later in ((100, 60), (100, 10), (45, 40)):
-        report.end, report.later = time.monotonic() + left, later
-        report.run(script("part", "", limit=30))
-    assert limits == [pytest.approx(40, abs=1), pytest.approx(60), pytest.approx(5, abs=1)]
 
 
 def test_two_ranks_on_one_card_are_asked_for_first(
@@ -211,31 +185,6 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     # (Whether its bound holds says nothing here: tables of addresses are larger than so few
     # gradients.)
     assert results["memory"]["models"]["mlp"]["ours"]["drift"] == 0
-
-
-@pytest.mark.thorough
-def test_a_run_that_is_cut_off_ends_what_it_started_and_says_what_it_has(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "gpu" / "gpu.py"
-    command = [sys.executable, str(script), "--rehearse", "--only", "probe", "test-nccl-2"]
-    run = subprocess.Popen(
-        [*command, "--out", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    assert run.stdout is not None
-    while not run.stdout.readline().startswith("--- test-nccl-2"):
-        assert run.poll() is None
-    time.sleep(1)  # the tests have begun
-    started = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    children = [int(pid) for pid in started.read_text().split()] if started.exists() else []
-    run.terminate()
-    printed, _ = run.communicate(timeout=120)
-    assert run.returncode == 124
-    assert all(not Path(f"/proc/{pid}").exists() for pid in children)
-    assert re.search(r"probe +ok +\d", printed)
-    content = json.loads((tmp_path / "rehearsal" / "gpu.json").read_text())
-    assert list(content["parts"]) == ["describe", "probe"]
 
 
 TESTS = """<testsuites><testsuite>

@@ -22,12 +22,12 @@ def test_what_slows_a_whole_round_down_cancels() -> None:
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((1.1, 1.1, 1.1))
 
 
-def test_the_interval_holds_the_truth_in_about_95_of_100_runs() -> None:
+def test_the_interval_holds_the_truth_in_about_38_of_40_runs() -> None:
     held = 0
-    for seed in range(100):
+    for seed in range(40):
         ratio = paired_ratio(noisy(1.3, 40, 2 * seed), noisy(1.0, 40, 2 * seed + 1))
         held += ratio.low <= 1.3 <= ratio.high
-    assert 88 <= held <= 100
+    assert 35 <= held <= 40
 
 
 def test_the_same_samples_give_the_same_interval_twice() -> None:

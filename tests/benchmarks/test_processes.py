@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import ignoring
 
 from benchmarks.base import processes
 
@@ -63,25 +62,6 @@ def test_what_hangs_is_killed_with_its_children() -> None:
     assert codes == [None], "killed: it has not come to its end"
     assert text
     assert all(gone(int(pid)) for pid in text.split())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ignored", [[], [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]], ids=len)
-def test_what_is_interrupted_may_write_its_report(
-    ignored: list[signal.Signals], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "GRACE", 60.0)
-    code = """
-import time
-try:
-    time.sleep(300)
-except KeyboardInterrupt:
-    print("report")
-"""
-    with ignoring(*ignored):
-        codes, text = run(code, limit=5)
-    assert codes == [None]
-    assert text == "report\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")

@@ -16,7 +16,6 @@ from benchmarked import check_labels
 from benchmarks import bench
 from benchmarks.base.results import load
 from benchmarks.report import report
-from benchmarks.report import tables as report_tables
 
 
 @pytest.fixture
@@ -106,14 +105,6 @@ def test_local_results_are_left_alone_unless_they_are_asked_for(
     assert (local / report.TABLES).read_text() == "of another run"
 
 
-def test_what_has_no_file_is_not_measured() -> None:
-    figures = report_tables.figures({})
-    assert {tuple(lines) for lines in figures.values()} == {("Not measured.",)}
-    only_gpu = report_tables.figures({"gpu-h100": load(report.RESULTS)["gpu-h100"]})
-    assert only_gpu["step"] == ["Not measured."]
-    assert only_gpu["gpu"] == ["Not measured."]  # what was measured there was idle
-
-
 @pytest.mark.long
 def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
@@ -172,15 +163,6 @@ def test_a_part_that_hangs_is_ended_and_what_it_wrote_is_kept(
     assert json.loads(result.read_text()) == content
 
 
-def test_half_a_result_and_that_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
-    result = tmp_path / "part.json"
-    result.write_text("{}")
-    assert outcome_of("pass", tmp_path).startswith("ok, ")
-    assert not result.exists()
-    outcome_of(writing(result, '{"models":'), tmp_path)
-    assert not result.exists()
-
-
 def test_all_parts_together_are_under_ten_minutes() -> None:
     grace, limit = re.findall(
         r"timeout -k (\d+) (\d+) \S+ benchmarks/bench",
@@ -190,30 +172,6 @@ def test_all_parts_together_are_under_ten_minutes() -> None:
     # Between them there is time for parts that take longer than they should.
     assert int(limit) >= bench.SECONDS + bench.LEAST_SECONDS
     assert int(grace) + int(limit) < 600
-
-
-@pytest.mark.long
-def test_make_bench_writes_its_folder_only_and_ends_with_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def committed() -> dict[Path, bytes]:
-        files = [*report.PAGES, *sorted((report.RESULTS / "cpu").iterdir())]
-        return {path: path.read_bytes() for path in files}
-
-    out = tmp_path / "results" / "local"
-    copy = (
-        f"import shutil; shutil.copy({str(report.RESULTS / 'cpu' / 'step.json')!r}, {str(out)!r})"
-    )
-    part = bench.Part("step", 1, shlex.join(["-c", copy]))
-    monkeypatch.setattr(bench, "PARTS", (part, bench.PARTS[-1]))
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(out)])
-    before = committed()
-    assert bench.main() == 0
-    assert committed() == before
-    assert (out / report.TABLES).read_text().startswith("# Measured on: local")
-    printed = capsys.readouterr().out
-    assert "transformer copies, backwards: stock" in printed.rsplit("ours against", 1)[1]
-    assert f"Written to {out}; the committed results" in printed
 
 
 def test_no_part_names_what_is_committed() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,16 +180,6 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert content["benchmark"]
     assert content["machine"]["torch"] == torch.__version__
     check(content, printed)
-
-
-@pytest.mark.long
-def test_the_timeline_is_a_picture_a_trace_and_times(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra [bench]")
-    command = "timeline/timeline.py --models mlp --steps 3"
-    measured(command, tmp_path, result=tmp_path / "timeline.json")
-    assert (tmp_path / "timeline-mlp.png").read_bytes().startswith(b"\x89PNG")
-    trace = gzip.decompress((tmp_path / "timeline-mlp.trace.json.gz").read_bytes())
-    assert sum(each.get("cat") == "backward" for each in json.loads(trace)["traceEvents"]) == 3
 
 
 @pytest.mark.thorough

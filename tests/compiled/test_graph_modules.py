@@ -30,7 +30,7 @@ from tritonddp.compiled.operators import Traced
 def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
     with one_graph(Conv) as net:
         twin = DistributedDataParallel(seeded(Conv))
-        for number in range(24):
+        for number in range(6):
             for step in (net.call, twin):
                 loss_of(step(batch(number))).backward()
             for (name, buffer), other in zip(net.ddp.named_buffers(), twin.buffers(), strict=True):

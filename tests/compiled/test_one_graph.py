@@ -27,7 +27,6 @@ from one_graph import (
     one_graph,
     seeded,
     train,
-    watched,
 )
 from torch import Tensor, nn
 
@@ -66,14 +65,6 @@ def test_inductor(name: str) -> None:
         assert_all_left(left)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", NETS)
-@ranks(3, timeout=600)
-def test_fifty_steps_on_three_ranks(name: str, backend: str) -> None:
-    train(NETS[name], Backend(backend), steps=50)
-
-
 @pytest.mark.parametrize("option", OPTIONS)
 @ranks(2, timeout=300)
 def test_options_do_what_they_do_without(option: str) -> None:
@@ -82,12 +73,12 @@ def test_options_do_what_they_do_without(option: str) -> None:
 
 
 @ranks(2, timeout=300)
-def test_fifty_steps_compile_nothing_more() -> None:
+def test_later_steps_compile_nothing_more() -> None:
     backend = Backend()
     with one_graph(backend=backend) as net:
         ddp, compiled = net.ddp, net.call
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for number in range(50):
+        for number in range(15):
             optimizer.zero_grad(set_to_none=number % 5 != 0)
             with ddp.no_sync() if number % 7 == 3 else contextlib.nullcontext():
                 loss_of(compiled(batch(number))).backward()
@@ -157,7 +148,7 @@ def test_copies_of_gradients_and_launches_are_counted() -> None:
 def test_wrappers_alike_share_what_is_compiled() -> None:
     backend = Backend()
     with fresh_dynamo():
-        for number in range(12):
+        for number in range(9):  # more than dynamo compiles of one frame
             net = Net(DistributedDataParallel(seeded(Layers), **SMALL), backend)
             for step in range(2):
                 net.step(number + step)
@@ -241,15 +232,3 @@ def test_a_wrapper_is_freed_and_its_graph_may_outlive_it() -> None:
         gc.collect()
         assert core() is None
         loss.backward()
-
-
-@ranks(2, timeout=300)
-def test_a_communication_hook() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    with one_graph() as net, watched() as left:
-        net.ddp.register_comm_hook(None, allreduce_hook)
-        for number in range(4):
-            net.step(number)
-            net.assert_means(number)
-    assert_all_left(left)

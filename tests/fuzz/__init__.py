@@ -1,4 +1,4 @@
-"""Any arguments, in any order of calls: what comes out is what the docstrings say.
+"""Any arguments: what comes out is what the docstrings say.
 
 examples.py    how many are drawn
 models.py      what is wrapped, and the step that has to be right

@@ -11,7 +11,7 @@ import torch
 from launched import ROOT
 
 from tritonddp import DistributedDataParallel
-from tritonddp.integrations.accelerate import instead_of_stock, use_tritonddp
+from tritonddp.integrations.accelerate import use_tritonddp
 
 
 def is_installed(*names: str) -> bool:
@@ -116,13 +116,6 @@ def test_an_accelerator_that_has_wrapped_a_model_is_refused() -> None:
     accelerator._models.append(stock.__new__(stock))
     with pytest.raises(RuntimeError, match=r"call use_tritonddp\(\) before prepare\(\)"):
         use_tritonddp(accelerator)
-
-
-def test_the_name_of_stock_comes_back() -> None:
-    stock = torch.nn.parallel.DistributedDataParallel
-    with instead_of_stock():
-        assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
-    assert torch.nn.parallel.DistributedDataParallel is stock
 
 
 def test_a_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ def test_in_place_is_on_or_off() -> None:
         use_tritonddp(Accelerator(), in_place="yes")  # type: ignore[arg-type]
 
 
+@pytest.mark.long  # to import Lightning takes longer than all the others
 @pytest.mark.parametrize("library", ["lightning", "fabric"])
 def test_a_strategy_in_place_is_on_or_off(library: str) -> None:
     if not is_installed(*NEEDED[library]):

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import ROOT, played
+from launched import ROOT
 from training import in_threads
 
 import tritonddp
@@ -75,17 +75,6 @@ def test_sigterm_is_the_default_and_each_signal_has_a_first_one(asked: Asked) ->
         signal.raise_signal(USR1)
         signal.raise_signal(USR2)
     assert asked.count == 3
-
-
-def test_it_is_taken_back_where_nobody_has_set_another_handler(asked: Asked) -> None:
-    def other(number: int, frame: Any) -> None:
-        pass
-
-    before = signal.getsignal(USR1), signal.getsignal(USR2)
-    with tritonddp.stop_on_signal(USR1, USR2):
-        signal.signal(USR2, other)
-    assert signal.getsignal(USR1) == before[0]
-    assert signal.signal(USR2, before[1]) is other
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
@@ -277,85 +266,38 @@ def test_wrapping_on_another_thread_meanwhile_is_no_error(asked: Asked) -> None:
     assert asked.count == 50
 
 
-def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        **options,
-    )
+def died_of(work: Callable[[], None]) -> tuple[int, str]:
+    """The signal that ended a process which is forked here, and what it wrote."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os.dup2(writing, 1)
+        work()
+        os._exit(0)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        return os.WTERMSIG(status), pipe.read()
 
 
-TWICE = """
-import os, signal, time
-import tritonddp
-tritonddp.stop_on_signal()
-os.kill(os.getpid(), signal.SIGTERM)
-print("first", flush=True)
-time.sleep(0.2)
-os.kill(os.getpid(), signal.SIGTERM)
-print("second")
-"""
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_sigterm_twice_ends_the_process_and_once_one_that_it_has_forked(asked: Asked) -> None:
+    def is_asked_twice() -> None:
+        tritonddp.stop_on_signal()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.write(1, f"asked {asked.count}".encode())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert died_of(is_asked_twice) == (signal.SIGTERM, "asked 1")
+    with tritonddp.stop_on_signal():
+        # As Pool.terminate() sends it, which waits for its workers.
+        assert died_of(lambda: os.kill(os.getpid(), signal.SIGTERM)) == (signal.SIGTERM, "")
+    assert asked.count == 0
 
 
-def test_sigterm_twice_ends_the_process() -> None:
-    done = python(TWICE)
-    assert done.returncode == -signal.SIGTERM
-    assert done.stdout == "first\n"
-    assert "SIGTERM: asks all ranks to stop" in done.stderr
-
-
-# Pool.terminate() waits for workers to which it sends SIGTERM.
-FORKED = """
-import multiprocessing, os, signal
-import tritonddp
-tritonddp.stop_on_signal()
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    print(sorted(pool.map(abs, [-1, -2])), flush=True)
-pool.join()
-print("terminated", flush=True)
-"""
-
-
-def test_a_forked_process_is_ended_by_the_first_signal() -> None:
-    done = python(FORKED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[1, 2]\nterminated\n"
-
-
-# torchrun sends a signal to the process group of each rank: to the workers of its loader, too.
-LOADING = """
-import os, signal
-import torch, torch.distributed as dist
-from torch.utils.data import DataLoader
-import tritonddp
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = tritonddp.DistributedDataParallel(torch.nn.Linear(4, 2))
-loader = DataLoader(torch.randn(100_000, 4), 4, num_workers=1)
-with tritonddp.stop_on_signal():
-    for number, x in enumerate(loader):
-        model(x).sum().backward()
-        if (number, dist.get_rank()) == (20, 0):
-            os.kill(os.getppid(), signal.SIGTERM)
-        if model.should_stop():
-            print(f"rank {dist.get_rank()} stopped\\n", end="", flush=True)
-            break
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-def test_ranks_whose_loaders_have_processes_stop_by_a_signal_to_torchrun(tmp_path: Path) -> None:
-    done = played(LOADING, tmp_path, nproc=2)
-    assert sorted(done.stdout.splitlines()) == ["rank 0 stopped", "rank 1 stopped"], done.stderr
-    assert "DataLoader worker" not in done.stderr
-
-
-# A signal to the process group, of which workers of DataLoaders are members.
+# torchrun sends a signal to the process group of each rank, of which workers of its loader are
+# members.
 SHIELDED = """
 import multiprocessing, os, signal, sys
 import torch
@@ -407,11 +349,10 @@ if __name__ == "__main__":
 """
 TERM = signal.SIGTERM
 IN_A_GROUP = {
-    "forked": [(TERM, "fork", False, False), (TERM, "fork", True, False)],
-    "forked before": [
-        (TERM, "fork", False, True),
+    "forked": [
+        (TERM, "fork", False, False),
         (TERM, "fork", True, True),
-        (USR1, "fork", 0, 1),
+        (USR1, "fork", False, True),
     ],
     "spawned": [(TERM, "spawn", True, False)],
     "by a server": [(TERM, "forkserver", False, False)],
@@ -434,10 +375,7 @@ def shielded(tmp_path: Path, cases: Any, *more: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        *("forked", "forked before"),
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("spawned", "by a server")),
-    ],
+    [pytest.param(kind, marks=() if kind == "forked" else pytest.mark.long) for kind in IN_A_GROUP],
 )
 def test_a_signal_to_the_group_leaves_workers_of_loaders_at_work(kind: str, tmp_path: Path) -> None:
     done = shielded(tmp_path, IN_A_GROUP[kind])

@@ -44,24 +44,6 @@ def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "wire",
-    [
-        pytest.param(["--reduce-dtype", "bf16"], marks=pytest.mark.thorough),
-        ["--compression", "int8"],
-        pytest.param(["--compression", "int8", "--no-error-feedback"], marks=pytest.mark.thorough),
-    ],
-    ids=" ".join,
-)
-def test_the_wire_that_was_asked_for_is_tritonddp_s(wire: list[str]) -> None:
-    done = run(EXAMPLE, "--steps", "4", "--ddp", "both", *wire)
-    assert done.returncode == 0, done.stderr
-    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes", "yes"]
-    (largest,) = re.findall(r"stock to triton: (\S+)\n", done.stdout)
-    assert 0 < float(largest) < 0.1
-
-
-@pytest.mark.thorough
 def test_text_is_learnt_with_gradients_as_bucket_views() -> None:
     done = run(
         EXAMPLE,
@@ -104,48 +86,3 @@ sys.exit(train.main())
     assert row(done.stdout, "bit-identical on all 2 ranks") == ["NO"]
     assert "ERROR: triton: 0.weight differs between the ranks" in done.stderr
     assert re.search(r"exitcode *: 1 ", done.stderr)
-
-
-ONE_RANK = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arguments", "env", "message"),
-    [
-        ([], {}, "start it with torchrun: torchrun --standalone --nproc-per-node 2 "),
-        (["--device", "cuda"], {**ONE_RANK, "CUDA_VISIBLE_DEVICES": ""}, "use --device cpu"),
-        (["--backend", "nccl"], ONE_RANK, "use --device cuda, or gloo"),
-        (["--batch-size", "1439"], ONE_RANK, "use fewer processes or a smaller --batch-size"),
-        ([], {**ONE_RANK, "WORLD_SIZE": "45"}, "use fewer processes or a smaller --batch-size"),
-        (["--steps", "1"], ONE_RANK, "argument --steps: 1 is not at least 2"),
-        (["--ddp", "stock", "--compression", "int8"], ONE_RANK, "need --ddp triton, or both"),
-    ],
-    ids=[
-        *("no torchrun", "no CUDA", "nccl on CPU", "batch too large", "too many ranks"),
-        *("one step", "stock's wire"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(
-    arguments: list[str], env: dict[str, str], message: str
-) -> None:
-    done = run(EXAMPLE, *arguments, nproc=None, env=env)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("train.py: error: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.long
-def test_bad_input_under_torchrun_is_said_once() -> None:
-    done = run(EXAMPLE, "--backend", "nccl")
-    assert done.returncode != 0
-    assert done.stderr.count("train.py: error: ") == 1
-    assert re.search(r"exitcode *: 2 ", done.stderr)

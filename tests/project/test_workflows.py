@@ -4,8 +4,6 @@
 """
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from launched import ROOT
@@ -68,14 +66,6 @@ def test_a_workflow_may_read_the_repository_and_a_job_what_it_needs() -> None:
     }
 
 
-def test_workflows_do_not_run_beside_themselves_nor_for_hours() -> None:
-    groups = [each["concurrency"]["group"] for each in WORKFLOWS.values()]
-    # A release calls the tests, and would wait for itself in a group of the same name.
-    assert len(set(groups)) == len(WORKFLOWS)
-    for job, content in JOBS.items():
-        assert "timeout-minutes" in content or "uses" in content, job
-
-
 def test_a_release_is_built_from_a_tag_and_published_after_all_tests() -> None:
     release = WORKFLOWS["release.yml"]
     assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key "on" as a boolean
@@ -92,27 +82,3 @@ def test_each_python_and_each_torch_that_is_supported_is_tested() -> None:
     tested = combinations()
     assert {python for python, _ in tested} == pythons
     assert {minor(torch or pinned) for _, torch in tested} == known
-
-
-def test_the_oldest_and_the_newest_torch_are_tested_on_each_python() -> None:
-    oldest, newest = MATRIX["torch"]
-    for python in MATRIX["python"]:
-        torches = [torch for each, torch in combinations() if each == python]
-        assert oldest in torches
-        # Python 3.10 has one torch less.
-        assert newest in torches or len([each for each in torches if each > oldest]) == 1
-
-
-def check_paths(workflow: Any) -> None:
-    """Folders that are handed on are those that the Makefile writes."""
-    for job in workflow["jobs"].values():
-        for step in job.get("steps", ()):
-            path = step.get("with", {}).get("path")
-            assert path in (None, "dist/", "site/"), path
-
-
-def test_what_is_handed_on_is_what_make_has_built() -> None:
-    for workflow in WORKFLOWS.values():
-        check_paths(workflow)
-    assert re.search(r"--outdir dist\b", Path(ROOT, "Makefile").read_text())
-    assert "site_dir: site\n" in Path(ROOT, "mkdocs.yml").read_text()

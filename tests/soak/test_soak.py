@@ -20,6 +20,7 @@ def test_nothing_piles_up_or_drifts_over_some_steps() -> None:
     assert report.lives > 3
 
 
+@pytest.mark.long
 @ranks(2, timeout=240)
 def test_an_open_file_in_each_step_is_found() -> None:
     report = run.soak(seed=2, steps=90, leak="file")
@@ -58,6 +59,7 @@ def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
         oracle._mean = mean
 
 
+@pytest.mark.long
 def test_the_plan_has_all_that_a_soak_is_to_see() -> None:
     planned = list(run.lives(seed=0, steps=10_000))
     assert sum(length for _, length in planned) == 10_000
@@ -82,12 +84,23 @@ def test_the_plan_has_all_that_a_soak_is_to_see() -> None:
     assert sum(isinstance(each, Forward) and not each.grad for each in actions) > 50
 
 
-def test_memory_that_grows_by_more_than_a_hundredth_is_found() -> None:
-    def taken(grows: float) -> list[Footprint]:
-        return [
-            Footprint(step, None, 0, int(1e8 * (1 + grows * step / 10_000)), 8, 4, 100, 1000)
+def test_what_grows_is_found() -> None:
+    """Memory by more than a hundredth, files at all, objects by more than a few."""
+
+    def taken(memory: float = 0.0, files: float = 0.0, objects: float = 0.0) -> list[str]:
+        footprints = [
+            Footprint(
+                *(step, None, 0, int(1e8 * (1 + memory * step / 10_000))),
+                *(int(8 + files * step), 4, 100, int(1000 + objects * step)),
+            )
             for step in range(0, 10_001, 100)
         ]
+        return complaints(footprints, 2500, 10_000)
 
-    assert complaints(taken(0.019), 2500, 10_000) == []
-    assert "memory grew by 1.4" in complaints(taken(0.03), 2500, 10_000)[0]
+    assert taken(memory=0.019, objects=0.01) == []
+    (found,) = taken(memory=0.03)
+    assert "memory grew by 1.4" in found
+    (found,) = taken(files=1)
+    assert "the number of files that outlive a wrapper changed: 2508 after step 2500" in found
+    (found,) = taken(objects=1)
+    assert "more objects between wrappers after step 10000 than after 2500" in found
