@@ -29,7 +29,7 @@ def measured(
         *(root / "benchmarks" / script, *arguments, "--out", out),
         nproc=nproc,
         env={"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", **(env or {})},
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout

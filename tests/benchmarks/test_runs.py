@@ -164,7 +164,7 @@ RUNS: dict[str, tuple[str, int | None, Callable[[Content, str], None]]] = {
     "exchange": ("network/exchange.py --ranks 2 --sizes 16384", None, nothing_more),
     "compiled": ("compiled/compiled.py --models mlp --rounds 2", 2, nothing_more),
 }
-LONG = ("step branchy", "kernels", "growth")
+LONG = ("step branchy", "kernels")
 
 
 @pytest.mark.parametrize(
