@@ -3,7 +3,7 @@
 # make test    the tests that are quick, of every room, in under 5 minutes on 2 cores once installed
 #              (make test TORCH=2.11.0: against another torch, in a venv of its own)
 # make test-all       all tests but those that find little more (half an hour)
-# make test-ci        those of make test, and a sixth of the others, another one each day: what CI runs
+# make test-ci        those of make test, and a tenth of the others, another one each day: what CI runs
 # make test-faults    each rank in turn dies, stops or errs: all faults (make test plays one)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 steps of random scenarios beside an oracle: does anything pile up or drift? (some minutes)
@@ -75,7 +75,7 @@ test-all: $(VENV)/.test-installed
 
 test-ci: export TRITONDDP_LONG ?= $(shell expr $$(date +%s) / 86400)
 test-ci: $(VENV)/.test-installed
-	@echo "Running the quick tests and a sixth of the others (about ten minutes) ..."
+	@echo "Running the quick tests and a tenth of the others (about ten minutes) ..."
 	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients" -n 2 --dist loadfile $(ARGS)
 
 test-faults: $(VENV)/.test-installed

@@ -10,7 +10,7 @@ import pytest
 pytest.register_assert_rewrite("against_twins")
 
 # A number: of the tests marked ``long`` one of SHARE is played, another one for the next number.
-LONG, SHARE = "TRITONDDP_LONG", 6
+LONG, SHARE = "TRITONDDP_LONG", 10
 # Marks of the tests that `make test` does not play.
 ELSEWHERE = ("long", "thorough", "clients", "gpu")
 
