@@ -76,7 +76,7 @@ def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
 def prepared_of(flat: FlatBuffer) -> Any:
     """The launch that is prepared to flatten ``flat``."""
     launches = flat.tables.launches
-    return next(found[0] for key, found in launches.items() if flatten._launch in (key, key[0]))
+    return next(found for key, found in launches.items() if flatten._launch in (key, key[0]))
 
 
 def compiled(flat: FlatBuffer) -> Any:

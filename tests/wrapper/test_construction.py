@@ -179,7 +179,6 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "exact, by no name": ({"compression": "int8", "exact": 3}, "exact should be a name; got 3"),
     "divided by truth": ({"gradient_divide_factor": True}, "None or a number, got True"),
     "divided by a word": ({"gradient_divide_factor": "mean"}, "None or a number, got 'mean'"),
-    "grad_norm": ({"grad_norm": "yes"}, "grad_norm should be True or False"),
     "metrics": ({"metrics": "yes"}, "metrics"),
 }
 for kind, wrong in ((ValueError, WRONG_VALUES), (TypeError, WRONG_TYPES)):
@@ -357,7 +356,6 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"mixed_precision.*float16",
     ),
     "buffers": ({}, {"forward_sync_buffers": False}, "forward_sync_buffers"),
-    "grad_norm": ({"grad_norm": True}, {"grad_norm": False}, "grad_norm"),
     "metrics": ({"metrics": True}, {"metrics": False}, "metrics"),
 }
 

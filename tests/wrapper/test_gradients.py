@@ -256,7 +256,7 @@ def test_profiles_show_the_forward_as_stock_ddp_does() -> None:
 OPTIONS_OF_THE_HOST: dict[str, dict[str, Any]] = {
     "defaults": {},
     "process group": {"transport": "process_group"},
-    "checked": {"check_finite": "raise", "grad_norm": True},
+    "checked": {"check_finite": "raise"},
     "int8": {"compression": "int8", "metrics": True},
     "int8, in the process group": {"compression": "int8", "transport": "process_group"},
 }

@@ -59,7 +59,7 @@ MODES: dict[str, Callable[[], Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {},
     "process group": {"transport": "process_group"},
-    "int8": {"compression": "int8", "grad_norm": True},
+    "int8": {"compression": "int8"},
 }
 
 

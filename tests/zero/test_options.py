@@ -20,7 +20,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static graph": {"static_graph": True},
     "skipping": {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
     "metrics": {"metrics": True},
-    "norm": {"grad_norm": True},
     "finite": {"check_finite": "raise"},
     "small buckets": {"bucket_cap_mb": 1e-4},
     "one bucket": {"bucket_cap_mb": 100},
