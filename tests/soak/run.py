@@ -112,7 +112,9 @@ class _Life:
         self._judge = Judge(scenario, OURS)
         self._steps = scenario.actions.count(Step())
         self._done = 0
-        bare = [n for n, each in enumerate(scenario.actions) if each == ZeroGrad(True, False)]
+        # Behind a step: no backward of an earlier forward is to come.
+        behind = zip(scenario.actions, scenario.actions[1:], strict=False)
+        bare = [n for n, each in enumerate(behind, 1) if each == (Step(), ZeroGrad(True, False))]
         later = [n for n in bare if scenario.actions[:n].count(Step()) >= self._steps // 2]
         self._measured = {later[0], later[-1]} if is_long and later else set()
 
