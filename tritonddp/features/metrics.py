@@ -76,9 +76,8 @@ class StepClock:
         self._device = device
         self._part = INPUT
         self._laps: list[tuple[int, Stamp]] = []  # the end of the last step, and of parts since
-        self._unread: deque[list[tuple[int, Stamp]]] = (
-            deque()
-        )  # steps, whose events may not be over
+        # Steps, whose events may not be over.
+        self._unread: deque[list[tuple[int, Stamp]]] = deque()
 
     def lap(self, part: int, of: int | None = None) -> None:
         """``part`` begins now. The time since the last call belongs to the part ``of``.
