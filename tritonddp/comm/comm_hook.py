@@ -143,10 +143,7 @@ class CommHook:
     def call(self, bucket: Bucket, buffer: Tensor) -> Any:
         """Call the hook; returns its future."""
         is_last = bucket.index == self._last
-        with torch.no_grad():
-            future = self._hook(
-                self._state, GradBucket(bucket.index, is_last, buffer, bucket.params)
-            )
+        future = self._hook(self._state, GradBucket(bucket.index, is_last, buffer, bucket.params))
         if not isinstance(future, FUTURE):
             raise TypeError(
                 "the DDP communication hook's callback must return a torch.futures.Future object, "
@@ -160,7 +157,8 @@ class CommHook:
 
     def result(self, future: Any, buffer: Tensor) -> Tensor:
         """Wait for the hook's future; returns the tensor in it."""
-        if not future.done():
+        # (The future of one collective ends by itself. A callback costs a change of threads.)
+        if not self._issues_one and not future.done():
             ended = threading.Event()
             future.add_done_callback(lambda _: ended.set())
             timeout = timeout_of(self._group.process_group, buffer.device)
@@ -175,10 +173,10 @@ class CommHook:
     def _agree(self) -> None:
         """All buckets have been launched: end their calls, then reduce all trailers at once."""
         calls = self._calls
-        where = f"rank {self._group.rank}, step {self._counters.reductions}"
         for call in calls:
             call.end()
             if call.error is not None and self._failure is None:
+                where = f"rank {self._group.rank}, step {self._counters.reductions}"
                 self._failure = _named(where, call.bucket, call.error)
         device = calls[0].bucket.flat.data.device
         group, size = self._group.process_group, self._group.size
@@ -189,7 +187,7 @@ class CommHook:
             broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
             for number, call in enumerate(calls):
                 if call.is_broken:
-                    broken[number].fill_(1)
+                    broken[number].fill_(torch.nan)
             message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
             let_go(*(call.trailer for call in calls))  # allocated on the streams of gradients
         try:
@@ -203,17 +201,18 @@ class CommHook:
                 "all-reduce of their flags, behind the communication hooks",
             ) from self._failure or error
         sizes = [call.trailer.numel() for call in calls]
-        *trailers, broken = message.split([*sizes, len(calls)])
-        for call, trailer in zip(calls, trailers, strict=True):
-            _trailer(call.bucket).copy_(trailer)
-        factors = torch.where(broken > 0, torch.nan, 1.0).to(torch.float64)
+        *trailers, broken = message.split_with_sizes([*sizes, len(calls)])
+        is_whole = broken.is_cpu and not any(broken.tolist())  # cheap to detect
         found: dict[int, Tensor | None] = {}
-        for call, own in zip(calls, factors.split(1), strict=True):
-            if call.bucket.is_sparse:  # a sum; hooks divide what they get by the number of ranks
-                own = own * (1.0 / size)
-            data = call.bucket.flat.data  # on the CPU a factor of 1 is cheap to detect
-            is_one = data.is_cpu and own.item() == 1
-            found[call.bucket.index] = None if is_one else own.to(data.device)
+        for number, call in enumerate(calls):
+            flat = call.bucket.flat
+            flat.tail.copy_(trailers[number])
+            factor: Tensor | None = None
+            if not is_whole or call.bucket.is_sparse:  # NaN where gradients do not count
+                factor = broken[number : number + 1].to(flat.data.device, torch.float64).add(1)
+            if factor is not None and call.bucket.is_sparse:
+                factor /= size  # of a sum; hooks divide what they get by the number of ranks
+            found[call.bucket.index] = factor
         self._factors = found
         calls.clear()  # so that they do not keep old buckets alive
 
@@ -236,7 +235,7 @@ class _Call:
         self.bucket = bucket
         self.is_broken = is_broken  # its gradients do not count
         # Of this rank. Saved before the call: a hook may resize the buffer, and so overwrite it.
-        self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
+        self.trailer = bucket.flat.tail.to(_TRAILERS, copy=True)
         self.error: BaseException | None = None  # what the hook raised on this rank
         self._hook = hook
         self._has_begun = False
@@ -293,14 +292,10 @@ class _Call:
         self.is_broken = True
         self._buffer = self._future = None
         if self.bucket.flat.layout.marks is not None:  # NaN is what all ranks get for it
-            trailer = _trailer(self.bucket)
+            trailer = self.bucket.flat.tail
             trailer.copy_(self.trailer)
             self.bucket.flat.mark(slice(None))
             self.trailer = trailer.to(_TRAILERS, copy=True)
-
-
-def _trailer(bucket: Bucket) -> Tensor:
-    return bucket.flat.data[bucket.flat.payload.numel() :]
 
 
 def _forget(state: Any, index: int) -> None:

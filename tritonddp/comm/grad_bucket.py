@@ -71,7 +71,7 @@ def buffer_of(bucket: Bucket) -> Tensor:
     if bucket.flat is None:
         bucket.allocate()
     flat = bucket.flat
-    if _is_row_major(bucket):
+    if flat.layout.is_row_major:
         # A tensor that is no view, and may be resized.
         alone = torch.empty(0, dtype=flat.data.dtype, device=flat.data.device)
         return alone.set_(flat.data.untyped_storage(), 0, flat.payload.shape, (1,))
@@ -106,24 +106,16 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
 
 def write_back(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
     """Write the hook's result into the bucket, unless it is there already."""
-    views = bucket.flat.views
-    with torch.no_grad():
-        if not _is_row_major(bucket):
-            flat = result.reshape(-1).to(buffer.dtype)
-            if views[0].is_complex():
-                flat = torch.view_as_complex(flat.view(-1, 2))
-            pieces = flat.split(list(bucket.flat.layout.numels))
-            for view, piece in zip(views, pieces, strict=True):
-                view.copy_(piece.view(view.shape))
-        elif result.data_ptr() != buffer.data_ptr() or result.dtype is not buffer.dtype:
-            bucket.flat.payload.copy_(result.reshape(-1))
-
-
-def _is_row_major(bucket: Bucket) -> bool:
-    layout = bucket.flat.layout
-    return sum(layout.numels) == layout.flags_offset and all(
-        view.is_contiguous() for view in bucket.flat.views
-    )
+    if not bucket.flat.layout.is_row_major:
+        views = bucket.flat.views
+        flat = result.reshape(-1).to(buffer.dtype)
+        if views[0].is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        pieces = flat.split(list(bucket.flat.layout.numels))
+        for view, piece in zip(views, pieces, strict=True):
+            view.copy_(piece.view(view.shape))
+    elif result.data_ptr() != buffer.data_ptr() or result.dtype is not buffer.dtype:
+        bucket.flat.payload.copy_(result.reshape(-1))
 
 
 def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:

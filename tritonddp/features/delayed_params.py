@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tritonddp._torch import register_post_accumulate_grad_hook
@@ -109,7 +110,7 @@ class DeferredBuckets(Extension):
         """The gradient is ready: launch the buckets that are full."""
         backward, self._waits = self._waits, None
         if backward is not None and backward.runs and backward.reduction is not None:
-            with self._launching:
+            with self._launching, torch.no_grad():
                 for index in self._delayed(backward.reduction):
                     backward.reduction.let_go(index)
                 backward.reduction.launch_ready()

@@ -155,6 +155,14 @@ class Layout:
         return (self.offsets[0], ends[-1]) if list(self.offsets[1:]) == ends[:-1] else None
 
     @cached_property
+    def is_row_major(self) -> bool:
+        """Whether the payload is the gradients one after the other, each row-major."""
+        return sum(self.numels) == self.flags_offset and all(
+            torch.empty_strided(*each, device="meta").is_contiguous()
+            for each in zip(self.shapes, self.strides, strict=True)
+        )
+
+    @cached_property
     def mean_numel(self) -> float:
         """Average number of elements of a gradient."""
         return sum(self.numels) / max(1, len(self.numels))
@@ -180,6 +188,7 @@ class FlatBuffer:
         headers: view of the headers, one element each: before the collective those of this rank
             and zeros, afterwards those of all ranks. Empty in a part.
         trailer: view of the used flags and the headers, without the marks. A part has none.
+        tail: view of the trailer with the marks. A part has none.
         encoded: the content of ``trailer`` before the collective: ``encoded_flags`` and
             ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
         marks: view of the marks, ``(n, words)``; without columns if there are none.
@@ -219,6 +228,7 @@ class FlatBuffer:
         )
         self.payload = self.data[: layout.flags_offset]
         self.trailer = self.data[layout.flags_offset : layout.marks_offset]
+        self.tail = self.data[layout.flags_offset :]
         self.flags = self.trailer[: len(layout.numels)]
         self.headers = self.trailer[len(layout.numels) :]
         words = 0 if layout.marks is None else layout.marks.words
