@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from gc import get_referents
 from itertools import chain, repeat
 from operator import attrgetter, methodcaller
 from sys import _getframe
@@ -506,8 +507,10 @@ def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tens
         listener.on_backward(forward)
 
 
-# Types of values that hold nothing else.
+# Types of values that hold nothing else, and of containers that C code looks into.
 _LEAVES = frozenset({NoneType, bool, bytes, float, int, str, Tensor})
+_PLAIN = frozenset({dict, list, tuple, set, frozenset})
+_BUILTIN = _LEAVES | _PLAIN
 
 
 def tensors_in(output: Any) -> list[Tensor]:
@@ -522,9 +525,12 @@ def tensors_in(output: Any) -> list[Tensor]:
     while stack:
         kinds, values = stack.pop()
         if Tensor in kinds:
-            tensors += _of_type(Tensor, kinds, values)
-        for kind in kinds - _LEAVES:
-            containers = _of_type(kind, kinds, values)
+            tensors += _of_types({Tensor}, kinds, values)
+        families = [{kind} for kind in kinds - _BUILTIN]
+        if plain := kinds & _PLAIN:
+            families.append(plain)
+        for family in families:
+            containers = _of_types(family, kinds, values)
             if isinstance(containers[0], Tensor):
                 tensors += containers
                 continue
@@ -539,15 +545,17 @@ def tensors_in(output: Any) -> list[Tensor]:
     return tensors
 
 
-def _of_type(kind: type, kinds: set[type], values: list[Any]) -> list[Any]:
-    return values if len(kinds) == 1 else [each for each in values if type(each) is kind]
+def _of_types(family: set[type], kinds: set[type], values: list[Any]) -> list[Any]:
+    return values if kinds <= family else [each for each in values if type(each) in family]
 
 
 def _values_in(containers: list[Any]) -> list[tuple[set[type], list[Any]]]:
-    """What these objects of one type hold: lists of values, each with the types in it."""
+    """What these objects of one type, or plain ones, hold: lists of values, with their types."""
     first = containers[0]
     held: list[Iterable[Any]]
-    if isinstance(first, Mapping):
+    if type(first) in _PLAIN:
+        held = [get_referents(*containers)]
+    elif isinstance(first, Mapping):
         held = [chain.from_iterable(map(methodcaller("values"), containers))]
     elif isinstance(first, list | tuple | set | frozenset):
         held = [chain.from_iterable(containers)]
