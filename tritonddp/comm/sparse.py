@@ -53,14 +53,17 @@ class _Rows:
         _write(message, _values_at(len(indices)), values)
         let_go(indices, values)  # made on the stream of the gradient
 
-    def read(self, messages: Sequence[Tensor]) -> None:
-        """Give the bucket those of all ranks, in rank order, from their parts of all messages."""
+    def read(self, messages: Tensor) -> None:
+        """Give the bucket those of all ranks, in rank order, from their parts: a row a rank."""
+        dtype = self.bucket.gradient_dtype
+        width = self._width // dtype.itemsize
         all_indices, all_values = [], []
-        for theirs, count in zip(messages, self.counts, strict=True):
-            all_indices.append(theirs[: 8 * count].view(torch.int64))
-            rows = theirs[_values_at(count) :][: count * self._width]
-            all_values.append(rows.view(self.bucket.gradient_dtype).view(count, *self._shape))
-        values = torch.cat(all_values)
+        integers, numbers = messages.view(torch.int64).unbind(), messages.view(dtype).unbind()
+        for their_integers, theirs, count in zip(integers, numbers, self.counts, strict=True):
+            first = _values_at(count) // dtype.itemsize
+            all_indices.append(their_integers[:count])
+            all_values.append(theirs[first : first + count * width])
+        values = torch.cat(all_values).view(sum(self.counts), *self._shape)
         if self.is_broken:  # a sum without one of the ranks must not look like a mean
             values.fill_(torch.nan)
         self.bucket.receive_rows(torch.cat(all_indices), values)
@@ -107,19 +110,19 @@ def _gather(tables: Sequence[_Rows], group: dist.ProcessGroup, counters: Counter
     sizes = [each.nbytes for each in tables]
     size = sum(sizes)
     message = torch.zeros(size, dtype=torch.uint8, device=tables[0].device)
-    for table, part in zip(tables, message.split(sizes), strict=True):
+    for table, part in zip(tables, message.split_with_sizes(sizes), strict=True):
         table.write(part)
     gathered = message.new_empty(size * group.size())
     counters.collective(gathered.nbytes, group.size())
     all_gather_into(gathered, message, group).wait()
-    parts = [each.split(sizes) for each in gathered.split(size)]
-    for table, theirs in zip(tables, zip(*parts, strict=True), strict=True):
+    parts = gathered.view(-1, size).split_with_sizes(sizes, dim=1)
+    for table, theirs in zip(tables, parts, strict=True):
         table.read(theirs)
 
 
 def _write(message: Tensor, place: int, content: Tensor) -> None:
     content = content.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    message[place:][: content.numel()].copy_(content)
+    message[place : place + content.numel()].copy_(content)
 
 
 def _values_at(count: int) -> int:
