@@ -66,10 +66,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         init_sync: verify at construction that all ranks hold the same model, and broadcast
             parameters and buffers from rank 0.
         process_group: the ranks to average over; the default group if ``None``.
-        bucket_cap_mb: bucket size in MiB of gradients. By default on CUDA devices 25 to 75, two
-            fifths of the gradients, and smaller to the end (``docs/gpus.md``); with ``compression``
-            1, 1, 2, 4, 8, 16, and 25 for all others. By default on the CPU 25, and 1 for the first
-            bucket; with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, and 8.
+        bucket_cap_mb: bucket size in MiB of gradients. By default on CUDA devices 25, smaller to
+            both ends (``docs/gpus.md``); with ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all
+            others. By default on the CPU 25, and 1 for the first bucket; with ``reduce_dtype`` or
+            ``compression`` 1, 1, 2, 4, and 8.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
             with ``True`` in stock's buckets. ``False``: one is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves a copy and memory.
@@ -116,7 +116,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             cannot be, as on GPUs, it is an error. ``"process_group"``, or
             ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank, leaves it off.
             ``"registered_memory"``: buckets lie in memory that NCCL has registered, an error where
-            it cannot. See ``docs/one-host.md``, ``docs/gpus.md``.
+            it cannot. See ``docs/options.md``, ``docs/gpus.md``.
         metrics: ranks time the parts of their steps, and tell each other in each tenth step: for
             :meth:`metrics` and :meth:`log_metrics`.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
