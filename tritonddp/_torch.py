@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from pkgutil import iter_modules
+from types import FrameType
 from typing import Any
 
 import torch
@@ -253,6 +254,20 @@ def _backend_option(name: str, group: dist.ProcessGroup, device: torch.device) -
 # Of a group and a device: the timeout of collectives, and the number of gloo's threads.
 timeout_of: Callable[..., timedelta | None] = partial(_backend_option, "_timeout")
 gloo_threads: Callable[..., int | None] = partial(_backend_option, "_threads")
+
+
+# What each thread of the process runs in Python: a frame by the identifier of the thread.
+frames_of_threads: Callable[[], dict[int, FrameType]] = sys._current_frames
+
+
+def own_connection(group: dist.ProcessGroup) -> Any:
+    """A store with the keys of the group's, on a connection that nobody else waits in.
+
+    Raises:
+        AttributeError: a group written in Python has none.
+    """
+    store: Any = group.get_group_store()
+    return store.clone()
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:

@@ -35,6 +35,7 @@ from tritonddp.config import (
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, tell_failure, verify_same
+from tritonddp.diagnostics import hang
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
@@ -177,6 +178,7 @@ class DDPState:
         """Make the objects for the process group and the module's parameters. No collective."""
         enable_debug_logging()
         self.group.enter()
+        hang.watch(self)
         self.state_broadcast = StateBroadcast(self.group, self.sync)
         self.parameters = ModuleParameters(wrapper, ignored, self.group)
 

@@ -128,6 +128,11 @@ class FailureReport:
             with contextlib.suppress(Exception):
                 self._history.first = look_up(self._group.get_group_store(), 0)
 
+    @property
+    def first_process(self) -> Process | None:
+        """The process of rank 0, which may host the store, if it is known."""
+        return self._history.first
+
     def close_on_failure(self, connections: Any) -> None:
         """Call ``connections.close()``, in any thread, when a collective has failed."""
         self._history.connections.add(connections)

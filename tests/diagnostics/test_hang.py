@@ -1,0 +1,178 @@
+"""Ranks that wait for others say which rank is behind, and where its Python stands."""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import ranks
+from logged import logged
+from torch import nn
+
+from tritonddp import DistributedDataParallel
+from tritonddp.diagnostics import hang
+
+THREAD, LOGGER = "tritonddp-hang", "tritonddp.hang"
+
+
+@contextlib.contextmanager
+def seconds(limit: str, **more: str) -> Iterator[None]:
+    """Wrappers that are made inside report after ``limit`` seconds."""
+    with mock.patch.dict(os.environ, {hang.SECONDS: limit, **more}):
+        yield
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == THREAD]
+
+
+def wait_for_no_thread() -> None:
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
+def tokenize() -> None:
+    time.sleep(4)
+
+
+def step(model: nn.Module, rank: int) -> None:
+    model.zero_grad()
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    weight = model.module.weight
+    torch.testing.assert_close(weight.grad, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+@ranks(3)
+def test_the_late_rank_is_named_and_training_goes_on(transport: str, rank: int) -> None:
+    with seconds("1"), logged(logging.WARNING, LOGGER) as kept:
+        model = DistributedDataParallel(nn.Linear(2, 2), transport=transport)
+        for number in range(4):
+            if number == 2 and rank == 1:
+                tokenize()
+            step(model, rank)
+        del model
+        wait_for_no_thread()
+    reports = [line for line in kept.lines() if "in step 3, at the end of its" in line]
+    if rank == 1:
+        assert not reports
+        return
+    first = reports[0].splitlines()
+    assert "s: ranks 0 and 2, in step 3, at the end of its backward, for bucket 0" in first[0]
+    assert "rank 1 (process" in first[1]
+    assert "is behind: in step 2, outside forward and backward, at" in first[1]
+    assert __file__ in first[2]
+    assert "in tokenize: time.sleep(4)" in first[2]
+    assert len(reports) <= 2  # at doubling intervals
+
+
+@ranks(3)
+def test_a_rank_in_a_collective_of_its_own_is_behind(rank: int) -> None:
+    other = dist.new_group()
+    with seconds("1"), logged(logging.WARNING, LOGGER) as kept:
+        model = DistributedDataParallel(nn.Linear(2, 2), transport="process_group")
+        step(model, rank)
+        if rank == 0:
+            dist.recv(torch.ones(1), 1, group=other)
+        elif rank == 1:
+            timer = threading.Timer(4, dist.send, (torch.ones(1), 0), {"group": other})
+            timer.start()
+        step(model, rank)
+    # Rank 0 waits too, and all make the same report.
+    report = next(line for line in kept.lines() if "in step 2" in line)
+    assert "ranks 0, 1 and 2, in step 2, at the end of its backward" in report
+    assert "rank 0 (process" in report
+    assert "is behind: in step 1" in report
+    assert "dist.recv(torch.ones(1), 1, group=other)" in report
+    assert "rank 1 (process" not in report
+
+
+@ranks(2)
+def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "hangs"
+    with seconds("1", **{hang.DIRECTORY: str(folder)}), logged(logging.WARNING, LOGGER) as kept:
+        if rank == 0:
+            held = mock.patch.object(hang._GroupWatch, "look")
+        else:
+            held = contextlib.nullcontext()
+        with held:
+            if rank == 0:
+                time.sleep(4)
+            model = DistributedDataParallel(nn.Linear(2, 2))
+            if rank == 0:
+                time.sleep(4)
+            model(torch.ones(1, 2)).sum().backward()
+    if rank == 1:
+        wrapping, *_, waiting = [line for line in kept.lines() if line.startswith("waiting for")]
+        assert "rank 0 has not begun to wrap a module" in wrapping
+        assert "does not answer: it runs: something holds its interpreter" in waiting
+        (file,) = folder.iterdir()
+        found = json.loads(file.read_text())
+        assert found["report"] == waiting
+        assert any("test_hang.py" in line for each in found["stacks"].values() for line in each)
+
+
+def test_nothing_watches_a_single_rank_and_what_is_no_number_is_refused() -> None:
+    group: Any = SimpleNamespace(size=1)
+    with seconds("1"):
+        hang.watch(SimpleNamespace(group=group))  # type: ignore[arg-type]
+    with seconds("0"):
+        group.size = 2
+        hang.watch(SimpleNamespace(group=group))  # type: ignore[arg-type]
+    assert not threads()
+    for text in "soon", "-1", "nan":
+        with seconds(text), pytest.raises(ValueError, match=f"{hang.SECONDS}.*{text!r}"):
+            hang.hang_seconds()
+
+
+def posts_of(group: Any, posts: dict[int, hang.Post]) -> list[str]:
+    store = dist.HashStore()
+    for rank in posts:
+        store.set(f"tritonddp/hang/{rank}/stack", json.dumps([f"train.py:{rank} in main: line"]))
+    return hang._Answers(group, store).report(posts)
+
+
+def test_if_no_rank_is_behind_all_say_where_they_are() -> None:
+    waiting = hang.Place(0, 7, 2, 1, "at the end of its backward", "bucket 1 ('a')")
+    group: Any = SimpleNamespace(size=2, rank=0, rank_list=lambda ranks: f"ranks {ranks}")
+    posts = {rank: hang.Post([waiting], True, f"process {rank}") for rank in range(2)}
+    lines = posts_of(group, posts)
+    assert lines[0] == "ranks [0, 1], in step 7, at the end of its backward, for bucket 1 ('a')"
+    assert "No rank is behind" in lines[1]
+    assert "    train.py:1 in main: line" in lines
+
+    later = hang.Place(0, 7, hang._ALL, hang._ALL, "outside forward and backward")
+    lines = posts_of(group, posts | {1: hang.Post([later], False, "process 1")})
+    assert "waits for nobody: in step 7, outside forward and backward" in lines[1]
+
+    within = waiting._replace(launched=1, back=0)
+    lines = posts_of(group, posts | {1: hang.Post([within], False, "process 1")})
+    assert "is behind: in step 7" in lines[1]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_device_that_is_behind_its_host_waits(is_there: bool) -> None:
+    readback = SimpleNamespace(peek=lambda: torch.ones(1) if is_there else None)
+    core: Any = SimpleNamespace(
+        parameters=SimpleNamespace(number=3),
+        counters=SimpleNamespace(reductions=5),
+        backward=None,
+        agreement=SimpleNamespace(pending=[SimpleNamespace(readback=readback)]),
+    )
+    wrapper: Any = SimpleNamespace(core=core, is_running=False, group=None)
+    place = hang.place_of(wrapper)
+    assert place is not None
+    assert place.waits == (not is_there)
+    assert (place.number, place.step) == (3, 5)

@@ -1,0 +1,431 @@
+"""Nothing moves, and ranks wait for others: who is behind, and where does its Python stand?
+
+A backend says only that a collective has not ended, when its timeout comes. A thread of each
+process looks every few seconds how far the wrappers are, in what the reducer keeps anyway: a step
+does nothing for it. If those of a process group have not moved for ``TRITONDDP_HANG_SECONDS``, this
+rank writes to the group's store where it is, its *post*, and reads the posts of the other ranks.
+Ranks that wait, and rank 0, then log who is behind; again at doubling intervals, and shortly before
+the timeout of the group. Training goes on when the rank that is behind does.
+
+Posts are JSON, of bounded size. No collective is made, and no call waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet, finalize
+
+import torch
+import torch.distributed as dist
+
+from tritonddp._torch import frames_of_threads, own_connection, timeout_of
+from tritonddp.coordination.failures import plain
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.processes import Process, look_up
+from tritonddp.reducer.reducer import Reducer
+
+logger = logging.getLogger("tritonddp.hang")
+
+SECONDS, DIRECTORY = "TRITONDDP_HANG_SECONDS", "TRITONDDP_HANG_DIR"
+_DEFAULT = "60"
+# Seconds between two looks, at most; and for the store: a call to one whose host is stopped does
+# not return.
+_PAUSE, _PATIENCE = 5.0, 5.0
+_FRAMES, _LINE = 12, 160  # frames of a stack that are shown, characters of each
+_WRAPPERS, _SHOWN = 64, 4  # wrappers in a post; ranks in a report
+_ALL = 1 << 30  # number of buckets launched and back, outside a backward
+_KEY = "tritonddp/hang"  # keys of the store begin with it
+# A thread whose innermost Python is here waits for other ranks.
+_WAITING = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(dist.__file__).parent / "distributed_"),
+)
+# Python here is not the user's own.
+_PACKAGES = (
+    _WAITING[0],
+    str(Path(torch.__file__).parents[1]),
+    *sysconfig.get_paths().values(),
+    "<",
+)
+
+_NO_STORE = (
+    "where the others are is not known: the store of the process group does not answer. Rank 0 or "
+    "the launcher, which hosts it, is stopped, has ended or cannot be reached; or there is none"
+)
+# How a process that does not answer is found.
+_STATES = {
+    "died": "it has ended",
+    "stopped": "it is stopped, by a signal or a debugger",
+    "runs": "it runs: something holds its interpreter, or it makes steps of another wrapper",
+    "": "it has ended, is stopped or cannot be reached, or something holds its interpreter",
+}
+
+
+def hang_seconds() -> float:
+    """Seconds without movement after which ranks tell where they are; 0: they never do.
+
+    Raises:
+        ValueError: the environment variable is no such number.
+    """
+    text = os.environ.get(SECONDS) or _DEFAULT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"environment variable {SECONDS}: expected seconds >= 0, got {text!r}")
+    return seconds
+
+
+class Wrapper(Protocol):
+    """What is watched: the state of a wrapper."""
+
+    group: Group
+    device: torch.device
+    is_running: bool
+    core: Reducer  # once it is made
+
+
+class Place(NamedTuple):
+    """Where a wrapper is on one rank.
+
+    Attributes:
+        number: of the wrapper, alike on all ranks.
+        step: number of the reductions that have begun.
+        launched, back: number of buckets of the last one.
+        phase, bucket: for people: what it does, and the bucket that is the next to come back.
+    """
+
+    number: int
+    step: int
+    launched: int
+    back: int
+    phase: str
+    bucket: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a bucket is on its way."""
+        return self.back < self.launched
+
+
+def place_of(wrapper: Wrapper) -> Place | None:
+    """Where ``wrapper`` is, as seen from any thread; ``None`` before it has a reducer."""
+    core = getattr(wrapper, "core", None)
+    if core is None:
+        return None
+    number, step, backward = core.parameters.number, core.counters.reductions, core.backward
+    reduction = None if backward is None else backward.reduction
+    if any(each.readback.peek() is None for each in [*core.agreement.pending]):
+        last = step if reduction is None else step - 1
+        return Place(number, last, _ALL, 0, "ahead of its device", "bucket 0")
+    if backward is not None and reduction is not None:
+        back, buckets = reduction.done, reduction.buckets
+        phase = "in its backward" if backward.runs else "at the end of its backward"
+        bucket = buckets[back].title if back < len(buckets) else ""
+        return Place(number, step, len(reduction.works), back, phase, bucket)
+    phase = "in its forward" if wrapper.is_running else "outside forward and backward"
+    if backward is not None:
+        phase = "in a backward that is not reduced"
+    return Place(number, step, _ALL, _ALL, phase)
+
+
+@dataclass
+class Post:
+    """What one rank tells of itself.
+
+    Attributes:
+        places: of its wrappers in the group.
+        waits: it waits for other ranks.
+        process: which it is, for people.
+        stack: of its training thread, see :func:`stack_of`.
+    """
+
+    places: Sequence[Place]
+    waits: bool
+    process: str
+    stack: Sequence[str] = ()
+
+
+def stack_of(frame: FrameType | None) -> list[str]:
+    """Frames of a thread, innermost first, those of the user's own code before all others.
+
+    Each is a line ``file:line in function: source``; at most :data:`_FRAMES`.
+    """
+    frames = [*reversed(traceback.extract_stack(frame))] if frame is not None else []
+    frames.sort(key=lambda each: each.filename.startswith(_PACKAGES))
+    return [
+        plain(f"{each.filename}:{each.lineno} in {each.name}: {each.line}", _LINE)
+        for each in frames[:_FRAMES]
+    ]
+
+
+class _Answers:
+    """What the ranks of a group have told each other since this rank has not moved."""
+
+    def __init__(self, group: Group, store: dist.Store) -> None:
+        self.group = group
+        self.store = store
+        self._count = 0  # so that no post of a rank is like its last one
+        self._read: list[dict[int, bytes]] = []  # each time, the texts of the other ranks
+
+    def exchange(self, own: Post) -> None:
+        """Tell the other ranks where this one is, and read what they have told."""
+        self._count += 1
+        key, places = f"{_KEY}/{self.group.rank}", own.places[:_WRAPPERS]
+        self.store.set(f"{key}/stack", json.dumps(own.stack))
+        self.store.set(key, json.dumps([self._count, places, own.waits, own.process]))
+        keys = {rank: f"{_KEY}/{rank}" for rank in range(self.group.size)}
+        if not self.store.check([*keys.values()]):  # to get a key that is not there would wait
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get([*keys.values()])
+        self._read = [*self._read[-3:], dict(zip(keys, texts, strict=True))]
+
+    def all(self) -> dict[int, Post]:
+        """The posts of this hang.
+
+        One that does not change is of an earlier hang, or of a process that was stopped since.
+        """
+        posts = {}
+        for rank, text in sorted(self._read[-1].items()):
+            if any(each.get(rank) != text for each in self._read[:-1]):
+                _, places, waits, process = json.loads(text)
+                shown = [Place(*each[:4], *map(plain, each[4:])) for each in places]
+                posts[rank] = Post(shown, bool(waits), plain(process))
+        return posts
+
+    def report(self, posts: dict[int, Post]) -> list[str]:
+        """Lines that say who waits for whom."""
+        named, size = self.group.rank_list, self.group.size
+        waiting = [rank for rank, post in posts.items() if post.waits]
+        places = [place for rank in waiting for place in posts[rank].places if place.waits]
+        lines = [named(waiting)]
+        if places:
+            first = min(places)
+            lines[0] += f", in step {first.step}, {first.phase}, for {first.bucket}"
+        silent = [rank for rank in range(size) if rank not in posts]
+        for rank in silent[:_SHOWN]:
+            process = look_up(self.store, rank)
+            state = "has not begun to wrap a module"
+            if process is not None:
+                state = f"({process}) does not answer: {_STATES[process.state]}"
+            lines.append(f"{named([rank])} {state}")
+        shown, what = [rank for rank in posts if _is_behind(posts[rank], places)], "is behind"
+        if not shown and not silent:
+            shown, what = [rank for rank in posts if rank not in waiting], "waits for nobody"
+        if not shown and not silent:
+            shown, what = list(posts), "waits too"
+            lines.append(
+                "No rank is behind: the ranks make different collectives, or the line or a "
+                "device is slow"
+            )
+        for rank in shown[:_SHOWN]:
+            post = posts[rank]
+            where = "wrapping its module"
+            if post.places:
+                where = f"in step {post.places[0].step}, {post.places[0].phase}"
+            lines.append(f"{named([rank])} ({post.process}) {what}: {where}, at")
+            stack = json.loads(self.store.get(f"{_KEY}/{rank}/stack"))
+            lines += [f"    {plain(line)}" for line in stack[:_FRAMES]]
+        if more := len(silent[_SHOWN:]) + len(shown[_SHOWN:]):
+            lines.append(f"and {more} more ranks")
+        return lines
+
+
+def _is_behind(post: Post, waiting: Iterable[Place]) -> bool:
+    """Whether a rank with this post is what other ranks wait for."""
+    return any(
+        (place.step, place.launched) <= (other.step, other.back)
+        for place in post.places
+        for other in waiting
+        if place.number == other.number
+    )
+
+
+class _GroupWatch:
+    """The wrappers of one process group, as the thread has seen them last."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.wrappers: WeakSet[Any] = WeakSet()
+        self.training = 0  # identifier of the thread that trains
+        self._places: list[Place] = []
+        self._since = time.monotonic()
+        self._next = 0.0  # report, in seconds without movement; 0: none was made
+        self._answers: _Answers | None = None
+        self._exchange: threading.Thread | None = None
+
+    def add(self, wrapper: Wrapper) -> None:
+        """Watch ``wrapper`` too, which this thread trains."""
+        self.wrappers.add(wrapper)
+        self.training = threading.get_ident()
+
+    def look(self, limit: float, pause: float) -> None:
+        """See where the wrappers are, and report if they have not moved for ``limit`` seconds.
+
+        Looks come each ``pause`` seconds.
+        """
+        wrappers = [*self.wrappers]
+        group = self.group.process_group
+        found = [place_of(each) for each in wrappers if each.group.process_group is group]
+        places = sorted(place for place in found if place is not None)
+        now = time.monotonic()
+        seconds = now - self._since
+        if places != self._places:
+            if self._next:
+                logger.warning("rank %d goes on after %.0f s", self.group.rank, seconds)
+            self._places, self._since, self._next, self._answers = places, now, 0.0, None
+            return
+        if seconds < limit:
+            return
+        frame = frames_of_threads().get(self.training)
+        waits = any(place.waits for place in places)
+        waits = waits or (frame is not None and frame.f_code.co_filename.startswith(_WAITING))
+        own = Post(places, waits, str(Process.own()), stack_of(frame))
+        answer = self._ask(own)
+        if seconds < max(self._next, limit + 2 * pause) or not (waits or self.group.rank == 0):
+            return
+        if answer is None and waits:
+            answer = [f"rank {self.group.rank}", _NO_STORE]
+            if (first := self.group.first_process) is not None:
+                answer += [f"rank 0 ({first}): {_STATES[first.state]}"]
+            answer += [f"    {line}" for line in own.stack]
+        if not answer:
+            return
+        answer[0] = f"waiting for {seconds:.0f} s: {answer[0]}"
+        text = "\n  ".join([*answer, *_flight_recorder()])
+        logger.warning("%s", text)
+        _write(self.group, text)
+        self._next = 2 * seconds
+        timeout = timeout_of(group, wrappers[0].device)
+        if timeout is not None and seconds < timeout.total_seconds() - 3 * pause:
+            self._next = min(self._next, timeout.total_seconds() - 2 * pause)
+
+    def _ask(self, own: Post) -> list[str] | None:
+        """Exchange posts, in a thread that is abandoned if the store does not answer."""
+        if self._exchange is not None and self._exchange.is_alive():
+            return None
+        answers: list[list[str]] = []
+        self._exchange = threading.Thread(target=self._run, args=(own, answers), daemon=True)
+        self._exchange.start()
+        self._exchange.join(_PATIENCE)
+        return answers[0] if answers else None
+
+    def _run(self, own: Post, answers: list[list[str]]) -> None:
+        # (The connection is another one than that of the training thread, which may wait in it.)
+        try:
+            if self._answers is None:
+                self._answers = _Answers(self.group, own_connection(self.group.process_group))
+            self._answers.exchange(own)
+            posts = self._answers.all() | {self.group.rank: own}
+            some_wait = any(post.waits for post in posts.values())
+            answers.append(self._answers.report(posts) if some_wait else [])
+        except Exception:  # a group written in Python has no store, for example
+            logger.debug("no other rank could be asked", exc_info=True)
+
+
+def _flight_recorder() -> list[str]:
+    """A line that says where torch's own record of collectives is, if it is on."""
+    sizes = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    if not any(os.environ.get(each, "0") != "0" for each in sizes):
+        return []
+    return [
+        "torch's flight recorder is on: at the timeout it writes the collectives of each rank to "
+        "TORCH_FR_DUMP_TEMP_FILE, which torchfrtrace reads"
+    ]
+
+
+def _write(group: Group, text: str) -> None:
+    """Write the report, and the stacks of all threads, to a file of this rank."""
+    if not (directory := os.environ.get(DIRECTORY)):
+        return
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {
+        f"{names.get(number, '')} {number}": traceback.format_stack(frame)
+        for number, frame in frames_of_threads().items()
+    }
+    path = Path(directory, f"{group.name or 'group'}-rank{group.rank}.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"time": time.time(), "report": text, "stacks": stacks}))
+    except OSError as error:
+        logger.warning("%s could not be written: %s", path, error)
+
+
+class _Watch(threading.Thread):
+    """Looks at the wrappers of this process until there are none."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(name="tritonddp-hang", daemon=True)
+        self.limit = limit
+        # A wrapper is gone. (Finalizers may run anywhere, and this takes no lock of Python's.)
+        self.changed: SimpleQueue[None] = SimpleQueue()
+        self.groups: list[_GroupWatch] = []
+
+    def run(self) -> None:
+        global _watch
+        pause = min(_PAUSE, self.limit / 4)
+        while True:
+            with contextlib.suppress(Empty):
+                self.changed.get(timeout=pause)
+            with _lock:
+                self.groups = [each for each in self.groups if each.wrappers]
+                if not self.groups:
+                    _watch = None
+                    return
+                groups = [*self.groups]
+            for each in groups:
+                try:
+                    each.look(self.limit, pause)
+                except Exception:  # training goes on
+                    logger.debug("no look at the wrappers was possible", exc_info=True)
+            del each, groups  # (They keep process groups alive.)
+
+
+_lock = threading.Lock()
+_watch: _Watch | None = None
+
+
+def watch(wrapper: Wrapper) -> None:
+    """Report if ``wrapper``, which this thread trains, waits too long for other ranks.
+
+    Raises:
+        ValueError: see :func:`hang_seconds`.
+    """
+    global _watch
+    limit, group = hang_seconds(), wrapper.group
+    if limit == 0 or group.size == 1:
+        return
+    with _lock:
+        if _watch is None:
+            _watch = _Watch(limit)
+            _watch.start()
+        known = [each for each in _watch.groups if each.group.process_group is group.process_group]
+        if not known:
+            known = [_GroupWatch(group)]
+            _watch.groups += known
+        known[0].add(wrapper)
+        finalize(wrapper, _watch.changed.put, None).atexit = False
+
+
+def _forget() -> None:
+    """Runs in a forked process, which has none of the threads of its parent."""
+    global _watch, _lock
+    _watch, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
