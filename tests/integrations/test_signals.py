@@ -1,5 +1,6 @@
 """``stop_on_signal``: the first signal asks all ranks to stop, the second does as before."""
 
+import gc
 import logging
 import os
 import re
@@ -43,6 +44,7 @@ def asked() -> Iterator[Asked]:
     """A wrapper; at the end all handlers are those from before."""
     before = {each: signal.getsignal(each) for each in (USR1, USR2, signal.SIGTERM, signal.SIGINT)}
     stand_in: Any = Asked()
+    gc.collect()  # wrappers of other tests
     DDPState.live.add(stand_in)
     yield stand_in
     DDPState.live.discard(stand_in)
