@@ -19,6 +19,7 @@ from distributed import (
 from modules import normed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
+from training import unwarned
 
 from tritonddp import DistributedDataParallel
 
@@ -93,23 +94,6 @@ def test_the_forward_says_beforehand_whether_it_will_broadcast() -> None:
     assert not DistributedDataParallel(nn.Linear(2, 2)).will_sync_module_buffers()
 
 
-@ranks(3)
-def test_one_broadcast_a_forward_for_buffers_of_all_dtypes() -> None:
-    ddp = DistributedDataParallel(Odd())
-    with recorded_collectives() as calls:
-        ddp(torch.ones(2, 2))
-        assert calls.on_the_group == 1
-
-
-@ranks(2)
-def test_models_without_buffers_broadcast_nothing() -> None:
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
-    with recorded_collectives() as calls:
-        for _ in range(3):
-            ddp(batch())
-        assert not calls.on_the_group
-
-
 class Odd(nn.Module):
     """Buffers of many dtypes and layouts."""
 
@@ -142,46 +126,24 @@ class Odd(nn.Module):
         return self.linear(x)
 
 
-def assert_rank_0s(module: nn.Module, what: str = "") -> None:
-    assert_same_on_all_ranks(list(module.buffers()), what)
-
-
 def copies(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 @ranks(3)
-def test_initial_broadcast_of_all_dtypes_and_layouts_bit_for_bit() -> None:
+def test_buffers_of_all_dtypes_and_layouts_are_rank_0s_bit_for_bit() -> None:
     odd = Odd()
     layouts = {name: (b.dtype, b.stride(), b.data_ptr()) for name, b in odd.named_buffers()}
     first = gather(copies(odd))[0]
-    DistributedDataParallel(odd)
-    assert_same_bits(copies(odd), first)
-    for name, buffer in odd.named_buffers():
-        assert layouts[name] == (buffer.dtype, buffer.stride(), buffer.data_ptr()), name
-
-
-@ranks(3)
-def test_forward_broadcast_of_all_dtypes_and_layouts_bit_for_bit() -> None:
-    odd = Odd()
     ddp = DistributedDataParallel(odd)
+    assert_same_bits(copies(odd), first)
     for name, buffer in Odd().named_buffers():  # ranks differ again, as if trained
         odd.get_buffer(name).copy_(buffer)
     first = gather(copies(odd))[0]
     ddp(torch.ones(2, 2))
     assert_same_bits(copies(odd), first)
-
-
-@ranks(2)
-def test_reassigned_buffers_are_found_at_the_next_forward(rank: int) -> None:
-    odd = Odd()
-    ddp = DistributedDataParallel(odd)
-    ddp(torch.ones(2, 2))
-    odd.bf16 = torch.full((3,), 7.0 + rank, dtype=torch.bfloat16)
-    odd.count = torch.full((2, 3), rank)
-    ddp(torch.ones(2, 2))
-    assert odd.bf16.tolist() == [7, 7, 7]
-    assert odd.count.tolist() == [[0, 0, 0]] * 2
+    for name, buffer in odd.named_buffers():
+        assert layouts[name] == (buffer.dtype, buffer.stride(), buffer.data_ptr()), name
 
 
 def flagged(imaginary: bool) -> Tensor:
@@ -282,63 +244,40 @@ def test_large_buffers_go_in_several_messages(rank: int) -> None:
     before = sequence_number()
     ddp(torch.ones(2, 2))
     assert sequence_number() - before > 3
-    assert_rank_0s(odd)
+    assert_same_on_all_ranks(list(odd.buffers()))
+
+
+# Options, and whether buffers are rank 0's after construction and after a forward.
+OPTIONS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "nothing": ({}, True, True),
+    "forward off": ({"forward_sync_buffers": False}, True, False),
+    "broadcast off": ({"broadcast_buffers": False}, False, False),
+    "forward on, broadcast off": (
+        {"forward_sync_buffers": True, "broadcast_buffers": False},
+        True,
+        True,
+    ),
+    "no init": ({"init_sync": False}, False, True),
+}
 
 
 @ranks(2)
-def test_init_sync_off_leaves_buffers_and_parameters_to_each_rank() -> None:
-    odd = Odd()
-    first = copies(odd)
-    with recorded_collectives() as calls:
-        ddp = DistributedDataParallel(odd, init_sync=False)
-        assert not calls.on_the_group
-    assert_same_bits(copies(odd), first)
-    ddp(torch.ones(2, 2))
-    assert_rank_0s(odd, "the forward synchronises all the same")
-
-
-@ranks(2)
-def test_broadcast_buffers_off_is_off_at_construction_too(rank: int) -> None:
-    odd = Odd()
-    with pytest.warns(FutureWarning, match="broadcast_buffers"):
-        ddp = DistributedDataParallel(odd, broadcast_buffers=False)
-    for _ in range(3):
-        ddp(torch.ones(2, 2)).sum().backward()
-    assert odd.count.item() == 2**40 + rank
-    assert not ddp.will_sync_module_buffers()
-    assert not ddp.broadcast_buffers
-    assert_same_on_all_ranks(list(odd.parameters()))
-
-
-@ranks(2)
-def test_forward_sync_buffers_off_still_synchronises_once_at_construction(rank: int) -> None:
-    odd = Odd()
-    ddp = DistributedDataParallel(odd, forward_sync_buffers=False)
-    assert_rank_0s(odd)
-    odd.count.fill_(rank)
-    with recorded_collectives() as calls:
-        for _ in range(3):
-            ddp(torch.ones(2, 2))
-        assert not calls.on_the_group
-    assert odd.count.item() == rank
-
-
-@ranks(2)
-def test_broadcast_leaves_a_graph_that_saved_the_buffers_intact() -> None:
-    """Stock preserves version counters too: two eval forwards, then the backwards."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.register_buffer("scale", torch.full((2,), 3.0))
-            self.register_buffer("count", torch.tensor(0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.weight * self.scale * x).sum()
-
-    ddp = DistributedDataParallel(Scaled())
-    losses = [ddp(torch.ones(2)), ddp(torch.ones(2))]
-    for loss in losses:
-        loss.backward()
-    assert ddp.module.weight.grad.tolist() == [6, 6]
+def test_options_say_where_buffers_are_synchronised(rank: int) -> None:
+    for what, (options, at_construction, at_forward) in OPTIONS.items():
+        torch.manual_seed(rank)
+        module = normed()
+        module.register_buffer("count", torch.tensor(rank))
+        warns = pytest.warns(FutureWarning, match="broadcast_buffers")
+        with warns if "broadcast_buffers" in options else unwarned():
+            ddp = DistributedDataParallel(module, **options)
+        assert module.count.item() == (0 if at_construction else rank), what
+        module.count.fill_(rank)
+        ddp.module.forward = lambda x: x
+        with recorded_collectives() as calls:
+            for _ in range(3):
+                ddp(batch())
+            assert bool(calls.on_the_group) is at_forward, what
+        assert module.count.item() == (0 if at_forward else rank), what
+        assert ddp.forward_sync_buffers is at_forward, what
+        weight = gather(module[0].weight)
+        assert torch.equal(*weight) is options.get("init_sync", True), what

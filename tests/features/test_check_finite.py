@@ -1,11 +1,8 @@
 """``check_finite``: every rank hears of NaN and Inf in anybody's gradients, by name."""
 
-import contextlib
 import math
 import re
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,15 +16,12 @@ from training import (
     assert_gradients_alike,
     breaking_off,
     counted,
-    train_step,
-    unwarned,
     warned,
     ways,
     wrap,
 )
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.agreement import Agreement, _Pending
 
 WAYS = ways("copies", "views", "lazy", "bf16", "int8")
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets
@@ -93,19 +87,6 @@ def test_every_rank_names_the_parameters_and_the_ranks(rank: int, way: str) -> N
         for param in module.parameters():
             assert param.grad.isfinite().all() == (param not in spoilt)
         assert_gradients_alike(module)
-
-
-@ranks(2)
-def test_a_warning_leaves_the_backward_alone(rank: int) -> None:
-    module, ddp = net(check_finite="warn")
-    loss = ddp(torch.randn(4, 40)).sum()
-    said = r"rank \d, step 1: NaN or Inf .*'1.bias'.* on rank 1"
-    with pytest.warns(RuntimeWarning, match=said) as caught:
-        spoiled(loss, {module[1].bias: math.nan} if rank == 1 else {}).backward()
-    assert "tritonddp" in caught[0].filename  # which filters by module go by
-    assert module[1].bias.grad.isnan().any()
-    with unwarned():
-        train_step(ddp, torch.randn(4, 40), loss=torch.sum)
 
 
 @ranks(2)
@@ -278,28 +259,6 @@ def test_a_backward_that_breaks_off_is_laid_at_its_rank(rank: int) -> None:
             assert module[2].weight.grad.isfinite().all()
         else:
             assert said == "nothing"
-
-
-@ranks(2)
-def test_ranks_that_do_not_reduce_the_same_are_told_that(rank: int) -> None:
-    # As on a GPU, where a run does not wait for what the ranks say.
-    def read(self: Agreement, headers: Tensor, where: str) -> None:
-        came = headers.clone()
-        readback: Any = SimpleNamespace(wait=lambda: came)
-        self.pending.append(_Pending(readback, self._sent, where))
-
-    module, ddp = net()
-    loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].bias: math.nan})
-    weight = ddp.weighted(3) if rank else contextlib.nullcontext()
-    with (
-        mock.patch.object(Agreement, "read", read),
-        mock.patch("tritonddp.coordination.agreement.is_capturing", return_value=False),
-        weight,
-        pytest.raises(RuntimeError, match=r"step 1, bucket 0: .*weight"),
-    ):
-        loss.backward()
-    ddp.zero_grad()
-    assert outcome(ddp(torch.randn(4, 40)).sum()) == "nothing"
 
 
 @ranks(2)

@@ -12,7 +12,7 @@ from distributed import assert_same_bits, in_rings, ranks, recorded_collectives
 from modules import Layers, mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import delayed, filled, gradients, varied_steps, wrap
+from training import delayed, filled, gradients, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -36,19 +36,6 @@ def test_the_gradients_of_stock() -> None:
             loss_of(net).backward()
         dist.barrier()  # stock does not wait for the delayed ones
         assert_same_bits(*map(gradients, nets), f"step {step}")
-
-
-@pytest.mark.parametrize("all_of_them", [False, True], ids=["some", "all"])
-@ranks(2, views=True)
-def test_the_same_gradients_as_without_delay(all_of_them: bool, view: bool) -> None:
-    module = Layers("abc")
-    without = wrap(copy.deepcopy(module), view, bucket_cap_mb=1e-4)
-    names = [name for name, _ in module.named_parameters()]
-    names = names if all_of_them else ["layers.b.weight", "layers.c.weight"]
-    options = delayed(module, *names, until=module.layers["b"].bias)
-    net = wrap(module, view, bucket_cap_mb=1e-4, **options)
-    assert_same_bits(varied_steps(net, 4), varied_steps(without, 4), "gradient")
-    assert set(net.reducer.buckets[-1].names) == set(names)
 
 
 @pytest.mark.parametrize("reached", [True, False])

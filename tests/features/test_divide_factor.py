@@ -15,7 +15,6 @@ from training import WAYS, assert_close, drawn, gradients, wrap
 from uneven import Net as Uneven
 from uneven import loss_of, train
 
-import tritonddp
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
 # Of a sum in a dtype or in blocks of so many bits.
@@ -132,19 +131,6 @@ def test_a_local_backward_on_top_of_what_is_reduced_already_is_refused(how: str)
         reduce()
 
 
-@ranks(2)
-def test_a_backward_that_is_reduced_after_all_is_refused_too() -> None:
-    """It goes through an output of a forward under ``no_sync`` first, on top of a mean."""
-    ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
-    x = torch.ones(1, 4)
-    late, first = ddp(x), ddp(x)
-    first.sum().backward()
-    with ddp.no_sync():
-        local = ddp(x)
-    with pytest.raises(RuntimeError, match="added to gradients which are reduced already"):
-        (local.sum() + late.sum()).backward()
-
-
 @pytest.mark.parametrize("over_all", [False, True])
 @ranks(3)
 def test_it_holds_inside_join_whatever_the_mean_would_be(rank: int, over_all: bool) -> None:
@@ -203,31 +189,14 @@ def test_owners_and_optimizers_in_the_backward_step_with_it(transport: str) -> N
         assert_close(grad, total)
 
 
-@ranks(1)
-def test_a_rank_alone_divides_too() -> None:
-    ddp = tritonddp.replicate(nn.Linear(4, 3), gradient_divide_factor=4)
-    plain = copy.deepcopy(ddp)
-    for number in range(4):
-        for net in (ddp, plain):
-            net.zero_grad()
-            net(drawn(2, 4, step=number)).sum().backward()
-        for one, other in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one.grad * 4, other.grad)
-    one = wrap(nn.Linear(4, 3), gradient_divide_factor=1)
-    assert one._ddp_state.core.reductions.agreement.divisor == 1
-    assert not one._ddp_state.core.events.needs_buckets  # and so nothing is sent
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"reduce_in_place": True}, {"gradient_as_bucket_view": True}]
-)
 @ranks(2, interprets=True)
-def test_on_a_gpu_the_kernels_divide(options: dict[str, Any]) -> None:
+def test_on_a_gpu_the_kernels_divide() -> None:
     """On the recorded device, beside the mean of the same program."""
-    mean = play(Program(options)).gradients
-    found = play(Program({**options, "gradient_divide_factor": 1})).gradients
-    for one, other in zip(found, mean, strict=True):
-        assert torch.equal(one, 2 * other)
+    for options in ({}, {"reduce_in_place": True}, {"gradient_as_bucket_view": True}):
+        mean = play(Program(options)).gradients
+        found = play(Program({**options, "gradient_divide_factor": 1})).gradients
+        for one, other in zip(found, mean, strict=True):
+            assert torch.equal(one, 2 * other), options
 
 
 @ranks(2)

@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from modules import TiedTable, mlp
+from modules import TiedTable
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
-from training import assert_gradients_alike, descend, drawn, gradients, train_step, wrap
+from training import gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -139,20 +138,6 @@ def test_accumulated_in_full_precision(view: bool) -> None:
         ddp.zero_grad()
 
 
-@ranks(2, views=True)
-def test_unused_on_one_rank(rank: int, view: bool) -> None:
-    """Its gradient is made where it was missing, in full precision."""
-    module = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    module.forward = lambda x, both: module[1](module[0](x)) if both else module[0](x)  # type: ignore[method-assign]
-    ddp = wrap(module, view, mixed_precision=HALF)
-    for _ in range(3):
-        ddp(torch.ones(2, 4), rank == 0).sum().backward()
-        assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
-        assert_same_bits(module[1].bias.grad, torch.full((4,), 1.0))
-        assert_gradients_alike(ddp)
-        ddp.zero_grad()
-
-
 @ranks(2)
 def test_ignored_parameters_and_buffers_keep_their_dtype() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -207,18 +192,6 @@ def test_a_checkpoint_recomputes_in_low_precision(rank: int, run: Callable[..., 
         assert_same_bits(grads[step], grads[step + 3], f"step {step}, gradient")
 
 
-@RUN
-@ranks(2)
-def test_layers_that_were_added_are_recomputed_in_low_precision(run: Callable[..., Tensor]) -> None:
-    ddp = DistributedDataParallel(Blocks(run), mixed_precision=HALF)
-    for added in (nn.Linear(4, 4), nn.Linear(4, 4)):
-        ddp.module.blocks[-1] = added
-        for _ in range(2):
-            ddp(torch.ones(2, 4, requires_grad=True)).backward()
-            assert added.weight.grad.dtype == torch.float32
-        assert len(ddp.module.blocks[0]._forward_pre_hooks) == 1
-
-
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @ranks(2)
 def test_recurrent_layers(layer: Any) -> None:
@@ -260,23 +233,6 @@ def test_evaluation_and_saving_in_between_are_in_full_precision() -> None:
     assert ddp.module.first(torch.ones(4)).dtype == torch.float32
     loss.backward()
     assert ddp.module.first(torch.ones(4)).dtype == torch.float32
-
-
-@ranks(2)
-def test_it_trains_as_stock_does() -> None:
-    """(Stock in full precision: on CPUs it has none of the streams it wants for low ones.)"""
-    losses = []
-    for cls, options in ((DistributedDataParallel, {"mixed_precision": HALF}), (Stock, {})):
-        torch.manual_seed(0)
-        ddp = cls(mlp(8, 16, 1), **options)
-        for step in range(30):
-            x = drawn(16, 8, step=step, rank=0)
-            loss = (ddp(x).float() - x.sum(1, keepdim=True).sin()).square().mean()
-            ddp.zero_grad()
-            loss.backward()
-            descend(ddp)
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 @ranks(1)

@@ -74,23 +74,6 @@ def test_optimizers_step_in_the_backward_with_the_mean(views: bool, kind: Any) -
             assert a.grad is None
 
 
-@ranks(2)
-def test_of_two_layers_only_one_steps_in_the_backward() -> None:
-    module = net(2)
-    model = OURS(module)
-    _apply_optimizer_in_backward(torch.optim.SGD, module[0].parameters(), {"lr": 0.1})
-    before = [param.clone() for param in module[0].parameters()]
-    train(model, 2)
-    for param, was in zip(module[0].parameters(), before, strict=True):
-        assert param.grad is None
-        assert not torch.equal(param, was)
-    assert all(param.grad is not None for param in module[1].parameters())
-    with model.no_sync():
-        train(model, 1)
-    model.reduce_gradients()
-    assert all(param.grad is not None for param in module.parameters())
-
-
 @ranks(1)
 def test_an_optimizer_of_which_torch_has_no_twin_is_an_error_that_says_what_to_do() -> None:
     class Own(torch.optim.SGD):
