@@ -200,12 +200,20 @@ def test_headers_are_written_behind_the_flags_in_the_same_launch(place, wire, co
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @PAIRS
 def test_a_number_that_is_not_finite_marks_its_gradient_wherever_it_is(place, dtype, wire, value):
-    slots = [dense([5000]), dense([0]), dense([17]), dense([30, 25], [1, 0]), dense([])]
+    block = place.block or 2048
+    large = 2 * block + 100
+    slots = [dense([large]), dense([0]), dense([17]), dense([30, 25], [1, 0]), dense([])]
     options: dict[str, Any] = {"headers": 3, "marks": Marks(rank=11, world_size=19)}
     flat, memory = place.flat(slots, wire, **options)
     twin, _ = embedded_flat(slots, wire, **options)
-    places = [(0, 0), (0, 255), (0, 256), (0, 2048), (0, 4999), (2, 16), (3, 749), (4, 0), None]
-    for broken in places:  # and at last one without marks of an earlier reduction
+    edges = [(0, at) for at in (0, block - 1, block, large - 1)]
+    for broken in (
+        *edges,
+        (2, 16),
+        (3, 749),
+        (4, 0),
+        None,
+    ):  # and at last one without marks of an earlier reduction
         ones = [torch.ones(math.prod(shape), dtype=dtype) for shape, _ in slots]
         if broken is not None:
             ones[broken[0]][broken[1]] = value

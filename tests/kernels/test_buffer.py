@@ -27,22 +27,6 @@ def test_headers_follow_the_flags_and_the_end_is_aligned(headers, alignment):
     assert flat.data[end:].count_nonzero() == 0
 
 
-def test_without_headers_a_layout_is_what_it_was():
-    assert Layout.of([(3,)], [(1,)], 16) == Layout.of([(3,)], [(1,)], 16, 0)
-    assert Layout.of([(3,)], [(1,)], 16).numel == 32
-
-
-def test_a_part_has_flags_of_its_own_and_no_headers():
-    layout = Layout.of([(3,), (4,), (5,)], [(1,)] * 3, 1, 7)
-    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
-    part = flat.part(1, 3)
-    assert part.layout.headers == len(part.headers) == 0
-    part.flags.fill_(1)
-    assert flat.flags.tolist() == [0, 1, 1]
-    assert flat.headers.count_nonzero() == 0
-    assert len(flat.headers) == 7
-
-
 @pytest.mark.parametrize("used", [[True] * 3, [True, False, True], [False] * 3], ids=str)
 @pytest.mark.parametrize("headers", [[], [0, 1, 255], bytes(range(256))], ids=len)
 @pytest.mark.parametrize("wire", DTYPES, ids=str)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from poisoned import assert_same_bits, dense, embedded_flat
+from poisoned import dense, embedded_flat
 from quantized_ranks import exchange, quantized_buffers
 
 from tritonddp.kernels import flatten as flatten_module
@@ -60,17 +60,6 @@ def test_what_overflows_in_the_dtype_on_the_wire_is_marked(kernels):
     assert flat.marked() == {5: [1]}
 
 
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
-def test_what_is_written_is_what_is_written_without_marks(wire):
-    grads = [grad * math.pi for grad in ones()]
-    flat, _ = embedded_flat(SLOTS, wire, marks=Marks(0, 2))
-    plain, _ = embedded_flat(SLOTS, wire)
-    flatten_module.flatten(flat, grads, [True] * 6, 1 / 3)
-    flatten_module.flatten(plain, grads, [True] * 6, 1 / 3)
-    for view, expected in zip(flat.views, plain.views, strict=True):
-        assert_same_bits(view, expected)
-
-
 @pytest.mark.parametrize("number", [complex(math.nan, 0), complex(0, math.inf)], ids=str)
 @KERNELS
 def test_both_parts_of_complex_numbers_are_looked_at(kernels, number):
@@ -94,14 +83,6 @@ def test_the_twin_marks_the_parts_of_a_buffer_one_by_one():
     assert flat.headers.tolist() == [9]
 
 
-def test_a_buffer_of_headers_alone_marks_nothing():
-    layout = Layout.of([], [], 1, 2, Marks(0, 1))
-    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
-    reference.flatten(flat, [], [], 1.0, [3, 4])
-    assert flat.marked() == {}
-    assert flat.headers.tolist() == [3, 4]
-
-
 @QUANTIZING
 def test_a_part_of_a_quantised_buffer_marks_slots_of_its_own(kernels):
     (flat,) = quantized_buffers(ones(), [True] * 6, 1, has_marks=True)
@@ -113,3 +94,11 @@ def test_a_part_of_a_quantised_buffer_marks_slots_of_its_own(kernels):
         kernels.quantize(part, grads[first:last], [True] * 3, 1.0)
     exchange([flat])
     assert flat.marked() == {0: [0], 4: [0]}
+
+
+def test_a_buffer_of_headers_alone_marks_nothing():
+    layout = Layout.of([], [], 1, 2, Marks(0, 1))
+    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    reference.flatten(flat, [], [], 1.0, [3, 4])
+    assert flat.marked() == {}
+    assert flat.headers.tolist() == [3, 4]

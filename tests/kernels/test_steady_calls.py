@@ -77,43 +77,6 @@ def kernels() -> Iterator[dict[str, StubKernel]]:
 # The CPU's twins.
 
 
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
-@pytest.mark.parametrize("slots", [VECTORS, BOTH], ids=["vectors", "both"])
-def test_the_twins_of_a_steady_step_are_one_function_each(slots, wire):
-    flat, grads = flat_of(slots, wire), gradients(slots, wire)
-    assert calls(reference.flatten, flat, grads, USED, 0.5, HEADERS) == 1
-    assert calls(reference.unflatten, flat, grads) == 1
-    assert calls(flat.write_trailer, USED, HEADERS) == 1
-
-
-def test_a_part_of_a_buffer_is_flattened_by_one_function_and_nothing_else_is_written():
-    flat, grads = flat_of(), gradients()
-    reference.flatten(flat, grads, USED, 1.0, HEADERS)
-    before = flat.data.clone()
-    reference.flatten(flat.part(2, 5), grads[2:5], USED[:3], 0.5)
-    before[2 * 64 : 5 * 64] *= 0.5
-    assert_same_bits(flat.data, before)
-    assert calls(reference.flatten, flat.part(0, 5), grads[:5], USED[:5], 0.5) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"grads": [None, *[torch.ones(64)] * (COUNT - 1)]}, 2),
-        ({"used": tuple(USED)}, 3),
-        ({"headers": list(HEADERS)}, 3),
-        ({"marks": Marks(0, 2)}, 2),
-        ({"wire": torch.bfloat16}, 3),
-    ],
-    ids=["missing", "flags", "headers", "marks", "cast"],
-)
-def test_steps_that_are_less_simple_call_no_more_than_they_need(change, expected):
-    flat = flat_of(wire=change.get("wire", torch.float32), marks=change.get("marks"))
-    given = {"grads": [torch.ones(64)] * COUNT, "used": USED, "headers": HEADERS} | change
-    found = calls(reference.flatten, flat, given["grads"], given["used"], 0.5, given["headers"])
-    assert found == expected
-
-
 def steps(slots, dtype, flat) -> Iterator[tuple[Any, ...]]:
     """Arguments of ``flatten``, each but for one thing those before."""
     grads, others = gradients(slots, dtype), gradients(slots, dtype, 50)
@@ -297,71 +260,6 @@ def test_launches_of_a_steady_step_are_one_function_each(kernels, marks):
     assert flat.tables.uploads == 1
 
 
-def test_several_buffers_are_unflattened_by_as_few_functions_as_one(kernels):
-    flats, grads = [flat_of(alignment=16) for _ in range(4)], [gradients() for _ in range(4)]
-    for flat, each in zip(flats, grads, strict=True):
-        flatten_module.flatten(flat, each, USED, 0.5, HEADERS)
-    joint = unflatten_module.JointUnflatten(flats)
-    before = launch.launches
-    assert calls(joint, grads) == 1
-    assert calls(joint, grads, ONE) == 2
-    assert calls(joint, [flat.views for flat in flats]) == 1
-    assert launch.launches - before == 9
-    assert sum(flat.tables.uploads for flat in flats) == 4
-
-
-def test_a_step_whose_gradients_have_moved_calls_two_functions_more_and_uploads_nothing(kernels):
-    flat, turns = flat_of(alignment=16), [gradients(), gradients()]
-    flatten_module.flatten(flat, turns[0], USED, 0.5, HEADERS)
-    run = partial(flatten_module.flatten, flat)
-    numbers = iter(range(3))
-
-    def step() -> None:
-        run(turns[next(numbers) % 2], USED, 0.5, HEADERS)
-
-    moves, uploads, before = flat.tables.moves, flat.tables.uploads, launch.launches
-    assert calls(step) == 1 + 2  # DeviceTables.change, and its launch
-    assert flat.tables.moves - moves == 2
-    assert launch.launches - before == 3 + 2
-    assert flat.tables.uploads == uploads
-    unflatten_module.unflatten(flat, turns[0])
-    assert launch.launches - before == 3 + 2 + 1
-    assert kernels["addresses"].launched[-1][2][1][:COUNT] == tuple(flat.tables.addresses)
-
-
-def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
-    grads = gradients()
-    (flat,) = quantized_buffers(grads, USED, 1)
-    assert calls(quantize_module.quantize, flat, grads, USED, 0.5, HEADERS) == 3
-    assert calls(reduce_parts_module.reduce_parts, flat) == 2
-    assert calls(dequantize_module.dequantize, flat, grads) == 3
-    assert calls(dequantize_module.dequantize, flat, grads, ONE) == 4
-    assert all(len(kernels[name].launched) >= 3 for name in ("quantize", "dequantize"))
-
-
-def test_one_place_says_how_large_all_programs_are(kernels, monkeypatch):
-    monkeypatch.setattr(device_tables, "BLOCK", 512)
-    monkeypatch.setattr(device_tables, "WARPS", 8)
-    grads = [torch.ones(1025)]
-    flat = flat_of([dense([1025])], alignment=16)
-    flatten_module.flatten(flat, grads, [True], 0.5, HEADERS)
-    unflatten_module.unflatten(flat, grads)
-    (quantized,) = quantized_buffers(grads, [True], 1)
-    quantize_module.quantize(quantized, grads, [True], 0.5, HEADERS)
-    dequantize_module.dequantize(quantized, grads)
-    assert [row[-1] for row in flat.tables.chunks.tolist()] == [512, 512, 1]
-    for name in ("flatten", "unflatten", "quantize", "dequantize"):
-        assert kernels[name].warmups[-1][1] == 8
-        assert 512 in kernels[name].launched[-1][2][4:]
-
-
-def test_no_gpu_is_asked_for_tensors_on_the_cpu(kernels, monkeypatch):
-    monkeypatch.delattr(_torch, "current_device")
-    flat, grads = flat_of(alignment=16), gradients()
-    flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
-    unflatten_module.unflatten(flat, grads, ONE)
-
-
 def test_a_launch_is_made_where_its_tensors_are(kernels, monkeypatch):
     monkeypatch.setattr(_torch, "current_device", lambda: 0)
     devices: list[Any] = []
@@ -407,38 +305,6 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
     assert len(variants) == 4
 
 
-def test_gradients_of_two_dtypes_where_those_of_one_were_are_an_error(kernels):
-    flat, grads = flat_of(alignment=16), gradients()
-    flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
-    mixed = [grads[0].view(torch.float16), *grads[1:]]  # at the same addresses
-    for _ in range(2):
-        with pytest.raises(TypeError, match=r"slot 1 is torch\.float32.*torch\.float16"):
-            flatten_module.flatten(flat, mixed, USED, 0.5, HEADERS)
-    assert len(kernels["flatten"].launched) == 1
-
-
-def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kernels):
-    flat = flat_of(alignment=16)
-    fp32, fp16 = gradients(), gradients(dtype=torch.float16)
-    odd, _ = embedded_gradients(VECTORS, torch.float32, aligned=False)
-    memory = torch.ones(4, dtype=torch.float64)
-    factors = [None, memory[:1], memory[2:3], memory[1:2]]  # the last one is not aligned
-    for grads in (fp32, fp16, odd, flat.views):
-        for factor in factors:
-            unflatten_module.unflatten(flat, grads, factor)
-    launched = kernels["unflatten"].launched
-    # Wherever the factor lies.
-    assert [number for number, *_ in launched] == [*[1] * 4, *[2] * 4, *[3] * 4, *[4] * 4]
-    for place, (*_, arguments) in enumerate(launched):
-        factor = factors[place % 4]
-        given = arguments[3]
-        assert given == flat.tables.one.data_ptr() if factor is None else given is factor
-        assert len(arguments) == 5 + 7
-        assert arguments[10] is (place >= 12)  # whether gradients live in the buffer
-    with pytest.raises(TypeError, match=r"one torch\.float64 element"):
-        unflatten_module.unflatten(flat, fp32, torch.ones(1))
-
-
 def test_other_residuals_are_given_to_the_next_launch(kernels):
     grads, names = gradients(), ("quantize", "reduce_parts")
     (flat,) = quantized_buffers(grads, USED, 1)
@@ -451,15 +317,3 @@ def test_other_residuals_are_given_to_the_next_launch(kernels):
             assert last[1][1] == residuals.reduced.data_ptr()
         flat.residuals.sent = flat.residuals.sent.clone()
         flat.residuals.reduced = flat.residuals.reduced.clone()
-
-
-def test_a_new_buffer_prepares_launches_of_its_own(kernels):
-    grads = gradients()
-    for _ in range(2):
-        flat = flat_of(alignment=16)
-        flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
-        assert kernels["flatten"].launched[-1][2][2] == flat.data.data_ptr()
-    assert kernels["flatten"].variants == 1
-    part = flat.part(0, 3)
-    flatten_module.flatten(part, grads[:3], USED[:3], 0.5)
-    assert kernels["flatten"].launched[-1][2][4] == 3  # slots
