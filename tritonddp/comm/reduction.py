@@ -184,7 +184,8 @@ class Reduction:
             # Communication hooks divide by a number of ranks themselves.
             over_present = self.join.mean_over_present and averages
         key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
-        if key != agreement.key or weight is not None:  # the unit of weights may have changed
+        # (The unit of weights may have changed.)
+        if key != agreement.key or (weight is not None and weight.scale):
             agreement.open(*key)
         self.header = agreement.encoded
         self._is_logged = logger.isEnabledFor(logging.DEBUG)

@@ -101,10 +101,9 @@ class JoinProtocol:
     def _agree(
         self, where: str, mine: int, schema: bytes, what: str = "announcement of a forward"
     ) -> bool:
-        rank = self._group.rank
-        message = torch.zeros(self._group.size, 2, dtype=torch.int32, device="cpu")
-        message[rank, 0], message[rank, 1] = mine, int.from_bytes(schema, "little")
-        message = message.to(self._device)
+        rows = [(0, 0)] * self._group.size
+        rows[self._group.rank] = mine, int.from_bytes(schema, "little")
+        message = torch.tensor(rows, dtype=torch.int32, device=self._device)
         self._group.all_reduce(message, where, f"{what} inside join()")
         flags, schemas = message.T.tolist()
         present = [number for number, each in enumerate(flags) if each]

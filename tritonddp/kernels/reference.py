@@ -70,7 +70,7 @@ def flatten(
     batched = flat.batched
     if batched is None:
         batched = flat.batched = _Batched(flat)
-    if scale != batched.scale or not scale:  # 0.0 equals -0.0
+    if scale is not batched.scale and (scale != batched.scale or not scale):  # 0.0 equals -0.0
         batched.rescale(scale)
     if flat.is_part:
         if headers:
