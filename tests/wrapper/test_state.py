@@ -230,22 +230,6 @@ def test_delayed_parameters_and_joining_belong_to_each_copy(
 # The state of the module
 
 
-@ranks(2)
-def test_state_dicts_are_stocks() -> None:
-    ours, stock = DistributedDataParallel(layers()), Stock(layers())
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    assert all(name.startswith("module.") for name in ours.state_dict())
-    step(stock, 0)
-    with torch.no_grad():
-        for param in stock.parameters():
-            param.sub_(param.grad)
-    ours.load_state_dict(stock.state_dict())
-    for name, value in stock.state_dict().items():
-        assert_same_bits(ours.state_dict()[name], value, name)
-    assert_averages(ours, 1)
-    stock.load_state_dict(ours.state_dict())
-
-
 @pytest.mark.parametrize("to_stock", [False, True], ids=["to ours", "to stock"])
 @pytest.mark.parametrize("from_stock", [False, True], ids=["from ours", "from stock"])
 @ranks(2)
