@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
-from oracle import Alone, assert_mean, in_step, one_per_rank, seed
+from distributed import assert_same_bits, ranks
+from oracle import Alone, in_step, one_per_rank, seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import breaking_off, train_step, wrap
+from training import train_step, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -101,33 +100,6 @@ def test_bit_equal_to_stock(rank: int, view: bool) -> None:
 
 
 @ranks(2, views=True)
-def test_weighted_and_on_request(view: bool) -> None:
-    model = Complex()
-    alone = one_per_rank(model)
-    ddp = wrap(model, view)
-    for reduction in ("mean", "sum"):
-        for net in (*alone, ddp):
-            net.zero_grad()
-
-        def step(net: Any, rank: int, reduction: str = reduction) -> None:
-            for number, local in enumerate((True, True, False)):
-                seed(rank, number)
-                net.require_backward_grad_sync = not local
-                with net.weighted(1 + 2 * rank + number, reduction):
-                    net(Complex.batch(), sometimes=rank == 1).backward()
-
-        step(ddp, dist.get_rank())
-        for rank, net in enumerate(alone):
-            step(net, rank)
-        assert_mean(ddp, alone, reduction)
-    params = [param for param in ddp.module.parameters() if param is not ddp.module.never]
-    loss = ddp.module(Complex.batch())
-    means = ddp.reduce_gradients(torch.autograd.grad(loss, params), params)
-    assert_same_on_all_ranks(list(means))
-    assert means[1].dtype == torch.complex128
-
-
-@ranks(2, views=True)
 def test_bucket_views_are_complex(view: bool) -> None:
     ddp = wrap(Complex(), view)
     for _ in range(3):
@@ -137,21 +109,6 @@ def test_bucket_views_are_complex(view: bool) -> None:
         grad = getattr(ddp.module, name).grad
         assert (grad.untyped_storage().data_ptr() in storages) is view
         assert grad.stride() == getattr(ddp.module, name).stride()
-
-
-@ranks(2, views=True)
-def test_nan_and_a_broken_backward_reach_the_other_rank(rank: int, view: bool) -> None:
-    model = Complex()
-    ddp = wrap(model, view)
-    ddp(Complex.batch()).backward()
-    ddp.zero_grad()
-    with breaking_off(model.first.weight, rank == 1):
-        ddp(Complex.batch()).backward()
-    if rank == 1:
-        ddp.reducer.prepare_for_forward()
-    else:
-        assert model.mix.grad.real.isnan().all()
-        assert model.mix.grad.imag.isnan().all()
 
 
 @ranks(2)

@@ -76,23 +76,6 @@ def test_means_have_the_dtype_and_its_digits(way: str) -> None:
     assert is_rounded or sent == {torch.bfloat16, torch.float32}
 
 
-@ranks(2, views=True)
-def test_a_wire_in_their_own_dtype_changes_nothing(view: bool) -> None:
-    """``reduce_dtype=torch.float32`` with gradients that are fp32 is no cast."""
-    module = Layers("abc", WIDTH)
-    names = [name for name, _ in module.named_parameters()]
-    nets = [
-        wrap(low(module, *names), view, **options)
-        for options in ({}, {"reduce_dtype": torch.float32})
-    ]
-    for step in range(3):
-        for net in nets:
-            train_step(net, inputs(step))
-        assert_same_bits(*map(gradients, nets))
-    kinds = [[type(bucket) for bucket in net.reducer.buckets] for net in nets]
-    assert kinds[0] == kinds[1]
-
-
 @ranks(2)
 def test_rows_of_a_table_have_it(rank: int) -> None:
     table = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)

@@ -17,10 +17,8 @@ import torch
 from distributed import assert_same_bits, ranks
 from modules import linears
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
-from training import beside_stock, breaking_off, drawn, gradients, raises_if, train_step, wrap
+from training import beside_stock, drawn, gradients, raises_if, train_step
 
-from tritonddp import DistributedDataParallel
 from tritonddp.comm.host.rank_buffers import RankBuffers
 
 SIZE = 10_000  # elements of a gradient that is large
@@ -223,74 +221,6 @@ def test_a_gradient_that_was_there_before_is_written_to_in_place() -> None:
         stock(batch(number)).backward()
         assert_same_bits(gradients(ours), gradients(stock))
     assert all(a is b.grad for a, b in zip(mine, ours.parameters(), strict=True))
-
-
-@ranks(2)
-def test_zeroing_in_place_accumulating_and_setting_to_none_may_take_turns() -> None:
-    ours, stock = beside_stock(Branches())
-    for number in range(12):
-        for model in (ours, stock):
-            if number % 3 == 0:
-                model.zero_grad(set_to_none=False)
-            elif number % 3 == 1:
-                model.zero_grad()
-            if number % 4 == 2:
-                with model.no_sync():
-                    model(batch(100 + number)).backward()
-            model(batch(number)).backward()
-        assert_same_bits(gradients(ours), gradients(stock))
-
-
-@ranks(2, views=True)
-def test_a_gradient_of_another_rank_comes_into_being(rank: int, view: bool) -> None:
-    ours = wrap(Branches(), view)
-    stock = Stock(
-        copy.deepcopy(ours.module), gradient_as_bucket_view=view, find_unused_parameters=True
-    )
-    for number in range(5):
-        without = (2, (rank + number) % 2)  # 2 nowhere, 0 and 1 on one rank each
-        step(ours, number, without)
-        step(stock, number, without)
-        assert ours.module.vectors[2].grad is None
-        for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-            if b.grad is not None:
-                assert_same_bits(a.grad, b.grad, "gradient")
-
-
-@ranks(2, views=True)
-def test_hooks_that_change_a_gradient_come_before_it_is_sent(rank: int, view: bool) -> None:
-    ours, stock = beside_stock(Branches(), gradient_as_bucket_view=view)
-    for model in (ours, stock):
-        for scale, param in enumerate(model.parameters(), start=2):
-
-            def change(param: Tensor, factor: int = scale * (1 + rank)) -> None:
-                param.grad.mul_(factor)
-
-            param.register_post_accumulate_grad_hook(change)
-    same_steps(ours, stock, *range(4))
-
-
-@ranks(2)
-def test_after_a_backward_that_broke_off_the_next_steps_are_right(rank: int) -> None:
-    ours, stock = beside_stock(Branches())
-    same_steps(ours, stock, 0, 1)
-    ours.zero_grad()
-    loss = ours(batch(2))
-    with breaking_off(ours.module.vectors[1], rank == 1):
-        loss.backward()
-    same_steps(ours, stock, 3, 4, 5)
-
-
-@ranks(2)
-def test_two_wrappers_around_the_same_parameters_both_reduce() -> None:
-    model = Branches()
-    first, second = DistributedDataParallel(model), DistributedDataParallel(model)
-    stock = Stock(copy.deepcopy(model))
-    for number in range(4):
-        for ours in (first, second):
-            step(ours, number)
-            step(stock, number)
-            torch.testing.assert_close(gradients(model), gradients(stock))
 
 
 @ranks(2)

@@ -4,11 +4,9 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, in_rings, ranks, recorded_collectives
 from logged import logged
 from modules import Layers
@@ -20,17 +18,13 @@ from training import (
     assert_mean_of,
     breaking_off,
     drawn,
-    gradients,
     raises_if,
     train_step,
     wrap,
 )
 
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets import parameters as module_of_parameters
 from tritonddp.buckets.manager import REBUILD_AFTER
-from tritonddp.buckets.parameters import ModuleParameters, schema_of
-from tritonddp.coordination.group import Group
 
 
 def net() -> Layers:
@@ -235,19 +229,6 @@ def test_buffers_that_one_rank_alone_has_added_are_not_broadcast(rank: int) -> N
 
 
 @ranks(2, views=True)
-def test_a_graph_that_is_kept_outlives_the_broadcast_of_what_was_unfrozen(view: bool) -> None:
-    ddp = wrap(net(), view)
-    check_step(ddp, 0)
-    unfreeze(ddp.module)
-    ddp.zero_grad()
-    loss = ddp(batch(1)).sum()
-    loss.backward(retain_graph=True)
-    once = gradients(ddp)
-    loss.backward()
-    torch.testing.assert_close(gradients(ddp), [2 * grad for grad in once])
-
-
-@ranks(2, views=True)
 def test_a_stale_gradient_of_an_unfrozen_parameter_that_nobody_uses_stays(
     rank: int, view: bool
 ) -> None:
@@ -333,60 +314,6 @@ def test_a_forward_of_one_rank_alone_with_everything_frozen_for_once(rank: int, 
             ddp(batch(0, 0).requires_grad_())
             for param in trainable:
                 param.requires_grad_(True)
-
-
-@ranks(1)
-def test_a_dtype_that_cannot_be_reduced_is_named() -> None:
-    ddp = DistributedDataParallel(net())
-    ddp.module.phase = Parameter(torch.zeros(2, dtype=torch.complex32))
-    with pytest.raises(NotImplementedError, match=r"'phase'.*complex32"):
-        ddp(batch(0, 0))
-
-
-@ranks(1)
-def test_freezing_in_turns_walks_over_no_module_and_makes_no_hash_twice() -> None:
-    wrapper = nn.Module()
-    wrapper.module = net()
-    group = Group(dist.group.WORLD)
-    parameters = ModuleParameters(wrapper, (), group)
-    parameters.set_bucketed(*zip(*parameters.params, strict=True))
-    layers = wrapper.module.layers
-    for turn in range(3):
-        layers["b"].requires_grad_(turn % 2 == 0)
-        layers["a"].requires_grad_(turn % 2 == 1)
-        with (
-            mock.patch.object(ModuleParameters, "update", autospec=True) as update,
-            mock.patch.object(module_of_parameters, "schema_of", side_effect=schema_of) as hashed,
-        ):
-            assert parameters.refresh(str)
-            assert not parameters.refresh(str)
-        assert (update.call_count, hashed.call_count) == (0, int(turn == 0))
-        fresh = ModuleParameters(wrapper, (), group)
-        fresh.set_bucketed(*zip(*fresh.params, strict=True))
-        assert parameters.schema == fresh.schema
-        assert parameters.trainable == fresh.trainable
-    layers["d"] = nn.Linear(4, 4).double()
-    layers["b"].requires_grad_(False)  # and another change beside
-    assert parameters.refresh(str)
-    assert [name for name, _ in parameters.added] == ["layers.d.weight", "layers.d.bias"]
-
-
-@ranks(1)
-def test_parameters_see_each_kind_of_change() -> None:
-    wrapper = nn.Module()
-    wrapper.module = net()
-    for change in CHANGES:
-        parameters = ModuleParameters(wrapper, (), Group(dist.group.WORLD))
-        parameters.set_bucketed(*zip(*wrapper.module.named_parameters(), strict=True))
-        assert not parameters.has_changed()
-        before = parameters.schema
-        change(wrapper.module)
-        assert parameters.has_changed(), change.__name__
-        parameters.update()
-        assert not parameters.has_changed()
-        assert parameters.schema != before, change.__name__
-        wrapper.module = net()
-        assert parameters.has_changed()
 
 
 @ranks(2, views=True)

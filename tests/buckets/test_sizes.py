@@ -91,17 +91,6 @@ def test_empty_gradients_share_a_bucket() -> None:
     assert len(mib(params[:2])) == 1
 
 
-def test_dtypes_are_cut_each_by_itself() -> None:
-    one = [torch.empty(MIB // 2, device="meta")] * 20  # of 2 MiB, 40 in all
-    other = [torch.empty(MIB, dtype=torch.bfloat16, device="meta")] * 20
-    params = [param for pair in zip(one, other, strict=True) for param in pair]
-    assert sorted(mib(params)) == sorted(2 * mib(one))
-
-
-def test_an_empty_order_has_no_bucket() -> None:
-    assert assign_buckets([], [], NCCL) == []
-
-
 def test_the_users_sizes_hold_and_the_cpu_keeps_stocks() -> None:
     def on_cuda(*given: object, **options: object) -> BucketCaps:
         return BucketCaps.of(*given, device_type="cuda", **options)  # type: ignore[arg-type]

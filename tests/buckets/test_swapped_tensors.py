@@ -108,26 +108,6 @@ def test_the_next_step_is_right(keeps: bool, view: bool) -> None:
                 change(ddp.module)
 
 
-@ranks(2, views=True)
-def test_before_gradients_accumulate(view: bool) -> None:
-    for change in CHANGES.values():
-        ddp = wrap(Layers("abc").double(), view)
-        check(ddp, 0)
-        change(ddp.module)
-        ddp.zero_grad()
-        check(ddp, 1, 2, 3)
-
-
-@ranks(2, views=True)
-def test_after_gradients_have_accumulated(view: bool) -> None:
-    for change in CHANGES.values():
-        ddp = wrap(Layers("abc").double(), view)
-        for step in range(3):
-            ddp.zero_grad()
-            check(ddp, 2 * step, 2 * step + 1, tolerance=1e-6)
-            change(ddp.module)
-
-
 @ranks(2)
 def test_views_of_buckets_whose_data_was_set_are_led_back() -> None:
     """Also where nobody tells: no parameter has moved."""
@@ -240,18 +220,6 @@ def test_what_torch_refuses_between_forward_and_backward_comes_through(rank: int
             loss.backward()
         ddp.zero_grad()
         check(ddp, 2)
-
-
-@ranks(2)
-def test_frozen_parameters_are_moved_too() -> None:
-    module = Layers("abc").double()
-    module.layers["b"].requires_grad_(False)
-    ddp = wrap(module, bucket_cap_mb=1e-4)
-    for step in range(6):
-        ddp.zero_grad()
-        check(ddp, step, tolerance=1e-6)
-        move(swaps=True)(module)
-        module.layers["b"].requires_grad_(step > 2)
 
 
 @ranks(2)
