@@ -1,9 +1,9 @@
-"""The suites of kernels, quantising and the host.
+"""The suites of kernels and the host.
 
     python benchmarks/plain.py SUITE [--only WORD ...] [--without WORD ...] [--rounds N]
         [--out FILE]
 
-SUITE is kernels, quantize or host. ``--only`` wants one of its words in a case's name,
+SUITE is kernels or host. ``--only`` wants one of its words in a case's name,
 ``--without`` none of its own. The result file is written after each group. A group that fails is
 told and left out; the others are measured, and the exit status is 1.
 """
@@ -30,7 +30,6 @@ from benchmarks.report.table import text
 
 SUITES = {
     "kernels": "benchmarks.kernels.bandwidth",
-    "quantize": "benchmarks.kernels.quantizing",
     "host": "benchmarks.host.cost",
 }
 

@@ -1,4 +1,4 @@
-"""What the suites of kernels, quantising and the host measure: cases in groups, a row for each.
+"""What the suites of kernels and the host measure: cases in groups, a row for each.
 
 A suite is a module with
 

@@ -11,8 +11,7 @@ result is written as soon as it ends, to a file of its own and to that of all, s
 the run off leaves what was measured. Plots come last, and a summary:
 step times first, then how each part ended, and whether each bound is met.
 
-``--only step`` runs all parts that measure steps. Wires, torch.compile, quantising kernels and
-compute-sanitizer run only if they are asked for.
+``--only step`` runs all parts that measure steps. Wires run only if they are asked for.
 
 Tests need pytest, the rest only torch and Triton; nothing is downloaded.
 
@@ -20,7 +19,7 @@ Tests need pytest, the rest only torch and Triton; nothing is downloaded.
 no GPU: what cannot run on a GPU for a mistake in Python fails there too. Its figures mean nothing.
 
 The exit status is 0 if no test and no part failed, whatever was measured; what cannot run here
-(NCCL takes no second rank on a card, no compute-sanitizer) is reported and is no failure, but for
+(NCCL takes no second rank on a card) is reported and is no failure, but for
 a rehearsal.
 """
 
@@ -167,14 +166,12 @@ def _outcome(part: Part, limit: float) -> Outcome:
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
         return Outcome("not run", f"{', '.join(missing)} is not installed")
-    if part.unavailable is not None:
-        return Outcome("not run", part.unavailable)
     if part.on_one_card:  # tried by the part "probe", or now
         why = one_card.refusal(min(limit, PROBE.limit))
         if why is not None:
             return Outcome("not run", why)
     end = time.monotonic() + IN_TIME * min(limit, part.limit)
-    environment = {**part.environment, deadline.VARIABLE: str(end)}
+    environment = {deadline.VARIABLE: str(end)}
     with tempfile.TemporaryDirectory(prefix="tritonddp-gpu-") as folder:
         result, log = Path(folder) / "result", Path(folder) / "log"
         command = [each.replace("{result}", str(result)) for each in part.command]

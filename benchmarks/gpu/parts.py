@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,8 +34,6 @@ NCCL_TESTS = (
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TESTS_FAILED = 1  # pytest's exit status
-_SANITIZER = "compute-sanitizer"
-_MEMORY_ERRORS = 86  # the exit status that it is told to use
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,8 @@ class Part:
         command: with ``{result}`` where the name of its result file goes.
         read: makes an outcome of it.
         ranks: how many, for a script that wants to be started by torchrun.
-        environment: beyond that of `make gpu` itself.
         needs: Python modules without which it is not run.
         on_one_card: it needs two ranks on one card.
-        unavailable: why it cannot run here, known beforehand.
         small: further arguments in a rehearsal.
         on_request: it is run only if it is asked for by name.
     """
@@ -87,10 +82,8 @@ class Part:
     command: tuple[str, ...] = ()
     read: Reader = lambda *_: Outcome("ok")
     ranks: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     on_one_card: bool = False
-    unavailable: str | None = None
     small: str = ""
     on_request: bool = False
 
@@ -134,9 +127,6 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
         _script(
             "kernels", "flatten and unflatten", 24, 21, "plain.py kernels --without wire"
         ).with_arguments("--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"),
-        _script("step-graphs", "CUDA graphs", 17, 14, "gpu/graphs.py", 1).with_arguments(
-            "--rounds 20 --models mlp transformer", mlp
-        ),
         _tests(
             "test-kernels", "the compiled kernels", 46, 44, KERNEL_TESTS, f"not ({SANITY})", few
         ),
@@ -150,24 +140,14 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
             "--models resnet50 gpt2_small mlp", mlp
         ),
     ]
-    more = [
-        _script("step-wires", "steps in fewer bytes", 33, 28, _STEP, 1).with_arguments(
-            "--families bf16 int8 --rounds 12 --models gpt2_small mlp", mlp
-        ),
-        _script("step-compiled", "torch.compile", 45, 40, _COMPILED, 1).with_arguments(
-            "--rounds 20 --models mlp transformer", f"{mlp} --compiler none"
-        ),
-        _script("quantize", "quantising kernels", 20, 19, "plain.py quantize").with_arguments(
-            "--rounds 4", "--only int8-many_small-fp32 int8-many_small-bf16"
-        ),
-        _sanitizer(12, 11, rehearse),
-    ]
-    found += [replace(part, on_request=True) for part in more]
+    wires = _script("step-wires", "steps in fewer bytes", 33, 28, _STEP, 1).with_arguments(
+        "--families bf16 int8 --rounds 12 --models gpt2_small mlp", mlp
+    )
+    found.append(replace(wires, on_request=True))
     return [part.rehearsed() for part in found] if rehearse else found
 
 
 _STEP = "step/step.py --backend nccl"
-_COMPILED = "compiled/compiled.py --backend nccl"
 
 
 def _trained(rehearse: bool, cards: int, small: str) -> Iterator[Part]:
@@ -210,33 +190,6 @@ def _script(
     path, *arguments = shlex.split(script)
     command = (sys.executable, str(BENCHMARKS / path), *arguments, "--out", "{result}")
     return Part(name, title, limit, estimate, command, read_json, ranks)
-
-
-def _sanitizer(limit: float, estimate: float, rehearse: bool) -> Part:
-    """Memcheck over a few launches of the kernels, in fp32 and with a cast.
-
-    (Racecheck looks at shared memory, which no kernel uses but by Triton's own layout changes.)
-    """
-    tool = shutil.which(_SANITIZER) or shutil.which(_SANITIZER, path="/usr/local/cuda/bin")
-    which = "bits_of_the_reference and torch.float32-torch.bfloat16 or missing_gradients"
-    which += " or torch.int8-torch.float32-aligned"
-    tests = (*_PYTEST, "--junitxml={result}", "-m", "gpu", *map(str, KERNEL_TESTS), "-k", which)
-    checked = (
-        *(tool or _SANITIZER, "--tool", "memcheck", "--report-api-errors", "no"),
-        *("--error-exitcode", str(_MEMORY_ERRORS)),
-    )
-    return Part(
-        "memcheck",
-        f"the kernels under {_SANITIZER}",
-        limit,
-        estimate,
-        tests if rehearse else (*checked, *tests),
-        read_memcheck,
-        # Each tensor is an allocation of its own, or accesses beyond it would go unseen.
-        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        needs=("pytest",),
-        unavailable=None if tool or rehearse else f"{_SANITIZER} is not installed",
-    )
 
 
 def read_tests(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
@@ -286,17 +239,6 @@ def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float)
     why = one_card.answer(text, codes, limit)
     os.environ[one_card.ANSWER] = why or ""
     return Outcome("not run" if why else "ok", why)
-
-
-def read_memcheck(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
-    """Of the sanitizer, which does not work with every driver and is slow with some."""
-    if list(codes) == [_MEMORY_ERRORS]:
-        return Outcome("failed", _last(r"ERROR SUMMARY", text), log=text[-8000:])
-    if re.search(r"not supported|Unable to|Failed to initialize", text) and list(codes) != [0]:
-        return Outcome("not run", _last(r"not supported|Unable to|Failed to initialize", text))
-    if list(codes) == [None]:
-        return Outcome("not run", f"it did not end within {limit:.0f} s")
-    return read_tests(path, codes, text, limit)
 
 
 def _has(element: ElementTree.Element, child: str) -> bool:

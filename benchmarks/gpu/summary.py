@@ -14,8 +14,6 @@ _TABLES: dict[str, Callable[[Result], Blocks]] = {
     "step-training": excerpts.training,
     "step-simulated": excerpts.training,
     **{f"step-cards-{ranks}": excerpts.training for ranks in (2, 4, 8)},
-    "step-graphs": tables.graphs,
-    "step-compiled": tables.compiled,
 }
 
 

@@ -30,6 +30,7 @@ class Configuration:
         is_idle: ours in a world of one, where it sends nothing. Otherwise it sends there too, as
             stock does.
         sends: of the bytes of stock's buckets, what its communication hook leaves.
+        is_compiled: by inductor, as ``torch.compile`` of the wrapper does it.
     """
 
     name: str
@@ -38,15 +39,30 @@ class Configuration:
     error: float = 0.0
     is_idle: bool = False
     sends: float = 1.0
+    is_compiled: bool = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as this configuration trains it; collective."""
         if self.wrapper is None:
             return model
-        wrapped: Any = self.wrapper(model, **self.options)
+        wrapped: Any = self.wrapper(Network(model) if self.is_compiled else model, **self.options)
+        if self.is_compiled:
+            wrapped.compile()
         if self.wrapper is tritonddp.DistributedDataParallel and not self.is_idle:
             wrapped._ddp_state.core.reductions.exchanges_alone = True
         return wrapped
+
+
+class Network(nn.Module):
+    """A module behind a ``forward`` that is not torch's own: frames of torch's modules, of a
+    Sequential say, dynamo skips within stock DDP, which then compiles nothing at all."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: Any) -> Any:
+        return self.module(inputs)
 
 
 @dataclass(frozen=True)
@@ -111,6 +127,16 @@ def families(unused: bool = False) -> tuple[Family, Family]:
     return found[0], found[1]
 
 
+def compiled() -> Family:
+    """Wrappers that are compiled: stock's graph is split at its buckets, ours is one. Graphs are
+    fused differently, so gradients may differ a little."""
+    stock, again, ours = (
+        replace(each, name=f"{each.name} compiled", is_compiled=True, error=1e-4)
+        for each in (_stock("stock", {}), _stock("stock again", {}), _ours("ours", {}))
+    )
+    return Family("compiled", ours, (stock,), (stock, again))
+
+
 def on_cards(
     names: Iterable[str],
     sizes: Callable[[Configuration], Sequence[float]],
@@ -129,6 +155,9 @@ def on_cards(
     modes = {each.name: each for each in families(unused)}
     found = []
     for name in names:
+        if name == "compiled":
+            found.append(compiled())
+            continue
         if name in modes:
             ours, stock = modes[name].ours, modes[name].stock
         else:

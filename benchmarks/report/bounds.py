@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.base.results import Result, Row, is_step
+from benchmarks.base.results import Record, Result, is_step
 from benchmarks.report import verdicts
 
 OURS, FOREACH_DIV = "tritonddp", "_foreach_copy_ + div_"
@@ -100,15 +100,15 @@ class Bound:
         return Value(value.value, f"{part} {value.where}", verdict)
 
 
-def _groups(kernels: Result) -> dict[str, dict[str, Row]]:
+def _groups(kernels: Result) -> dict[str, dict[str, Record]]:
     """Of the kernel benchmark: what is compared with each other, by contender."""
-    groups: dict[str, dict[str, Row]] = {}
+    groups: dict[str, dict[str, Record]] = {}
     for row in kernels.rows:
         groups.setdefault(row.group, {})[row.contender] = row
     return groups
 
 
-def _is_large(row: Row) -> bool:
+def _is_large(row: Record) -> bool:
     return row.bytes / 2 >= LARGE  # they are read, and as many are written
 
 
@@ -145,7 +145,7 @@ def host_us(host: Result) -> Iterator[Value]:
 
     What a second bare model seems to add is what the run cannot resolve.
     """
-    rows = {row.configuration: row.us["all"].median for row in host.rows if row.kind == "parameter"}
+    rows = {row.configuration: row.us.all.median for row in host.rows if row.kind == "parameter"}
     noise = abs(rows.get(UNWRAPPED, 0.0))
     is_short = min(verdicts.rounds(host)) < verdicts.LEAST_ON_A_GPU
     for name, us in rows.items():
@@ -163,9 +163,9 @@ def overhead_within(limit: float) -> Callable[[Result], Iterator[Value]]:
     """
 
     def values(step: Result) -> Iterator[Value]:
-        for name, _, one in step.compared:
+        for one in step.compared:
             if one.bound == limit:
-                yield Value(one.overhead, f"{name} {one.gradients}", one.verdict)
+                yield Value(one.overhead, f"{one.name} {one.gradients}", one.verdict)
 
     return values
 
@@ -185,13 +185,6 @@ BOUNDS = (
     ),
     Bound("bandwidth over _foreach_copy_ + div_", "kernels", over_foreach, 1.5, at_least=True),
     Bound("time of 1,000 x 64 over one copy of its bytes", "kernels", small_over_copy, 2.0),
-    Bound(
-        "share of the copy ceiling, quantising 25 MB and more",
-        "quantize",
-        of_ceiling,
-        0.8,
-        at_least=True,
-    ),
     Bound("host time added per parameter", "host", host_us, US_PER_PARAMETER, unit="us"),
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
-from benchmarks.base.results import Comparison, Model, Result, Row
+from benchmarks.base.results import Record, Result
 from benchmarks.report.bounds import OURS
 from benchmarks.report.drawing import OURS as PLOT_OURS
 from benchmarks.report.drawing import Axes, Figure, in_legend, pyplot, save
@@ -55,24 +55,24 @@ def figures(result: Result) -> Iterator[tuple[str, Figure]]:
         yield "bandwidth.png", bandwidth(kernels.rows, where)
 
 
-def steps(rows: Sequence[tuple[str, Model, Comparison]], where: str) -> Figure:
+def steps(rows: Sequence[Record], where: str) -> Figure:
     """What ours adds to a step as a share of what stock's best adds, with its interval."""
     figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.36 * len(rows)), layout="constrained")
     most = 2.0  # an interval may reach far beyond
-    for place, (_, _, one) in enumerate(rows):
+    for place, one in enumerate(rows):
         low, high = one.overhead_interval or (one.overhead, one.overhead)
         axes.plot([low, min(high, most)], [place, place], color=PLOT_OURS, linewidth=2.5)
         axes.plot(one.overhead, place, "o", color=PLOT_OURS, markersize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlim(-0.1, most)
-    axes.set_yticks(range(len(rows)), [f"{name}, {one.gradients}" for name, _, one in rows])
+    axes.set_yticks(range(len(rows)), [f"{one.name}, {one.gradients}" for one in rows])
     axes.invert_yaxis()
     axes.set_xlabel("added to the unwrapped step, ours / stock's best (left of 1: ours adds less)")
     axes.set_title(f"Whole steps of one rank that exchange, 95% intervals\n{where}", fontsize=10)
     return figure
 
 
-def bandwidth(rows: Sequence[Row], where: str) -> Figure:
+def bandwidth(rows: Sequence[Record], where: str) -> Figure:
     """Bars of GB/s per parameter list, a panel for each direction and dtype."""
     figure, panels = pyplot.subplots(
         len(DIRECTIONS), len(DTYPES), figsize=(15, 9), sharey=True, squeeze=False
@@ -91,7 +91,7 @@ def bandwidth(rows: Sequence[Row], where: str) -> Figure:
     return figure
 
 
-def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+def _bars(axes: Axes, rows: Sequence[Record]) -> None:
     lists = list(dict.fromkeys(row.parameters for row in rows))
     names = list(dict.fromkeys(row.contender for row in rows))
     speeds = {(row.parameters, row.contender): row for row in rows}

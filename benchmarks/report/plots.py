@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.base.results import Line, Model, Result, Results
+from benchmarks.base.results import Record, Result, Results
 from benchmarks.report.drawing import (
     LIMIT,
     OTHER,
@@ -78,7 +78,7 @@ def ratios(step: Result) -> Figure:
     """Ours / stock's best with its interval, bound and what stock shows against itself."""
     rows = step.compared
     figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.42 * len(rows)), layout="constrained")
-    for place, (_, _, one) in enumerate(rows):
+    for place, one in enumerate(rows):
         # As far to both sides: which of the two stocks is the first means nothing.
         away = max(one.again.high, 1 / one.again.low)
         axes.barh(place, away - 1 / away, 0.62, left=1 / away, color="#dddddd")
@@ -87,15 +87,15 @@ def ratios(step: Result) -> Figure:
         if one.bound_on == "ratio":
             axes.plot([one.bound] * 2, [place - 0.38, place + 0.38], color=LIMIT, linewidth=2.5)
     axes.axvline(1, color="black", linewidth=0.8, zorder=0.5)
-    ends = [end for _, _, one in rows for end in (one.ours.low, one.ours.high)]
-    bounds = [one.bound for _, _, one in rows if one.bound]
+    ends = [end for one in rows for end in (one.ours.low, one.ours.high)]
+    bounds = [one.bound for one in rows if one.bound]
     # A band may be wider than the picture; an interval must not be.
     low, high = min([0.85, *ends, *bounds]), max([1.15, *ends])
     axes.set_xlim(low - 0.03, high + 0.03)
-    whole = [one.of == "whole steps" for _, _, one in rows]
+    whole = [one.of == "whole steps" for one in rows]
     labels = [
-        f"{name}, {one.gradients}{' *' * is_whole}"
-        for (name, _, one), is_whole in zip(rows, whole, strict=True)
+        f"{one.name}, {one.gradients}{' *' * is_whole}"
+        for one, is_whole in zip(rows, whole, strict=True)
     ]
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
@@ -111,7 +111,12 @@ def ratios(step: Result) -> Figure:
         handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False
     )
     note = "* whole steps, others the backward. " if any(whole) else "The backward. "
-    finish(figure, "Backward: tritonddp against stock DDP", step, note + step.ranks)
+    finish(
+        figure,
+        "Backward: tritonddp against stock DDP",
+        step,
+        note + f"{step.content.world_size} ranks over {step.content.backend}.",
+    )
     return figure
 
 
@@ -136,10 +141,10 @@ def network(result: Result) -> Figure:
     return figure
 
 
-def _draw_line(axes: Axes, line: Line) -> None:
+def _draw_line(axes: Axes, line: Record) -> None:
     """Bars of ours, stock's and others in a colour each, with the quartiles."""
     for place, (name, one) in enumerate(line.contenders.items()):
-        q1, median, q3 = (1e3 * each for each in one.seconds)
+        q1, median, q3 = (1e3 * one.seconds[each] for each in ("q1", "median", "q3"))
         colour = {"ours": OURS, "stock": STOCK}.get(name.split()[0], OTHER)
         axes.barh(place, median, 0.72, color=colour)
         axes.plot([q1, q3], [place, place], color="black", linewidth=1.2)
@@ -174,11 +179,11 @@ def draw_step(step: Result, path: Path) -> None:
     save_themed(path, _THEMES, figure_of)
 
 
-def _parts_of(model: Model) -> dict[str, dict[str, float]]:
+def _parts_of(model: Record) -> dict[str, dict[str, float]]:
     """Milliseconds of each part of a step, by who exchanges gradients."""
     (stock,) = (one.best for one in model.compared if one.gradients == "copies")
-    backward = model.seconds["unwrapped"].median
-    rest = model.step_seconds["unwrapped"].median - backward
+    backward = model.seconds.unwrapped.median
+    rest = model.step_seconds.unwrapped.median - backward
     overheads = {"stock DDP": stock, "tritonddp": "ours"}
     added = {name: model.overhead_seconds[key] for name, key in overheads.items()}
     return {
@@ -201,36 +206,3 @@ def _draw_parts(
             begin += length
         axis.text(-0.01 * longest, place, name, ha="right", va="center")
         axis.text(begin + 0.01 * longest, place, f"{begin:.1f} ms", ha="left", va="center")
-
-
-_LOSSES = {
-    "light": {"fp32": "#b9c0c7", "bf16": "#c85000", "bf16, fp32 copies": "#0072b2"},
-    "dark": {"fp32": "#6b747d", "bf16": "#e69f00", "bf16, fp32 copies": "#56b4e9"},
-}
-
-
-def draw_masters(masters: Result, path: Path) -> None:
-    """Draw held-out losses in fp32 and in bf16 with and without fp32 copies of the parameters.
-
-    As :func:`draw_step` for light and dark pages.
-    """
-    steps, losses = masters.content["evaluated_after"], masters.content["losses"]
-
-    def figure_of(colours: Mapping[str, str]) -> Figure:
-        figure, axis = pyplot.subplots(figsize=(8.4, 3.2))
-        for name, found in losses.items():
-            # The broad line lies under the one that is to be like it.
-            axis.plot(steps, found, color=colours[name], linewidth=6 if name == "fp32" else 2)
-        axis.legend(list(losses), frameon=False, labelcolor=colours["ink"])
-        axis.set_xlabel("steps", color=colours["ink"])
-        axis.set_ylabel("held-out loss, nats per digit", color=colours["ink"])
-        axis.set_xlim(0, steps[-1])
-        axis.set_ylim(0)
-        axis.tick_params(colors=colours["ink"])
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.spines[["bottom", "left"]].set_color(colours["ink"])
-        figure.subplots_adjust(left=0.08, right=0.96, top=0.97, bottom=0.16)
-        return figure
-
-    themes = {theme: {**colours, **_LOSSES[theme]} for theme, colours in _THEMES.items()}
-    save_themed(path, themes, figure_of)

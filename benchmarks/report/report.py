@@ -4,7 +4,7 @@
 
 Reads ``benchmarks/results/<machine>/*.json``, whatever is there. For each machine it writes
 ``tables.md``, and plots beside it; with ``--figures`` also what stands in ``README.md``,
-``docs/report.md`` and ``docs/benchmarks*.md`` between the markers ``<!-- figures: NAME -->`` and
+``docs/*.md`` between the markers ``<!-- figures: NAME -->`` and
 ``<!-- end figures -->``.
 ``--check`` writes nothing, and ends with status 1 if a table or figure is not that of the result
 files.
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "report.md",
+    ROOT / "docs" / "fewer-bytes.md",
     *sorted((ROOT / "docs").glob("benchmarks*.md")),
 )
 PICTURES = ROOT / "docs"  # the folder of those that are on pages
@@ -115,13 +116,8 @@ def draw(results: Results, folder: Path, pictures: Path | None) -> None:
         for name, figure in gpu_plots.figures(results["gpu"]):
             drawing.save(figure, folder / name, dpi=130)
             print(f"written: {folder / name}")
-    if pictures is not None:
-        for name, draw_one in (
-            ("step", report_plots.draw_step),
-            ("masters", report_plots.draw_masters),
-        ):
-            if name in results:
-                draw_one(results[name], pictures / f"{name}.svg")
+    if pictures is not None and "step" in results:
+        report_plots.draw_step(results["step"], pictures / "step.svg")
 
 
 def _texts(results: Mapping[str, Any], folder: Path) -> Iterator[tuple[Path, str]]:
@@ -152,7 +148,7 @@ def _options() -> argparse.Namespace:
         type=Path,
         nargs="+",
         default=PAGES,
-        help="default: README, docs/report.md and docs/benchmarks*.md",
+        help="default: README and pages of docs",
     )
     options = parser.parse_args()
     if options.source is not None and not options.figures:

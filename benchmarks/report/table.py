@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.base.results import Spread
+from benchmarks.base.results import interval
+
+Cell = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,31 @@ class Table:
 
 # A page is made of tables and lines of text.
 Blocks = Iterable[Table | str]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The table of a kind of result file.
+
+    Attributes:
+        of: what of a result there is a row of each.
+        columns: a heading, and how it is shown; an attribute's name: that one, as it is.
+        notes: lines below the table.
+    """
+
+    of: Callable[[Any], Iterable[Any]]
+    columns: Sequence[tuple[str, Cell | str]]
+    notes: Callable[[Any], Iterable[str]] = lambda _: ()
+
+    def __call__(self, result: Any) -> Iterator[Table | str]:
+        cells = [_attribute(each) if isinstance(each, str) else each for _, each in self.columns]
+        rows = [[show(row) for show in cells] for row in self.of(result)]
+        yield Table([heading for heading, _ in self.columns], rows)
+        yield from self.notes(result)
+
+
+def _attribute(name: str) -> Cell:
+    return lambda row: or_dash(getattr(row, name), str)
 
 
 def markdown(blocks: Blocks) -> Iterator[str]:
@@ -54,12 +81,24 @@ def ms(seconds: float | None) -> str:
     return or_dash(seconds, lambda value: number(value * 1e3))
 
 
-def quartiles(spread: Spread, per: float = 1e3) -> str:
+def median_ms(spread: Any) -> str:
+    return or_dash(spread, lambda found: ms(found.median))
+
+
+def quartiles(spread: Any, per: float = 1e3) -> str:
     return f"{number(spread.q1 * per)} to {number(spread.q3 * per)}"
 
 
 def mib(size: float) -> str:
     return f"{size / 2**20:.2f}"
+
+
+def three(value: float | None) -> str:
+    return or_dash(value, "{:.3f}".format)
+
+
+def ratio(one: Any) -> str:
+    return f"{one.median:.3f} ({interval(one)})"
 
 
 def or_dash(value: Any, show: Callable[[Any], str]) -> str:

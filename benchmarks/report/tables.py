@@ -3,50 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import mean
+from typing import Any
 
-from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, read
+from benchmarks.base.results import Record, Result, Results, interval
 from benchmarks.report import bounds, excerpts, verdicts
-from benchmarks.report.table import Blocks, Table, markdown, mib, ms, number, or_dash, quartiles
+from benchmarks.report.table import (
+    Blocks,
+    Cell,
+    Rows,
+    Table,
+    markdown,
+    median_ms,
+    mib,
+    ms,
+    number,
+    or_dash,
+    quartiles,
+    ratio,
+    three,
+)
 from benchmarks.report.verdicts import words
 
 _NOT_MEASURED = "Not measured."
 CPU = "cpu"
 CEILING = "device copy"
+Show = Callable[[Result], Blocks]
 
 
 # A table of each kind of result
-
-
-def comparisons(step: Result, unused: bool | None = None) -> Blocks:
-    """Ours against stock's best; with ``unused``, of the models that leave parameters unused only
-    (or of the others only)."""
-    header = ("model", "gradients", "stock's best", "ours / it", "95% interval")
-    rows = [
-        (
-            name,
-            one.gradients,
-            one.best,
-            *_both(one),
-            f"{one.bound_on or ''} {one.bound or ''}".strip(),
-            words(one.verdict, model.rounds),
-        )
-        for name, model, one in step.compared
-        if unused is None or (one.of == "whole steps") == unused
-    ]
-    yield Table((*header, "stock / itself", "95% interval", "bound", "verdict"), rows)
-    yield from _errors(step)
-
-
-def _both(one: Comparison) -> tuple[str, ...]:
-    """Ours, and what it is held against against itself."""
-    return (
-        f"{one.ours.median:.3f}",
-        one.ours.interval,
-        f"{one.again.median:.3f}",
-        one.again.interval,
-    )
 
 
 def _errors(step: Result) -> Iterator[str]:
@@ -55,190 +42,151 @@ def _errors(step: Result) -> Iterator[str]:
             yield f"\n{name}: not timed: {model.error}"
 
 
-def configurations(step: Result) -> Blocks:
-    """All that was timed: medians and quartiles in ms, overhead, bytes and launches."""
-    header = ("model", "configuration", "backward, ms", "quartiles", "step above unwrapped, ms")
-    rows = [
-        (
-            name,
-            label,
-            ms(spread.median),
-            quartiles(spread),
-            ms(model.overhead_seconds.get(label)),
-            f"{model.wire_bytes[label] / 1e6:.2f}",
-            str(model.collectives[label]),
-            or_dash(model.launches[label], str),
-        )
-        for name, model in step.models.items()
-        for label, spread in model.seconds.items()
-    ]
-    yield Table((*header, "on the wire, MB", "collectives", "launches"), rows)
+def _against(ours: str, again: str) -> tuple[tuple[str, Cell], ...]:
+    """Columns: ours, and what it is held against against itself."""
+    return (
+        (ours, lambda one: three(one.ours.median)),
+        ("95% interval", lambda one: interval(one.ours)),
+        (again, lambda one: three(one.again.median)),
+        ("95% interval", lambda one: interval(one.again)),
+    )
 
 
-def gpu_steps(result: Result) -> Blocks:
-    """Of `make gpu`: whole steps beside stock's best, both of which send, in ms."""
-    rows = []
+def _verdict(one: Record) -> str:
+    return words(one.verdict, one.model.rounds)
+
+
+comparisons = Rows(
+    lambda step: step.compared,
+    (
+        ("model", "name"),
+        ("gradients", "gradients"),
+        ("stock's best", "best"),
+        *_against("ours / it", "stock / itself"),
+        ("bound", lambda one: f"{one.bound_on or ''} {one.bound or ''}".strip()),
+        ("verdict", _verdict),
+    ),
+    _errors,
+)
+
+# Backwards that ask which parameters they will reach against those that are told, and ours against
+# stock that searches.
+detection = Rows(
+    lambda result: result.compared,
+    (
+        ("model", "name"),
+        ("gradients", "gradients"),
+        ("of", "of"),
+        ("ours against", "best"),
+        *_against("ours / it", "that / itself"),
+        ("bound", "bound"),
+        ("verdict", _verdict),
+    ),
+    _errors,
+)
+
+
+def _of_models(result: Result, key: str) -> Iterator[Record]:
+    """Of each model each configuration that has one of these, which is ``found``."""
+    for name, model in result.models.items():
+        for label, found in (model.get(key) or {}).items():
+            yield Record(name=name, label=label, found=found, model=model)
+
+
+# All that was timed: medians and quartiles in ms, overhead, bytes and launches.
+configurations = Rows(
+    partial(_of_models, key="seconds"),
+    (
+        ("model", "name"),
+        ("configuration", "label"),
+        ("backward, ms", lambda row: ms(row.found.median)),
+        ("quartiles", lambda row: quartiles(row.found)),
+        ("step above unwrapped, ms", lambda row: ms(row.model.overhead_seconds.get(row.label))),
+        ("on the wire, MB", lambda row: f"{row.model.wire_bytes[row.label] / 1e6:.2f}"),
+        ("collectives", lambda row: str(row.model.collectives[row.label])),
+        ("launches", lambda row: or_dash(row.model.launches[row.label], str)),
+    ),
+)
+
+
+def _gpu_steps(result: Result) -> Iterator[Record]:
     for step in result.steps.values():
-        ranks = step.content.get("world_size", 1)
-        for name, model, one in step.compared:
-            if one.bound is None:  # ranks took turns on one card
-                continue
-            ours = one.contender or ""
-            idle = model.step_seconds.get(ours.replace("ours", "ours idle"))
-            shown = (model.step_seconds.get(each) for each in ("unwrapped", one.best, ours))
-            late = (model.exposed_seconds.get(each) for each in (one.best, ours))
-            rows.append(
-                (
-                    f"{name}, {one.gradients}" + f", {ranks} ranks" * (ranks > 1),
-                    *(ms(each and each.median) for each in shown),
-                    or_dash(idle, lambda spread: ms(spread.median)),
-                    " / ".join(map(ms, late)),
-                    f"{one.overhead:.2f} ({_interval(one)})",
-                    words(one.verdict, model.rounds),
-                    one.best,
-                )
-            )
-    if not rows:
-        yield "Steps beside stock's, both of which send: not measured."
-        return
-    header = ("step, ms", "unwrapped", "stock's best", "ours", "ours idle", "exposed, its / ours")
-    yield Table((*header, "added / its (95% interval)", "verdict", "which of stock's"), rows)
+        for one in step.compared:
+            if one.bound is not None:  # else ranks took turns on one card
+                ranks = step.content.world_size or 1
+                yield Record(one, where=f", {ranks} ranks" * (ranks > 1), late=one.model)
 
 
-def _interval(one: Comparison) -> str:
+def _took(one: Record, name: str | None) -> str:
+    return median_ms(one.model.step_seconds.get(name))
+
+
+# Of `make gpu`: whole steps beside stock's best, both of which send, in ms.
+gpu_steps = Rows(
+    _gpu_steps,
+    (
+        ("step, ms", lambda one: f"{one.name}, {one.gradients}{one.where}"),
+        ("unwrapped", lambda one: _took(one, "unwrapped")),
+        ("stock's best", lambda one: _took(one, one.best)),
+        ("ours", lambda one: _took(one, one.contender)),
+        ("ours idle", lambda one: _took(one, one.contender.replace("ours", "ours idle"))),
+        (
+            "exposed, its / ours",
+            lambda one: " / ".join(
+                ms(one.model.exposed_seconds.get(each)) for each in (one.best, one.contender)
+            ),
+        ),
+        ("added / its (95% interval)", lambda one: f"{one.overhead:.2f} ({_ends(one)})"),
+        ("verdict", _verdict),
+        ("which of stock's", "best"),
+    ),
+)
+
+
+def _ends(one: Record) -> str:
     return " to ".join(f"{end:.2f}" for end in one.overhead_interval or ())
 
 
-def gpu_configurations(result: Result) -> Blocks:
-    """Of `make gpu`: all that took a step, and what it sent."""
-    header = ("step", "configuration", "ms", "above unwrapped, ms", "on the wire, MB")
-    rows = [
+def _variants(result: Result) -> Iterator[Record]:
+    for name, model in result.content.models.items():
+        for label, found in model.items() if "error" not in model else ():
+            bare = None if label == "unwrapped" else model.unwrapped.step_seconds
+            yield Record(found, name=name, label=label, bare=bare)
+
+
+# Steps by options, in ms: when the host is done, the device too, and beyond the unwrapped.
+variants = Rows(
+    _variants,
+    (
+        ("options", "name"),
+        ("ms", "label"),
+        ("host", lambda row: ms(row.host_seconds)),
+        ("step", lambda row: ms(row.step_seconds)),
         (
-            f"{name}, {part}",
-            label,
-            ms(spread.median),
-            ms(model.overhead_seconds.get(label)),
-            "-" if label.startswith("unwrapped") else _sent(model.wire_bytes.get(label, 0)),
-            or_dash((model.launches or {}).get(label), str),
-            str(model.rounds),
-        )
-        for part, step in result.steps.items()
-        for name, model in step.models.items()
-        for label, spread in model.step_seconds.items()
-    ]
-    yield ""
-    yield Table((*header, "launches", "rounds"), rows)
+            "above unwrapped",
+            lambda row: or_dash(row.bare, lambda bare: ms(row.step_seconds - bare)),
+        ),
+        ("rounds", lambda row: str(len(row.raw))),
+    ),
+)
 
-
-def _sent(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f}" if nbytes else "nothing: idle"
-
-
-def graphs(result: Result) -> Blocks:
-    """Steps as they are and replayed, in ms, and what they take above the unwrapped model's."""
-    rows, notes = [], []
-    for name, model in result.content["models"].items():
-        bare = model["seconds"].get("unwrapped")
-        sent = model.get("wire_bytes", {})
-        for label, ways in model["seconds"].items():
-            medians = [ways[way]["median"] for way in ("eager", "replayed")]
-            above = ["-"] * 2
-            if bare is not None and label != "unwrapped":
-                base = [bare[way]["median"] for way in ("eager", "replayed")]
-                above = [ms(a - b) for a, b in zip(medians, base, strict=True)]
-            shown = or_dash(sent.get(label), lambda nbytes: f"{nbytes / 1e6:.2f}")
-            rows.append((name, label, *map(ms, medians), *above, shown, str(model["rounds"])))
-        notes += [f"  {label}: not captured: {why}" for label, why in model["errors"].items()]
-    header = (
-        "CUDA graphs",
-        "step, ms",
-        "eager",
-        "replayed",
-        "above unwrapped",
-        "above it, replayed",
-    )
-    yield Table((*header, "on the wire, MB", "rounds"), rows)
-    yield from notes
-
-
-def variants(result: Result) -> Blocks:
-    """Steps by options, in ms: when the host is done, the device too, and beyond the unwrapped."""
-    rows = []
-    for name, model in result.content["models"].items():
-        if "error" in model:
-            continue
-        bare = model["unwrapped"]["step_seconds"]
-        for label, found in model.items():
-            host, step = found["host_seconds"], found["step_seconds"]
-            above = "-" if label == "unwrapped" else ms(step - bare)
-            rows.append((name, label, ms(host), ms(step), above, str(len(found["raw"]))))
-    yield Table(("options", "ms", "host", "step", "above unwrapped", "rounds"), rows)
-
-
-def detection(result: Result) -> Blocks:
-    """Backwards that ask which parameters they will reach against those that are told, and ours
-    against stock that searches."""
-    header = ("model", "gradients", "of", "ours against", "ours / it", "95% interval")
-    rows = [
+# One exchange of a bucket between ranks of one host, in ms, by ranks and size.
+exchange = Rows(
+    lambda result: (Record(row, **row.seconds) for row in result.content.rows),
+    (
+        ("ranks", "ranks"),
+        ("KiB", lambda row: f"{row.bytes / 1024:g}"),
+        ("gloo, ms", lambda row: ms(row.gloo)),
+        ("memory, ms", lambda row: ms(row.memory)),
+        ("gloo / memory", lambda row: f"{row.gloo / row.memory:.2f}"),
+        ("MPICH, ms", lambda row: ms(row.mpich)),
         (
-            name,
-            one.gradients,
-            one.of,
-            one.best,
-            *_both(one),
-            or_dash(one.bound, str),
-            words(one.verdict, model.rounds),
-        )
-        for name, model, one in result.compared
-    ]
-    yield Table((*header, "that / itself", "95% interval", "bound", "verdict"), rows)
-    yield from _errors(result)
-
-
-def exchange(result: Result) -> Blocks:
-    """One exchange of a bucket between ranks of one host, in ms, by ranks and size."""
-    rows = []
-    for row in result.content["rows"]:
-        seconds = row["seconds"]
-        memory, mpich = seconds["memory"], seconds.get("mpich")
-        rows.append(
-            (
-                str(row["ranks"]),
-                f"{row['bytes'] / 1024:g}",
-                ms(seconds["gloo"]),
-                ms(memory),
-                f"{seconds['gloo'] / memory:.2f}",
-                ms(mpich),
-                "-" if mpich is None else f"{memory / mpich:.2f}",
-                f"{seconds['copies'] / memory:.2f}",
-            )
-        )
-    header = ("ranks", "KiB", "gloo, ms", "memory, ms", "gloo / memory", "MPICH, ms")
-    yield Table((*header, "memory / MPICH", "share of what memory allows"), rows)
-
-
-def sizes(result: Result) -> Blocks:
-    """What backwards take from their last gradient on, by bucket sizes and line."""
-    ways = ("stock's sizes", "NCCL's sizes")
-    rows = []
-    for model in result.content["models"]:
-        counts = [len(model["bucket_bytes"][way]) for way in ways]
-        for line in model["lines"]:
-            shares = [f"{100 * line['ways'][way]['exposed_share']:.0f} %" for way in ways]
-            ratios = [read(Ratio, line[name]) for name in ("exposed", "backward")]
-            rows.append(
-                (
-                    model["model"],
-                    "{} to {}".format(*counts),
-                    f"{line['exchange']:g}",
-                    *shares,
-                    *(cell for each in ratios for cell in (f"{each.median:.2f}", each.interval)),
-                )
-            )
-    header = ("model", "buckets", "exchange / backward", *(f"exposed, {way}" for way in ways))
-    yield Table(
-        (*header, "exposed, ratio", "95% interval", "backward, ratio", "95% interval"), rows
-    )
+            "memory / MPICH",
+            lambda row: or_dash(row.mpich, lambda mpich: f"{row.memory / mpich:.2f}"),
+        ),
+        ("share of what memory allows", lambda row: f"{row.copies / row.memory:.2f}"),
+    ),
+)
 
 
 def host(result: Result) -> Blocks:
@@ -253,17 +201,24 @@ def host(result: Result) -> Blocks:
     yield Table(("us, median (quartiles)", *columns), rows)
 
 
-def memory(result: Result) -> Blocks:
-    """Peaks above the unwrapped model in MiB, in the first steps and in steady ones."""
-    header = ("model", "configuration", "buckets, MiB", "first steps", "steady", "claim")
-    rows = []
-    for name, model in result.peaks.items():
+def _peaks(result: Result) -> Iterator[Record]:
+    for name, model in result.content.models.items():
         for label, row in model.items():
-            claim = ("holds" if row.holds else "**broken**") if label.startswith("ours") else ""
-            peaks = (mib(row.above[phase]) for phase in ("first", "steady"))
-            rows.append((name, label, mib(row.buckets), *peaks, claim))
-    yield Table(header, rows)
+            yield Record(row, name=name, label=label, is_ours=label.startswith("ours"))
 
+
+# Peaks above the unwrapped model in MiB, in the first steps and in steady ones.
+memory = Rows(
+    _peaks,
+    (
+        ("model", "name"),
+        ("configuration", "label"),
+        ("buckets, MiB", lambda row: mib(row.buckets)),
+        ("first steps", lambda row: mib(row.above.first)),
+        ("steady", lambda row: mib(row.above.steady)),
+        ("claim", lambda row: ("holds" if row.holds else "**broken**") if row.is_ours else ""),
+    ),
+)
 
 _AGAINST_SPREAD = {
     "within": "within the spread",
@@ -273,170 +228,191 @@ _AGAINST_SPREAD = {
 }
 
 
-def convergence(result: Result) -> Blocks:
-    """Final held-out losses of each wire against those of fp32, in nats per target."""
-    rows, notes = [], []
-    for name, task in result.content["tasks"].items():
-        for wire, one in task["comparisons"].items():
-            away = one["differences"]
-            against = f"{mean(away):+.4f} ({min(away):+.4f} to {max(away):+.4f})"
-            rows.append(
-                (
-                    name,
-                    wire,
-                    f"{task['sent_bytes'][wire] / 1e3:.0f}",
-                    f"{one['mean']:.4f}",
-                    f"{one['low']:.4f} to {one['high']:.4f}",
-                    "-" if one["verdict"] is None else against,
-                    _AGAINST_SPREAD[one["verdict"]],
-                )
-            )
-        notes.append(
-            f"- {name}: {task['parameters']:,} parameters, {task['steps']:,} steps of "
-            f"{task['batch_size']} samples per rank, {task['optimizer']}; "
-            f"held out {task['held_out_targets']:,} {task['target']}s. All ranks held the same "
-            f"bits after each of {task['same_bits_after_steps']:,} steps of each wire."
+def _wires(result: Result) -> Iterator[Record]:
+    for name, task in result.content.tasks.items():
+        for wire, one in task.comparisons.items():
+            yield Record(one, task=name, wire=wire, sent=task.sent_bytes[wire])
+
+
+def _tasks(result: Result) -> Iterator[str]:
+    yield ""
+    for name, task in result.content.tasks.items():
+        yield (
+            f"- {name}: {task.parameters:,} parameters, {task.steps:,} steps of "
+            f"{task.batch_size} samples per rank, {task.optimizer}; "
+            f"held out {task.held_out_targets:,} {task.target}s. All ranks held the same "
+            f"bits after each of {task.same_bits_after_steps:,} steps of each wire."
         )
-    header = ("task", "wire", "sent a step, kB", "final held-out loss", "of the seeds")
-    yield Table((*header, "minus fp32's of the same seed", "mean against fp32's seeds"), rows)
-    yield from ("", *notes)
 
 
-def network(result: Result) -> Blocks:
-    """Ours and stock's best against the line's limit."""
-    header = ("hosts", "line", "gradients", "least time, ms", "ours, ms", "ours / least time")
-    rows = []
+def _away(one: Record) -> str:
+    away = one.differences
+    return (
+        "-" if one.verdict is None else f"{mean(away):+.4f} ({min(away):+.4f} to {max(away):+.4f})"
+    )
+
+
+# Final held-out losses of each wire against those of fp32, in nats per target.
+convergence = Rows(
+    _wires,
+    (
+        ("task", "task"),
+        ("wire", "wire"),
+        ("sent a step, kB", lambda one: f"{one.sent / 1e3:.0f}"),
+        ("final held-out loss", lambda one: f"{one.mean:.4f}"),
+        ("of the seeds", lambda one: f"{one.low:.4f} to {one.high:.4f}"),
+        ("minus fp32's of the same seed", _away),
+        ("mean against fp32's seeds", lambda one: _AGAINST_SPREAD[one.verdict]),
+    ),
+    _tasks,
+)
+
+
+def _on_lines(result: Result) -> Iterator[Record]:
+    """Each comparison on each line, with that ``line``."""
     for line in result.lines:
-        of_each = line.ranks_per_host or 1
-        hosts = str(line.hosts) if of_each == 1 else f"{line.hosts // of_each} of {of_each}"
         for one in line.compared:
-            ours, best = line.contenders[one.contender or ""], line.contenders[one.best]
-            rows.append(
-                (
-                    hosts,
-                    line.rate,
-                    one.gradients,
-                    ms(line.limit_seconds),
-                    ms(ours.seconds.median),
-                    *(or_dash(each.over["limit"], "{:.3f}".format) for each in (ours, best)),
-                    f"{one.ours.median:.3f}",
-                    one.ours.interval,
-                )
+            stock, ours = (line.contenders[name] for name in (one.best, one.contender))
+            faster = Record(
+                median=1 / one.ours.median, low=1 / one.ours.high, high=1 / one.ours.low
             )
-    more = ("stock's best / least time", "ours / stock's best", "95% interval")
-    yield Table((*header, *more), rows)
+            target = _WIRE_TARGETS.get((line.hosts, line.rate_bits_per_s, one.gradients))
+            yield Record(one, line=line, its=stock, own=ours, faster=faster, target=target)
 
+
+def _hosts(line: Record) -> str:
+    of_each = line.ranks_per_host or 1
+    return str(line.hosts) if of_each == 1 else f"{line.hosts // of_each} of {of_each}"
+
+
+# Ours and stock's best against the line's limit.
+network = Rows(
+    _on_lines,
+    (
+        ("hosts", lambda one: _hosts(one.line)),
+        ("line", lambda one: one.line.rate),
+        ("gradients", "gradients"),
+        ("least time, ms", lambda one: ms(one.line.limit_seconds)),
+        ("ours, ms", lambda one: ms(one.own.seconds.median)),
+        ("ours / least time", lambda one: three(one.own.over.limit)),
+        ("stock's best / least time", lambda one: three(one.its.over.limit)),
+        ("ours / stock's best", lambda one: three(one.ours.median)),
+        ("95% interval", lambda one: interval(one.ours)),
+    ),
+)
+
+# Of issue 6: how many times as fast as stock in fp32, by hosts, rate and wire.
+_WIRE_TARGETS = {(2, 1e8, "int8"): 3.6, (2, 1e9, "bf16"): 1.8, (2, 1e9, "int8"): 2.5}
+
+
+def _target(one: Record) -> str:
+    verdict = "met" if one.target is None or one.faster.median >= one.target else "**missed**"
+    return or_dash(one.target, lambda target: f"{target:.2f}: {verdict}")
+
+
+# Steps that send fewer bytes, against stock in fp32.
+network_wire = Rows(
+    _on_lines,
+    (
+        ("hosts", lambda one: str(one.line.hosts)),
+        ("line", lambda one: one.line.rate),
+        ("wire", "gradients"),
+        ("a rank sends, MB", lambda one: f"{(one.own.sent_bytes or 0) / 1e6:.2f}"),
+        ("stock fp32, ms", lambda one: ms(one.its.seconds.median)),
+        ("ours, ms", lambda one: ms(one.own.seconds.median)),
+        ("ours / least time", lambda one: three(one.own.over.limit)),
+        ("times as fast as stock", lambda one: f"{one.faster.median:.2f}"),
+        ("95% interval", lambda one: f"{one.faster.low:.2f} to {one.faster.high:.2f}"),
+        ("target", _target),
+    ),
+)
 
 _LIMITS = {
     "limit": "least time on this line",
     "bucket_limit": "when gradients wait for their buckets",
     "gloo_limit": "on a line as fast as gloo drives it alone",
 }
+_contenders = Rows(
+    lambda line: (Record(one, name=name, line=line) for name, one in line.contenders.items()),
+    (
+        ("step, ms", "name"),
+        ("median", lambda one: ms(one.seconds.median)),
+        ("quartiles", lambda one: quartiles(one.seconds)),
+        ("/ line", lambda one: three(one.over.limit)),
+        ("/ buckets", lambda one: three(one.over.bucket_limit)),
+        ("/ gloo", lambda one: three(one.over.gloo_limit)),
+        ("Mbit/s", lambda one: f"{one.effective_bits_per_s / 1e6:.0f}"),
+        ("sent / ring", lambda one: f"{one.tx_bytes / one.line.ring_bytes:.4f}"),
+    ),
+)
 
 
 def contenders(result: Result) -> Blocks:
     """All that took a step on each line, beside its limits."""
     for line in result.lines:
-        of_each = line.ranks_per_host or 1
-        hosts = f"{line.hosts // of_each} hosts" + f" of {of_each} ranks" * (of_each > 1)
         yield (
-            f"{hosts}, {line.rate}, {line.model}: {line.parameters / 1e6:.2f} M "
+            f"{_hosts(line)} hosts, {line.rate}, {line.model}: {line.parameters / 1e6:.2f} M "
             f"parameters, {line.payload_bytes / 1e6:.1f} MB of gradients, {line.rounds} rounds"
         )
         for name, what in _LIMITS.items():
             parts = line.limit_parts[name]
             yield (
-                f"  {what}: {ms(sum(parts.values()))} ms = line {ms(parts['line'])} "
-                f"+ nothing to send {ms(parts['compute'])}"
+                f"  {what}: {ms(sum(parts.values()))} ms = line {ms(parts.line)} "
+                f"+ nothing to send {ms(parts.compute)}"
             )
-        rows = [
-            (
-                name,
-                ms(one.seconds.median),
-                quartiles(one.seconds),
-                *(or_dash(over, "{:.3f}".format) for over in one.over.values()),
-                f"{one.effective_bits_per_s / 1e6:.0f}",
-                f"{one.tx_bytes / line.ring_bytes:.4f}",
-            )
-            for name, one in line.contenders.items()
-        ]
-        header = ("step, ms", "median", "quartiles", "/ line", "/ buckets", "/ gloo", "Mbit/s")
-        yield Table((*header, "sent / ring"), rows)
+        yield from _contenders(line)
         if line.rate_bits_per_s is not None:
+            dropped, again = (sum(line.line[name]) for name in ("dropped", "retransmitted"))
             yield (
-                f"  line bytes / sent {line.line['framing']:.4f}, dropped "
-                f"{sum(line.line['dropped'])}, segments sent again "
-                f"{sum(line.line['retransmitted'])}"
+                f"  line bytes / sent {line.line.framing:.4f}, dropped {dropped}, "
+                f"segments sent again {again}"
             )
 
 
-# Of issue 6: how many times as fast as stock in fp32, by hosts, rate and wire.
-_WIRE_TARGETS = {
-    (2, 1e8, "int8"): 3.6,
-    (2, 1e9, "bf16"): 1.8,
-    (2, 1e9, "int8"): 2.5,
-}
+def _grown(result: Result, is_timed: bool) -> Iterator[Record]:
+    """Rows with times, or with counts; ``more`` is how much larger a process is than unwrapped."""
+    bare: dict[tuple[int, int], int] = {}
+    for row in result.content.rows:
+        if ("step_seconds" in row) == is_timed:
+            base = bare.setdefault((row.parameters, row.ranks), row.grown)
+            if row.name != "unwrapped":
+                yield Record(row, more=row.grown - base)
 
 
-def network_wire(result: Result) -> Blocks:
-    """Steps that send fewer bytes, against stock in fp32."""
-    rows = []
-    for line in result.lines:
-        for one in line.compared:
-            ours, stock = line.contenders[one.contender or ""], line.contenders[one.best]
-            faster, low, high = (
-                1 / each for each in (one.ours.median, one.ours.high, one.ours.low)
-            )
-            target = _WIRE_TARGETS.get((line.hosts, line.rate_bits_per_s, one.gradients))
-            verdict = "met" if target is None or faster >= target else "**missed**"
-            rows.append(
-                (
-                    str(line.hosts),
-                    line.rate,
-                    one.gradients,
-                    f"{(ours.sent_bytes or 0) / 1e6:.2f}",
-                    ms(stock.seconds.median),
-                    ms(ours.seconds.median),
-                    or_dash(ours.over["limit"], "{:.3f}".format),
-                    f"{faster:.2f}",
-                    f"{low:.2f} to {high:.2f}",
-                    "-" if target is None else f"{target:.2f}: {verdict}",
-                )
-            )
-    header = ("hosts", "line", "wire", "a rank sends, MB", "stock fp32, ms", "ours, ms")
-    more = ("ours / least time", "times as fast as stock", "95% interval", "target")
-    yield Table((*header, *more), rows)
+_MORE = ("process, MB more", lambda row: f"{row.more / 1e6:.1f}")
+growth_times = Rows(
+    partial(_grown, is_timed=True),
+    (
+        ("parameters", lambda row: f"{row.parameters:,}"),
+        ("configuration", "name"),
+        ("wrapping, ms", lambda row: ms(row.wrapping_seconds)),
+        ("step, ms", lambda row: ms(row.step_seconds)),
+        ("above unwrapped, ms", lambda row: ms(row.above_seconds)),
+        _MORE,
+    ),
+)
+_growth_counts = Rows(
+    partial(_grown, is_timed=False),
+    (
+        ("ranks", "ranks"),
+        ("configuration", "name"),
+        ("collectives", "collectives"),
+        ("handed over, MB", lambda row: f"{row.wire_bytes / 1e6:.3f}"),
+        ("sent, MB", lambda row: f"{row.sent_bytes / 1e6:.3f}"),
+        _MORE,
+    ),
+)
 
 
 def growth(result: Result) -> Blocks:
-    """Times by parameters, counts by ranks, and how much larger a process is than unwrapped."""
-    rows = result.content["rows"]
-    bare: dict[tuple[bool, int, int], int] = {}
-    times, counts = [], []
-    for row in rows:
-        is_timed = "step_seconds" in row
-        base = bare.setdefault((is_timed, row["parameters"], row["ranks"]), row["grown"])
-        if row["name"] == "unwrapped":
-            continue
-        grown = f"{(row['grown'] - base) / 1e6:.1f}"
-        if is_timed:
-            keys = ("wrapping_seconds", "step_seconds", "above_seconds")
-            shown = (ms(row[key]) for key in keys)
-            times.append((f"{row['parameters']:,}", row["name"], *shown, grown))
-        else:
-            sizes = (f"{row[key] / 1e6:.3f}" for key in ("wire_bytes", "sent_bytes"))
-            counts.append((str(row["ranks"]), row["name"], str(row["collectives"]), *sizes, grown))
-    header = ("parameters", "configuration", "wrapping, ms", "step, ms", "above unwrapped, ms")
-    yield Table((*header, "process, MB more"), times)
-    yield ""
-    header = ("ranks", "configuration", "collectives", "handed over, MB", "sent, MB")
-    yield Table((*header, "process, MB more"), counts)
+    """Times by parameters, counts by ranks."""
+    yield from (*growth_times(result), "", *_growth_counts(result))
 
 
 def kernels(result: Result) -> Blocks:
     """For each direction a table of the share of a plain copy's bandwidth that a contender reaches:
     a line for each group, a column for each contender."""
-    groups: dict[tuple[str, ...], dict[str, Row]] = {}
+    groups: dict[tuple[str, ...], dict[str, Record]] = {}
     for row in result.rows:
         key = filter(None, (row.direction, row.numbers, row.parameters, row.dtype, row.bucket))
         groups.setdefault(tuple(key), {})[row.contender] = row
@@ -449,7 +425,10 @@ def kernels(result: Result) -> Blocks:
                 " ".join(key[1:]),
                 number(next(iter(row.values())).bytes / 1e6),
                 or_dash(row.get(CEILING), lambda copy: number(copy.gb_per_s)),
-                *(or_dash(row.get(name), _share) for name in names),
+                *(
+                    or_dash(row.get(name), lambda one: three(one.of_ceiling.median))
+                    for name in names
+                ),
             )
             for key, row in found.items()
         ]
@@ -457,61 +436,59 @@ def kernels(result: Result) -> Blocks:
         yield Table((f"{direction}: share of the copy", "MB", "copy, GB/s", *names), rows)
 
 
-def _share(row: Row) -> str:
-    return f"{row.of_ceiling.median:.3f}"
+def _worst(bound: Record) -> str:
+    worst = bound.worst
+    return f"{worst.value:.3g} ({worst.where})" if worst else "; ".join(bound.not_run)
 
 
-def gpu(result: Result) -> Blocks:
-    """The bounds, and how they stand by what was measured."""
-    rows = []
-    for bound in bounds.bounds(result.content["parts"]):
-        sign, worst = "≥" if bound["at_least"] else "≤", bound["worst"]
-        verdict, met, shown = "not measured", "-", "; ".join(bound["not_run"])
-        if worst is not None:
-            verdict, met = bound["verdict"], f"{bound['met_by']} of {bound['of']}"
-            shown = f"{worst['value']:.3g} ({worst['where']})"
-        limit = f"{sign} {bound['limit']:g} {bound['unit']}".strip()
-        rows.append((bound["bound"], limit, verdict, met, shown))
-    yield Table(("bound", "limit", "verdict", "met by", "worst, or why not"), rows)
+# The bounds of `make gpu`, and how they stand by what was measured.
+gpu = Rows(
+    lambda result: map(Record, Result(bounds.bounds(result.content.parts)).content),
+    (
+        ("bound", "bound"),
+        (
+            "limit",
+            lambda one: f"{'≥' if one.at_least else '≤'} {one.limit:g} {one.unit}".strip(),
+        ),
+        ("verdict", lambda one: one.verdict if one.worst else "not measured"),
+        ("met by", lambda one: or_dash(one.worst, lambda _: f"{one.met_by} of {one.of}")),
+        ("worst, or why not", _worst),
+    ),
+)
 
 
-def compiled(result: Result) -> Blocks:
-    """Whole steps under torch.compile, in ms, beside stock's."""
-    rows = []
-    for name, model in result.content["models"].items():
-        for label, each in model["contenders"].items():
-            above, exposed = model["above_bare"].get(label), model["exposed"].get(label)
-            spread = each["seconds"]
-            ratio = model["ratios"].get(f"{label} / stock")
-            rows.append(
-                (
-                    name,
-                    label,
-                    str(each["graphs"]),
-                    ms(spread["median"]),
-                    f"{ms(spread['q1'])} to {ms(spread['q3'])}",
-                    ms(above and above["median"]),
-                    ms(exposed and exposed["seconds"]["median"]),
-                    or_dash(ratio, lambda one: _ratio(Ratio(**one))),
-                )
-            )
-    header = ("model", "compiled", "graphs", "step, ms", "quartiles", "above bare, ms")
-    yield Table((*header, "exposed, ms", "step / stock (95% interval)"), rows)
+def _compiled(result: Result) -> Iterator[Record]:
+    for name, model in result.content.models.items():
+        for label, each in model.contenders.items():
+            above, late = model.above_bare.get(label), model.exposed.get(label)
+            more = {"above": above, "late": late and late.seconds}
+            more["ratio"] = model.ratios.get(f"{label} / stock")
+            yield Record(each, name=name, label=label, **more)
+
+
+# Whole steps under torch.compile, in ms, beside stock's; of November 2026.
+compiled = Rows(
+    _compiled,
+    (
+        ("model", "name"),
+        ("compiled", "label"),
+        ("graphs", "graphs"),
+        ("step, ms", lambda one: ms(one.seconds.median)),
+        ("quartiles", lambda one: quartiles(one.seconds)),
+        ("above bare, ms", lambda one: median_ms(one.above)),
+        ("exposed, ms", lambda one: median_ms(one.late)),
+        ("step / stock (95% interval)", lambda one: or_dash(one.ratio, ratio)),
+    ),
+)
 
 
 def gpu_parts(result: Result) -> Blocks:
-    """Of `make gpu`: what else took steps, the host's work, and memory."""
+    """Of `make gpu`: what else took steps, the host's work, memory, kernels."""
     for name, show in _OF_PARTS.items():
         found = result.part(name)
         if found is not None:
             yield ""
             yield from show(found)
-
-
-def gpu_kernels(result: Result) -> Blocks:
-    part = result.part("kernels")
-    if part is not None:
-        yield from kernels(part)
 
 
 # What is made of them
@@ -526,16 +503,14 @@ GAINS = {
     "step with nothing to set, beside stock's `find_unused_parameters`",
 }
 
-Show = Callable[[Result], Blocks]
-
 _OF_PARTS: dict[str, Show] = {
     "step-training": excerpts.training,
     "step-simulated": excerpts.training,
     "step-variants": variants,
-    "step-graphs": graphs,
     "step-compiled": compiled,
     "host": host,
     "memory": memory,
+    "kernels": kernels,
 }
 
 # By file: title, plots, tables.
@@ -546,7 +521,6 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "step_gloo": ("Step, through the process group", (), (comparisons, configurations)),
     "network": ("Slow lines", (), (network,)),
     "network_hosts": ("Slow lines, two ranks a host", (), (network,)),
-    "sizes": ("Bucket sizes", (), (sizes,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
     "convergence": ("Convergence", (), (convergence,)),
     "growth": ("Growth", ("growth",), (growth,)),
@@ -557,8 +531,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
     "variants": ("Options beside each other, in a run of its own", (), (variants,)),
     "variants-before": ("The same, with buckets of 8 MiB at least", (), (variants,)),
-    # (It draws its own plots.)
-    "gpu": ("make gpu", (), (gpu_steps, gpu, gpu_parts, gpu_configurations, gpu_kernels)),
+    "gpu": ("make gpu", (), (gpu_steps, gpu, gpu_parts)),  # it draws its own plots
 }
 
 
@@ -580,75 +553,68 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
                 yield from ("", f"![{title}: {plot}]({plot}.png)")
 
 
-# The rows that pages show, of tables that are whole in ``tables.md``: a column, and its cells.
-_ON_PAGES: dict[str, tuple[Show, str, Sequence[str]]] = {
-    "exchange": (exchange, "ranks", ("2",)),
-    "network_wire": (network_wire, "wire", ("fp32", "bf16", "int8")),
-    "convergence": (convergence, "task", ("opposed",)),
-    "compiled": (compiled, "compiled", ("stock", "ours")),
-}
+def _only(rows: Rows, is_shown: Callable[[Any], bool]) -> Rows:
+    return replace(rows, of=lambda result: filter(is_shown, rows.of(result)))
 
 
-def _excerpt(name: str, result: Result) -> Blocks:
-    show, column, cells = _ON_PAGES[name]
-    for block in show(result):
-        if isinstance(block, Table):
-            place = block.header.index(column)
-            yield Table(block.header, [row for row in block.rows if row[place] in cells])
+# The tables on pages of the results without a GPU: figure, file, table.
+_ON_PAGES: tuple[tuple[str, str, Show], ...] = (
+    ("step", "step", _only(comparisons, lambda one: one.of != "whole steps")),
+    ("branchy", "step", _only(comparisons, lambda one: one.of == "whole steps")),
+    ("exchange", "exchange", _only(exchange, lambda row: row.ranks == 2)),
+    (
+        "network_wire",
+        "network_wire",
+        _only(network_wire, lambda one: one.gradients in ("fp32", "bf16", "int8")),
+    ),
+    ("by_line", "network_wire", excerpts.by_line),
+    (
+        "convergence",
+        "convergence",
+        replace(_only(convergence, lambda one: one.task == "opposed"), notes=lambda _: ()),
+    ),
+    ("compiled", "compiled", _only(compiled, lambda one: one.label in ("stock", "ours"))),
+    (
+        "report_growth",
+        "growth",
+        _only(
+            growth_times,
+            lambda row: row.name in ("stock", "ours") and row.parameters in (1000, 100_000),
+        ),
+    ),
+)
 
 
 def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     """What stands between the pages' markers, by name of the figure, from all machines' results."""
     on_cpu = results.get(CPU, {})
-
-    def of(benchmark: str, table: Show) -> list[str]:
-        if benchmark not in on_cpu:
-            return [_NOT_MEASURED]
-        result = on_cpu[benchmark]
-        return [*markdown(table(result)), "", _credit(CPU, benchmark, result)]
-
+    found = {
+        name: _credited(CPU, file, on_cpu[file], show(on_cpu[file]))
+        for name, file, show in _ON_PAGES
+        if file in on_cpu
+    }
     gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
     # The newest that has measured steps comes last.
-    gpus.sort(
-        key=lambda each: (
-            any(excerpts.on_one_rank(each[1])),
-            str(each[1].content["machine"]["date"]),
-        )
-    )
-    on_gpu = [_NOT_MEASURED]
+    gpus.sort(key=lambda each: (any(excerpts.on_one_rank(each[1])), each[1].content.machine.date))
     if gpus and any(excerpts.on_one_rank(gpus[-1][1])):
-        name, result = gpus[-1]  # the newest
-        blocks = excerpts.of_gpu_steps(result)
-        on_gpu = [*markdown(blocks), "", _credit(name, "gpu", result)]
-    return {
-        "headline": list(headline(on_cpu)) or [_NOT_MEASURED],
-        "step": of("step", lambda result: comparisons(result, unused=False)),
-        "branchy": of("step", lambda result: comparisons(result, unused=True)),
-        **{name: of(name, partial(_excerpt, name)) for name in _ON_PAGES},
-        "gpu": on_gpu,
-        **_of_report(results, gpus),
-    }
-
-
-def _of_report(
-    results: Mapping[str, Results], gpus: Sequence[tuple[str, Result]]
-) -> dict[str, list[str]]:
-    """The figures of docs/report.md."""
-    on_cpu = results.get(CPU, {})
-    found: dict[str, list[str]] = {}
-    found["report_growth"] = [_NOT_MEASURED]
-    if "growth" in on_cpu:
-        shown = markdown(excerpts.of_growth(growth(on_cpu["growth"])))
-        found["report_growth"] = [*shown, "", _credit(CPU, "growth", on_cpu["growth"])]
+        name, result = gpus[-1]
+        found["gpu"] = _credited(name, "gpu", result, excerpts.of_gpu_steps(result))
     hosts = {"CPU": on_cpu["host"]} if "host" in on_cpu else {}
     for _, result in gpus[-1:]:
-        host_ = result.part("host")
-        hosts |= {result.content["machine"]["gpu"]["name"]: host_} if host_ else {}
-    found["report_host"] = list(markdown(excerpts.of_host(hosts))) if hosts else [_NOT_MEASURED]
-    sharded = any(each.startswith("sharded-") for each in on_cpu)
-    shown = markdown(excerpts.of_sharded(on_cpu))
-    found["report_sharded"] = list(shown) if sharded else [_NOT_MEASURED]
-    return found
+        part = result.part("host")
+        hosts |= {result.content.machine.gpu.name: part} if part else {}
+    if hosts:
+        found["report_host"] = list(markdown(excerpts.of_host(hosts)))
+    if any(each.startswith("sharded-") for each in on_cpu):
+        found["report_sharded"] = list(markdown(excerpts.of_sharded(on_cpu)))
+    found["headline"] = list(headline(on_cpu))
+    names = [name for name, _, _ in _ON_PAGES]
+    names += ["gpu", "report_host", "report_sharded", "headline"]
+    return {name: found.get(name) or [_NOT_MEASURED] for name in names}
+
+
+def _credited(machine: str, benchmark: str, result: Result, blocks: Blocks) -> list[str]:
+    return [*markdown(blocks), "", _credit(machine, benchmark, result)]
 
 
 def headline(on_cpu: Results) -> Iterator[str]:
@@ -663,24 +629,19 @@ def headline(on_cpu: Results) -> Iterator[str]:
     yield from (_credit(CPU, name, on_cpu[name]) for name in measured if name in on_cpu)
 
 
-def _ratio(one: Ratio) -> str:
-    return f"{one.median:.3f} ({one.interval})"
+def _gain(one: Record) -> str:
+    return f"**{ratio(one)}**: slower" if one.low > 1 else ratio(one)
 
 
-def _gain(one: Ratio) -> str:
-    return f"**{_ratio(one)}**: slower" if one.low > 1 else _ratio(one)
-
-
-def _against_stock(on_cpu: Results) -> Iterator[tuple[str, Ratio]]:
+def _against_stock(on_cpu: Results) -> Iterator[tuple[str, Record]]:
     """Ratios of times, by what was timed."""
-    for name, _, one in on_cpu["step"].compared if "step" in on_cpu else ():
+    for one in on_cpu["step"].compared if "step" in on_cpu else ():
         what = "step" if one.of == "whole steps" else "backward"
-        yield f"{what}, {name}, {one.gradients}", one.ours
-    for line in on_cpu["network_wire"].lines if "network_wire" in on_cpu else ():
-        for one in line.compared:
-            if one.gradients in ("bf16", "int8"):
-                where = f"step, {line.hosts} hosts, {line.rate}"
-                yield f"{where}: {one.gradients} to stock's fp32", one.ours
+        yield f"{what}, {one.name}, {one.gradients}", one.ours
+    for one in _on_lines(on_cpu["network_wire"]) if "network_wire" in on_cpu else ():
+        if one.gradients in ("bf16", "int8"):
+            where = f"step, {one.line.hosts} hosts, {one.line.rate}"
+            yield f"{where}: {one.gradients} to stock's fp32", one.ours
 
 
 def _credit(machine: str, benchmark: str, result: Result) -> str:

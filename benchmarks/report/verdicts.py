@@ -7,7 +7,7 @@ from math import comb
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.base.results import Ratio, Result, Results, rounds_of
+from benchmarks.base.results import Record, Result, Results, interval, rounds_of
 
 HEADER = ("part", "ours against", "ratio", "95% interval", "bound", "verdict", "rounds")
 _WORDS = {
@@ -145,26 +145,27 @@ def _network(result: Result) -> Iterator[tuple[str, ...]]:
                 verdict = "met"
             elif one.ours.low > NETWORK_BOUND:
                 verdict = "missed"
-            where = f"{line.hosts} hosts, {line.rate}, {one.gradients}"
-            what = f"{where}, whole steps: {one.best}"
+            what = f"{line.hosts} hosts, {line.rate}, {one.gradients}, whole steps: {one.best}"
             yield _row(what, one.ours, NETWORK_BOUND, verdict, line.rounds)
 
 
 def _memory(result: Result) -> Iterator[tuple[str, ...]]:
     """Peaks are exact, so there is nothing to repeat."""
-    for name, model in result.peaks.items():
+    for name, model in result.content.models.items():
         for label, row in model.items():
             if label.startswith("ours"):
-                peak = max(row.above["first"], row.above["steady"])
+                peak = max(row.above.first, row.above.steady)
                 ratio = peak / (row.buckets + row.largest_bucket)
                 verdict = _WORDS["met" if row.holds else "missed"]
                 what = f"{name}, peak of {label}: buckets and one bucket"
                 yield what, f"{ratio:.3f}", "exact", "1", verdict, "1"
-    for name in result.content.get("left_out", ()):
+    for name in result.content.left_out or ():
         if "ours" in name:
             yield f"{name}, peak", "-", "-", "1", "no time was left", "0"
 
 
-def _row(what: str, ratio: Ratio, bound: float, verdict: str | None, count: int) -> tuple[str, ...]:
+def _row(
+    what: str, ratio: Record, bound: float, verdict: str | None, count: int
+) -> tuple[str, ...]:
     shown = words(verdict, count)
-    return what, f"{ratio.median:.3f}", ratio.interval, f"{bound:g}", shown, str(count)
+    return what, f"{ratio.median:.3f}", interval(ratio), f"{bound:g}", shown, str(count)

@@ -40,7 +40,7 @@ class Bound:
     @classmethod
     def of(cls, case: Case, ranks: Ranks, family: str = "copies") -> Bound | None:
         """``None`` where times are not worth a judgement, or nothing was promised."""
-        if ranks.share_device:
+        if ranks.share_device or family == "compiled":
             return None
         if ranks.device.type == "cuda":
             return cls("overhead", 0.5 if case.name in LARGE else 1.0)

@@ -10,9 +10,9 @@ is the time of the slowest rank. Models are built several times, so that where m
 lie is sampled too. Before any timing, gradients of all configurations are compared, and what each
 backward sends and launches is counted: nothing is timed where a side of a comparison sends nothing.
 
-A family is what is compared with stock: copies of gradients or views of buckets, or a wire that
-takes fewer bytes. With one rank tritonddp sends what it would send with several; as users have it
-then, *idle*, it is measured beside, and compared with nothing.
+A family is what is compared with stock: copies of gradients or views of buckets, a wire that takes
+fewer bytes, or wrappers that torch.compile compiles. With one rank tritonddp sends what it would
+send with several; as users have it then, *idle*, it is measured beside, and compared with nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._dynamo.utils
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
@@ -37,6 +39,7 @@ from benchmarks.models.configurations import (
     WIRES,
     Configuration,
     Families,
+    compiled,
     families,
     on_cards,
     once,
@@ -61,7 +64,7 @@ from benchmarks.step.traffic import Traffic, exposed
 def main() -> int:
     arguments = parser(__doc__, rounds=12)
     what = f"to compare (default: {' '.join(MODES)})"
-    choices = (*MODES, *(wire for wire in WIRES if wire != "fp32"))
+    choices = (*MODES, *(wire for wire in WIRES if wire != "fp32"), "compiled")
     arguments.add_argument("--families", nargs="+", choices=choices, default=list(MODES), help=what)
     arguments.add_argument(
         "--compared-only", action="store_true", help="leave out what is only shown beside"
@@ -101,6 +104,8 @@ def measure(
     traffic: dict[str, Traffic] = {}
     late: dict[str, float] = {}
     for build, models in enumerate(rounds.builds()):
+        if "compiled" in names:  # lazily, and those of an earlier build are not to count
+            torch._dynamo.reset()
         if build == 0:
             first = groups[0]
             alike = first.alike[0].name, first.alike[1].name
@@ -114,6 +119,9 @@ def measure(
                 traffic[each.name] = found
                 if is_gpu and not case.unused:
                     late[each.name] = exposed(model, batch, ranks)
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            if "compiled" in names and not graphs:
+                raise IdleError("nothing was compiled: nothing was timed")
             check_exchange(groups, {name: each.wire_bytes for name, each in traffic.items()})
         rounds.run(models)
     seconds, steps, content = rounds.gathered()
@@ -150,7 +158,7 @@ def compared(
         copies = case.copies(ranks.device)
         sizes = partial(sizes_of, copies, case.batch(ranks.device, ranks.rank, plan.size))
         return on_cards(names, sizes, case.unused, ranks.world_size == 1)
-    modes = {each.name: each for each in (*families(case.unused), *wires())}
+    modes = {each.name: each for each in (*families(case.unused), *wires(), compiled())}
     if compared_only:
         modes = {name: replace(each, beside=()) for name, each in modes.items()}
     return tuple(modes[name] for name in names)
@@ -173,7 +181,7 @@ def show(step: Result) -> Iterator[str]:
             how = "bit-equal to stock's" if same else f"off stock's by {worst:.1e} of their norm"
             yield f"{name}: gradients {how}, the same on all ranks; {model.rounds} rounds"
     yield from text([*tables.configurations(step), *tables.comparisons(step)])
-    for _, _, one in step.compared:
+    for one in step.compared:
         builds = " ".join(f"{ratio:.3f}" for ratio in one.by_build or ())
         low, high = one.overhead_interval or (0, 0)
         over = f"overhead ratio {one.overhead:.2f} [{low:.2f} {high:.2f}]"

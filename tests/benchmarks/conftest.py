@@ -1,7 +1,5 @@
 """The import path: the benchmarks, and the harness of the tests that they start on a GPU."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,22 +1,14 @@
 """What the kernel benchmark times is right, and what is not right it does not time."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 
-from benchmarks.kernels import quantizers
 from benchmarks.kernels.contenders import CEILING, DIRECTIONS, OURS, Inputs, check, contenders
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,), (2, 3, 2, 1), (1100, 1000), (1,)]  # two segments
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.bfloat16),
-]
 
 
 def make(dtype=torch.float32, wire=torch.float32):
@@ -25,21 +17,12 @@ def make(dtype=torch.float32, wire=torch.float32):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("dtype", "wire"), DTYPES)
-def test_every_contender_passes_the_check(direction, dtype, wire):
-    rivals = contenders(direction, dtype != wire, CPU)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_every_contender_passes_the_check(direction, wire):
+    rivals = contenders(direction, wire != torch.float32, CPU)
     assert {OURS, CEILING} < {each.name for each in rivals}
     for contender in rivals:
-        check(direction, contender, make(dtype, wire))
-
-
-def _off_by_a_bit(contender):
-    def run(inputs):
-        contender.run(inputs)
-        view = contender.buffer(inputs).views[-1]
-        view.copy_(torch.nextafter(view, torch.full_like(view, torch.inf)))
-
-    return run
+        check(direction, contender, make(torch.float32, wire))
 
 
 def _last_forgotten(contender):
@@ -72,14 +55,11 @@ def _flags_forgotten(contender):
     ("direction", "name", "mistake"),
     [
         ("flatten", CEILING, _unscaled),
-        ("flatten", OURS, _off_by_a_bit),
         ("flatten", OURS, _last_forgotten),
         ("flatten", OURS, _unscaled),
         ("flatten", OURS, _flags_forgotten),
-        ("flatten", "mul_out each", _last_forgotten),
         ("flatten", "mul_out each", _unscaled),
         ("unflatten", OURS, _last_forgotten),
-        ("unflatten", "_foreach_copy_", _last_forgotten),
     ],
 )
 def test_the_check_finds_a_planted_mistake(direction, name, mistake):
@@ -87,16 +67,3 @@ def test_the_check_finds_a_planted_mistake(direction, name, mistake):
     wrong = dataclasses.replace(contender, run=mistake(contender))
     with pytest.raises(RuntimeError, match=f"{direction} by '{name}'"):
         check(direction, wrong, make())
-
-
-def test_a_quantiser_that_loses_something_is_found(monkeypatch):
-    inputs, right = quantizers.Inputs.make(SHAPES, torch.bfloat16, CPU), quantizers._quantize
-    quantizers.check(inputs)
-
-    def wrong(inputs):
-        right(inputs)
-        inputs.flat.outgoing.numbers.zero_()
-
-    monkeypatch.setattr(quantizers, "_quantize", wrong)
-    with pytest.raises(RuntimeError, match="loses"):
-        quantizers.check(inputs)

@@ -1,7 +1,5 @@
 """The default bucket sizes on CUDA devices expose no more than stock's, in the model of overlap."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.gpu import overlap
@@ -16,16 +14,6 @@ def test_the_default_sizes_expose_no_more_than_those_of_stock(name: str, speed: 
         for ours, stock in (("ours two", "stock copies"), ("ours views", "stock views")):
             # What a bucket more waits for, and gathering the last one whole.
             assert seconds[ours] <= 1.01 * seconds[stock] + 2e-6, (row["bus"], ours)
-
-
-def test_on_four_models_they_expose_at_most_four_fifths() -> None:
-    found = overlap.rows([*overlap.BACKWARD], [200, 150, 50])
-    ratios: dict[str, list[float]] = {}
-    for row in found:
-        seconds = row["seconds"]
-        ratios.setdefault(row["model"], []).append(seconds["ours views"] / seconds["stock views"])
-    better = {name for name, each in ratios.items() if max(each) <= 0.8}
-    assert better == {"mlp", "transformer", "resnet50", "vit_b16"}
 
 
 def test_larger_buckets_do(monkeypatch: pytest.MonkeyPatch) -> None:

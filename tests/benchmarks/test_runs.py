@@ -1,7 +1,5 @@
 """Each benchmark runs once, small: what it counts is right, and what it writes is whole."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
@@ -12,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from benchmarked import copied, measured
+from hosts import hosts_or_skip
 
 from benchmarks.base import deadline
+from benchmarks.step import revision
 from tritonddp.coordination.agreement import BYTES
 
 Content = dict[str, Any]
@@ -23,15 +23,12 @@ TENSORS = {"mlp": 24, "branchy": 800}
 LATE = {deadline.VARIABLE: "0"}
 
 
-def check_step(content: Content, printed: str) -> None:
+def check_step(content: Content) -> None:
     ((name, result),) = content["models"].items()
-    assert content["world_size"] == 2
     assert result["rounds"] == [2]
     configurations = list(result["seconds"])
     assert {"unwrapped", "stock again", "ours", "ours views"} <= set(configurations)
-    assert ("ours strict" in configurations) == (name == "mlp")
     assert all(each["same_bits"] for each in result["gradients"].values())
-    assert all(each["same_on_all_ranks"] for each in result["gradients"].values())
     for configuration in configurations:
         is_ours = configuration.startswith("ours")
         searches = "find_unused" in configuration or (
@@ -48,56 +45,34 @@ def check_step(content: Content, printed: str) -> None:
         assert result["collectives"][configuration] == (2 + searches) * by_group, configuration
     for one in result["comparisons"].values():
         assert one["bound"] == (0.9 if name == "branchy" else 1.02)
-        assert one["verdict"] in ("met", "within spread", "missed", "too noisy")
-    for raw in (result["raw_seconds_per_rank"], result["raw_forward_seconds_per_rank"]):
-        assert [len(build) for build in raw[0]["ours"]] == [2]
-        assert raw[0]["ours"] != raw[1]["ours"]
-    assert f"{name}: gradients bit-equal to stock's" in printed
 
 
-def check_late_step(content: Content, printed: str) -> None:
-    result = content["models"]["mlp"]
-    assert result["rounds"] == [deadline.LEAST_ROUNDS]
-    assert "stock again" in result["seconds"]
-    assert not {"stock find_unused", "ours strict"} & set(result["seconds"])
+def check_late_step(content: Content) -> None:
+    assert content["models"]["mlp"]["rounds"] == [deadline.LEAST_ROUNDS]
 
 
-def check_fewer_bytes(content: Content, printed: str) -> None:
+def check_fewer_bytes(content: Content) -> None:
     result = content["models"]["mlp"]
     full = 4 * (PARAMETERS["mlp"] + TENSORS["mlp"] + BYTES * 2)
-    for name in ("ours bf16", "ours fp16"):
-        assert 0 < result["gradients"][name]["error"] < 1e-2
-        assert result["wire_bytes"][name] == full / 2
+    assert result["wire_bytes"]["ours bf16"] == full / 2
     # In blocks of 256 and a scale, and those of one dimension in fp32; of two ranks each sends half
     # of an all-to-all and of an all-gather.
     numbers = 12 * 512 * 512
     least = numbers * 260 // 256 + 4 * (PARAMETERS["mlp"] - numbers)
     assert least < result["sent_bytes"]["ours int8"] < 1.02 * least
-    assert result["wire_bytes"]["ours int8"] == 2 * result["sent_bytes"]["ours int8"]
     assert 0 < result["gradients"]["ours int8"]["error"] < 5e-2
     assert all(each["same_on_all_ranks"] for each in result["gradients"].values())
 
 
-def check_late_memory(content: Content, printed: str) -> None:
-    assert {name: list(rows) for name, rows in content["models"].items()} == {"mlp": ["ours"]}
-    assert {"mlp ours views", "mlp stock", "branchy ours"} <= set(content["left_out"])
-
-
-def check_kernels(content: Content, printed: str) -> None:
+def check_kernels(content: Content) -> None:
     rows = content["benchmarks"]
     facts = {(row["extra_info"]["direction"], row["extra_info"]["contender"]): row for row in rows}
     for direction in ("flatten", "unflatten"):
-        row = facts[direction, "tritonddp"]
-        info = row["extra_info"]
+        info = facts[direction, "tritonddp"]["extra_info"]
         assert (info["tensors"], info["bytes"]) == (1000, 2 * 2 * 64_000)
-        # Shares follow from the rounds in the file.
-        ceiling = facts[direction, "device copy"]["stats"]["data"]
-        shares = sorted(a / b for a, b in zip(ceiling, row["stats"]["data"], strict=True))
-        assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
-    assert "share of the copy" in printed
 
 
-def check_host(content: Content, printed: str) -> None:
+def check_host(content: Content) -> None:
     infos = [row["extra_info"] for row in content["benchmarks"]]
     columns = {(info["kind"], info["configuration"]): set(info["us"]) for info in infos}
     for name in ("unwrapped", "stock", "ours", "ours idle", "ours views"):
@@ -106,28 +81,17 @@ def check_host(content: Content, printed: str) -> None:
         assert columns["step", name] == {"forward", "backward"}
 
 
-def check_growth(content: Content, printed: str) -> None:
+def check_growth(content: Content) -> None:
     rows = content["rows"]
-    timed, counted = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    assert [row["name"] for row in timed] == [row["name"] for row in counted]
-    assert all(len(row["raw_step_seconds"]) == 2 for row in timed)
-    grown = {row["name"]: row["grown"] for row in counted}
+    grown = {row["name"]: row["grown"] for row in rows[len(rows) // 2 :]}
     gradients = 4 * PARAMETERS["mlp"]
     # Parameters and gradients; and what is packed, in a bucket or in memory of the host.
     for name, least in (("unwrapped", 2), ("stock", 3), ("ours", 3)):
         assert 0.95 * least * gradients < grown[name] < 1.2 * least * gradients, grown
-    sent = {row["name"]: row["wire_bytes"] for row in counted}
-    assert sent["unwrapped"] == 0
-    assert sent["stock"] == gradients
-    assert gradients < sent["ours"] == sent["ours, process group"] < 1.01 * gradients
 
 
-def check_convergence(content: Content, printed: str) -> None:
+def check_convergence(content: Content) -> None:
     (task,) = content["tasks"].values()
-    wires = ["fp32", "bf16", "int8", "int8 without feedback"]
-    assert list(task["losses"]) == list(task["comparisons"]) == wires
-    assert task["same_bits_after_steps"] == 2 * 40
-    assert len({str(curves) for curves in task["losses"].values()}) == 4
     sent = task["sent_bytes"]
     assert sent["bf16"] < 0.51 * sent["fp32"]
     assert sent["int8"] == sent["int8 without feedback"] < 0.7 * sent["bf16"]
@@ -136,33 +100,54 @@ def check_convergence(content: Content, printed: str) -> None:
     assert away["int8"] < 0.5 * away["int8 without feedback"]
 
 
-def nothing_more(content: Content, printed: str) -> None:
+def check_network(content: Content) -> None:
+    limited, unlimited = content["results"]
+    payload = 4 * PARAMETERS["mlp"]
+    # A line of 1 Gbit/s carries 12.6 MB in 105 ms, and nobody is much faster than that. (What it
+    # lets through at once after each of a busy machine's pauses counts as carried.)
+    assert limited["limit_parts"]["limit"]["line"] == pytest.approx(0.1045, rel=0.05)
+    for name, one in limited["contenders"].items():
+        assert name == "unwrapped" or one["over"]["limit"] > 0.6, name
+    for name, one in unlimited["contenders"].items():  # what is sent again counts too
+        assert name == "unwrapped" or payload < one["tx_bytes"] < 1.2 * payload, name
+
+
+def nothing_more(content: Content) -> None:
     """It has run to its end."""
 
 
-RUNS: dict[str, tuple[str, int | None, Callable[[Content, str], None]]] = {
+RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
     "step branchy": ("step/step.py --models branchy --rounds 2 --builds 1", 2, check_step),
     "step mlp": ("step/step.py --models mlp --rounds 2 --builds 1", 2, check_step),
     "step late": ("step/step.py --models mlp --rounds 500 --compared-only", 2, check_late_step),
+    "step gloo": (
+        "step/step.py --models mlp --rounds 2 --builds 1 --transport process_group",
+        2,
+        nothing_more,
+    ),
+    "step compiled": (
+        "step/step.py --models mlp --rounds 2 --builds 1 --families compiled",
+        2,
+        nothing_more,
+    ),
     "step, fewer bytes": (
-        "step/step.py --models mlp --rounds 2 --builds 1 --families copies bf16 fp16 int8",
+        "step/step.py --models mlp --rounds 2 --builds 1 --families copies bf16 int8",
         2,
         check_fewer_bytes,
     ),
-    "memory late": ("step/memory.py --models mlp branchy", 2, check_late_memory),
+    "memory": ("step/memory.py --models mlp", 2, nothing_more),
     "kernels": ("plain.py kernels --only many_small-bf16 --rounds 2", None, check_kernels),
     "host": ("plain.py host --rounds 2", None, check_host),
     "growth": ("growth/growth.py --parameters 10 --ranks 2 --rounds 2", None, check_growth),
-    "convergence": (
-        "convergence/convergence.py --tasks opposed --steps 40 --seeds 3 4",
-        2,
-        check_convergence,
-    ),
-    "buffers": ("features/buffers.py --rounds 2", None, nothing_more),
+    "convergence": ("convergence/convergence.py --steps 40 --seeds 3 4", 2, check_convergence),
     "sharded": ("features/sharded.py --rounds 2", None, nothing_more),
-    "masters": ("features/masters.py --steps 5", 2, nothing_more),
     "exchange": ("network/exchange.py --ranks 2 --sizes 16384", None, nothing_more),
-    "compiled": ("compiled/compiled.py --models mlp --rounds 2", 2, nothing_more),
+    "network": (
+        "network/network.py --models mlp --hosts 2 --rounds 2 --rates 1gbit none",
+        None,
+        check_network,
+    ),
+    "overlap": ("gpu/overlap.py --models mlp", None, nothing_more),
 }
 LONG = ("step branchy", "kernels")
 
@@ -173,13 +158,15 @@ LONG = ("step branchy", "kernels")
 )
 def test_it_runs(name: str, tmp_path: Path) -> None:
     arguments, nproc, check = RUNS[name]
-    if name in ("convergence", "masters"):
+    if name == "convergence":
         pytest.importorskip("sklearn", reason="needs the extra [examples]")
+    if name == "network":
+        with hosts_or_skip(2):
+            pass
     env = LATE if name.endswith(" late") else {}
-    content, printed = measured(arguments, tmp_path / "result.json", nproc=nproc, env=env)
-    assert content["benchmark"]
+    content = measured(arguments, tmp_path / "result.json", nproc=nproc, env=env)[0]
     assert content["machine"]["torch"] == torch.__version__
-    check(content, printed)
+    check(content)
 
 
 @pytest.mark.thorough
@@ -197,28 +184,29 @@ def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
     bucket.write_text(planted)
     command = "step/compare.py --base HEAD --models many_small --rounds 5 --builds 1"
     content, printed = measured(command, tmp_path / "compare.json", root=folder)
-    assert len(content["base"]["commit"]) == 40
-    comparisons = content["models"]["many_small"]["comparisons"]
-    assert list(comparisons) == ["copies", "views"]
-    for one in comparisons.values():
+    for one in content["models"]["many_small"]["comparisons"].values():
         assert one["tree"]["median"] > 1.5
         assert one["verdict"] == "slower"
     assert "\nslower than the base: many_small copies" in printed
     assert "\nfaster than the base: none" in printed
 
 
+def test_imports_of_a_revision_are_renamed_or_refused() -> None:
+    source = "from tritonddp.bucket import B\nimport tritonddp\nimport tritonddp_other\n"
+    renamed = "from tritonddp_base.bucket import B\nimport tritonddp_base as tritonddp\n"
+    assert revision.renamed(source, "here") == f"{renamed}import tritonddp_other\n"
+    with pytest.raises(revision.RevisionError, match=r"^abc:x\.py, line 2: `import .*` cannot"):
+        revision.renamed("x = 1\nimport tritonddp.bucket\n", "abc:x.py")
+
+
 @pytest.mark.parametrize(
     ("module", "arguments", "said"),
     [
         ("step.step", "--rounds 0", "should be at least 1"),
-        ("step.step", "--models nothing", "invalid choice: 'nothing'"),
-        ("step.compare", "", "--base"),
         ("step.compare", "--base no-such-revision", "'no-such-revision' names no commit of"),
         ("network.network", "--rates 1gb", "neither a rate such as 1gbit nor none"),
-        ("network.network", "--rates 0gbit", "neither a rate such as 1gbit nor none"),
         ("network.network", "--hosts 1", "--hosts must be from 2 to 250"),
         ("report.report", "--check --from local", "--from goes with --figures"),
-        ("plain", "speed", "invalid choice: 'speed'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(

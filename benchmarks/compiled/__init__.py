@@ -1,1 +1,0 @@
-"""How long do steps under torch.compile take?"""
