@@ -59,7 +59,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VEN
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
-	@echo "Training the digits on 2 processes, with stock DDP and then with tritonddp ..."
+	@echo "Training the digits on 2 processes, with stock DDP and with tritonddp in turns ..."
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py --task digits --ddp both $(ARGS)
 
 evidence: $(VENV)/.demo-installed

@@ -5,13 +5,10 @@
 
 At the end rank 0 prints
   - loss and accuracy over all held-out data, each rank having evaluated its share of it;
-  - steps per second of the training loop, without its first tenth;
-  - the gradient-sync time of a step. After training, backwards of one batch are timed in turn, one
-    under ddp.no_sync() and one synchronised, from a barrier until the gradients are there. The
-    figure is the difference of the two medians on rank 0: what the synchronisation adds to a
-    backward, the wait for slower ranks included. It can be below zero where it is smaller than
-    the noise. Nothing of this reaches the result: no optimizer step is taken, and the state of
-    the model (batch statistics) is put back;
+  - milliseconds of a step, the median on rank 0, without the first tenth of the steps. With
+    ``--ddp both`` the two train side by side in the same processes: in each step both take the same
+    batch in turns, behind a barrier. Their ratio is that of these medians, and its 95 % interval
+    says what this run can tell (a bootstrap over blocks of neighbouring steps);
   - whether all ranks hold the same bits. Parameters are compared as training left them. Batch
     statistics are different on each rank after a forward, with stock DDP as with tritonddp, until
     the next forward brings rank 0's to all; so buffers are compared after one more forward.
@@ -30,7 +27,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
@@ -45,53 +41,61 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from tritonddp import DistributedDataParallel as TritonDDP
+from tritonddp import DistributedDataParallel
 
-WRAPPERS: dict[str, Callable[..., Any]] = {"stock": StockDDP, "triton": TritonDDP}
+WRAPPERS: dict[str, Callable[..., Any]] = {"stock": StockDDP, "tritonddp": DistributedDataParallel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+BLOCKS, RESAMPLES = 20, 2000  # of the interval: blocks of neighbouring steps, drawn so often
 
 
 @dataclass
 class Run:
-    """One trained model and what was measured on it; times in milliseconds."""
+    """One trained model and what was measured on it."""
 
     ddp: Any
-    steps_per_second: float
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    step_ms: list[float] = field(default_factory=list)  # of rank 0
     loss: float = math.nan
     accuracy: float = math.nan
-    local_ms: list[float] = field(default_factory=list)
-    synchronised_ms: list[float] = field(default_factory=list)
     difference: str | None = None  # the first tensor that is not the same on all ranks
 
 
-def train(task: Task, name: str, args: argparse.Namespace, device: torch.device) -> Run:
-    """Train from the seed: same start, same batches, whatever ``name`` of ``WRAPPERS`` it is."""
+def wrapped(task: Task, name: str, args: argparse.Namespace, device: torch.device) -> Run:
+    """A model from the seed: the same start, whatever ``name`` of ``WRAPPERS`` it is."""
     torch.manual_seed(args.seed)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     ddp = WRAPPERS[name](
         task.make_model().to(device),
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=args.bucket_cap_mb,
         gradient_as_bucket_view=args.gradient_as_bucket_view,
-        **(wire_options(args) if name == "triton" else {}),
+        **(wire_options(args) if name == "tritonddp" else {}),
     )
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
-    schedule = warmup_and_cosine(optimizer, args.steps)
-    warmup = max(1, args.steps // 10)
+    return Run(ddp, optimizer, warmup_and_cosine(optimizer, args.steps))
+
+
+def train(task: Task, runs: list[Run], args: argparse.Namespace, device: torch.device) -> None:
+    """Train all side by side: in each step all take the same batch, in turns."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = shards(len(task.inputs), args.batch_size, rank, world_size, args.seed)
-    for step in progress(args.steps, f"{task.name}, {name}"):
-        if step == warmup:
-            wait_for(device)
-            started = time.perf_counter()
+    for step in progress(args.steps, task.name):
         indices = next(batches)
-        logits = ddp(task.inputs[indices].to(device))
-        loss = batch_loss(logits, task.targets[indices].to(device))
-        loss.backward()  # here gradients are averaged over the ranks
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    wait_for(device)
-    return Run(ddp, (args.steps - warmup) / (time.perf_counter() - started))
+        inputs, targets = task.inputs[indices].to(device), task.targets[indices].to(device)
+        for run in runs[:: 1 if step % 2 else -1]:  # who comes first has no advantage
+            wait_for(device)
+            dist.barrier()
+            started = time.perf_counter()
+            loss = batch_loss(run.ddp(inputs), targets)
+            loss.backward()  # here gradients are averaged over the ranks
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.schedule.step()
+            wait_for(device)
+            if step >= args.steps // 10:
+                run.step_ms.append(1e3 * (time.perf_counter() - started))
 
 
 def wire_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,32 +150,15 @@ def evaluate(task: Task, ddp: Any, device: torch.device) -> tuple[float, float]:
     return loss_sum / count, correct_sum / count
 
 
-def measure_sync(task: Task, runs: list[Run], batch_size: int, device: torch.device) -> None:
-    """Time backwards with and without synchronisation in turn; see the top of this file."""
-    indices = next(shards(len(task.inputs), batch_size, dist.get_rank(), dist.get_world_size(), 0))
-    inputs, targets = task.inputs[indices].to(device), task.targets[indices].to(device)
-    saved = [{k: v.clone() for k, v in run.ddp.state_dict().items()} for run in runs]
-    warmup, rounds = 2, 20
-    for i in range(warmup + rounds):
-        for run in runs:
-            run.ddp.train()
-            for context, times in (
-                (run.ddp.no_sync(), run.local_ms),
-                (nullcontext(), run.synchronised_ms),
-            ):
-                run.ddp.zero_grad()
-                with context:
-                    loss = batch_loss(run.ddp(inputs), targets)
-                    wait_for(device)
-                    dist.barrier()
-                    started = time.perf_counter()
-                    loss.backward()
-                    wait_for(device)
-                if i >= warmup:
-                    times.append((time.perf_counter() - started) * 1000)
-    for run, state in zip(runs, saved, strict=True):
-        run.ddp.load_state_dict(state)
-        run.ddp.zero_grad()
+def ratio(ours: list[float], its: list[float]) -> tuple[float, float, float]:
+    """That of the medians, and its 95 % interval by a bootstrap over blocks of paired steps."""
+    size = max(1, len(ours) // BLOCKS)
+    count = len(ours) // size
+    blocks = torch.tensor([ours[: count * size], its[: count * size]]).view(2, count, size)
+    picks = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+    medians = blocks[:, picks].flatten(2).median(2).values
+    low, high = (medians[0] / medians[1]).quantile(torch.tensor([0.025, 0.975])).tolist()
+    return median(ours) / median(its), low, high
 
 
 def first_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -194,11 +181,7 @@ def report(task: Task, runs: dict[str, Run]) -> None:
         f"held-out loss, nats {per_target}": lambda run: f"{run.loss:.4f}",
         f"held-out loss, bits {per_target}": lambda run: f"{run.loss / math.log(2):.4f}",
         "held-out accuracy, %": lambda run: f"{100 * run.accuracy:.2f}",
-        "steps per second": lambda run: f"{run.steps_per_second:.1f}",
-        "backward alone, ms": lambda run: f"{median(run.local_ms):.2f}",
-        "gradient sync, ms per step": lambda run: (
-            f"{median(run.synchronised_ms) - median(run.local_ms):.2f}"
-        ),
+        "a step, ms": lambda run: f"{median(run.step_ms):.2f}",
         f"bit-identical on all {dist.get_world_size()} ranks": lambda run: (
             "NO" if run.difference else "yes"
         ),
@@ -209,10 +192,18 @@ def report(task: Task, runs: dict[str, Run]) -> None:
     for label, loss in task.baselines.items():
         print(f"for comparison, {label} alone: {loss:.4f} nats {per_target}")
     if len(runs) == 2:
-        stock, triton = (run.ddp.module.parameters() for run in runs.values())
-        largest = max((a - b).abs().max().item() for a, b in zip(stock, triton, strict=True))
+        stock, ours = (run.ddp.module.parameters() for run in runs.values())
+        largest = max((a - b).abs().max().item() for a, b in zip(stock, ours, strict=True))
         note = " (bit-identical)" if largest == 0 else ""
-        print(f"largest difference of the final parameters, stock to triton: {largest:g}{note}")
+        print(f"largest difference of the final parameters, stock to tritonddp: {largest:g}{note}")
+        middle, low, high = ratio(runs["tritonddp"].step_ms, runs["stock"].step_ms)
+        verdict = (
+            "this run cannot tell" if low <= 1 <= high else "shorter" if high < 1 else "longer"
+        )
+        print(
+            f"a step with tritonddp: {middle:.3f} of stock's time "
+            f"(95 % interval {low:.3f} to {high:.3f}): {verdict}"
+        )
     for name, run in runs.items():
         if run.difference:
             print(f"ERROR: {name}: {run.difference} differs between the ranks", file=sys.stderr)
@@ -257,7 +248,7 @@ def _at_least(kind: type, lowest: float) -> Callable[[str], Any]:
 def parse_arguments() -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="digits")
-    parser.add_argument("--ddp", choices=[*WRAPPERS, "both"], default="triton")
+    parser.add_argument("--ddp", choices=[*WRAPPERS, "both"], default="tritonddp")
     parser.add_argument("--steps", type=_at_least(int, 2), help="default: the task's")
     parser.add_argument(
         "--batch-size", type=_at_least(int, 2), help="samples per rank; default: the task's"
@@ -282,7 +273,7 @@ def set_up(args: argparse.Namespace) -> tuple[Task, torch.device]:
             "torchrun --standalone --nproc-per-node 2 examples/train.py --task " + args.task
         )
     if args.ddp == "stock" and (args.reduce_dtype or args.compression):
-        raise UsageError("--reduce-dtype and --compression need --ddp triton, or both")
+        raise UsageError("--reduce-dtype and --compression need --ddp tritonddp, or both")
     local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if args.device == "cuda":
@@ -333,13 +324,13 @@ def main() -> int:
                 f"{args.steps} steps of {args.batch_size} samples per process",
                 flush=True,
             )
-        runs: dict[str, Run] = {}
-        for name in WRAPPERS if args.ddp == "both" else [args.ddp]:
-            run = runs[name] = train(task, name, args, device)
+        names = WRAPPERS if args.ddp == "both" else [args.ddp]
+        runs = {name: wrapped(task, name, args, device) for name in names}
+        train(task, list(runs.values()), args, device)
+        for run in runs.values():
             run.loss, run.accuracy = evaluate(task, run.ddp, device)
             module = run.ddp.module
             run.difference = first_difference([*module.named_parameters(), *module.named_buffers()])
-        measure_sync(task, list(runs.values()), args.batch_size, device)
         if dist.get_rank() == 0:
             report(task, runs)
         dist.barrier()  # torchrun ends all processes as soon as one fails: let rank 0 print first

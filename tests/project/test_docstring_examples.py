@@ -4,11 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
-import launched
-import pytest
 from distributed import ranks
 from docstring_examples import documented, examples, play
-from launched import ROOT
 
 import tritonddp
 from tritonddp import DistributedDataParallel
@@ -16,7 +13,7 @@ from tritonddp import DistributedDataParallel
 WRAPPER = "tritonddp.DistributedDataParallel"
 # How an example uses what it does not call by its name.
 USED_AS = {"forward": "model(inputs)", "join_hook": "model.join()"}
-# These change the process for good, or need a library and a launcher.
+# These change the process for good, or need a library and a launcher: tests/integrations.
 LAUNCHED = ("tritonddp.replace_stock", "tritonddp.integrations.")
 NAMES = [name for name in documented() if not name.startswith(LAUNCHED)]
 
@@ -52,18 +49,3 @@ def test_examples_run_on_two_ranks() -> None:
         finally:
             os.chdir(before)
     assert len(played) > 12
-
-
-@pytest.mark.thorough  # tests/integrations trains with each adapter
-@pytest.mark.parametrize("name", sorted(set(documented()) - set(NAMES)))
-def test_examples_of_adapters_wrap_one_model(name: str, tmp_path: Path) -> None:
-    for library in ("accelerate", "transformers", "pytorch_lightning"):
-        pytest.importorskip(library, reason="needs the extra [integrations]")
-    done = launched.run(
-        Path(__file__).with_name("docstring_examples.py"),
-        name,
-        env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert f"{name} 1\n" in done.stdout

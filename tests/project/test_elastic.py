@@ -1,8 +1,6 @@
-"""The elastic example: after a death or SIGTERM it goes on, and ends with the bits of another."""
+"""The elastic example: after a death it goes on, and ends with the bits of another."""
 
-import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -171,79 +169,3 @@ def test_torchrun_brings_a_run_through_a_death(place: Path) -> None:
     saved = [line for line in lines if line.startswith("saved")]
     assert saved == [f"saved step {step}" for step in range(3, STEPS + 1, 3)]
     assert lines[-1] == expected
-
-
-# In a step torchrun gets SIGTERM, which it hands on to all ranks.
-IS_STRUCK = """
-take_step = elastic.Training.take_step
-
-def step(self):
-    if self.step == 4 and rank == 1:
-        os.kill(os.getppid(), signal.SIGTERM)
-    take_step(self)
-
-elastic.Training.take_step = step
-"""
-
-
-@pytest.mark.long
-def test_after_sigterm_all_ranks_save_and_the_next_run_has_the_same_bits(place: Path) -> None:
-    (expected, _) = run_ranks(unharmed, 2, place / "unharmed")
-    common = vars(arguments(place))
-    options = [f"--{name}={common[name.replace('-', '_')]}" for name in ("steps", "every")]
-    options += ["--batch-size=8", "--bucket-cap-mb=0.003"]
-    done = launch(place, TINY + IS_STRUCK, 2, 0, *options)
-    assert done.returncode != 0, "torchrun ends with an error after SIGTERM, however its ranks end"
-    first, stopped, *_ = done.stdout.splitlines()
-    assert first == "saved step 3"
-    assert re.fullmatch(r"saved step [5-9]+, asked to stop", stopped), done.stdout
-    assert "exitcode" not in done.stderr, "all ranks end well"
-    done = launch(place, TINY, 2, 0, *options)
-    assert done.returncode == 0, done.stderr
-    step = re.findall(r"\d+", stopped)[0]
-    assert done.stdout.splitlines()[0] == f"resumed at step {step}, saved by 2 ranks"
-    assert done.stdout.splitlines()[-1] == expected
-
-
-# What the job of examples/slurm.sh asks for, each as a script that notes down how it is called.
-SLURM = {
-    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-    "scontrol": 'if [ "$1" = show ]; then echo one; echo two; else echo "$@" >"$NOTES"; fi',
-    "torchrun": 'echo "$@" >"$NOTES.torchrun"; printf "$TO" >"$CHECKPOINTS/latest"; exit 1',
-}
-
-
-@pytest.mark.parametrize(
-    ("begins", "ends", "said", "status"),
-    [
-        ("", "step-00000077\n", "stopped at step 77: again", 0),
-        ("step-00000077\n", "step-00000098\n", "stopped at step 98: again", 0),
-        ("step-00000098\n", "step-00000100\n", "done: 100 steps", 0),
-        ("step-00000077\n", "step-00000077\n", "failed at step 77, status 1", 1),
-    ],
-)
-def test_the_job_goes_back_into_the_queue_if_it_has_come_further(
-    begins: str, ends: str, said: str, status: int, tmp_path: Path
-) -> None:
-    for name, content in SLURM.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{content}\n")
-        (tmp_path / name).chmod(0o700)
-    if begins:
-        (tmp_path / "latest").write_text(begins)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    here = {"TO": ends, "NOTES": str(tmp_path / "notes"), "CHECKPOINTS": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", ROOT / "examples" / "slurm.sh", "100"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), **job, **here},
-    )
-    assert done.returncode == status, done.stderr
-    assert said in done.stdout + done.stderr
-    assert (tmp_path / "notes").exists() == ("again" in said)
-    if "again" in said:
-        assert (tmp_path / "notes").read_text() == "requeue 7\n"
-    called = (tmp_path / "notes.torchrun").read_text()
-    assert "--rdzv-endpoint one:29500" in called
-    assert "--steps 100" in called

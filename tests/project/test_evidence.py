@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,18 +11,6 @@ from launched import ROOT
 
 FOLDER = ROOT / "examples" / "failures"
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "run")
-
-# What torchrun writes at its end.
-REPORT = """x.ChildFailedError:
-Failures:
-[1]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : -15 (pid: 7)
-Root Cause (first observed failure):
-[0]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : -6 (pid: 8)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -72,48 +59,6 @@ def test_the_page_has_every_script() -> None:
     assert not [path.stem for path in SCRIPTS if f"\n| [{path.stem}](" not in page]
 
 
-@pytest.mark.parametrize(
-    ("stdout", "stderr", "code", "word", "detail"),
-    [
-        ("verdict: right: all is well\n", "", 0, "right", "all is well"),
-        ("", "some log\n", 0, "error", "exit code 0, no verdict"),
-        (
-            "",
-            f"a.b.SomeError: early\n{REPORT}",
-            1,
-            "error",
-            "rank 1: exit code -6, SomeError: early",
-        ),
-        (
-            "verdict: wrong: by 3\n",
-            "rank 1, step 0: an optimizer finds gradients\n",
-            0,
-            "wrong",
-            "by 3 (it said: rank 1, step 0: an optimizer finds gradients)",
-        ),
-        (
-            "",
-            "[rank1]: RuntimeError: second. Look there\n[rank0]: ValueError: cause\n"
-            "[rank0]: a.b.SomeError: [/src/gloo/pair.cc:5] Timed out\nx.ChildFailedError: \n",
-            1,
-            "error",
-            "rank 0: SomeError: Timed out; rank 1: RuntimeError: second",
-        ),
-    ],
-    ids=[
-        "right",
-        "no verdict",
-        "before the group is there",
-        "with a message",
-        "of two ranks",
-    ],
-)
-def test_what_a_run_came_to_is_read_from_what_it_printed(
-    runner: ModuleType, stdout: str, stderr: str, code: int, word: str, detail: str
-) -> None:
-    assert runner.judge(stdout, stderr, code) == (word, detail)
-
-
 def test_a_miss_is_printed_as_a_miss(runner: ModuleType) -> None:
     ways = ("stock", runner.AS_IT_IS, runner.WITH_LINES)
     words = {
@@ -127,19 +72,5 @@ def test_a_miss_is_printed_as_a_miss(runner: ModuleType) -> None:
         for name, each in words.items()
     }
     assert runner.missed(found) == ["missed"]
-    *_, count, last = runner.summary(found)
-    assert count == (
-        "Right with stock: 1 of 4. With tritonddp: 1 as they are, and 1 more with the lines shown."
-    )
+    *_, last = runner.summary(found)
     assert last == "Missed: missed."
-
-
-@pytest.mark.long
-def test_a_script_whose_model_is_not_wrapped_proves_nothing(
-    runner: ModuleType, tmp_path: Path
-) -> None:
-    script = tmp_path / "no_model.py"
-    script.write_text("print('verdict: right: without DDP')\n")
-    outcome = runner.play({"one": (script, runner.OURS)}, 150)["one"]
-    assert outcome.word == "error"
-    assert outcome.detail.startswith("tritonddp has wrapped no model")
