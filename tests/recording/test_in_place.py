@@ -368,24 +368,6 @@ def test_a_rank_whose_backward_fails_sends_nan_and_keeps_its_gradients(rank: int
         assert_same_bits(first.grad.cpu(), expected)
 
 
-@ranks(2, interprets=True, timeout=60)
-def test_a_rank_that_reduces_on_request_and_one_that_does_not_are_told(rank: int) -> None:
-    """Their first buckets are sent in the same way, so that headers can be compared.
-
-    A request looks at once. The other rank does at the end of its next reduction, which nobody
-    would meet, or where it asks.
-    """
-    with in_place():
-        net = wrap(Vectors(count=2))
-        x = drawn(64).to("cuda")
-        net(x).backward()
-        net.zero_grad()
-        with net.no_sync() if rank else contextlib.nullcontext():
-            net(x).backward()
-        with pytest.raises(RuntimeError, match="the ranks are at different places"):
-            net.reduce_gradients() if rank else net.check_sync()
-
-
 @ranks(2, interprets=True)
 def test_backwards_accumulate_in_the_memory_that_was_reduced() -> None:
     with in_place():

@@ -67,3 +67,40 @@ def test_a_probe_of_one_rank_is_an_error_on_both_in_the_next_backward() -> None:
         with pytest.raises(RuntimeError, match=r"option 'backward\(\)': rank 0 has 'called in"):
             output.sum().backward()
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("freezes", "said"),
+    [
+        (False, "the ranks are at different places of their programs: rank 0: reduce_gradients"),
+        (True, r"option 'reduction': rank 0 has 'on request"),
+    ],
+    ids=["same parameters", "one is frozen"],
+)
+@ranks(2, interprets=True, timeout=60)
+def test_a_request_of_one_rank_and_a_backward_of_the_other(
+    rank: int, freezes: bool, said: str
+) -> None:
+    """Both find it at the end of their next reduction, again a request and a backward."""
+    with recording():
+        torch.manual_seed(0)
+        net = DistributedDataParallel(Net().to("cuda"))
+        x = torch.randn(5, 6).to("cuda")
+        step = warmed_up(net, x)
+
+        def reduce_here_or_there() -> None:
+            if rank:
+                return step()
+            with net.no_sync():
+                step()
+            net.reduce_gradients()
+
+        if freezes and rank:
+            net.module.third.requires_grad_(False)
+        reduce_here_or_there()
+        with pytest.raises(RuntimeError, match=rf"(?s)rank {rank}, step.*{said}"):
+            reduce_here_or_there()
+        torch.cuda.synchronize()
+        net.module.third.requires_grad_(True)
+        step()
+        net.check_sync()

@@ -531,7 +531,6 @@ class Reduction:
             self.discard()
             raise
         self.finish()
-        self.agreement.check_pending()
         for call in self.events.on_reduced_all:
             call(self)
 

@@ -177,9 +177,10 @@ class Mismatch(Exception):
     Attributes:
         where: this rank and the step, if that is over; else empty.
         call_site: see :class:`RankHeader`, of this rank in that step.
+        is_request: that step was a reduction on request, if it is over.
     """
 
-    where, call_site = "", b""
+    where, call_site, is_request = "", b"", False
 
 
 class Disagreement(Mismatch):
@@ -408,6 +409,7 @@ class Agreement:
                     self._check(headers, sent, where)
                 except Mismatch as error:
                     error.where, error.call_site = where, sent.header.call_site
+                    error.is_request = sent.header.source is GradSource.REQUEST
                     raise
                 is_steady = is_last and self.is_unanimous
                 self.last_headers = string_at(*readback.memory) if is_steady else b""

@@ -248,7 +248,6 @@ class ContextReducer:
                     "one after the other"
                 )
             group.recover()
-            reductions.check_pending()
             reductions.parameters.register()
             current = reductions.manager.current
             begins = ContextBackward(
@@ -302,7 +301,6 @@ class ContextReducer:
             try:
                 with Uninterrupted():
                     reduction.finish()
-                    self._reductions.agreement.check_pending()
                     for call in events.on_reduced_all:
                         call(reduction)
                     current.write()
@@ -324,7 +322,7 @@ class ContextReducer:
         (The headers have shown that all ranks have added the same parameters.)
         """
         parameters = self._reductions.parameters
-        if parameters.added:
+        if parameters.added and self._reductions.are_alike():
             added = ContextBackward(self._reductions, current.context, parameters.added, source)
             if source is GradSource.BROKEN:
                 added.reduction.take_part()

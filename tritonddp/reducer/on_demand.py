@@ -152,6 +152,8 @@ def reduce_accumulated(reductions: Reductions, accumulated: Sequence[bool]) -> R
     placed = list(zip(current.names, current.params, strict=True))
     last: Reduction | None = None
     for named_params in filter(None, (placed, parameters.added)):
+        if last is not None and not reductions.are_alike():
+            break
         weight = None if last is None else last.weight
         reduction = _open(reductions, reductions.temporary(named_params), stale, weight)
         if last is None:

@@ -162,16 +162,19 @@ class Reducer:
         if self.forwards.deferred_error is not None:
             self.forwards.raise_deferred()
 
-    def settle(self, waits: bool = True) -> None:
+    def settle(self, reduces: bool = False) -> None:
         """Make up for a last backward that failed, where no forward follows to do so.
 
-        With ``waits``, wait for :attr:`post_backward` too.
+        Where this rank ``reduces`` next, the end of that says whether the ranks have reduced the
+        same before: it does so too on a rank whose next reduction is a backward. Else wait for
+        :attr:`post_backward`, and look at once.
         """
         self.options.check_finalized(self.backward, self.where())
-        if waits:
+        if not reduces:
             self.wait_post_backward()
         self.group.recover()
-        self.reductions.check_pending()
+        if not reduces:
+            self.reductions.check_pending()
 
     def settle_and_refresh(self) -> None:
         """Call :meth:`settle`, and look for changed parameters."""
@@ -675,11 +678,11 @@ class Reducer:
 
     # What users ask for
 
-    def settle_outside_backward(self, problem: str, waits: bool = True) -> None:
+    def settle_outside_backward(self, problem: str, reduces: bool = False) -> None:
         """Call :meth:`settle`; a RuntimeError that says ``problem`` if a backward runs."""
         if self.backward_runs:
             raise RuntimeError(f"{self.where()}: {problem}")
-        self.settle(waits)
+        self.settle(reduces)
 
     def prepare_request(self, what: str = "reduced on request") -> None:
         """The user asks for something that needs the gradients of the last backward.
@@ -690,7 +693,7 @@ class Reducer:
         message = f"gradients are not {what} in a replay: do it without a graph"
         capture.refuse(self.manager.current, self.where(), message)
         problem = f"gradients cannot be {what} while a backward runs: wait for its end"
-        self.settle_outside_backward(problem, waits=False)
+        self.settle_outside_backward(problem, reduces=True)
 
     def reduce_accumulated(self) -> None:
         """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
@@ -711,6 +714,7 @@ class Reducer:
     def reduced_parameters(self) -> set[Tensor]:
         """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
         self.prepare_request("compared")
+        self.reductions.check_pending()
         self.wait_post_backward()
         if self.is_detached or self.counters.reductions == self.statistics.own_gradients_at:
             return set()

@@ -231,9 +231,7 @@ class Reductions:
             reduction: it is over.
             arrived: in a first backward, numbers of the parameters in the order of their gradients.
         """
-        try:
-            self.agreement.check_pending()
-        except Mismatch:
+        if not self.are_alike():
             return
         manager = self.manager
         if self.parameters.is_uncommitted:
@@ -381,6 +379,18 @@ class Reductions:
 
     # Ranks that do not reduce the same
 
+    def are_alike(self) -> bool:
+        """Whether the ranks have reduced the same so far. All ranks find alike.
+
+        Where they have not, on a GPU, it is an error at the end of the next reduction: on all
+        ranks in the same, whatever made the last one on each.
+        """
+        try:
+            self.agreement.check_pending()
+        except Mismatch:
+            return False
+        return True
+
     def check_pending(self) -> None:
         """On a GPU: raise a mismatch that was found too late, see :class:`Agreement`."""
         try:
@@ -406,6 +416,8 @@ class Reductions:
         """
         self.agreement.pending.clear()  # what follows on it means nothing
         where = error.where or self.where()
+        if requested is None and error.is_request:
+            requested = self.parameters.params
         if isinstance(error, SkippedMismatch):  # collectives in flight may never end
             skipped = self.statistics.skipped if reduction is None else reduction.skipped
             buckets = self.manager.current.buckets
