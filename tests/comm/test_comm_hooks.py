@@ -412,17 +412,6 @@ def test_copies_of_a_wrapper_keep_its_hook() -> None:
             register(copied)
 
 
-@ranks(2)
-def test_uneven_inputs_with_a_hook(rank: int) -> None:
-    models = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
-    models[1].register_comm_hook(None, divide_later)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with model.join():
-            train(model, 2 + 2 * rank, optimizer)
-    torch.testing.assert_close([*models[0].parameters()], [*models[1].parameters()])
-
-
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2)
 def test_complex_gradients_in_another_memory_order_with_a_hook(rank: int, view: bool) -> None:

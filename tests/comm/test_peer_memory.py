@@ -495,19 +495,6 @@ def test_memory_that_does_not_arrive_is_told(a_pair: Any) -> None:
     assert peer.handed == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
 
 
-def test_a_message_that_comes_twice_counts_once(a_pair: Any) -> None:
-    exchange, peer, other = a_pair
-    for number in (1, 1, 2, 1):
-        other.send(peers.MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
-    exchange.number = 2
-    exchange.wait_for(peers.PACKED)
-    assert sorted(peer.announced) == [1, 2]
-    peer.announced.clear()
-    other.send(peers.MESSAGE.pack(peers.READ, 1, 0, 2, 8))
-    exchange.wait_for(peers.READ)
-    assert not peer.announced
-
-
 @ranks(2)
 def test_after_a_disagreement_no_rank_overwrites_what_another_one_still_reads(rank: int) -> None:
     ddp = net()

@@ -12,10 +12,10 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from modules import TiedTable
 from oracle import assert_mean, mean_over_ranks, one_per_rank, play, seed
 from torch import Tensor, nn
-from training import assert_close, beside_stock, breaking_off, counted, gradients, train_step, wrap
+from training import assert_close, breaking_off, counted, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket
+from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm import sparse
 
 ROWS = 12
@@ -75,19 +75,6 @@ def other_counts_and_tables(net: Any, rank: int, step: int) -> None:
     net(1 + 3 * rank, *(["sometimes"] if step % 2 == rank else [])).backward()
 
 
-def windows(net: Any, rank: int, step: int) -> None:
-    with net.no_sync():
-        net(2, *(["sometimes"] if rank else [])).backward()
-        net(5).backward()
-    net(1).backward()
-
-
-def several_backwards(net: Any, rank: int, step: int) -> None:
-    loss = net(3, "sometimes")
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 def builds_a_graph(net: Any, rank: int, step: int) -> None:
     net(3).backward(create_graph=step > 0)
 
@@ -106,7 +93,7 @@ def weighted_sums(net: Any, rank: int, step: int) -> None:
         net(1 + rank, "sometimes").backward()
 
 
-STEPS = [plain, other_counts_and_tables, windows, several_backwards, builds_a_graph]
+STEPS = [other_counts_and_tables, builds_a_graph]
 STEPS += [weighted, weighted_sums]
 
 
@@ -122,33 +109,6 @@ def test_the_mean_of_sparse_gradients(model: Any, view: bool) -> None:
                 net.zero_grad(set_to_none=step != 2)
             play(partial(do, step=step), ddp, alone, step)
             assert_mean(ddp, alone, f"{do.__name__}, step {step}")
-
-
-@ranks(2, views=True)
-def test_gradients_are_those_of_stock(rank: int, view: bool) -> None:
-    """And so is what SparseAdam makes of them."""
-    model = Tables(torch.float32)
-    del model.never  # stock has no room for a sparse parameter that is unused
-    nets = beside_stock(model, gradient_as_bucket_view=view)[::-1]
-    optimizers = []
-    for net in nets:
-        sparse = [net.module.words.weight, net.module.bags.weight, net.module.sometimes.weight]
-        dense = [*net.module.mix.parameters(), *net.module.late.parameters()]
-        optimizers.append((torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.SGD(dense, lr=0.1)))
-    for step in range(4):
-        for net, pair in zip(nets, optimizers, strict=True):
-            net.zero_grad()
-            seed(rank, step)
-            net(2 + rank, "sometimes").backward()
-            for optimizer in pair:
-                optimizer.step()
-        named = nets[1].named_parameters()
-        for (name, ours), stock in zip(named, nets[0].parameters(), strict=True):
-            assert ours.grad.layout == stock.grad.layout, f"{name}, step {step}"
-        grads = [to_dense(gradients(net)) for net in nets]
-        assert_close(grads[1], grads[0], f"step {step}")
-        assert_close(list(nets[1].parameters()), list(nets[0].parameters()), f"step {step}")
-        assert_same_on_all_ranks([param.detach() for param in nets[1].parameters()], "parameters")
 
 
 @ranks(2, views=True)
@@ -242,32 +202,6 @@ def test_rows_of_many_tables_share_messages(rank: int, most: int) -> None:
 
 
 @ranks(2, views=True)
-def test_dense_buckets_go_while_the_sparse_one_waits_for_nobody(rank: int, view: bool) -> None:
-    """Gradient hooks issue the first step only, and never wait: the rows go when all is over."""
-    ddp = wrap(Tables(), view, find_unused_parameters=True)
-    for step in range(2):
-        ddp.zero_grad()
-        plain(ddp, rank, step)
-    waits: list[str] = []
-    core = ddp._ddp_state.core
-    end = core.finish_ended
-
-    def ended() -> None:
-        waits.append("end")
-        end()
-
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
-    with (
-        mock.patch.object(dist, name, lambda *a, **k: (waits.append("gather"), gather(*a, **k))[1]),
-        mock.patch.object(core, "finish_ended", side_effect=ended),
-    ):
-        ddp.zero_grad()
-        plain(ddp, rank, 2)
-    assert waits == ["end", "gather"]
-
-
-@ranks(2, views=True)
 def test_gradients_on_request(view: bool) -> None:
     model = Tables()
     ddp = wrap(model, view)
@@ -346,14 +280,6 @@ def test_ranks_that_expect_different_kinds_are_told(rank: int) -> None:
         DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=rank == 0))
 
 
-def test_announcements_are_read_as_they_were_written() -> None:
-    for kind in Kind:
-        for rows in (0, 1, 255, 2**40 + 7):
-            announcement = Announcement(kind, rows)
-            assert len(announcement.encode()) == 8
-            assert Announcement.decode(announcement.encode()) == announcement
-
-
 def doubled(group, bucket):  # stock allows no annotations but its own
     """A hook: twice the mean."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
@@ -381,37 +307,6 @@ def test_sparse_gradients_are_averaged_beside_a_communication_hook(model: Any, v
         dense = [b.index for b in ddp.reducer.buckets if not isinstance(b, SparseBucket)]
         if step:
             assert calls == [(index, index == dense[-1]) for index in dense]
-
-
-@pytest.mark.parametrize("over_present", [False, True])
-@ranks(3)
-def test_ranks_that_have_left_take_part(over_present: bool) -> None:
-    """Over all ranks or over those that have inputs: the last one has none at all."""
-    module = OnlyTables()
-    alone = one_per_rank(module)
-    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
-    batches = (1, 4, 0)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ddp, *alone)]
-    with ddp.join(divide_by_initial_world_size=not over_present):
-        for step in range(batches[dist.get_rank()]):
-            ddp.zero_grad()
-            seed(dist.get_rank(), step)
-            ddp(3, "sometimes").backward()
-            optimizers[0].step()
-    for step in range(max(batches)):
-        present = [rank for rank, count in enumerate(batches) if step < count]
-        for rank in present:
-            alone[rank].zero_grad()
-            seed(rank, step)
-            alone[rank](3, "sometimes").backward()
-        for params in zip(*(net.parameters() for net in alone), strict=True):
-            total = sum(params[rank].grad.to_dense() for rank in present)
-            for param in params:
-                param.grad = total / (len(present) if over_present else len(batches))
-        for optimizer in optimizers[1:]:
-            optimizer.step()
-    for ours, oracles in zip(ddp.parameters(), alone[0].parameters(), strict=True):
-        torch.testing.assert_close(ours.data, oracles.data, rtol=1e-12, atol=1e-12)
 
 
 @ranks(2, views=True)
