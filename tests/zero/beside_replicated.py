@@ -38,7 +38,7 @@ class Pair:
         module: wrapped twice.
         optimizer_class: steps the parameters.
         params: of a wrapper, what its optimizer is given.
-        wrapper: options of both wrappers.
+        wrapper: options of both wrappers, or what makes them from a module.
         tolerance: of values; without one they have the same bits.
         options: of the optimizer.
 
@@ -52,15 +52,16 @@ class Pair:
         module: nn.Module,
         optimizer_class: Any = torch.optim.AdamW,
         params: Callable[[nn.Module], Any] = all_params,
-        wrapper: dict[str, Any] | None = None,
+        wrapper: dict[str, Any] | Callable[[nn.Module], dict[str, Any]] | None = None,
         tolerance: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         options = {"lr": 0.05, **options}
         self.tolerance = tolerance
-        other = copy.deepcopy(module)
-        self.zero = DistributedDataParallel(module, **(wrapper or {}))
-        self.plain = DistributedDataParallel(other, **(wrapper or {}))
+        self.zero, self.plain = (
+            DistributedDataParallel(each, **(wrapper(each) if callable(wrapper) else wrapper or {}))
+            for each in (module, copy.deepcopy(module))
+        )
         self.optimizer = ZeroRedundancyOptimizer(params(self.zero), optimizer_class, **options)
         self.oracle = optimizer_class(params(self.plain), **options)
 

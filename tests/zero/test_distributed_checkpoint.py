@@ -56,7 +56,7 @@ def taken_on(place: Path, count: int, kind: str) -> Any:
 def test_a_checkpoint_is_loaded_at_another_number_of_ranks(tmp_path: Path, kind: str) -> None:
     last = "plain" if kind == "sharded" else kind
     kept, other = tmp_path / "same", tmp_path / "other"
-    for count, (size, here) in enumerate([(4, kind), (2, kind), (1, last), (4, kind)]):
+    for count, (size, here) in enumerate([(2, kind), (1, last), (2, kind)]):
         whole = run_ranks(taken_on, size, other, count, here)[0]
         alone = run_ranks(taken_on, 1, kept, count, kind)[0]
         assert_same_bits(whole["model"], alone["model"])

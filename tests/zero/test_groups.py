@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from beside_replicated import TRANSPORTS, Pair, owner_of
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from modules import mlp
@@ -65,27 +64,6 @@ def test_the_learning_rate_may_be_a_tensor(rank: int) -> None:
         assert_same_bits(list(nets[0].parameters()), list(nets[1].parameters()))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2, 3)
-def test_a_group_may_be_added_later(transport: str) -> None:
-    tolerance = None if dist.get_world_size() == 2 else {"rtol": 1e-2, "atol": 1e-2}
-    pair = Pair(
-        mlp(4, 8, 8, 2),
-        params=lambda net: list(net.module[4].parameters()),
-        wrapper=TRANSPORTS[transport],
-        tolerance=tolerance,
-        lr=0.01,
-    )
-    for number in range(9):
-        pair.step(drawn(5, 4, step=number))
-        for net, optimizer in pair.each():
-            net.zero_grad()
-            if number in (0, 3):
-                layer = net.module[number - number // 3]  # 0, then 2
-                optimizer.param_groups[0]["lr"] *= 0.5  # since the last step, as by a scheduler
-                optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.003})
-
-
 @ranks(2)
 def test_means_that_were_asked_for_are_the_owners_when_a_group_is_added(rank: int) -> None:
     pair = Pair(
@@ -104,17 +82,6 @@ def test_means_that_were_asked_for_are_the_owners_when_a_group_is_added(rank: in
             optimizer.step()
             optimizer.zero_grad()
         pair.check(f"step {number}")
-
-
-@ranks(2)
-def test_buffers_of_other_wrappers_are_not_taken_for_values(rank: int) -> None:
-    """Both go through memory that is shared."""
-    pairs = [Pair(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), lr=0.01) for _ in range(4)]
-    for number in range(4):
-        for pair in pairs:
-            pair.step(drawn(5, 4, step=number))
-            buffers = [list(net.buffers()) for net, _ in pair.each()]
-            assert_same_bits(*buffers)
 
 
 @ranks(2)
@@ -239,30 +206,6 @@ def test_the_state_of_a_parameter_is_on_its_owner(rank: int) -> None:
         for number, state in pair.optimizer.state_dict()["state"].items():
             assert_same_bits(state, pair.oracle.state_dict()["state"][number])
     pair.step(drawn(5, 4, step=3))
-
-
-@ranks(2)
-def test_an_ordinary_wrapper_beside_it_notices_nothing(rank: int) -> None:
-    def counters(net: Any) -> Any:
-        return vars(net.reducer.counters).copy()
-
-    def run(is_beside: bool) -> tuple[Any, Any]:
-        torch.manual_seed(1)
-        net, pair = wrap(mlp(4, 8, 2)), Pair(mlp(4, 8, 2)) if is_beside else None
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-        for number in range(5):
-            if pair is not None:
-                pair.step(drawn(5, 4, step=number))
-            squares(net(drawn(5, 4, step=number))).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach().clone() for p in net.parameters()], counters(net)
-
-    torch.manual_seed(1)
-    alone, beside = run(False), run(True)
-    assert_same_bits(beside[0], alone[0])
-    assert beside[1] == alone[1]
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

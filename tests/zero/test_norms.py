@@ -9,7 +9,7 @@ from beside_replicated import TRANSPORTS, Pair, owner_of
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from modules import Squares, mlp
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from training import assert_close, drawn, squares, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
@@ -34,16 +34,6 @@ def test_torchs_function_clips_by_the_norm_of_all(transport: str, norm_type: flo
         norms = [clip(list(net.parameters()), 0.1, norm_type) for net, _ in pair.each()]
         assert_same_bits(*norms)
         assert_same_on_all_ranks([norms[0]])
-        pair.end()
-
-
-@ranks(3)
-def test_at_three_ranks_too(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 8, 2))
-    for number in range(4):
-        backwards(pair, number)
-        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
-        assert_same_bits(*norms)
         pair.end()
 
 
@@ -80,17 +70,6 @@ def test_a_norm_that_is_not_finite_raises_on_all_ranks(rank: int, bad: float) ->
             net.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-@ranks(2)
-def test_values_are_clipped_where_they_are(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 8, 2))
-    for number in range(4):
-        backwards(pair, number)
-        for net, _ in pair.each():
-            clip_grad_value_(net.parameters(), 0.05)
-            clip_grad_value_(net.module[0].weight, 0.01)  # of which one rank has no gradient
-        pair.end()
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, views=True)
 def test_the_wrappers_own_norm_is_that_of_all(view: bool, transport: str) -> None:
@@ -110,25 +89,6 @@ def test_the_wrappers_own_norm_is_that_of_all(view: bool, transport: str) -> Non
         with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer"):
             pair.zero.grad_norm(per_parameter=True)
         pair.end(f"step {number}")
-
-
-@ranks(2)
-def test_the_first_layer_may_be_replaced(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 8, 2), torch.optim.SGD, lr=0.01)
-    for number in range(6):
-        for net, _ in pair.each():
-            if number == 2:
-                torch.manual_seed(0)
-                net.module[0] = nn.Linear(4, 8)
-        backwards(pair, number)
-        if number == 2:
-            for net, optimizer in pair.each():
-                optimizer.add_param_group({"params": list(net.module[0].parameters())})
-        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
-        assert_close(*norms)
-        for net, optimizer in pair.each():
-            optimizer.step()
-            net.zero_grad()
 
 
 class Mixed(nn.Module):
@@ -204,18 +164,6 @@ def test_parts_of_the_parameters_are_clipped_by_their_own_norm(rank: int) -> Non
         backwards(pair, number)
         for part in parts:
             assert_same_bits(*[clip_grad_norm_(part(net), 0.05) for net, _ in pair.each()])
-        pair.end()
-
-
-@ranks(2)
-def test_a_single_tensor_may_be_clipped(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 8, 2))
-    for number in range(3):
-        backwards(pair, number)
-        for param in range(6):
-            assert_same_bits(
-                *[clip_grad_norm_(list(net.parameters())[param], 0.05) for net, _ in pair.each()]
-            )
         pair.end()
 
 
