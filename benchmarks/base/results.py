@@ -1,4 +1,4 @@
-"""Result files, read in one way by tables, plots, verdicts and bounds. Needs no torch.
+"""Result files, read in one way by tables, plots and verdicts. Needs no torch.
 
 A file is read as :class:`Record` objects, whose names are those that stand in it.
 """

@@ -9,7 +9,7 @@ ranks on one card, kernels, and the rest of the tests. A part that fails, hangs 
 with all it started, and the others go on. Time that a part leaves is the next one's. Each part's
 result is written as soon as it ends, to a file of its own and to that of all, so that whatever cuts
 the run off leaves what was measured. Plots come last, and a summary:
-step times first, then how each part ended, and whether each bound is met.
+step times first, then how each part ended.
 
 ``--only step`` runs all parts that measure steps. Wires run only if they are asked for.
 
@@ -43,7 +43,6 @@ from benchmarks.base import deadline, processes
 from benchmarks.gpu import one_card
 from benchmarks.gpu.parts import PROBE, REHEARSING, WORLDS, Outcome, Part, parts
 from benchmarks.gpu.summary import summary
-from benchmarks.report import bounds
 
 BENCHMARKS = Path(__file__).parents[1]
 # Seconds from the start to the end of the last part, no less than the sum of all limits. What is
@@ -66,7 +65,6 @@ class Report:
             "machine": facts,
             "rehearsal": rehearsal,  # without a GPU: no figure means anything
             "parts": {},
-            "bounds": [],
         }
 
     def run(self, part: Part) -> None:
@@ -93,15 +91,11 @@ class Report:
             "result": outcome.result,
             "log": outcome.log,
         }
-        self.write()
+        _write(self.path, self.content)
         if outcome.result is not None:
             _write(self.path.parent / "parts" / f"{part.name}.json", outcome.result)
         why = f": {outcome.reason}" if outcome.reason else ""
         print(f"--- {part.name}: {outcome.status}{why} ({seconds:.1f} s)", flush=True)
-
-    def write(self) -> None:
-        self.content["bounds"] = bounds.bounds(self.content["parts"])
-        _write(self.path, self.content)
 
 
 def _write(path: Path, content: Any) -> None:
@@ -216,14 +210,18 @@ def _prepare_environment(rehearse: bool) -> None:
 
 def _draw(result: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        print("\nno plots: matplotlib is not installed")
+        print("\nno tables and plots: matplotlib is not installed")
         return
-    command = [sys.executable, str(BENCHMARKS / "report" / "gpu_plots.py"), str(result)]
+    script = str(BENCHMARKS / "report" / "report.py")
+    command = [sys.executable, script, "--folder", str(result.parent)]
     with tempfile.TemporaryFile() as output:
         codes = processes.run(command, PLOTS, output)
         output.seek(0)
         text = output.read().decode(errors="replace").strip()
-    print(f"\n{text}" if codes == [0] else f"\nno plots: {codes}\n{text[-2000:]}", flush=True)
+    print(
+        f"\n{text}" if codes == [0] else f"\nno tables and plots: {codes}\n{text[-2000:]}",
+        flush=True,
+    )
 
 
 def _result_path(folder: Path | None, facts: dict[str, Any], rehearsal: bool) -> Path:

@@ -1,4 +1,4 @@
-"""What `make gpu` prints last: step times beside stock's first, then parts, then bounds."""
+"""What `make gpu` prints last: step times beside stock's first, then parts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ def summary(content: Mapping[str, Any]) -> Iterator[str]:
             yield from _shown(show, found)
     yield from _shown(tables.gpu_steps, Result(content))
     yield from _parts(content["parts"])
-    yield ""
-    for bound in content["bounds"]:
-        yield from _bound_lines(bound)
 
 
 def _shown(show: Callable[[Result], Blocks], result: Result) -> Iterator[str]:
@@ -76,16 +73,3 @@ def _counts(counts: Mapping[str, int], why: str | None) -> str:
     skipped = counts.get("skipped", 0)
     ran = [f"{counts[kind]} {kind}" for kind in ("passed", "failed") if counts.get(kind)]
     return ", ".join([*ran, *([f"{skipped} not run: {why}"] if skipped else [])])
-
-
-def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:
-    sign, unit = ">=" if bound["at_least"] else "<=", bound["unit"] and f" {bound['unit']}"
-    what = f"{bound['bound']} {sign} {bound['limit']:g}{unit}"
-    if bound["worst"] is None:
-        yield f"{what:62} not run: {'; '.join(bound['not_run'])}"
-        return
-    worst = f"{bound['worst']['value']:.3g}{unit} ({bound['worst']['where']})"
-    count = f"{bound['met_by']} of {bound['of']}"
-    yield f"{what:62} {bound['verdict']:9} {count:9} worst {worst}"
-    for reason in bound["not_run"]:
-        yield f"{'':62} not all run: {reason}"

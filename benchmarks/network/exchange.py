@@ -1,12 +1,11 @@
 """One exchange of a bucket between ranks of one host: shared memory beside gloo's all-reduce.
 
-    python benchmarks/network/exchange.py [--ranks 2 3 4] [--mpi PYTHON] [--out FILE]
+    python benchmarks/network/exchange.py [--ranks 2 3 4] [--out FILE]
 
 Each round makes, in turns, for each size: gloo's all-reduce in place; the exchange of the package
 through memory; and the copies that memory alone would take. Packing is the same for both and not
-timed. Seconds are those of the slowest rank. ``--mpi`` names a Python with mpi4py (``pip install
-mpich mpi4py``): MPICH's all-reduce, which uses shared memory too, with one copy in and one out, is
-then timed by processes of its own, right behind.
+timed. Seconds are those of the slowest rank. (MPICH's all-reduce, in the committed results, was
+timed by an earlier commit.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -35,27 +33,6 @@ from benchmarks.report import tables
 from benchmarks.report.table import text
 
 SIZES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 25 << 20, 64 << 20]
-
-_MPI = """
-import json, sys, time, statistics, numpy as np
-from mpi4py import MPI
-comm = MPI.COMM_WORLD
-found = {}
-for nbytes, rounds in json.loads(sys.argv[1]):
-    source = np.random.rand(nbytes // 4).astype(np.float32)
-    sent, came, target = source.copy(), source.copy(), source.copy()
-    seconds = []
-    for number in range(rounds + 3):
-        comm.Barrier()
-        start = MPI.Wtime()
-        np.copyto(sent, source)
-        comm.Allreduce(sent, came)
-        np.copyto(target, came)
-        seconds.append(comm.allreduce(MPI.Wtime() - start, MPI.MAX))
-    found[nbytes] = statistics.median(seconds[3:])
-if comm.rank == 0:
-    print(json.dumps(found))
-"""
 
 
 def rounds_of(nbytes: int) -> int:
@@ -110,21 +87,10 @@ def measure(nbytes: int, ranks: Ranks) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def of_mpi(python: str, ranks: int, sizes: list[int]) -> dict[str, float]:
-    """Median seconds of MPICH's all-reduce by size, with a copy in and one out."""
-    plan = json.dumps([(nbytes, rounds_of(nbytes)) for nbytes in sizes])
-    mpiexec = str(Path(python).with_name("mpiexec"))
-    command = [mpiexec, "-n", str(ranks), python, "-c", _MPI, plan]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    found: dict[str, float] = json.loads(out.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
-    parser.add_argument("--mpi", help="a Python that has mpi4py")
     options = parser.parse_args()
     if "RANK" in os.environ:
         with process_group("gloo") as ranks:
@@ -135,10 +101,7 @@ def main() -> None:
     output, rows = Output("exchange", options.out), []
     for ranks in options.ranks:
         found = processes.run_ranks(ranks, "--sizes", *options.sizes)
-        mpi = of_mpi(options.mpi, ranks, options.sizes) if options.mpi else {}
         for size, seconds in found.items():
-            if mpi:
-                seconds["mpich"] = mpi[size]
             rows.append({"ranks": ranks, "bytes": int(size), "seconds": seconds})
         output.write({"rows": rows})
     output.say(*text(tables.exchange(Result(output.content))))

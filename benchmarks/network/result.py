@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.base.paired import Spread, paired_ratio
 from benchmarks.models.configurations import UNWRAPPED, Configuration
-from benchmarks.network.line import Limit, effective_rate, frame_bytes, ring_bytes, step_limit
+from benchmarks.network.line import Limit, effective_rate, ring_bytes, step_limit
 from benchmarks.network.namespaces import burst_bytes
 from benchmarks.network.rank import ALL_REDUCE, families_at
 
@@ -20,10 +20,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """An entry of the result file.
 
-    Three limits, each less ideal than the one before: the line's own, with every gradient sent as
-    soon as it is ready; the same with our buckets, which leave when they are full; and that with a
-    line as slow as gloo drives it in a bare all-reduce of these buckets. What a step takes beyond
-    the last is the wrapper's own work, and what computing and sending at once cost each other.
+    Beside the steps is the limit of the line, with every gradient sent as soon as it is ready. What
+    a step takes beyond it is the wait for full buckets, the wrapper's own work, and what computing
+    and sending at once cost each other.
 
     Args:
         ranks: of each rank what :func:`network_rank.measure` returned, and the model's facts.
@@ -43,40 +42,24 @@ def evaluate(
     rounds = zip(*(rank["ready_seconds"] for rank in ranks), strict=True)
     latest = [_largest(of_ranks) for of_ranks in rounds]
     ready = [statistics.median(gradient) for gradient in zip(*latest, strict=True)]
-    full = [ready[end - 1] for end in ends]
     burst = 0 if rate is None else burst_bytes(rate)
-    alone = statistics.median(slowest[ALL_REDUCE])
-    reached = frame_bytes(ring_bytes(payload, hosts)) * 8 / alone
 
-    def limits_of(share: float = 1.0) -> dict[str, Limit]:
+    def limit_of(share: float = 1.0) -> Limit:
         """Of steps that send this share of the gradients' bytes."""
-        gradients, full_buckets = ([share * size for size in each] for each in (sizes, buckets))
-        return {
-            "limit": step_limit(ready, gradients, hosts, rate, burst),
-            "bucket_limit": step_limit(full, full_buckets, hosts, rate, burst),
-            "gloo_limit": step_limit(full, full_buckets, hosts, reached, 0),
-        }
+        return step_limit(ready, [share * size for size in sizes], hosts, rate, burst)
 
-    limits = limits_of()
+    limit = limit_of()
     all_at_once = step_limit([0.0], [payload], hosts, rate, burst)
-    of_all_reduce = {
-        "limit": all_at_once,
-        "bucket_limit": all_at_once,
-        "gloo_limit": Limit(line=alone, compute=0.0),
-    }
 
     def contender(name: str) -> dict[str, Any]:
         median = statistics.median(slowest[name])
         sent = statistics.median(_largest([rank["tx_bytes"][name] for rank in ranks]))
-        own_limits = of_all_reduce if name == ALL_REDUCE else limits
+        own = all_at_once if name == ALL_REDUCE else limit
         if by_wire and name not in (UNWRAPPED.name, ALL_REDUCE):
-            own_limits = limits_of(sent / ring_bytes(payload, hosts))
+            own = limit_of(sent / ring_bytes(payload, hosts))
         return {
             "seconds": asdict(Spread.of(slowest[name])),
-            "over": {
-                which: median / each.seconds if each.seconds else None
-                for which, each in own_limits.items()
-            },
+            "over": {"limit": median / own.seconds if own.seconds else None},
             "effective_bits_per_s": effective_rate(payload, hosts, median),
             "tx_bytes": sent,
             "sent_bytes": first["sent_bytes"].get(name),
@@ -93,11 +76,10 @@ def evaluate(
         "burst_bytes": burst,
         "rounds": len(latest),
         "bucket_bytes": buckets,
-        "bucket_ready_seconds": full,
         "gradient_bytes": sizes,
         "gradient_ready_seconds": ready,
-        **{f"{name}_seconds": each.seconds for name, each in limits.items()},
-        "limit_parts": {name: asdict(each) for name, each in limits.items()},
+        "limit_seconds": limit.seconds,
+        "limit_parts": {"limit": asdict(limit)},
         "contenders": {name: contender(name) for name in slowest},
         "comparisons": _comparisons(rate, slowest, by_wire),
         "line": _line([rank["counters"] for rank in ranks]),

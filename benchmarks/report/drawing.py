@@ -39,11 +39,6 @@ def finish(figure: Figure, title: str, result: Result, note: str) -> None:
     figure.supxlabel(f"{note}\n{result.source}", fontsize=8, color="#444444")
 
 
-def in_legend(name: str) -> str:
-    """Legends hide what begins with an underscore."""
-    return f"torch.{name}" if name.startswith("_") else name
-
-
 def save_themed(
     path: Path, colours: Mapping[str, Mapping[str, str]], draw: Callable[..., Figure]
 ) -> None:

@@ -110,12 +110,6 @@ def draw(results: Results, folder: Path, pictures: Path | None) -> None:
     for name, figure in report_plots.figures(results):
         drawing.save(figure, folder / name)
         print(f"written: {folder / name}")
-    if "gpu" in results:
-        from benchmarks.report import gpu_plots
-
-        for name, figure in gpu_plots.figures(results["gpu"]):
-            drawing.save(figure, folder / name, dpi=130)
-            print(f"written: {folder / name}")
     if pictures is not None and "step" in results:
         report_plots.draw_step(results["step"], pictures / "step.svg")
 

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.base.results import Record, Result, Results, interval
-from benchmarks.report import bounds, excerpts, verdicts
+from benchmarks.report import excerpts, verdicts
 from benchmarks.report.table import (
     Blocks,
     Cell,
@@ -327,11 +327,6 @@ network_wire = Rows(
     ),
 )
 
-_LIMITS = {
-    "limit": "least time on this line",
-    "bucket_limit": "when gradients wait for their buckets",
-    "gloo_limit": "on a line as fast as gloo drives it alone",
-}
 _contenders = Rows(
     lambda line: (Record(one, name=name, line=line) for name, one in line.contenders.items()),
     (
@@ -339,8 +334,6 @@ _contenders = Rows(
         ("median", lambda one: ms(one.seconds.median)),
         ("quartiles", lambda one: quartiles(one.seconds)),
         ("/ line", lambda one: three(one.over.limit)),
-        ("/ buckets", lambda one: three(one.over.bucket_limit)),
-        ("/ gloo", lambda one: three(one.over.gloo_limit)),
         ("Mbit/s", lambda one: f"{one.effective_bits_per_s / 1e6:.0f}"),
         ("sent / ring", lambda one: f"{one.tx_bytes / one.line.ring_bytes:.4f}"),
     ),
@@ -354,12 +347,11 @@ def contenders(result: Result) -> Blocks:
             f"{_hosts(line)} hosts, {line.rate}, {line.model}: {line.parameters / 1e6:.2f} M "
             f"parameters, {line.payload_bytes / 1e6:.1f} MB of gradients, {line.rounds} rounds"
         )
-        for name, what in _LIMITS.items():
-            parts = line.limit_parts[name]
-            yield (
-                f"  {what}: {ms(sum(parts.values()))} ms = line {ms(parts.line)} "
-                f"+ nothing to send {ms(parts.compute)}"
-            )
+        parts = line.limit_parts.limit
+        yield (
+            f"  least time on this line: {ms(sum(parts.values()))} ms = line {ms(parts.line)} "
+            f"+ nothing to send {ms(parts.compute)}"
+        )
         yield from _contenders(line)
         if line.rate_bits_per_s is not None:
             dropped, again = (sum(line.line[name]) for name in ("dropped", "retransmitted"))
@@ -436,27 +428,6 @@ def kernels(result: Result) -> Blocks:
         yield Table((f"{direction}: share of the copy", "MB", "copy, GB/s", *names), rows)
 
 
-def _worst(bound: Record) -> str:
-    worst = bound.worst
-    return f"{worst.value:.3g} ({worst.where})" if worst else "; ".join(bound.not_run)
-
-
-# The bounds of `make gpu`, and how they stand by what was measured.
-gpu = Rows(
-    lambda result: map(Record, Result(bounds.bounds(result.content.parts)).content),
-    (
-        ("bound", "bound"),
-        (
-            "limit",
-            lambda one: f"{'≥' if one.at_least else '≤'} {one.limit:g} {one.unit}".strip(),
-        ),
-        ("verdict", lambda one: one.verdict if one.worst else "not measured"),
-        ("met by", lambda one: or_dash(one.worst, lambda _: f"{one.met_by} of {one.of}")),
-        ("worst, or why not", _worst),
-    ),
-)
-
-
 def _compiled(result: Result) -> Iterator[Record]:
     for name, model in result.content.models.items():
         for label, each in model.contenders.items():
@@ -523,7 +494,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "network_hosts": ("Slow lines, two ranks a host", (), (network,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
     "convergence": ("Convergence", (), (convergence,)),
-    "growth": ("Growth", ("growth",), (growth,)),
+    "growth": ("Growth", (), (growth,)),
     "memory": ("Peak memory above the unwrapped model", (), (memory,)),
     "host": ("Host cost", (), (host,)),
     "kernels": ("Flatten and unflatten", (), (kernels,)),
@@ -531,7 +502,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
     "variants": ("Options beside each other, in a run of its own", (), (variants,)),
     "variants-before": ("The same, with buckets of 8 MiB at least", (), (variants,)),
-    "gpu": ("make gpu", (), (gpu_steps, gpu, gpu_parts)),  # it draws its own plots
+    "gpu": ("make gpu", (), (gpu_steps, gpu_parts)),  # it draws its own plots
 }
 
 

@@ -23,10 +23,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import math
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -42,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 
 from benchmarks.base import command
 from benchmarks.base.command import Output
-from benchmarks.base.deadline import deadline
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import CASES, Case, backward, default_names
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families, through
@@ -106,73 +103,39 @@ def main() -> None:
             facts["transport"] = TRANSPORT
         output = Output("memory", options.out, ranks.rank == 0, **facts)
         results: dict[str, dict[str, Any]] = {}
-        left_out: list[str] = []
         for name in options.models or default_names(ranks.device):
-            for label, row in measure(CASES[name], ranks, needed=not results):
-                if row is None:
-                    left_out.append(f"{name} {label}")
-                else:
-                    results.setdefault(name, {})[label] = {**asdict(row), "holds": row.holds}
-                output.write({"models": results, "left_out": left_out})
-            if ranks.rank == 0 and name in results:
-                output.say("", *text(tables.memory(output.only("models", name))))
-                drifts = {label: row["drift"] for label, row in results[name].items()}
-                output.say(
-                    *(f"  {at} drifts by {size} bytes" for at, size in drifts.items() if size)
-                )
-        if left_out:
-            output.say(f"\nno time was left for: {', '.join(left_out)}")
+            for label, row in measure(CASES[name], ranks):
+                results.setdefault(name, {})[label] = {**asdict(row), "holds": row.holds}
+                output.write({"models": results})
+            output.say("", *text(tables.memory(output.only("models", name))))
         output.end()
 
 
-def measure(case: Case, ranks: Ranks, needed: bool) -> Iterator[tuple[str, Row | None]]:
-    """All configurations on one model by name, one after the other, ours first; collective.
-
-    After the deadline there is ``None`` instead, but for the first if it is ``needed``.
-    """
+def measure(case: Case, ranks: Ranks) -> Iterator[tuple[str, Row]]:
+    """All configurations on one model by name, one after the other, ours first; collective."""
+    groups = families(case.unused)
     if ranks.device.type == "cuda":
         # The allocator's figures do not see what is on the host, where drawing takes long.
         drawn = case.model(torch.device("cpu"))
-        _cuda_peaks(
-            UNWRAPPED, case, ranks, True, drawn, 0
-        )  # cuBLAS takes its workspace, and keeps it
+        # cuBLAS takes its workspace, and keeps it.
+        _cuda_peaks(UNWRAPPED, case, ranks, drawn, 0)
         # What stock leaves behind, its buckets for example, is only freed in the next run. Counted
         # from what was there when that began, the next one would seem to need less.
         floor = torch.cuda.memory_allocated(ranks.device)
         peaks_of = partial(_cuda_peaks, drawn=drawn, floor=floor)
     else:
         peaks_of = _cpu_peaks
-    groups = families(case.unused)
-    if ranks.device.type == "cpu":
         groups = tuple(replace(one, ours=through(one.ours, TRANSPORT)) for one in groups)
+    bare, _ = peaks_of(UNWRAPPED, case, ranks)
     stock = (each for group in groups for each in group.stock)
-    bare: Peaks | None = None
     for configuration in (*(group.ours for group in groups), *stock):
-        found = None
-        if needed or not _late(ranks):
-            bare = bare or peaks_of(UNWRAPPED, case, ranks, needed=True)[0]
-            found = peaks_of(configuration, case, ranks, needed=needed)
-        if found is None:
-            yield configuration.name, None
-            continue
-        needed = False
-        peaks, buckets = found
+        peaks, buckets = peaks_of(configuration, case, ranks)
         above = {phase: getattr(peaks, phase) - getattr(bare, phase) for phase in PHASES}
         yield configuration.name, Row(sum(buckets), max(buckets), above, peaks.drift)
 
 
-def _late(ranks: Ranks) -> bool:
-    """Whether there is a deadline and it has come; collective."""
-    return deadline() < math.inf and ranks.agreed(time.monotonic() > deadline())
-
-
-def _cpu_peaks(
-    configuration: Configuration, case: Case, ranks: Ranks, needed: bool
-) -> tuple[Peaks, list[int]] | None:
+def _cpu_peaks(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[Peaks, list[int]]:
     """Run until the profiler of rank 0 has seen the release of whatever was allocated.
-
-    Returns:
-        ``None`` if that did not happen before the deadline and is not ``needed``.
 
     Raises:
         RuntimeError: on all ranks, if that never happened: then something leaks.
@@ -183,8 +146,6 @@ def _cpu_peaks(
         dist.broadcast(left, src=0)
         if left == 0:
             return peaks, buckets
-        if not needed and _late(ranks):
-            return None
     raise RuntimeError(
         f"{configuration.name!r} on {case.name!r}: {peaks.left} bytes live on after the model, in "
         f"each of {ATTEMPTS} runs"
@@ -248,7 +209,6 @@ def _cuda_peaks(
     configuration: Configuration,
     case: Case,
     ranks: Ranks,
-    needed: bool,
     drawn: nn.Module,
     floor: int,
 ) -> tuple[Peaks, list[int]]:
