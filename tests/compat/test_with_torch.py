@@ -1,15 +1,20 @@
-"""What torch builds on top of the wrapper: mixed precision, pipelines, converted layers."""
+"""What torch builds on top of the wrapper: mixed precision, pipelines, checkpoints, averages."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+import torch.distributed.checkpoint as dcp
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, replicate
 
 STOCK = nn.parallel.DistributedDataParallel
 
@@ -130,3 +135,64 @@ def test_each_stage_of_a_pipeline_may_be_wrapped(schedule: Any) -> None:
         for param, expected in zip(ddp.parameters(), alone[number].parameters(), strict=True):
             torch.testing.assert_close(param.grad, expected.grad)
     assert ddp.reducer.counters.reductions == 3  # one a step, not one a microbatch
+
+
+# Checkpoints, and averages of the model
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "stock": STOCK,
+    "ours": DistributedDataParallel,
+    "in place": replicate,
+}
+
+
+def made(wrapper: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = WRAPPERS[wrapper](network())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("stock", "ours"), ("ours", "stock"), ("stock", "in place"), ("in place", "stock")],
+)
+@ranks(2)
+def test_a_distributed_checkpoint_of_one_class_resumes_in_the_other(
+    first: str, then: str, tmp_path: Path
+) -> None:
+    path = gather(str(tmp_path))[0]
+    model, optimizer = made(first)
+    train(model, optimizer, range(3))
+    params, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": params, "optimizer": moments}, checkpoint_id=path)
+    train(model, optimizer, range(3, 6))  # never interrupted
+    resumed, its_optimizer = made(then)
+    params, moments = get_state_dict(resumed, its_optimizer)
+    dcp.load({"model": params, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(resumed, its_optimizer, model_state_dict=params, optim_state_dict=moments)
+    train(resumed, its_optimizer, range(3, 6))
+    for param, other in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert_same_bits(param, other)
+
+
+@ranks(2)
+def test_an_average_of_the_wrapper_is_stocks() -> None:
+    """``AveragedModel`` copies the wrapper; then the statistics of its BatchNorm are found anew."""
+    found = []
+    for wrapper in (STOCK, DistributedDataParallel):
+        torch.manual_seed(0)
+        model = wrapper(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+        average = AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            train(model, optimizer, range(step, step + 1))
+            average.update_parameters(model)
+        update_bn([batch(dist.get_rank(), step) for step in range(3)], average)
+        found.append([value.detach() for value in average.state_dict().values()])
+    assert_same_bits(found[1], found[0])
