@@ -19,12 +19,15 @@ class Point:
         loop: the kind of training loop, see ``program.py``.
         before: ``"module:Class.method"``: right before this is called; or the name of a line of
             the loop.
+        strikes: what strikes there, with commas between: a kind (see :class:`faults.table.Fault`),
+            the victim of so many ranks, and options of the wrapper, of :data:`faults.table.WORDS`.
         call: which call of a step it is, the first is 0.
         step: in which step it strikes, -1 when the module is wrapped; ``None`` in any.
     """
 
     loop: str
     before: str
+    strikes: str = ""
     call: int = 0
     step: int | None = 2  # STRUCK_AT
 
@@ -43,84 +46,153 @@ SHARED = "tritonddp.comm.host.shared_broadcast:SharedBroadcast"
 CROSS_HOST = "tritonddp.comm.host.cross_host:CrossHost"
 
 POINTS = {
-    "before wrapping": Point("plain", "wrap", step=-1),
+    "before wrapping": Point("plain", "wrap", "kill 1/3, stop 1/2", step=-1),
     "between comparison and initial broadcast": Point(
-        "plain", "tritonddp.comm.broadcast:StateBroadcast.send", step=-1
+        "plain", "tritonddp.comm.broadcast:StateBroadcast.send", "kill 2/4, loop 0/2", step=-1
     ),
-    "before the forward": Point("plain", "forward"),
-    "inside the forward": Point("plain", "module forward"),
-    "buffer broadcast": Point("buffers", "tritonddp.ddp:DistributedDataParallel._sync_buffers"),
-    "buffers in memory": Point("buffers", f"{SHARED}._show", step=3),
-    "loan of memory": Point("buffers", f"{SHARED}._lend", step=1),
-    "wait for buffers": Point("buffers", f"{SHARED}._take", step=3),
-    "loss": Point("plain", "loss"),
-    "first gradient": Point("plain", "gradient of the last layer"),
-    "between buckets": Point("plain", "gradient of a layer in the middle"),
-    "last gradient": Point("plain", "gradient of the first layer"),
-    "flatten": Point("plain", f"{RUN}.pack", call=2),
-    "launch": Point("plain", f"{TRANSPORT}.launch", call=1),
-    "end of backward": Point("plain", f"{TRANSPORT}.wait"),
-    "between two results": Point("plain", f"{TRANSPORT}.wait", call=2),
+    "before the forward": Point("plain", "forward", "kill 1/2, behind 1/3, leave 2/3"),
+    "inside the forward": Point("plain", "module forward", "kill 0/3, loop 0/2, behind 0/2"),
+    "buffer broadcast": Point(
+        "buffers", "tritonddp.ddp:DistributedDataParallel._sync_buffers", "kill 2/3, stop 0/3"
+    ),
+    "buffers in memory": Point("buffers", f"{SHARED}._show", "kill 0/3, stop 0/2", step=3),
+    "loan of memory": Point("buffers", f"{SHARED}._lend", "kill 0/3", step=1),
+    "wait for buffers": Point("buffers", f"{SHARED}._take", "kill 2/3", step=3),
+    "loss": Point("plain", "loss", "kill 0/2, behind 2/3"),
+    "first gradient": Point(
+        "plain",
+        "gradient of the last layer",
+        "kill 3/4, stop 2/3 int8, loop 1/3, raise 0/2, nan 0/2 views",
+    ),
+    "between buckets": Point(
+        "plain",
+        "gradient of a layer in the middle",
+        "kill 1/3, kill 0/3 int8, stop 2/3 views, raise 1/3 views, raise 1/2 int8, interrupt 0/2, "
+        "nan 1/3, nan 1/3 int8",
+    ),
+    "last gradient": Point("plain", "gradient of the first layer", "kill 1/2 views, raise 1/2"),
+    "flatten": Point("plain", f"{RUN}.pack", "kill 2/3", call=2),
+    "launch": Point("plain", f"{TRANSPORT}.launch", "kill 0/4, stop 0/2, interrupt 2/3", call=1),
+    "end of backward": Point("plain", f"{TRANSPORT}.wait", "kill 1/3 views, stop 1/4"),
+    "between two results": Point("plain", f"{TRANSPORT}.wait", "kill 0/2", call=2),
     "order of gradients": Point(
-        "plain", "tritonddp.buckets.manager:BucketManager.agree_on_order", step=0
+        "plain",
+        "tritonddp.buckets.manager:BucketManager.agree_on_order",
+        "kill 1/3, stop 0/2",
+        step=0,
     ),
     "after the order of gradients": Point(
-        "plain", "tritonddp.buckets.manager:BucketManager.renew", step=0
+        "plain", "tritonddp.buckets.manager:BucketManager.renew", "kill 1/2", step=0
     ),
-    "optimizer step": Point("plain", "optimizer"),
-    "no_sync": Point("no_sync", "microbatch"),
-    "weighted": Point("weighted", "gradient of a layer in the middle"),
-    "reduce_gradients": Point("request", "request"),
-    "inside reduce_gradients": Point("request", f"{TRANSPORT}.launch", call=1),
-    "communication hook": Point("hook", "hook", call=1),
-    "flags behind the hooks": Point("hook", "tritonddp.comm.comm_hook:CommHook._send"),
-    "broadcast of added parameters": Point("added", "tritonddp.comm.broadcast:StateBroadcast.send"),
-    "bucket of added parameters": Point("added", f"{RUN}.reduce_now"),
-    "exchange of compressed gradients": Point("plain", "tritonddp.comm.quantized:send", call=2),
-    "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Messages.go_on"),
-    "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange_rows"),
-    "finalize_backward": Point("finalize", "finalize"),
-    "inside finalize_backward": Point("finalize", f"{TRANSPORT}.wait", call=1),
-    "meeting of a host's ranks": Point("plain", f"{HOST}.connect:_meet", step=0),
-    "memory of buckets": Point("plain", f"{HOST}.memory:Memory.create", step=0),
+    "optimizer step": Point("plain", "optimizer", "kill 0/3, stop 1/2, loop 2/3, leave 0/2"),
+    "no_sync": Point("no_sync", "microbatch", "kill 2/3, stop 0/2"),
+    "weighted": Point(
+        "weighted", "gradient of a layer in the middle", "kill 1/2, stop 0/3, raise 0/2, nan 1/2"
+    ),
+    "reduce_gradients": Point("request", "request", "kill 0/3, stop 1/3, behind 0/2"),
+    "inside reduce_gradients": Point("request", f"{TRANSPORT}.launch", "kill 1/2", call=1),
+    "communication hook": Point("hook", "hook", "kill 1/3, stop 1/2, loop 0/3, raise 0/3", call=1),
+    "flags behind the hooks": Point("hook", "tritonddp.comm.comm_hook:CommHook._send", "kill 0/2"),
+    "broadcast of added parameters": Point(
+        "added", "tritonddp.comm.broadcast:StateBroadcast.send", "kill 0/3, stop 0/3"
+    ),
+    "bucket of added parameters": Point("added", f"{RUN}.reduce_now", "kill 1/2"),
+    "exchange of compressed gradients": Point(
+        "plain", "tritonddp.comm.quantized:send", "kill 1/3 int8", call=2
+    ),
+    "sum of compressed gradients": Point(
+        "plain", "tritonddp.comm.quantized:_Messages.go_on", "kill 0/3 int8, stop 1/3 int8"
+    ),
+    "rows of sparse gradients": Point(
+        "sparse", "tritonddp.comm.reduction:exchange_rows", "kill 2/3, stop 1/2"
+    ),
+    "finalize_backward": Point("finalize", "finalize", "kill 1/2"),
+    "inside finalize_backward": Point("finalize", f"{TRANSPORT}.wait", "kill 0/3", call=1),
+    "meeting of a host's ranks": Point("plain", f"{HOST}.connect:_meet", "kill 1/3", step=0),
+    "memory of buckets": Point(
+        "plain", f"{HOST}.memory:Memory.create", "kill 0/2, stop 1/3", step=0
+    ),
     "handing memory over": Point(
-        "plain", "tritonddp.comm.host.peer_memory:PeerMemory._hand_over", step=0
+        "plain",
+        "tritonddp.comm.host.peer_memory:PeerMemory._hand_over",
+        "kill 1/4, stop 1/2, loop 0/3",
+        step=0,
     ),
-    "message through memory": Point("plain", f"{MEMORY}.launch", call=2),
-    "wait for a message": Point("plain", f"{HOST}.peers:WaitPoint.wait_for", call=2),
-    "sum in memory": Point("plain", f"{MEMORY}._sum", call=1),
+    "message through memory": Point(
+        "plain",
+        f"{MEMORY}.launch",
+        "kill 2/3 views, stop 0/2 views, leave 1/2, interrupt 1/3",
+        call=2,
+    ),
+    "wait for a message": Point(
+        "plain", f"{HOST}.peers:WaitPoint.wait_for", "kill 1/2, stop 3/4, leave 1/3", call=2
+    ),
+    "sum in memory": Point("plain", f"{MEMORY}._sum", "kill 0/3, stop 2/3", call=1),
     "sum in gradients": Point(
-        "large", "tritonddp.comm.host.rank_buffers:RankBuffers.sum_into", call=1
+        "large",
+        "tritonddp.comm.host.rank_buffers:RankBuffers.sum_into",
+        "kill 1/2, stop 0/3",
+        call=1,
     ),
-    "share of a sum": Point("shares", f"{MEMORY}.sum_share", call=1),
-    "word of a share": Point("shares", f"{MEMORY}._say_summed", call=1),
-    "line between hosts": Point("hosts", f"{CROSS_HOST}.start", call=1),
-    "sum over hosts": Point("hosts", f"{CROSS_HOST}.finish", call=1),
-    "making an optimizer": Point("sharded", "make", step=-1),
-    "comparison of optimizers": Point("sharded", f"{OPTIMIZER}:verify_same", step=-1),
-    "gradients of owners": Point("sharded", "gradient of a layer in the middle"),
-    "gradients to owners": Point("sharded", f"{OWNERS}.launch", call=1),
-    "sum at an owner": Point("sharded", f"{OWNERS}.wait", call=1),
-    "before a sharded step": Point("sharded", "optimizer"),
-    "step of owners": Point("sharded", "owned"),
-    "between step and values": Point("sharded", f"{VALUES}.exchange"),
-    "loan of memory for values": Point("sharded", f"{SHARED}._lend", step=0),
-    "values in memory": Point("sharded", f"{SHARED}._show", step=3),
-    "wait for values": Point("sharded", f"{SHARED}._take", step=3),
-    "arrival of values": Point("sharded", f"{VALUES}._wait", call=1),
-    "norms of owners": Point("clipped", f"{OPTIMIZER}:ZeroRedundancyOptimizer.norms"),
-    "before consolidate_state_dict": Point("consolidated", "consolidate"),
-    "gather of the state": Point("consolidated", "tritonddp.coordination.collectives:broadcast"),
-    "check_sync": Point("check", "check"),
-    "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums"),
-    "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),
-    "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol.announce"),
-    "backward inside join": Point("join", "gradient of a layer in the middle"),
-    "follower": Point("join", "tritonddp.features.join:JoinProtocol.receive", step=None),
+    "share of a sum": Point(
+        "shares", f"{MEMORY}.sum_share", "kill 2/4, stop 0/3, interrupt 0/3", call=1
+    ),
+    "word of a share": Point("shares", f"{MEMORY}._say_summed", "kill 1/3, loop 1/4", call=1),
+    "line between hosts": Point("hosts", f"{CROSS_HOST}.start", "kill 3/4, stop 1/4", call=1),
+    "sum over hosts": Point("hosts", f"{CROSS_HOST}.finish", "kill 0/4, stop 2/4", call=1),
+    "making an optimizer": Point("sharded", "make", "kill 1/3", step=-1),
+    "comparison of optimizers": Point(
+        "sharded", f"{OPTIMIZER}:verify_same", "kill 0/2, stop 2/3", step=-1
+    ),
+    "gradients of owners": Point(
+        "sharded",
+        "gradient of a layer in the middle",
+        "kill 2/3, raise 0/2, raise 1/3 group, interrupt 1/2",
+    ),
+    "gradients to owners": Point(
+        "sharded", f"{OWNERS}.launch", "kill 1/3, kill 0/2 group, stop 1/2", call=1
+    ),
+    "sum at an owner": Point("sharded", f"{OWNERS}.wait", "kill 0/3", call=1),
+    "before a sharded step": Point(
+        "sharded", "optimizer", "kill 0/3, kill 1/2 group, stop 1/3, leave 2/3, raise 1/2"
+    ),
+    "step of owners": Point("sharded", "owned", "kill 0/2, loop 1/3, raise 1/3, raise 0/2 group"),
+    "between step and values": Point(
+        "sharded",
+        f"{VALUES}.exchange",
+        "kill 2/3, kill 0/3 group, stop 0/2 group, raise 1/2, interrupt 0/3, interrupt 1/2 group",
+    ),
+    "loan of memory for values": Point("sharded", f"{SHARED}._lend", "kill 1/2", step=0),
+    "values in memory": Point(
+        "sharded", f"{SHARED}._show", "kill 0/3, stop 0/2, interrupt 1/2", step=3
+    ),
+    "wait for values": Point("sharded", f"{SHARED}._take", "kill 2/3, interrupt 2/3", step=3),
+    "arrival of values": Point(
+        "sharded", f"{VALUES}._wait", "kill 1/3 group, loop 1/2 group", call=1
+    ),
+    "norms of owners": Point(
+        "clipped", f"{OPTIMIZER}:ZeroRedundancyOptimizer.norms", "kill 1/2, stop 0/3"
+    ),
+    "before consolidate_state_dict": Point("consolidated", "consolidate", "kill 2/3, stop 1/2"),
+    "gather of the state": Point(
+        "consolidated", "tritonddp.coordination.collectives:broadcast", "kill 1/3, leave 1/2"
+    ),
+    "check_sync": Point("check", "check", "kill 1/3, stop 1/2"),
+    "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums", "kill 0/2"),
+    "forward inside join": Point("join", "tritonddp.ddp:announce_forward", "kill 1/3, stop 0/2"),
+    "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol.announce", ""),
+    "backward inside join": Point(
+        "join", "gradient of a layer in the middle", "kill 0/3, raise 0/3, nan 0/2"
+    ),
+    "follower": Point(
+        "join", "tritonddp.features.join:JoinProtocol.receive", "kill 2/3, stop 1/3", step=None
+    ),
     "follower's backward": Point(
-        "join", "tritonddp.reducer.reductions:Reductions.shadow_backward", step=None
+        "join", "tritonddp.reducer.reductions:Reductions.shadow_backward", "kill 1/2", step=None
     ),
-    "end of join": Point("join", "tritonddp.features.join:JoinProtocol.agree_on_last", step=None),
+    "end of join": Point(
+        "join", "tritonddp.features.join:JoinProtocol.agree_on_last", "kill 0/3", step=None
+    ),
 }
 
 # Where a rank that does something else than the others is told apart by the loop alone.

@@ -1,9 +1,10 @@
 """The faults: kind x point x ranks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from faults.points import Point, point_of
+from faults.points import POINTS, Point, point_of
 
 # What happens to the victim, and how the others speak of it if it does not answer any more.
 LOST = {
@@ -85,6 +86,16 @@ UNCHECKED = (("init_sync", False),)
 CHECKED = (("check_finite", "raise"),)
 PROCESS_GROUP = (("transport", "process_group"),)
 SKIPPED = (("skip_all_reduce_unused_params", True),)
+WORDS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "views": VIEWS,
+    "int8": INT8,
+    "group": PROCESS_GROUP,
+}
+# Points inside a step of the optimizer.
+OF_STEPS = {
+    *("before a sharded step", "step of owners", "between step and values"),
+    *("values in memory", "wait for values"),
+}
 
 # What ranks say who wait for each other through memory and through the process group.
 _OTHER_BACKWARD = (
@@ -116,27 +127,6 @@ _BROADCASTS = (
 _ALL_GATHER = r"ALLGATHER of \[56\] Byte"
 
 
-def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
-    stalls = LOST[kind] != "has died"
-    return [
-        Fault(kind, at, ranks, victim, *rest, is_stall=stalls) for at, ranks, victim, *rest in rows
-    ]
-
-
-def _caught(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
-    return [
-        Fault(kind, at, ranks, victim, *rest, goes_on=True) for at, ranks, victim, *rest in rows
-    ]
-
-
-def _left_out(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
-    """Steps of the optimizer. (Through the process group it takes its timeout to notice.)"""
-    return [
-        Fault(kind, at, ranks, victim, *rest, times_out=rest == [PROCESS_GROUP])
-        for at, ranks, victim, *rest in rows
-    ]
-
-
 def _differs(at: str, ranks: int, victim: int, says: str = "", **more: Any) -> Fault:
     return Fault("differ", at, ranks, victim, says=says, **more)
 
@@ -152,181 +142,33 @@ def _not_finite(name: str, rank: int) -> str:
     return rf"NaN or Inf in the gradients of '{name}' \(bucket \d\) on rank {rank}\. So"
 
 
+def _strikes() -> Iterator[Fault]:
+    """What the points say of themselves."""
+    for at, point in POINTS.items():
+        for strike in filter(None, point.strikes.split(", ")):
+            kind, place, *words = strike.split()
+            victim, _, ranks = place.partition("/")
+            # A step of the optimizer is left out, which the others do not know of. (Through the
+            # process group it takes its timeout to notice.)
+            is_left_out = kind in ("raise", "interrupt") and at in OF_STEPS
+            yield Fault(
+                kind,
+                at,
+                int(ranks),
+                int(victim),
+                sum((WORDS[word] for word in words), ()),
+                goes_on=kind not in LOST and not is_left_out,
+                is_stall=LOST.get(kind, "has died") != "has died",
+                times_out=is_left_out and "group" in words,
+            )
+
+
 FAULTS = {
     fault.name: fault
     for fault in [
-        *_lost(
-            "kill",
-            ("before wrapping", 3, 1),
-            ("between comparison and initial broadcast", 4, 2),
-            ("before the forward", 2, 1),
-            ("inside the forward", 3, 0),
-            ("buffer broadcast", 3, 2),
-            ("buffers in memory", 3, 0),
-            ("loan of memory", 3, 0),
-            ("wait for buffers", 3, 2),
-            ("loss", 2, 0),
-            ("first gradient", 4, 3),
-            ("between buckets", 3, 1),
-            ("last gradient", 2, 1, VIEWS),
-            ("flatten", 3, 2),
-            ("launch", 4, 0),
-            ("end of backward", 3, 1, VIEWS),
-            ("between two results", 2, 0),
-            ("order of gradients", 3, 1),
-            ("after the order of gradients", 2, 1),
-            ("optimizer step", 3, 0),
-            ("no_sync", 3, 2),
-            ("weighted", 2, 1),
-            ("reduce_gradients", 3, 0),
-            ("inside reduce_gradients", 2, 1),
-            ("communication hook", 3, 1),
-            ("flags behind the hooks", 2, 0),
-            ("broadcast of added parameters", 3, 0),
-            ("bucket of added parameters", 2, 1),
-            ("rows of sparse gradients", 3, 2),
-            ("between buckets", 3, 0, INT8),
-            ("exchange of compressed gradients", 3, 1, INT8),
-            ("sum of compressed gradients", 3, 0, INT8),
-            ("finalize_backward", 2, 1),
-            ("inside finalize_backward", 3, 0),
-            ("forward inside join", 3, 1),
-            ("backward inside join", 3, 0),
-            ("follower", 3, 2),
-            ("follower's backward", 2, 1),
-            ("end of join", 3, 0),
-            ("check_sync", 3, 1),
-            ("checksums", 2, 0),
-            ("meeting of a host's ranks", 3, 1),
-            ("memory of buckets", 2, 0),
-            ("handing memory over", 4, 1),
-            ("message through memory", 3, 2, VIEWS),
-            ("wait for a message", 2, 1),
-            ("sum in memory", 3, 0),
-            ("sum in gradients", 2, 1),
-            ("share of a sum", 4, 2),
-            ("word of a share", 3, 1),
-            ("line between hosts", 4, 3),
-            ("sum over hosts", 4, 0),
-            ("making an optimizer", 3, 1),
-            ("comparison of optimizers", 2, 0),
-            ("gradients of owners", 3, 2),
-            ("gradients to owners", 3, 1),
-            ("gradients to owners", 2, 0, PROCESS_GROUP),
-            ("sum at an owner", 3, 0),
-            ("before a sharded step", 3, 0),
-            ("before a sharded step", 2, 1, PROCESS_GROUP),
-            ("step of owners", 2, 0),
-            ("between step and values", 3, 2),
-            ("between step and values", 3, 0, PROCESS_GROUP),
-            ("loan of memory for values", 2, 1),
-            ("values in memory", 3, 0),
-            ("wait for values", 3, 2),
-            ("arrival of values", 3, 1, PROCESS_GROUP),
-            ("norms of owners", 2, 1),
-            ("before consolidate_state_dict", 3, 2),
-            ("gather of the state", 3, 1),
-        ),
+        *_strikes(),
         Fault("kill", "inside the forward", 3, 0, hosts_store=True),
         Fault("kill", "end of backward", 2, 0, detail=True),
-        *_lost(
-            "stop",
-            ("before wrapping", 2, 1),
-            ("buffer broadcast", 3, 0),
-            ("buffers in memory", 2, 0),
-            ("between buckets", 3, 2, VIEWS),
-            ("launch", 2, 0),
-            ("end of backward", 4, 1),
-            ("order of gradients", 2, 0),
-            ("optimizer step", 2, 1),
-            ("no_sync", 2, 0),
-            ("weighted", 3, 0),
-            ("reduce_gradients", 3, 1),
-            ("communication hook", 2, 1),
-            ("broadcast of added parameters", 3, 0),
-            ("first gradient", 3, 2, INT8),
-            ("sum of compressed gradients", 3, 1, INT8),
-            ("rows of sparse gradients", 2, 1),
-            ("forward inside join", 2, 0),
-            ("follower", 3, 1),
-            ("check_sync", 2, 1),
-        ),
-        *_lost(
-            "stop",
-            ("memory of buckets", 3, 1),
-            ("handing memory over", 2, 1),
-            ("message through memory", 2, 0, VIEWS),
-            ("wait for a message", 4, 3),
-            ("sum in memory", 3, 2),
-            ("sum in gradients", 3, 0),
-            ("share of a sum", 3, 0),
-            ("line between hosts", 4, 1),
-            ("sum over hosts", 4, 2),
-        ),
-        *_lost(
-            "stop",
-            ("comparison of optimizers", 3, 2),
-            ("gradients to owners", 2, 1),
-            ("before a sharded step", 3, 1),
-            ("between step and values", 2, 0, PROCESS_GROUP),
-            ("values in memory", 2, 0),
-            ("norms of owners", 3, 0),
-            ("before consolidate_state_dict", 2, 1),
-        ),
-        *_lost(
-            "loop",
-            ("step of owners", 3, 1),
-            ("arrival of values", 2, 1, PROCESS_GROUP),
-        ),
-        *_lost("leave", ("before a sharded step", 3, 2), ("gather of the state", 2, 1)),
-        *_lost("loop", ("handing memory over", 3, 0), ("word of a share", 4, 1)),
-        *_lost("leave", ("wait for a message", 3, 1), ("message through memory", 2, 1)),
-        *_lost(
-            "loop",
-            ("between comparison and initial broadcast", 2, 0),
-            ("inside the forward", 2, 0),
-            ("first gradient", 3, 1),
-            ("communication hook", 3, 0),
-            ("optimizer step", 3, 2),
-        ),
-        *_lost(
-            "behind",
-            ("before the forward", 3, 1),
-            ("inside the forward", 2, 0),
-            ("loss", 3, 2),
-            ("reduce_gradients", 2, 0),
-        ),
-        *_lost("leave", ("before the forward", 3, 2), ("optimizer step", 2, 0)),
-        *_caught(
-            "raise",
-            ("first gradient", 2, 0),
-            ("between buckets", 3, 1, VIEWS),
-            ("last gradient", 2, 1),
-            ("communication hook", 3, 0),
-            ("weighted", 2, 0),
-            ("backward inside join", 3, 0),
-            ("between buckets", 2, 1, INT8),
-        ),
-        *_caught(
-            "raise",
-            ("gradients of owners", 2, 0),
-            ("gradients of owners", 3, 1, PROCESS_GROUP),
-        ),
-        *_caught("interrupt", ("gradients of owners", 2, 1)),
-        *_left_out(
-            "raise",
-            ("before a sharded step", 2, 1),
-            ("step of owners", 3, 1),
-            ("step of owners", 2, 0, PROCESS_GROUP),
-            ("between step and values", 2, 1),
-        ),
-        *_left_out(
-            "interrupt",
-            ("between step and values", 3, 0),
-            ("between step and values", 2, 1, PROCESS_GROUP),
-            ("values in memory", 2, 1),
-            ("wait for values", 3, 2),
-        ),
         *_differ(
             ("wider module", 3, 1, False, "rank 0 has .6, 6. .*rank 1 has .8, 8."),
             ("nothing to train", 3, 2, False, _NOTHING),
@@ -359,25 +201,15 @@ FAULTS = {
         ),
         _differs("no_sync on one rank", 2, 1, is_stall=True),
         _differs("other buckets left out", 3, 1, _LEFT_OUT, options=SKIPPED),
-        *_caught(
-            "interrupt",
-            ("between buckets", 2, 0),
-            ("launch", 3, 2),
-            ("message through memory", 3, 1),
-            ("share of a sum", 3, 0),
-        ),
-        *_caught(
-            "nan",
-            ("between buckets", 3, 1),
-            ("first gradient", 2, 0, VIEWS),
-            ("weighted", 2, 1),
-            ("backward inside join", 2, 0),
-            ("between buckets", 3, 1, INT8),
-            ("between buckets", 3, 1, CHECKED, _not_finite("layers.1.weight", 1)),
-            ("last gradient", 2, 0, CHECKED + VIEWS, _not_finite("layers.0.weight", 0)),
-            ("between buckets", 4, 3, CHECKED + INT8, _not_finite("layers.1.weight", 3)),
-            ("weighted", 2, 1, CHECKED, _not_finite("layers.1.weight", 1)),
-        ),
+        *[
+            Fault("nan", at, ranks, victim, options, _not_finite(name, victim), goes_on=True)
+            for at, ranks, victim, options, name in (
+                ("between buckets", 3, 1, CHECKED, "layers.1.weight"),
+                ("last gradient", 2, 0, CHECKED + VIEWS, "layers.0.weight"),
+                ("between buckets", 4, 3, CHECKED + INT8, "layers.1.weight"),
+                ("weighted", 2, 1, CHECKED, "layers.1.weight"),
+            )
+        ],
         _differs("checked on one rank", 2, 1, _CHECKED_THERE),
     ]
 }
