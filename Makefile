@@ -6,7 +6,7 @@
 # make test-ci        those of make test, and a tenth of the others, another one each day: what CI runs
 # make test-faults    each rank in turn dies, stops or errs: all faults (make test plays one)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
-# make soak    10,000 steps of random scenarios beside an oracle: does anything pile up or drift? (some minutes)
+# make soak    10,000 steps of random programs beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker, which rooms may import which, the workflows of GitHub
 # make bench   what a machine measures without a GPU, in under 10 minutes, into benchmarks/results/local
 # make figures tables, plots and the figures of the pages anew from the committed results
@@ -88,7 +88,7 @@ test-clients: $(VENV)/.clients-installed
 	@$(BIN)/python -m pytest -m clients -rs tests/clients/test_libraries.py $(ARGS)
 
 soak: $(VENV)/.test-installed
-	@$(BIN)/python tests/soak/run.py $(ARGS)
+	@$(BIN)/python tests/differential/run.py --steps 10000 $(ARGS)
 
 lint: $(VENV)/.test-installed $(VENV)/.lint-installed
 	$(BIN)/ruff format --check .

@@ -1,11 +1,7 @@
-"""How much of the host a step takes on a GPU: calls of the package, and of torch and C by it.
-
-Run it to see them: ``python tests/device_step.py`` (two ranks on the recorded device).
-"""
+"""How much of the host a step takes on a GPU: calls of the package, and of torch and C by it."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from launched import in_two_ranks
 from recording.device import recording
 from steady_step import WARM_UP, noting
 from torch import Tensor, nn
@@ -134,26 +129,3 @@ def step_calls(
         with noting(found.note):
             ddp(inputs).backward()
     return found
-
-
-def main(rank: int) -> None:
-    """Print what is called, on rank 0."""
-    for views in (False, True):
-        for moves in (False, True):
-            few, many = (
-                step_calls(16, buckets, moves, gradient_as_bucket_view=views) for buckets in (2, 4)
-            )
-            if rank:
-                continue
-            print(f"{'views' if views else 'copies'}, gradients {'move' if moves else 'stay'}")
-            for name in ("of_package", "of_others"):
-                two, four = getattr(few, name), getattr(many, name)
-                bucket = (four.total() - two.total()) / 2
-                print(f"  {name}: a bucket {bucket}, the rest {two.total() - 2 * bucket}")
-                if "-v" in sys.argv:
-                    for each in sorted({*two, *four}):
-                        print(f"    {(four[each] - two[each]) / 2:5} {two[each]:4}", *each)
-
-
-if __name__ == "__main__":
-    in_two_ranks(main)

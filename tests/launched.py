@@ -3,15 +3,11 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,21 +67,6 @@ def printed(code: str, **env: str) -> str:
     done = run("-c", textwrap.dedent(code), nproc=None, env={"PYTHONPATH": paths, **env})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def in_two_ranks(work: Callable[[int], None]) -> None:
-    """Call ``work(rank)``, a function of a module, in two processes with a group of gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_in_rank, (work, port), 2)
-
-
-def _in_rank(rank: int, work: Callable[[int], None], port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    work(rank)
-    dist.destroy_process_group()
 
 
 def played(

@@ -133,25 +133,45 @@ def mean_over_ranks(alone: Sequence[nn.Module]) -> list[Tensor | None]:
     had before its first weighted sum was reduced earlier.
     """
     windows = list(zip(*(getattr(model, "windows", ()) for model in alone), strict=True))
-    is_mean = bool(windows) and not windows[0][0].is_sum
-    counts = [window.items for window in windows[0]] if is_mean else [1.0] * len(alone)
     means: list[Tensor | None] = []
     for params in zip(*(model.parameters() for model in alone), strict=True):
-        terms = [
-            param.grad.detach() * count / (sum(counts) or 1.0)
-            for param, count in zip(params, counts, strict=True)
-            if param.grad is not None
-        ]
-        for window in windows:
-            total = sum(each.items for each in window) or 1.0  # if it is 0, so are the gradients
-            terms += [
-                each.sums[param] / total
-                for param, each in zip(params, window, strict=True)
-                if param in each.sums
-            ]
+        terms = terms_of_mean(params, windows, len(alone))
         terms.sort(key=lambda term: term.is_sparse)  # torch adds them in this order only
-        means.append(sum(terms, torch.zeros_like(terms[0])) if terms else None)
+        mean = sum(terms, torch.zeros_like(terms[0])) if terms else None
+        means.append(None if mean is None else mean.to(params[0].dtype))
     return means
+
+
+def terms_of_mean(
+    params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int
+) -> list[Tensor]:
+    """What adds up to the mean of the gradients of one parameter, in double precision.
+
+    Args:
+        params: the parameter on each rank.
+        windows: weighted backwards, each on each rank.
+        size: what a sum over the ranks is divided by where there are no weights.
+    """
+    is_mean = bool(windows) and not windows[0][0].is_sum
+    counts = [window.items for window in windows[0]] if is_mean else [1.0] * len(params)
+    total = sum(counts) if is_mean else size
+    terms = [
+        _wide(param.grad.detach()) * (count / total if total else 0.0)
+        for param, count in zip(params, counts, strict=True)
+        if param.grad is not None
+    ]
+    for window in windows:
+        items = sum(each.items for each in window)
+        terms += [
+            _wide(each.sums[param]) * (1 / items if items else 0.0)
+            for param, each in zip(params, window, strict=True)
+            if param in each.sums
+        ]
+    return terms
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def assert_gradients(ddp: nn.Module, expected: Sequence[Tensor | None], what: str) -> None:

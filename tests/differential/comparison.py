@@ -1,176 +1,279 @@
-"""A scenario judged: by the oracle, by stock DDP, and by what the other ranks saw."""
+"""Programs judged: by the oracle, by stock DDP, and by what the other ranks saw."""
 
-from collections.abc import Iterator, Sequence
+import operator
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
+from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_ranks
 from torch import Tensor
 
-from differential.generator import scenario_of
+from differential.actions.gradients import READ
+from differential.actions.training import (
+    Backward,
+    BreakOff,
+    Hold,
+    ReduceGradients,
+    Renew,
+    ZeroGrad,
+    clips_to_rounding,
+)
 from differential.in_ranks import (
-    ALL,
+    ALARM,
     BESIDE,
-    COMPILED,
     IN_PLACE,
-    IN_PLACE_ALONE,
     LONG,
     OURS,
     PLAIN,
     STOCK,
     Played,
     as_in_place,
-    build,
     play_all,
 )
+from differential.kinds import program_of
 from differential.oracle import Expected, Oracle
-from differential.scenario import (
-    Backward,
-    BreakOff,
-    Hold,
-    ReduceGradients,
-    Renew,
-    Scenario,
-    ZeroGrad,
-)
+from differential.player import TIMEOUT
+from differential.program import Program
 from differential.trace import Entry, Snapshot, Trace, dense
 
 # More than a batch of these networks gives to a row.
 _TERMS_OF_A_ROW = 64
+# How far sums in another order may be apart after some steps, by dtype.
+_NEAR = {torch.float64: 1e-9, torch.bfloat16: 0.01}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a scenario has brought to light."""
+    """What a program has brought to light.
 
-    scenario: Scenario
+    Attributes:
+        program: that did.
+        what: in words.
+    """
+
+    program: Program
     what: str
 
+    @property
+    def is_stocks(self) -> bool:
+        """Whether stock DDP itself has failed: then the generator is wrong."""
+        return f"seed {self.program.seed}: {STOCK} raised" in self.what
+
     def __str__(self) -> str:
-        return f"{self.what}\n{self.scenario}\nTo play it again: {self.scenario.command}"
+        return f"{self.what}\n{self.program}\nTo play it again: {self.program.command}"
 
 
 def differences(
     seeds: Sequence[int],
     world_size: int,
-    mutation: str | None = None,
-    timeout: float = 60,
-    ways: str = ALL,
     kind: str = "usual",
+    mutation: str | None = None,
+    compiled: bool = False,
+    wrapper: str = OURS,
 ) -> Iterator[Difference]:
-    """Play scenarios on ``world_size`` ranks; yields at most one difference for each.
+    """Play programs on ``world_size`` ranks; yields at most one difference for each.
 
     Args:
-        seeds: of the scenarios.
+        seeds: of the programs.
         world_size: number of ranks.
+        kind: of the programs.
         mutation: the fault that is planted in tritonddp, if any.
-        timeout: for all of them, in seconds.
-        ways: in which they are played.
-        kind: of the scenarios.
+        compiled: whether ours is compiled.
+        wrapper: the class that plays hostile programs beside stock, of :data:`in_ranks.WRAPPERS`.
     """
-    arguments = mutation, ways, kind
-    try:
-        played = run_ranks(play_all, world_size, list(seeds), *arguments, timeout=timeout)
-    except pytest.fail.Exception as failure:
-        if len(seeds) == 1 or mutation is not None:
-            yield Difference(scenario_of(seeds[0], world_size, kind=kind), str(failure))
-            return
-        alone = [
-            each
-            for seed in seeds
-            for each in differences([seed], world_size, mutation, timeout, ways, kind)
-        ]
-        yield from alone
-        if not alone:
-            what = (
-                f"only if seeds {list(seeds)} are played in this order by one process:\n{failure}"
-            )
-            yield Difference(scenario_of(seeds[-1], world_size, kind=kind), what)
-        return
-    for seed, *of_ranks in zip(seeds, *played, strict=True):
-        scenario = scenario_of(seed, world_size, kind=kind)
-        what = next(_differences(scenario, of_ranks, ways), None)
-        if what is not None:
-            yield Difference(scenario, what)
+    left = list(seeds)
+    arguments = kind, mutation, compiled, wrapper
+    # A wait of a program that differs may be behind another one.
+    limit = 3 * TIMEOUT + len(left) * (40 if compiled else 2 if kind == "hostile" else 15)
+    with tempfile.TemporaryDirectory(prefix="tritonddp-differential-") as folder:
+        while left:
+            failure = ""
+            try:
+                run_ranks(play_all, world_size, left, folder, *arguments, timeout=limit)
+            except pytest.fail.Exception as failed:
+                failure = str(failed)
+            while left and (played := _read(Path(folder), left[0], world_size)) is not None:
+                program = program_of(kind, left.pop(0), world_size)
+                what = next(_differences(program, played, compiled), None)
+                if what is not None:
+                    yield Difference(program, what)
+            if failure and left:
+                yield Difference(program_of(kind, left.pop(0), world_size), failure)
 
 
-def _differences(scenario: Scenario, played: Sequence[Played], ways: str) -> Iterator[str]:
+def _read(folder: Path, seed: int, world_size: int) -> list[Played] | None:
+    """What each rank has written, if all have."""
+    paths = [folder / f"{seed}.{rank}" for rank in range(world_size)]
+    if not all(path.exists() for path in paths):
+        return None
+    played = [pickle.loads(path.read_bytes()) for path in paths]
+    for path in paths:
+        path.unlink()
+    return played
+
+
+def _differences(program: Program, played: Sequence[Played], compiled: bool) -> Iterator[str]:
     """In words, ``played`` being what each rank saw."""
-    if ways == COMPILED:
-        # Where a loss leaves an output out, a graph gives zeros where parts of it give nothing.
-        ends = (
-            number
-            for number, action in enumerate(scenario.actions)
-            if isinstance(action, Backward) and len(action.heads) < 2
-        )
-        end = next(ends, len(scenario.actions) + 1)
-        for rank, each in enumerate(filter(None, played)):
-            for mine, inside in zip(each[OURS], each[LONG], strict=True):
-                if mine.action < end and not _is_near(mine.seen, inside.seen):
-                    yield (
-                        f"{_where(scenario, 'as one graph', rank, mine)} is {_shown(mine.seen)}, "
-                        f"inside {_shown(inside.seen)}"
-                    )
-        return
+    beside = _beside_stock if program.is_hostile else _as_one_graph if compiled else _beside_all
+    yield from beside(program, played)
+
+
+def _beside_all(program: Program, played: Sequence[Played]) -> Iterator[str]:
+    """The oracle, stock DDP, and other ways to play it."""
+    end = len(program.actions) + 1
     if IN_PLACE in played[0]:
-        yield from _in_place(scenario, played)
-    if ways == IN_PLACE_ALONE:
-        return
-    end = len(scenario.actions) + 1
-    yield from Judge(scenario, OURS).differences([each[OURS] for each in played], end)
-    for rank, each in enumerate(played):
-        for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
-            if mine != long:
-                yield f"{_where(scenario, LONG, rank, long)} has other bits than with all prepared"
-    if scenario.is_sharded:
-        for rank, each in enumerate(played):
-            yield from _from_plain(scenario, rank, each)
-        return
-    if STOCK not in played[0]:
-        return
-    is_sparse = "sparse embedding" in scenario.network.blocks  # and rounded in another order
-    for rank, each in enumerate(played):
-        if scenario.world_size == 2 and not is_sparse:
-            yield from _from_stock(scenario, rank, each[OURS], each[STOCK])
-    # What stock sums in another order on three ranks goes its own way from there: that both are
-    # within rounding of the oracle, step by step, says more than how far apart they end.
-    yield from Judge(scenario, STOCK).differences([each[STOCK] for each in played], end)
+        in_place = as_in_place(program)
+        has_buffers = any(entry.kind == "buffer" for entry in played[0][IN_PLACE])
+        # Buffers come to the other ranks later or sooner than in a wrapper.
+        if has_buffers and program.options.syncs_buffers and not program.counts:
+            traces = [each[IN_PLACE] for each in played]
+            yield from Judge(in_place, IN_PLACE).differences(traces, end)
+        else:
+            beside = BESIDE if BESIDE in played[0] else OURS
+            yield from _compared(in_place, played, IN_PLACE, beside)
+    yield from Judge(program, OURS).differences([each[OURS] for each in played], end)
+    if LONG in played[0]:
+        yield from _compared(program, played, LONG, OURS)
+    if program.is_sharded:
+        yield from _beside_plain(program, played)
+    elif STOCK in played[0]:
+        is_sparse = "sparse embedding" in program.network.blocks  # and rounded in another order
+        if program.world_size == 2 and not is_sparse:
+            until = min(clips_to_rounding(program), default=end)
+            yield from _compared(program, played, OURS, STOCK, _is_alike, until)
+        # What stock sums in another order on three ranks goes its own way from there: that both
+        # are within rounding of the oracle, step by step, says more than how far apart they end.
+        yield from Judge(program, STOCK).differences([each[STOCK] for each in played], end)
 
 
-def _in_place(scenario: Scenario, played: Sequence[Played]) -> Iterator[str]:
-    """With the bits of the wrapper, but where buffers come to the other ranks later or sooner."""
-    in_place = as_in_place(scenario)
-    has_buffers = any(entry.kind == "buffer" for entry in played[0][IN_PLACE])
-    if has_buffers and scenario.options.syncs_buffers and not scenario.counts:
-        end = len(scenario.actions) + 1
-        yield from Judge(in_place, IN_PLACE).differences([each[IN_PLACE] for each in played], end)
-        return
-    for rank, each in enumerate(played):
-        for ours, mine in zip(each.get(BESIDE, each[OURS]), each[IN_PLACE], strict=True):
-            if ours != mine:
+def _compared(
+    program: Program,
+    played: Sequence[Played],
+    title: str,
+    other: str,
+    is_same: Callable[[Entry, Entry], bool] = operator.eq,
+    end: float = inf,
+) -> Iterator[str]:
+    """What is not the same with ``title`` as with ``other``, before an action of this number."""
+    for rank, each in enumerate(filter(None, played)):
+        mine, its = ([e for e in each[who] if e.action < end] for who in (title, other))
+        for entry, its_entry in zip(mine, its, strict=False):
+            if entry.place != its_entry.place or not is_same(entry, its_entry):
                 yield (
-                    f"{_where(in_place, IN_PLACE, rank, mine)} is {_shown(mine.seen)}, and "
-                    f"{_shown(ours.seen)} in a wrapper"
+                    f"{_where(program, title, rank, entry)} is {_shown(entry.seen)}, and with "
+                    f"{other} {its_entry.kind} {its_entry.name} is {_shown(its_entry.seen)}"
                 )
+        if len(mine) != len(its):
+            yield f"rank {rank} saw {len(mine)} things with {title}, and {len(its)} with {other}"
+
+
+def _beside_stock(program: Program, played: Sequence[Played]) -> Iterator[str]:
+    """Bit by bit on two ranks, whose sums are the same in any order; on more of them nearly so.
+
+    And where stock's bits are the same on all ranks, ours are.
+    """
+    for rank, each in enumerate(played):
+        for entry in each.get(ALARM, ()):
+            yield f"rank {rank}: {ALARM} says {entry.seen}"
+    is_same = operator.eq if program.world_size == 2 else _is_near
+    yield from _compared(program, played, OURS, STOCK, is_same)
+    # (Ranks that do something alone have seen more than others.)
+    by_place = [
+        {
+            mine.place: (its.seen, mine.seen)
+            for its, mine in zip(each[STOCK], each[OURS], strict=True)
+        }
+        for each in played
+    ]
+    for place, (its, mine) in by_place[0].items():
+        others = [each[place] for each in by_place[1:] if place in each]
+        if all(stocks == its for stocks, _ in others) and any(ours != mine for _, ours in others):
+            yield f"{place} has the same bits on all ranks with stock DDP, and not here"
+
+
+def _as_one_graph(program: Program, played: Sequence[Played]) -> Iterator[str]:
+    """Beside the network alone compiled, inside of the wrapper."""
+    # Where a loss leaves an output out, a graph gives zeros where parts of it give nothing.
+    ends = (
+        number
+        for number, action in enumerate(program.actions)
+        if isinstance(action, Backward) and len(action.heads) < 2
+    )
+    is_same = partial(_is_near, within=1e-3)  # also of what some steps have made of it
+    yield from _compared(program, played, OURS, LONG, is_same, next(ends, inf))
+
+
+def _beside_plain(program: Program, played: Sequence[Played]) -> Iterator[str]:
+    """With the bits of the plain optimizer where they are promised, gradients on their owners."""
+    title = PLAIN if PLAIN in played[0] else STOCK
+    if title not in played[0]:
+        return
+    asked = (
+        number
+        for number, action in enumerate(program.actions)
+        if program.world_size > 2 and isinstance(action, ReduceGradients)  # through the group
+    )
+    end = min([*clips_to_rounding(program), *_second_means(program), *asked], default=inf)
+    shared = [
+        {
+            who: [e for e in each[who] if e.kind != "owner" and not _is_held(e)]
+            for who in (OURS, title)
+        }
+        for each in played
+    ]
+    yield from _compared(program, shared, OURS, title, _is_alike_or_elsewhere, end)
+
+
+def _is_alike_or_elsewhere(mine: Entry, its: Entry) -> bool:
+    return (mine.kind == "gradient" and mine.seen is None) or _is_alike(mine, its)
+
+
+def _is_alike(mine: Entry, its: Entry) -> bool:
+    """Of the same bits, but for the sign of a zero: to a zero that is there one may be added."""
+    if not isinstance(mine.seen, Snapshot) or not isinstance(its.seen, Snapshot):
+        return mine.seen == its.seen
+    value = Expected(its.place, its.seen.tensor(), None, its.seen.strides)
+    return mine.seen == its.seen or not _difference(mine.seen, value)[0]
+
+
+def _second_means(program: Program) -> Iterator[int]:
+    """Numbers of the backwards that add to a mean."""
+    has_mean = False
+    for number, action in enumerate(program.actions):
+        if isinstance(action, Backward | ReduceGradients):
+            if has_mean:
+                yield number
+            has_mean = isinstance(action, ReduceGradients) or not action.local
+        has_mean = has_mean and not isinstance(action, ZeroGrad | Hold | BreakOff)
 
 
 def _is_held(entry: Entry) -> bool:
     return entry.name.endswith("is held")
 
 
-def _is_near(one: Snapshot | None, other: Snapshot | None) -> bool:
-    """But for rounding: graphs that are cut in other places add up in other orders."""
-    if one is None or other is None:
-        return one is other
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _is_near(mine: Entry, its: Entry, within: float | None = None) -> bool:
+    """But for rounding: of sums in another order, or ``within`` this share of the largest one."""
+    if mine.seen == its.seen:
+        return True
+    if not isinstance(mine.seen, Snapshot) or not isinstance(its.seen, Snapshot):
         return False
-    a, b = dense(one.tensor()), dense(other.tensor())
-    if not a.numel() or not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    relative = 3e-2 if a.dtype.itemsize == 2 else 1e-3  # also of what some steps have made of it
-    bound = relative * float(b.abs().double().nan_to_num(0, 0, 0).max()) + 1e-6
+    if (mine.seen.dtype, mine.seen.shape) != (its.seen.dtype, its.seen.shape):
+        return False
+    a, b = dense(mine.seen.tensor()), dense(its.seen.tensor())
+    if mine.name.startswith(READ):  # numbers in double precision, as something else
+        a, b = a.view(torch.float64), b.view(torch.float64)
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    relative = bound = _NEAR.get(a.dtype, 1e-5)
+    if within is not None:
+        relative = 30 * within if a.dtype.itemsize == 2 else within
+        bound = relative * float(b.abs().double().nan_to_num(0, 0, 0).max()) + 1e-6
     wide = torch.complex128 if a.is_complex() else torch.float64
     return torch.allclose(a.to(wide), b.to(wide), rtol=relative, atol=bound, equal_nan=True)
 
@@ -179,21 +282,18 @@ class Judge:
     """Has the oracle beside what the ranks saw, action by action.
 
     Args:
-        scenario: what is played.
+        program: what is played.
         title: by whom.
 
     Attributes:
         farthest: how far a tensor has been from the oracle's at most, by what rounding allows.
-        exact, rounded: tensors with the oracle's bits, and others.
     """
 
-    def __init__(self, scenario: Scenario, title: str) -> None:
-        self._scenario, self._title = scenario, title
-        networks = [build(scenario, 0) for _ in range(scenario.world_size)]
-        self._oracle = Oracle(scenario, networks, in_place=title == IN_PLACE)
+    def __init__(self, program: Program, title: str) -> None:
+        self._program, self._title = program, title
+        self._oracle = Oracle(program, in_place=title == IN_PLACE)
         self._next = 0  # action that was not judged yet
         self.farthest = 0.0
-        self.exact = self.rounded = 0
 
     def forget_outputs(self) -> None:
         """Those that nothing becomes of, and their graphs."""
@@ -208,19 +308,19 @@ class Judge:
         self._next = end
 
     def _of_action(self, number: int, seen: Sequence[Sequence[Entry]]) -> Iterator[str]:
-        scenario, title, oracle = self._scenario, self._title, self._oracle
+        program, title, oracle = self._program, self._title, self._oracle
         owners = [{e.name: e.seen for e in entries if e.kind == "owner"} for entries in seen]
         if any(each != owners[0] for each in owners):
             yield f"{title}: the ranks have different owners: {owners}"
-        if number < len(scenario.actions) and isinstance(scenario.actions[number], Renew):
+        if number < len(program.actions) and isinstance(program.actions[number], Renew):
             oracle.owners = {}
         for name, rank in owners[0].items():
-            oracle.owners[name] = int(rank.tensor()) if rank is not None else -1
+            oracle.owners[name] = int(rank.tensor()) if isinstance(rank, Snapshot) else -1
         seen = [[entry for entry in entries if entry.kind != "owner"] for entries in seen]
-        is_end = number == len(scenario.actions)
+        is_end = number == len(program.actions)
         expected = oracle.finish() if is_end else oracle.perform(number)
         if title == STOCK:
-            in_half = scenario.communication_hook == "fp16_compress_hook"
+            in_half = program.communication_hook == "fp16_compress_hook"
             expected = [[_loosened(each, in_half) for each in of_rank] for of_rank in expected]
         for rank, (entries, wanted) in enumerate(zip(seen, expected, strict=True)):
             places = [entry.place for entry in entries]
@@ -230,18 +330,14 @@ class Judge:
             for entry, each in zip(entries, wanted, strict=True):
                 found, distance = _difference(entry.seen, each)
                 self.farthest = max(self.farthest, distance)
-                self.exact, self.rounded = (
-                    self.exact + (distance == 0),
-                    self.rounded + (distance > 0),
-                )
                 if found:
-                    yield f"{_where(scenario, title, rank, entry)} {found}"
+                    yield f"{_where(program, title, rank, entry)} {found}"
         pairs = [list(zip(*both, strict=True)) for both in zip(seen, expected, strict=True)]
-        if scenario.is_sharded:  # who owns a gradient may hold it
-            pairs = [[each for each in some if not _is_held(each[0])] for some in pairs]
+        # (Whoever has inputs, or owns a gradient, may hold it.)
+        pairs = [[each for each in some if not _is_held(each[0])] for some in pairs]
         for of_ranks in zip(*filter(None, pairs), strict=True):
             column, wanted = zip(*of_ranks, strict=True)
-            yield from _among_ranks(scenario, title, column, wanted)
+            yield from _among_ranks(program, title, column, wanted)
         oracle.adopt(seen)
 
 
@@ -256,74 +352,15 @@ def _loosened(expected: Expected, in_half: bool) -> Expected:
     return replace(expected, bound=dense(value).abs().double() * 4 * eps + (1e-4 if in_half else 0))
 
 
-def _from_plain(scenario: Scenario, rank: int, played: Played) -> Iterator[str]:
-    """With the bits of the plain optimizer where they are promised, gradients on their owners."""
-    title = PLAIN if PLAIN in played else STOCK
-    if title not in played:
-        return
-    asked = (
-        number
-        for number, action in enumerate(scenario.actions)
-        if scenario.world_size > 2 and isinstance(action, ReduceGradients)  # through the group
-    )
-    ends = [*scenario.clips_by_its_own_norm, *_second_means(scenario), *asked]
-    end = min([*ends, len(scenario.actions) + 1])
-    ours, plain = (
-        [
-            entry
-            for entry in played[each]
-            if entry.action < end and entry.kind != "owner" and not _is_held(entry)
-        ]
-        for each in (OURS, title)
-    )
-    for mine, its in zip(ours, plain, strict=True):
-        is_elsewhere = mine.kind == "gradient" and mine.seen is None
-        if not is_elsewhere and not _is_alike(mine.seen, its.seen):
-            yield (
-                f"{_where(scenario, OURS, rank, mine)} is {_shown(mine.seen)}, and with a plain "
-                f"optimizer ({title}) it is {_shown(its.seen)}"
-            )
-
-
-def _is_alike(one: Snapshot | None, other: Snapshot | None) -> bool:
-    """Of the same bits, but for the sign of a zero: to a zero that is there one may be added."""
-    if one == other or one is None or other is None:
-        return one == other
-    return one.strides == other.strides and _same(one.tensor(), other.tensor())
-
-
-def _second_means(scenario: Scenario) -> Iterator[int]:
-    """Numbers of the backwards that add to a mean."""
-    has_mean = False
-    for number, action in enumerate(scenario.actions):
-        if isinstance(action, Backward | ReduceGradients):
-            if has_mean:
-                yield number
-            has_mean = isinstance(action, ReduceGradients) or not action.local
-        has_mean = has_mean and not isinstance(action, ZeroGrad | Hold | BreakOff)
-
-
-def _from_stock(scenario: Scenario, rank: int, ours: Trace, stock: Trace) -> Iterator[str]:
-    """Bit for bit, up to where each clips by a norm of its own."""
-    end = min(scenario.clips_by_its_own_norm, default=len(scenario.actions) + 1)
-    ours, stock = ([each for each in trace if each.action < end] for trace in (ours, stock))
-    for mine, its in zip(ours, stock, strict=True):
-        value = None if its.seen is None else its.seen.tensor()
-        strides = None if its.seen is None else its.seen.strides
-        found, _ = _difference(mine.seen, Expected(its.place, value, None, strides))
-        if found:
-            yield f"{_where(scenario, OURS, rank, mine)} {found} (which is what stock DDP has)"
-
-
 def _among_ranks(
-    scenario: Scenario, title: str, seen: Sequence[Entry], wanted: Sequence[Expected]
+    program: Program, title: str, seen: Sequence[Entry], wanted: Sequence[Expected]
 ) -> Iterator[str]:
     """Where all ranks must see the same, it is the same bits."""
     contents = [entry.seen and entry.seen.content for entry in seen]
     if len({*contents}) == 1:
         return
     if len({each.value is not None and Snapshot.of(each.value).content for each in wanted}) == 1:
-        yield f"{_where(scenario, title, 0, seen[0])} has other bits than on another rank"
+        yield f"{_where(program, title, 0, seen[0])} has other bits than on another rank"
 
 
 def _difference(seen: Snapshot | None, expected: Expected) -> tuple[str, float]:
@@ -382,17 +419,15 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
 
 
-def _where(scenario: Scenario, title: str, rank: int, entry: Entry) -> str:
-    number = entry.action
-    action = [*scenario.actions, "the end"][number]
+def _where(program: Program, title: str, rank: int, entry: Entry) -> str:
     name = f" of {entry.name}" if entry.name else ""
-    return f"{title}, rank {rank}, after action {number} ({action}): {entry.kind}{name}"
+    return f"{title}, rank {rank}, {program.where(entry.action)}: {entry.kind}{name}"
 
 
-def _shown(value: Snapshot | Tensor | None) -> str:
+def _shown(value: Snapshot | Tensor | str | None) -> str:
     """Its first elements, all digits."""
-    if value is None:
-        return "None"
+    if value is None or isinstance(value, str):
+        return str(value)
     tensor = dense(value.tensor() if isinstance(value, Snapshot) else value.detach())
     elements = ", ".join(f"{each:.9g}" for each in tensor.flatten()[:8].tolist())
     more = f", ... ({tensor.numel()} elements)" if tensor.numel() > 8 else ""

@@ -1,13 +1,17 @@
-"""What a rank process does: it plays scenarios with both classes and says what it saw."""
+"""What a rank process does: it plays programs with several classes and says what it saw."""
 
 import contextlib
 import gc
 import inspect
 import logging
+import os
+import pickle
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,28 +19,36 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.distributed as dist
+from distributed import give_up_after
+from logged import Kept, logged
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 import tritonddp
-from differential.generator import scenario_of
+from differential.actions.gradients import STEPS
+from differential.actions.probes import Probe
+from differential.actions.training import Forward, Renew, Replace
+from differential.kinds import program_of
 from differential.mutations import planted
-from differential.networks import Network
+from differential.networks import Network, build
 from differential.paths import nothing_prepared
-from differential.player import Player
-from differential.scenario import Forward, Options, Renew, Replace, Scenario
-from differential.trace import Trace
+from differential.player import TIMEOUT, Player
+from differential.program import Options, Program
+from differential.trace import Entry, Trace
+from differential.wrappers import FAULTS
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.memory import in_place_bucket
 from tritonddp.comm import process_group
 from tritonddp.comm.host import memory_exchange, rank_buffers
+from tritonddp.features import metrics
 from tritonddp.integrations.in_place import behind
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
 RECORDED = "tritonddp on the recorded device"
+ALARM = "the log of tritonddp"
 OURS, STOCK = "tritonddp", "stock DDP"
 LONG = "tritonddp with nothing prepared"
 PLAIN = "tritonddp with a plain optimizer"
@@ -55,34 +67,62 @@ COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "ALLREDUCE": lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
 
-# In which ways a scenario is played: beside the oracle and stock; ours by torch.compile, as one
-# graph and with the network alone compiled; in place beside wrapped, and nothing else.
-WAYS = ALL, COMPILED, IN_PLACE_ALONE = "all", "compiled", "in place"
+# What stock is compared with in hostile programs. With itself only their generator can be wrong,
+# with a fault it has to show.
+WRAPPERS: dict[str, Any] = {
+    OURS: DistributedDataParallel,
+    "stock": Stock,
+    "in-place": tritonddp.replicate,
+    **FAULTS,
+}
 
-groups: dict[str, Any] = {}  # of the scenarios, made once; to be cleared with the default one
+groups: dict[Any, Any] = {}  # of the programs, made once; to be cleared with the default one
 
 
 def play_all(
     seeds: Sequence[int],
-    mutation: str | None = None,
-    ways: str = ALL,
-    kind: str = "usual",
-) -> list[Played]:
-    """For each seed, what this rank saw with each class, or in other :data:`WAYS`.
+    folder: str,
+    kind: str,
+    mutation: str | None,
+    compiled: bool,
+    wrapper: str,
+) -> None:
+    """Play programs; what this rank saw of each goes into a file of the folder, ``SEED.RANK``.
+
+    What is found before a process dies, or waits for ever, is not lost so.
+
+    Args:
+        seeds: of the programs.
+        folder: that is there.
+        kind: of the programs.
+        mutation: the fault that is planted in tritonddp, if any.
+        compiled: whether ours is compiled: as one graph, and the network alone.
+        wrapper: which class plays hostile programs beside stock, of :data:`WRAPPERS`.
 
     Raises:
-        RuntimeError: something was raised; the message says in which scenario, and where.
+        RuntimeError: something was raised; the message says in which program, and where.
     """
+    dist.barrier()  # one rank may have taken seconds to import all this
+    if kind == "hostile":  # one that differs may end in a wait
+        give_up_after(TIMEOUT, dist.group.WORLD)
     groups.clear()
-    logging.getLogger("tritonddp").setLevel(logging.ERROR)  # of backwards that break off
+    gc.collect()
+    gc.freeze()  # or each collection would look at all of torch
+    log = logging.getLogger("tritonddp")
+    log.setLevel(logging.ERROR)  # of backwards that break off
     with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
         warnings.simplefilter("ignore")
-        scenarios = [scenario_of(seed, dist.get_world_size(), kind=kind) for seed in seeds]
-        if ways == IN_PLACE_ALONE:
-            return [_play_in_place_alone(each) for each in scenarios]
-        if ways == COMPILED:
-            return [_play_compiled(each) if compiles(each) else {} for each in scenarios]
-        return [_play_all_ways(each, mutation is not None) for each in scenarios]
+        for seed in seeds:
+            program = program_of(kind, seed, dist.get_world_size())
+            if program.is_hostile:
+                played = _play_hostile(program, wrapper)
+            elif compiled:
+                played = _play_compiled(program) if compiles(program) else {}
+            else:
+                played = _play_all_ways(program, mutation is not None)
+            path, part = (Path(folder, f"{seed}.{dist.get_rank()}{end}") for end in ("", ".new"))
+            part.write_bytes(pickle.dumps(played))
+            part.replace(path)
 
 
 def play_recorded(seeds: Sequence[int]) -> list[Played]:
@@ -93,13 +133,13 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     Raises:
         RuntimeError: also where a GPU might do something else, or where large gradients do.
     """
-    from recording.device import recording  # and Triton, which no other scenario needs
+    from recording.device import recording  # and Triton, which no other program needs
 
     groups.clear()
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
     found = []
     for seed in seeds:
-        scenario = scenario_of(seed, dist.get_world_size())
+        program = program_of("usual", seed, dist.get_world_size())
         traces = []
         defaults = DistributedDataParallel.__init__.__kwdefaults__
         for in_place in (False, True):
@@ -110,7 +150,7 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
                 recording(everywhere=True) as recorder,
             ):
                 warnings.simplefilter("ignore")
-                traces.append(play(scenario, RECORDED, DistributedDataParallel, scenario.options))
+                traces.append(play(program, RECORDED, DistributedDataParallel, program.options))
                 torch.cuda.synchronize()
             if recorder.races:
                 raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
@@ -122,85 +162,113 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     return found
 
 
-def build(scenario: Scenario, rank: int) -> Network:
-    """The network as ``rank`` makes it: others at first, where wrapping makes them alike."""
-    alike = scenario.options.init_sync is False or scenario.options.broadcast_buffers is False
-    torch.default_generator.manual_seed(scenario.seed * 10 + (0 if alike else rank))
-    return Network(scenario.network)
-
-
-def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
+def _play_all_ways(program: Program, is_mutated: bool) -> Played:
     played = {}
-    through = _transports(scenario)
+    through = _transports(program)
     ways = [partial(DistributedDataParallel, transport=each) for each in through]
-    with configured(scenario.seed, scenario.thresholds):
-        played[OURS] = play(scenario, OURS, ways[0], scenario.options)
+    with configured(program.seed, program.thresholds):
+        played[OURS] = play(program, OURS, ways[0], program.options)
         if not is_mutated:
             with nothing_prepared():
-                played[LONG] = play(scenario, LONG, ways[1], scenario.options)
-            played |= _play_in_place(scenario, ways)
-        plain = replace(scenario, is_sharded=False)
-        if scenario.is_sharded and scenario.world_size > 2:
+                played[LONG] = play(program, LONG, ways[1], program.options)
+            played |= _play_in_place(program, ways)
+        plain = replace(program, kind="usual")
+        if program.is_sharded and program.world_size > 2:
             if through[0] == "auto":  # gloo adds three numbers in another order
-                played[PLAIN] = play(plain, PLAIN, ways[0], scenario.options)
+                played[PLAIN] = play(plain, PLAIN, ways[0], program.options)
             return played
-        if scenario.is_sharded and scenario.stock is None:
-            played[PLAIN] = play(plain, PLAIN, ways[0], scenario.options)
-    if scenario.stock is not None and _STOCK_DEFINES:
-        played[STOCK] = play(plain, STOCK, Stock, scenario.stock)
+        if program.is_sharded and program.stock is None:
+            played[PLAIN] = play(plain, PLAIN, ways[0], program.options)
+    if program.stock is not None and _STOCK_DEFINES:
+        played[STOCK] = play(plain, STOCK, Stock, program.stock)
     return played
 
 
-def _play_in_place_alone(scenario: Scenario) -> Played:
-    ways = [partial(DistributedDataParallel, transport=each) for each in _transports(scenario)]
-    with configured(scenario.seed, scenario.thresholds):
-        played = {OURS: play(scenario, OURS, ways[0], scenario.options)}
-        return played | _play_in_place(scenario, ways)
+def _play_hostile(program: Program, wrapper: str) -> Played:
+    played = {STOCK: play(program, STOCK, Stock, program.options)}
+    through_the_group = {} if program.seed % 3 else {"TRITONDDP_PEER_MEMORY": "0"}
+    with (
+        configured(program.seed, program.thresholds),
+        patch.dict(os.environ, through_the_group),
+        logged(logging.WARNING) as log,
+    ):
+        played[OURS] = play(program, wrapper, WRAPPERS[wrapper], program.options)
+    alarm = _false_alarm(program, log, wrapper in (OURS, "in-place"))
+    return played | ({ALARM: [Entry(0, "value", "said", alarm)]} if alarm else {})
 
 
-def _transports(scenario: Scenario) -> list[str]:
+def _false_alarm(program: Program, log: Kept, is_ours: bool) -> str:
+    """What the log says without reason, or leaves out."""
+    steps = any(hook == STEPS for _, hook, _ in program.hooks)
+    said = log.lines("hooked_steps")
+    # (With a group of one rank there is nothing to say.)
+    if bool(said) != steps and (said or is_ours) and program.wrappers != "local and global":
+        return f"an optimizer in a hook, {steps}: the log says {said}"
+    wraps = 1 + sum("WrapAgain" in str(each) for each in program.actions)
+    if len(said) > wraps and program.wrappers == "one network":
+        return f"more than once for a wrapper: {said}"
+    added = log.lines("in_step")
+    leaves = any(isinstance(each, Probe) and each.end == "left" for each in program.actions)
+    return f"without reason: {added}" if added and not leaves else ""
+
+
+def is_of(wrapper: str, program: Program) -> bool:
+    """Whether stock's contract is that of ``wrapper`` too.
+
+    In place there is no other wrapper, none that has names, no backward past it, and buffers travel
+    at another time. A part of two modules is reduced with both, whichever is under ``no_sync``.
+    """
+    if wrapper != "in-place" or not program.is_hostile:
+        return True
+    keeps_buffers = program.options.broadcast_buffers is False
+    has_others = {*program.roots} & {"backwards", "wrappers", "names"}
+    is_shared = program.wrappers == "shared encoder"
+    return not is_shared and not has_others and (keeps_buffers or not program.network.has_buffers)
+
+
+def _transports(program: Program) -> list[str]:
     """Two numbers have one sum, more of them one for each order: that of memory, or of gloo."""
-    through = ["auto", "process_group"] if scenario.seed % 2 else ["process_group", "auto"]
-    return through if scenario.world_size == 2 else [through[0]] * 2
+    through = ["auto", "process_group"] if program.seed % 2 else ["process_group", "auto"]
+    return through if program.world_size == 2 else [through[0]] * 2
 
 
-def as_in_place(scenario: Scenario) -> Scenario:
+def as_in_place(program: Program) -> Program:
     """The same without copies that go on: those of a replicated module are plain ones.
 
     Another one that has loaded a checkpoint does.
     """
     actions = tuple(
-        Renew("checkpoint") if action == Renew("copy") else action for action in scenario.actions
+        Renew("checkpoint") if action == Renew("copy") else action for action in program.actions
     )
-    return replace(scenario, actions=actions)
+    return replace(program, actions=actions)
 
 
-def _play_in_place(scenario: Scenario, ways: Sequence[partial[Any]]) -> Played:
+def _play_in_place(program: Program, ways: Sequence[partial[Any]]) -> Played:
     """Replicated in place; and once more wrapped, if that must be another program."""
-    in_place = as_in_place(scenario)
+    in_place = as_in_place(program)
     replicate = partial(tritonddp.replicate, **ways[1].keywords)
-    played = {IN_PLACE: play(in_place, IN_PLACE, replicate, scenario.options)}
-    if in_place != scenario:
-        played[BESIDE] = play(in_place, BESIDE, ways[0], scenario.options)
+    played = {IN_PLACE: play(in_place, IN_PLACE, replicate, program.options)}
+    if in_place != program:
+        played[BESIDE] = play(in_place, BESIDE, ways[0], program.options)
     return played
 
 
-def compiles(scenario: Scenario) -> bool:
+def compiles(program: Program) -> bool:
     """Whether torch.compile runs such a program at all, also without a wrapper.
 
     Where forwards change buffers, no two of them may come before their backwards; and it fails
     where a custom function in a checkpoint returns no gradient. Where torch splits a graph for a
     wrapper around it, a buffer that the forward changes and reads may be read too late.
     """
-    later = (action.kind for action in scenario.actions if isinstance(action, Replace))
-    blocks = " ".join([*scenario.network.blocks, *later])
+    later = (action.kind for action in program.actions if isinstance(action, Replace))
+    blocks = " ".join([*program.network.blocks, *later])
     changes = any(each in blocks for each in ("convolution", "functional", "normed"))
-    slots = {action.slot for action in scenario.actions if isinstance(action, Forward)}
-    fails = "buffered" in blocks or ("withholding" in blocks and scenario.network.checkpoint)
+    slots = {action.slot for action in program.actions if isinstance(action, Forward)}
+    fails = "buffered" in blocks or ("withholding" in blocks and program.network.checkpoint)
     return not (changes and len(slots) > 1) and not fails
 
 
-def _play_compiled(scenario: Scenario) -> Played:
+def _play_compiled(program: Program) -> Played:
     """As one graph, and with the network alone compiled, inside of the wrapper.
 
     Not beside the oracle: what is compiled gives zeros where a loss leaves an output out, and runs
@@ -222,13 +290,13 @@ def _play_compiled(scenario: Scenario) -> Played:
     retains = torch._functorch.config.patch(donated_buffer=False)
     for title, wrap in ((OURS, of_the_wrapper), (LONG, of_the_module)):
         torch._dynamo.reset()
-        with room, retains, configured(scenario.seed, scenario.thresholds):
-            played[title] = play(scenario, title, wrap, scenario.options)
+        with room, retains, configured(program.seed, program.thresholds):
+            played[title] = play(program, title, wrap, program.options)
     return played
 
 
 def play(
-    scenario: Scenario,
+    program: Program,
     title: str,
     wrap: Callable[..., nn.Module],
     options: Options,
@@ -237,38 +305,53 @@ def play(
     """What this rank saw. ``after`` is called after each of its actions, and at the end.
 
     Raises:
-        RuntimeError: something was raised; the message says in which scenario, and where.
+        RuntimeError: something was raised; the message says in which program, and where.
     """
     # In the log of this process, which is shown where it hangs.
-    print(f"seed {scenario.seed}, {title}", flush=True)
-    where = "when it is wrapped"
+    print(f"seed {program.seed}, {title}", flush=True)
+    rank, where = dist.get_rank(), "when it is wrapped"
     try:
 
-        def wrapped(network: Network) -> nn.Module:
-            net = wrap(network, **arguments_of(options), **_delayed(scenario, network))
-            if scenario.communication_hook:
-                COMMUNICATION_HOOKS[scenario.communication_hook](behind(net) or net)
+        def wrapped(network: Network, **more: Any) -> nn.Module:
+            options_of_it = arguments_of(options) | _delayed(program, network) | more
+            net = (_forwarding(wrap) if program.forwards_names else wrap)(network, **options_of_it)
+            if program.communication_hook:
+                COMMUNICATION_HOOKS[program.communication_hook](behind(net) or net)
             return net
 
-        player = Player(scenario, dist.get_rank(), build(scenario, dist.get_rank()), wrapped)
-        counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
-        with _joining(scenario, player.net):
-            for number in range(counts[player.rank]):
-                where = f"in action {number}: {scenario.actions[number]}"
+        player = Player(program, rank, build(program, rank), wrapped, groups)
+        counts = program.counts or (len(program.actions),) * program.world_size
+        with _joining(program, player):
+            for number in range(counts[rank]):
+                where = f"in action {number}: {program.actions[number]}"
                 player.perform(number)
                 after(player, number)
             where = "while it follows the others inside join()"
         player.finish()
-        after(player, len(scenario.actions))
-        if options.metrics:
-            _compare_metrics(player, is_joined=scenario.counts is not None)
+        after(player, len(program.actions))
+        if player.has_metrics:
+            _compare_metrics(player, is_joined=program.counts is not None)
     except Exception as error:
-        message = f"seed {scenario.seed}: {title} raised {type(error).__name__} {where}"
-        raise RuntimeError(message) from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"seed {program.seed}: {title} raised {type(error).__name__} ({error}) {where}"
+        raise RuntimeError(f"{message}, {last.filename}:{last.lineno}") from error
     trace = player.trace
     del player
-    gc.collect()  # what is left of one scenario may not help the next one
+    gc.collect()  # what is left of one program may not help the next one
     return trace
+
+
+def _forwarding(cls: Any) -> Any:
+    class Forwarding(cls):
+        """As in many projects: what the wrapper lacks is the module's."""
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+    return Forwarding
 
 
 def _compare_metrics(player: Player, is_joined: bool) -> None:
@@ -279,14 +362,14 @@ def _compare_metrics(player: Player, is_joined: bool) -> None:
     assert all(each == everyones[0] for each in everyones), f"metrics() differ: {everyones}"
 
 
-def _joining(scenario: Scenario, net: Any) -> contextlib.AbstractContextManager[Any]:
-    if not scenario.counts:
+def _joining(program: Program, player: Player) -> contextlib.AbstractContextManager[Any]:
+    if not program.counts:
         return contextlib.nullcontext()
-    return net.join(divide_by_initial_world_size=not scenario.over_present)
+    return player.net.join(divide_by_initial_world_size=not program.over_present)
 
 
-def _delayed(scenario: Scenario, network: Network) -> dict[str, Any]:
-    if not scenario.delays:
+def _delayed(program: Program, network: Network) -> dict[str, Any]:
+    if not program.delays:
         return {}
     return {
         "delay_all_reduce_named_params": [
@@ -319,12 +402,13 @@ def _made_once(name: str, make: Callable[[], Any]) -> Any:
 def configured(
     seed: int, thresholds: tuple[int, int] | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Context: small gradients go the ways of large ones.
+    """Context: small gradients go the ways of large ones, and times are gathered in each step.
 
     No bucket is exchanged directly, or the smallest ones are, or all. Through memory, in one shot,
     or in two.
     """
     stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(metrics, "EVERY", 1))
     if thresholds:
         sizes = dict(zip(("_SMALL", "_SEGMENT"), thresholds, strict=True))
         stack.enter_context(patch.multiple(reference, **sizes))

@@ -1,43 +1,22 @@
 """What is wrapped: networks of blocks, each with something that gradients may trip over."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from differential.described import Described
+from differential.program import NetworkSpec, Program
 
 WIDTH = 8
 
 
-@dataclass(frozen=True)
-class NetworkSpec(Described):
-    """A network, before it is made.
-
-    Attributes:
-        blocks: kinds of the blocks ``b0``, ``b1``, ...: keys of :data:`BLOCKS`.
-        frozen: blocks whose parameters require no gradient when the network is wrapped.
-        output: how ``forward`` returns its tensors: a key of :data:`OUTPUTS`.
-        checkpoint: how blocks are checkpointed: ``""``, ``"reentrant"`` or ``"not reentrant"``.
-        tied: whether the first two blocks, both linear, share their weight.
-    """
-
-    blocks: tuple[str, ...]
-    frozen: tuple[str, ...] = ()
-    output: str = "tensor"
-    checkpoint: str = ""
-    tied: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(f"b{number}" for number in range(len(self.blocks)))
-
-
-# Each block maps (rows, WIDTH) of fp32 to the same.
+# Each block maps (rows, WIDTH) to the same.
 
 
 class Linear(nn.Module):
@@ -48,7 +27,7 @@ class Linear(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x.to(self.linear.weight.dtype))).float()
+        return torch.tanh(self.linear(x.to(self.linear.weight.dtype))).to(x.dtype)
 
 
 class Wide(nn.Module):
@@ -229,6 +208,49 @@ class Withholding(nn.Module):
         return _Withheld.apply(x, self.weight)
 
 
+class Centered(torch.autograd.Function):
+    """Minus the mean over the batches of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        mean = x.mean(0)
+        dist.all_reduce(mean)
+        return x - mean / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return Centered.forward(ctx, gradient)
+
+
+class Exchanged(torch.autograd.Function):
+    """Rows of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        rows = torch.empty_like(x)
+        dist.all_to_all_single(rows, x.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return Exchanged.forward(ctx, gradient)
+
+
+class Collective(nn.Module):
+    """Two layers, of which each rank may leave out one, a collective, and a layer behind it."""
+
+    def __init__(self, collective: type[torch.autograd.Function], chooses: bool) -> None:
+        super().__init__()
+        self.collective, self.chooses = collective, chooses
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.behind = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left_out = int(torch.randint(3, (), device="cpu")) if self.chooses else 2
+        taken = [branch(x) for number, branch in enumerate(self.branches) if number != left_out]
+        return torch.tanh(self.behind(self.collective.apply(torch.stack(taken).sum(0))))
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": Linear,
     "linear in fp64": lambda: Linear(torch.float64),
@@ -246,6 +268,14 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "normed": Normed,
     "complex": Complex,
     "withholding": Withholding,
+}
+# With collectives of their own, for programs that are about those.
+BRANCHES = " behind branches"
+COLLECTIVES: dict[str, Callable[[], nn.Module]] = {
+    "all-reduce": partial(Collective, Centered, False),
+    "all-to-all": partial(Collective, Exchanged, False),
+    f"all-reduce{BRANCHES}": partial(Collective, Centered, True),
+    f"all-to-all{BRANCHES}": partial(Collective, Exchanged, True),
 }
 
 
@@ -269,25 +299,123 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
 }
 
 
-class Network(nn.Module):
-    """Runs the blocks it is told to, each beside a skip connection, and then two heads."""
+# Kinds of buffers, by name: made anew for each network.
+BUFFERS: dict[str, Callable[[], Tensor]] = {
+    "shift": lambda: torch.randn(WIDTH),
+    "scale": lambda: torch.rand(WIDTH) + 0.5,
+    "factor": lambda: torch.ones(()),
+    "table": lambda: torch.randn(WIDTH, 3).t(),  # transposed
+    "count": lambda: torch.zeros((), dtype=torch.int64),
+    "mask": lambda: torch.ones(WIDTH, dtype=torch.bool),
+    "low": lambda: torch.randn(WIDTH).bfloat16(),
+    "wide": lambda: torch.randn(WIDTH, dtype=torch.float64),
+    "large": lambda: torch.randn(40_000),
+    "nothing": lambda: torch.empty(0),
+}
 
-    def __init__(self, spec: NetworkSpec) -> None:
+
+def _in_place(owner: nn.Module, name: str, value: Tensor) -> None:
+    with torch.no_grad():
+        getattr(owner, name).copy_(value)
+
+
+def _through_data(owner: nn.Module, name: str, value: Tensor) -> None:
+    getattr(owner, name).data.copy_(value)
+
+
+def _as_data(owner: nn.Module, name: str, value: Tensor) -> None:
+    getattr(owner, name).data = value.to(getattr(owner, name).dtype).clone()
+
+
+def _reassigned(owner: nn.Module, name: str, value: Tensor) -> None:
+    setattr(owner, name, value.to(getattr(owner, name).dtype).clone())
+
+
+def _through_numpy(owner: nn.Module, name: str, value: Tensor) -> None:
+    buffer = getattr(owner, name)
+    if buffer.dtype is torch.bfloat16:  # which numpy does not know
+        buffer.data.copy_(value)
+    else:
+        buffer.numpy()[...] = value.to(buffer.dtype).numpy()
+
+
+def _by_a_state(owner: nn.Module, name: str, value: Tensor) -> None:
+    owner.load_state_dict({name: value}, strict=False)
+
+
+# How a buffer is written: with the module that owns it, its name, and the new value.
+WAYS: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
+    "in place": _in_place,
+    "through .data": _through_data,
+    "as .data": _as_data,
+    "reassigned": _reassigned,
+    "through numpy": _through_numpy,
+    "by load_state_dict": _by_a_state,
+}
+# Those that autograd does not see, so that a backward through an older forward goes on.
+UNSEEN = ("through .data", "as .data", "reassigned", "through numpy")
+
+
+class Buffers(nn.Module):
+    """Computes with buffers, and keeps none of them for the backward."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
         super().__init__()
-        self.spec = spec
+        for kind in kinds:
+            self.register_buffer(kind, BUFFERS[kind](), persistent=kind != "low")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for kind, buffer in self.named_buffers():
+            value = buffer.detach().clone()
+            match kind:
+                case "shift" | "low" | "wide":
+                    x = x + value.to(x.dtype)
+                case "scale" | "mask" | "factor":
+                    x = x * value.to(x.dtype)
+                case "table" | "large":
+                    x = x + value.sum().to(x.dtype) / value.numel()
+                case "count":
+                    x = x + 0.01 * value.to(x.dtype)
+        return x
+
+
+class Network(nn.Module):
+    """Runs the blocks it is told to, each beside a skip connection, and then two heads.
+
+    Args:
+        spec: of the network.
+        encoder: the first block, where another network has it too.
+    """
+
+    def __init__(self, spec: NetworkSpec, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.spec, self.forwards = spec, 0
+        makers = BLOCKS | COLLECTIVES
         self.blocks = nn.ModuleDict(
-            {name: BLOCKS[kind]() for name, kind in zip(spec.names, spec.blocks, strict=True)}
+            {
+                name: encoder if encoder is not None and name == "b0" else makers[kind]()
+                for name, kind in zip(spec.names, spec.blocks, strict=True)
+            }
         )
         if spec.tied:
             self.blocks["b1"].linear.weight = self.blocks["b0"].linear.weight
         for name in spec.frozen:
             self.blocks[name].requires_grad_(False)
         self.heads = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 2)])
+        self.state = Buffers(spec.buffers)
+        # What users call their attributes.
+        self.config, self.sync, self.group, self.caps = {"hidden": WIDTH}, "sync", "group", 3
+        if spec.overrides:
+            part, cls = OVERRIDES[spec.overrides]
+            self.get_submodule(part).__class__ = cls
 
-    def forward(self, x: Tensor, path: Sequence[str]) -> Any:
-        """``x`` is (rows, WIDTH) of fp32; returns (rows, 3) and (rows, 2) as the spec says."""
-        for name in path:
+    def forward(self, x: Tensor, path: Sequence[str] | None = None) -> Any:
+        """``x`` is (rows, WIDTH); returns (rows, 3) and (rows, 2) as the spec says."""
+        self.forwards += 1
+        for number, name in enumerate(self.spec.names if path is None else path):
             x = x + self._run(self.blocks[name], x)
+            if number == 0 and self.spec.buffers:
+                x = self._with_buffers(x)
         return OUTPUTS[self.spec.output][0](*(head(x) for head in self.heads))
 
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
@@ -298,3 +426,120 @@ class Network(nn.Module):
     def results(self, output: Any) -> tuple[Tensor, Tensor]:
         """The results of the two heads, in what ``forward`` has returned."""
         return OUTPUTS[self.spec.output][1](output)
+
+    def submodule(self, x: Tensor) -> Tensor:
+        """A part of it, with the first block alone."""
+        return torch.tanh(self.blocks["b0"](x))
+
+    def penalty(self) -> Tensor:
+        """By the parameters alone."""
+        return torch.stack([param.pow(2).sum() for param in self.parameters()]).sum()
+
+    def owned_buffers(self) -> Iterator[tuple[nn.Module, str]]:
+        """Each buffer, as the module that owns it and the name that it has there."""
+        for module in self.modules():
+            for name in module._buffers:
+                yield module, name
+
+    def _with_buffers(self, x: Tensor) -> Tensor:
+        if self.training and self.forwards > self.spec.quiet:
+            if self.spec.written_in_forward:
+                self._write(self.spec.written_in_forward, x)
+            if self.spec.written_in_backward and x.requires_grad:
+                x.register_hook(
+                    lambda gradient: self._write(self.spec.written_in_backward, gradient)
+                )
+        return self.state(x)
+
+    def _write(self, way: str, seen: Tensor) -> None:
+        """A moving average of what this rank sees goes into the first of its buffers."""
+        name = self.spec.buffers[0]
+        buffer = getattr(self.state, name)
+        value = seen.detach().mean().to(torch.float64)
+        if buffer.dtype.is_floating_point:
+            value = buffer.double() * 0.9 + value * 0.1
+        else:
+            value = buffer + 1
+        WAYS[way](self.state, name, value.to(buffer.dtype))
+
+
+class HidesParameters(Network):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return _without("weight", super().named_parameters(*args, **kwargs))
+
+
+class HidesParametersLater(Network):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        part = "bias" if self.forwards > 2 else "none of them"
+        return _without(part, super().named_parameters(*args, **kwargs))
+
+
+class RenamesParameters(Network):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        named = super().named_parameters(*args, **kwargs)
+        return ((f"its_{name}", param) for name, param in named)
+
+
+class HidesBuffers(Network):
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return _without("s", super().named_buffers(*args, **kwargs))
+
+
+class HidesBuffersLater(Network):
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        part = "a" if self.forwards > 2 else "none of them"
+        return _without(part, super().named_buffers(*args, **kwargs))
+
+
+class HidesAModule(Network):
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return (each for each in super().named_modules(*args, **kwargs) if each[0] != "heads.1")
+
+
+class HidesItsBias(nn.Linear):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return _without("bias", super().named_parameters(*args, **kwargs))
+
+
+def _without(part: str, named: Iterator[tuple[str, Any]]) -> Iterator[Any]:
+    return (each for each in named if part not in each[0].rpartition(".")[2])
+
+
+# By which class ``named_parameters()`` or ``named_buffers()`` of a part of the network is another.
+OVERRIDES: dict[str, tuple[str, type[nn.Module]]] = {
+    "hides weights": ("", HidesParameters),
+    "hides biases later": ("", HidesParametersLater),
+    "renames parameters": ("", RenamesParameters),
+    "hides buffers": ("", HidesBuffers),
+    "hides buffers later": ("", HidesBuffersLater),
+    "hides a module": ("", HidesAModule),
+    "hides a bias of a layer": ("heads.0", HidesItsBias),
+}
+
+
+def another_value(buffer: Tensor) -> Tensor:
+    """Drawn anew, of its kind: each rank draws its own unless they are seeded alike."""
+    if buffer.dtype is torch.bool:
+        return torch.rand(buffer.shape) > 0.3
+    if not buffer.dtype.is_floating_point:
+        return torch.randint(0, 9, buffer.shape, dtype=buffer.dtype)
+    return (torch.rand(buffer.shape, dtype=torch.float64) + 0.5).to(buffer.dtype)
+
+
+def build(program: Program, rank: int) -> list[Network]:
+    """The networks as ``rank`` makes them: others at first, where wrapping makes them alike."""
+    options = program.options
+    alike = not program.is_hostile and False in (options.init_sync, options.broadcast_buffers)
+    torch.default_generator.manual_seed(program.seed * 10 + (0 if alike else rank))
+    spec, networks = program.network, [Network(program.network)]
+    if program.wrappers in ("two groups", "ring of pairs"):
+        networks += [Network(spec) for _ in range(1 if program.wrappers == "two groups" else 2)]
+    elif program.wrappers == "shared encoder":
+        networks.append(Network(spec, networks[0].blocks["b0"]))
+    if program.is_hostile and program.world_size > 2:
+        # Sums in another order round otherwise: nothing that a comparison would have to let pass.
+        for network in networks:
+            for module in network.modules():
+                if not isinstance(module, Network | Buffers):
+                    module.to(torch.float64)
+    return networks

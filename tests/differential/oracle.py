@@ -2,7 +2,7 @@
 
 The oracle follows what the ranks of a wrapped model saw: it computes each tensor from what they had
 before it, says how far they may be from that, and goes on with what they have. So each step of a
-scenario is judged by itself, to the rounding of that step alone.
+program is judged by itself, to the rounding of that step alone.
 """
 
 import contextlib
@@ -10,12 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from oracle import Alone, Window
+from oracle import Alone, Window, terms_of_mean
 from torch import Tensor
 
-from differential.networks import Network
-from differential.player import Player
-from differential.scenario import (
+from differential.actions.training import (
     Backward,
     BreakOff,
     Clip,
@@ -24,12 +22,15 @@ from differential.scenario import (
     ReduceGradients,
     Renew,
     Replace,
-    Scenario,
     Step,
     Swap,
     ZeroGrad,
+    clips_to_rounding,
 )
-from differential.trace import Entry, dense
+from differential.networks import Network, build
+from differential.player import Player
+from differential.program import Program
+from differential.trace import Entry, Snapshot, dense
 
 # Half roundings of each term on the way to a mean over three ranks: of the factor, of the product,
 # of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
@@ -61,11 +62,10 @@ class Expected:
 
 
 class Oracle:
-    """All ranks of a scenario in one process.
+    """All ranks of a program in one process.
 
     Args:
-        scenario: what is played.
-        networks: one for each rank, each as rank 0 makes it.
+        program: what is played.
         in_place: whether they are replicated in place: buffers are synchronised after reductions,
             and not before forwards.
 
@@ -73,16 +73,13 @@ class Oracle:
         owners: of parameters that a sharded optimizer has, the rank, by name.
     """
 
-    def __init__(
-        self, scenario: Scenario, networks: Sequence[Network], in_place: bool = False
-    ) -> None:
-        self._scenario = scenario
+    def __init__(self, program: Program, in_place: bool = False) -> None:
+        self._program = program
         # (Ranks without inputs take part in forwards alone.)
-        self._syncs_afterwards = in_place and scenario.options.syncs_buffers and not scenario.counts
-        self._everyone = [
-            Player(scenario, rank, network, Alone) for rank, network in enumerate(networks)
-        ]
-        self._counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
+        self._syncs_afterwards = in_place and program.options.syncs_buffers and not program.counts
+        ranks = range(program.world_size)
+        self._everyone = [Player(program, rank, build(program, 0), Alone) for rank in ranks]
+        self._counts = program.counts or (len(program.actions),) * program.world_size
         # Those that have inputs.
         self._players = list(self._everyone)
         self._syncs_next_forward = self._syncs_forwards
@@ -92,7 +89,7 @@ class Oracle:
         self._used: list[set[Tensor]] = [set() for _ in self._players]
         # How far the gradients that the last action has reduced may be from the mean.
         self._bounds: dict[str, Tensor | None] = {}
-        self._wire = getattr(torch, scenario.options.reduce_dtype or "float64")
+        self._wire = getattr(torch, program.options.reduce_dtype or "float64")
         self._largest = 0.0  # gradient so far, where they are quantised
         self.owners: dict[str, int] = {}
         # With owners: means that are in their gradients already when backwards add to them.
@@ -104,7 +101,7 @@ class Oracle:
 
         Then :meth:`adopt` says what they have seen.
         """
-        action = self._scenario.actions[number]
+        action = self._program.actions[number]
         if any(self._counts[player.rank] <= number for player in self._players):
             self._let_go(number)
         if isinstance(action, Forward | BreakOff) and self._syncs_next_forward:
@@ -148,7 +145,7 @@ class Oracle:
         present = {player.rank: player for player in self._players}
         return [
             self._expected(present[rank]) if rank in present else []
-            for rank in range(self._scenario.world_size)
+            for rank in range(self._program.world_size)
         ]
 
     @property
@@ -160,11 +157,11 @@ class Oracle:
         """The end, where ``join()`` gives all ranks the model of one that left last."""
         for player in self._everyone:
             player.trace = []
-            if self._scenario.counts:
+            if self._program.counts:
                 last = self._players[-1].network
                 tensors = [*player.network.parameters()]
                 theirs = [*last.parameters()]
-                if self._scenario.options.syncs_buffers:
+                if self._program.options.syncs_buffers:
                     tensors += player.network.buffers()
                     theirs += last.buffers()
                 for tensor, value in zip(tensors, theirs, strict=True):
@@ -190,7 +187,7 @@ class Oracle:
             }
             for entry in seen:
                 mine = tensors.get(entry.kind, {}).get(entry.name)
-                if mine is not None and entry.seen is not None:
+                if mine is not None and isinstance(entry.seen, Snapshot):
                     value = entry.seen.tensor()
                     if value.is_sparse:
                         params[entry.name].grad = value
@@ -227,18 +224,18 @@ class Oracle:
     @property
     def _syncs_forwards(self) -> bool:
         """Whether a forward synchronises buffers, unless the one before was under ``no_sync``."""
-        return self._scenario.options.syncs_buffers and not self._syncs_afterwards
+        return self._program.options.syncs_buffers and not self._syncs_afterwards
 
     def _sync_buffers(self) -> None:
         """All ranks get those of rank 0, where stock would send them; in ``join()`` of the last."""
-        source = -1 if self._scenario.counts else 0
+        source = -1 if self._program.counts else 0
         for buffers in zip(*self._broadcast, strict=True):
             for buffer in buffers:
                 buffer.data.copy_(buffers[source])  # as hidden from autograd as a broadcast
 
     def _renewed(self, action: Renew) -> None:
         """Another wrapper goes on: a copy is as it was, and a new one makes all ranks alike."""
-        options = self._scenario.options
+        options = self._program.options
         self._broadcast = self._buffers()
         self._used = [set() for _ in self._players]
         if action.by == "copy":
@@ -271,13 +268,13 @@ class Oracle:
             for rank, param in enumerate(params):
                 if former is not None and rank != self.owners[name]:
                     param.grad = former if param.grad is None else param.grad + former
-            over = len(params) if self._scenario.over_present else self._scenario.world_size
+            over = len(params) if self._program.over_present else self._program.world_size
             mean, bound = _mean(params, windows, over, self._wire)
             # On two ranks it is exact, whoever computes it: halves are, and a sum of two is rounded
             # once.
             exact = (
-                self._scenario.world_size == 2
-                and not self._scenario.options.reduce_dtype
+                self._program.world_size == 2
+                and not self._program.options.reduce_dtype
                 and not any(each.sums for each in windows)
             )
             self._bounds[name] = None if exact else bound
@@ -285,17 +282,17 @@ class Oracle:
                 total = sum(each.grad.abs().double() for each in params if each.grad is not None)
                 eps = max(torch.finfo(each).eps for each in (former.dtype, self._wire))
                 self._bounds[name] = bound + (total + former.abs().double()) * _ROUNDINGS * eps
-            if self._scenario.options.compression:
+            if self._program.options.compression:
                 self._largest = max(self._largest, float(mean.abs().max()) if mean.numel() else 0.0)
                 if mean.numel() >= _SMALLEST_QUANTIZED:
                     self._bounds[name] = torch.full(mean.shape, _QUANTIZED * self._largest)
-            if self._scenario.communication_hook == "fp16_compress_hook":
+            if self._program.communication_hook == "fp16_compress_hook":
                 self._bounds[name] = _bound_in_fp16(params)
             if any(map(_is_sparse, params, windows)):
                 for param in params:
                     param.grad = mean.to_sparse(1)
                 continue
-            own = self._scenario.communication_hook == "noop_hook"
+            own = self._program.communication_hook == "noop_hook"
             if own:
                 self._bounds[name] = None
             for param in params:
@@ -331,10 +328,11 @@ class Oracle:
                 bound = self._bounds.get(entry.name)
                 strides = None if value is None or value.is_sparse else value.stride()
             else:
+                assert not isinstance(entry.seen, str)
                 value = None if entry.seen is None else entry.seen.tensor()
                 bound = None
                 strides = None if entry.seen is None else entry.seen.strides
-            if value is not None and entry.action in self._scenario.clips_by_its_own_norm:
+            if value is not None and entry.action in clips_to_rounding(self._program):
                 # (torch rounds the norm of a gradient in its dtype.)
                 eps = max(torch.finfo(param.dtype).eps for param in player.network.parameters())
                 bound = value.abs().double() * _ROUNDINGS_OF_CLIPPED * eps
@@ -360,27 +358,16 @@ def _mean(
         size: what the sum is divided by where there are no weights.
         wire: in which gradients travel, if it is narrower than they are.
     """
-    zero = torch.zeros_like(params[0].detach())
-    grads = [zero if param.grad is None else dense(param.grad.detach()) for param in params]
-    sums = [
-        dense(window.sums.get(param, zero)) for param, window in zip(params, windows, strict=True)
-    ]
-    items = [window.items for window in windows]
-    if not any(window.sums for window in windows):
-        terms, roundings = [grad / size for grad in _wide(grads)], _ROUNDINGS
-    elif not sum(items):
-        return zero, torch.zeros(zero.shape, dtype=torch.float64)
-    else:
-        shares = [1 / size if windows[0].is_sum else each / sum(items) for each in items]
-        terms = [grad * share for grad, share in zip(_wide(grads), shares, strict=True)]
-        terms += [each / sum(items) for each in _wide(sums)]
-        roundings = _ROUNDINGS_OF_WEIGHTED
+    is_weighted = any(window.sums for window in windows)
+    terms = list(map(dense, terms_of_mean(params, [windows] if is_weighted else [], size)))
     bound = torch.stack([term.abs() for term in terms]).sum(0)
-    if roundings == _ROUNDINGS_OF_WEIGHTED and bound.numel():
+    if is_weighted and bound.numel():
         bound = bound.max().expand_as(bound)  # the sums of a window have rounded too
-    infos = torch.finfo(zero.dtype), torch.finfo(wire)
+    infos = torch.finfo(params[0].dtype), torch.finfo(wire)
+    roundings = _ROUNDINGS_OF_WEIGHTED if is_weighted else _ROUNDINGS
     bound = bound * roundings * max(info.eps for info in infos)
-    return torch.stack(terms).sum(0).to(zero.dtype), bound + max(info.tiny for info in infos)
+    mean = torch.stack(terms).sum(0).to(params[0].dtype)
+    return mean, bound + max(info.tiny for info in infos)
 
 
 def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
@@ -391,12 +378,6 @@ def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
     total = torch.stack(terms).sum(0)
     bound = total / len(params) * _ROUNDINGS * eps + info.smallest_normal
     return bound.masked_fill(total > info.max / 2, torch.inf)  # it may overflow
-
-
-def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors
-    ]
 
 
 def _is_sparse(param: Tensor, window: Window) -> bool:

@@ -1,346 +1,222 @@
-"""One rank plays a scenario: with a wrapped network, or for the oracle with an unwrapped one."""
+"""One rank plays a program: with wrapped networks, or for the oracle with unwrapped ones."""
 
-import contextlib
-import copy
-import io
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from oracle import Alone
 from torch import Tensor, nn
 
-from differential.networks import BLOCKS, Network
-from differential.scenario import (
-    Action,
-    Backward,
-    BreakOff,
-    Clip,
-    Forward,
-    Hold,
-    InputGradient,
-    ReduceGradients,
-    Renew,
-    Replace,
-    Require,
-    Scenario,
-    Step,
-    Swap,
-    Write,
-    ZeroGrad,
-)
+from differential.actions.gradients import add_hook
+from differential.actions.training import Output, Step
+from differential.networks import WIDTH, Network
+from differential.program import Program
 from differential.trace import Entry, Snapshot, Trace, dense
 from tritonddp import ZeroRedundancyOptimizer
 from tritonddp.integrations.in_place import behind
 
 RATE = 0.05
 SLOW = 0.001  # so that what goes on for long goes nowhere
-
-
-class Planned(Exception):
-    """A backward that breaks off because the scenario says so."""
+PAIRS = ((0, 1), (1, 2), (0, 2))  # of three ranks in a ring
 
 
 class Player:
-    """A network in training on one rank.
+    """Networks in training on one rank.
 
     Args:
-        scenario: what is played.
+        program: what is played.
         rank: as which rank.
-        network: before it is wrapped.
-        wrap: makes of it what has the methods of a wrapped one.
+        networks: before they are wrapped.
+        wrap: makes of one what has the methods of a wrapped one; its options come on top of the
+            program's.
+        groups: process groups that were made before, by their ranks and a number.
 
     Attributes:
-        network, net: now; a :class:`Renew` puts others into their places. They are the same where
-            the network is replicated in place.
-        wrapper: the one of ours that ``net`` is, or that is behind it.
+        networks: now; a :class:`Renew` puts another one into the place of the first.
+        wrapped: the wrappers in use, by title; ``"main"`` is the first one's. In a ring of pairs a
+            rank has two of three. They are the networks where those are replicated in place.
+        wrapper: the one of ours behind ``"main"``, which is asked what only ours knows; ``None``
+            for other classes, and in programs that know nothing of it.
+        optimizer: of all networks.
+        outputs: of forwards that have had no backward, by number.
+        names: what the user has set on each wrapper, by its title and by name.
+        kept: what the user keeps: old wrappers, states.
+        held: gradients that a hook or the user has got hold of, and sees again at each step.
+        caught: gradients that hooks of this backward have got hold of, by parameter.
         trace: what was seen so far.
         metrics: what ``metrics()`` has said after each step.
+        number: of the action that is played.
     """
 
     def __init__(
-        self, scenario: Scenario, rank: int, network: Network, wrap: Callable[[Network], Any]
+        self,
+        program: Program,
+        rank: int,
+        networks: Sequence[Network],
+        wrap: Callable[..., Any],
+        groups: dict[Any, Any] | None = None,
     ) -> None:
-        self.scenario = scenario
-        self.rank = rank
+        self.program, self.rank, self.networks = program, rank, list(networks)
+        self.wrapped: dict[str, Any] = {}
+        self.outputs: dict[int, Output] = {}
+        self.names: dict[str, dict[str, Any]] = defaultdict(dict)
+        self.kept: dict[str, Any] = {}
+        self.held: list[Tensor] = []
+        self.caught: dict[Tensor, Tensor] = {}
         self.trace: Trace = []
         self.metrics: list[dict[str, Any]] = []
-        self._wrap = wrap
-        self._number = 0
-        self._begin(network, wrap(network))
-        is_ours = self.wrapper is not None
-        self._is_manual = is_ours and scenario.is_manual
-        self._has_metrics = is_ours and bool(scenario.options.metrics)
-        self._outputs: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
-        self._held: list[Tensor] = []
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scenario.scaler else None
+        self.number = 0
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if program.scaler else None
+        self._wrap, self._groups = wrap, {} if groups is None else groups
+        self._add_hooks(before=True)
+        self._wrap_all()
+        self._begin()
 
-    def _begin(self, network: Network, net: Any) -> None:
-        self.network, self.net, self.wrapper = network, net, behind(net)
-        if self.scenario.is_manual and self.wrapper is not None:
-            self.wrapper.require_manual_backward_finalization = True
-        self._optimizer = self._make_optimizer()
-        for block, kind in self.scenario.hooks:
-            _add_hook(next(network.blocks[block].parameters()), kind)
+    @property
+    def network(self) -> Network:
+        return self.networks[0]
 
-    def _make_optimizer(self) -> Any:
-        is_short = self.scenario.actions.count(Step()) < 8
-        kind, options = _optimizer(self.scenario.optimizer, RATE if is_short else SLOW)
-        params: list[Any] = [*self.network.parameters()]
-        of_first, of_heads = (
-            [*each.parameters()] for each in (self.network.blocks["b0"], self.network.heads)
-        )
-        others = {"some": of_first, "later": of_heads, "two": of_heads}
-        self._added: list[Tensor] = []
-        self._later = of_heads if self.scenario.groups == "later" else []
-        left_out = {*others.get(self.scenario.groups, ())}
-        params = [param for param in params if param not in left_out]
-        if self.scenario.groups == "two":
-            params = [{"params": of_heads, "lr": options["lr"] / 2}, {"params": params}]
-        if not self.scenario.is_sharded or self.wrapper is None:
-            return kind(params, **options)
-        self._optimizer = ZeroRedundancyOptimizer(params, kind, **options)
-        self._see_owners()
-        return self._optimizer
+    @property
+    def net(self) -> Any:
+        """The first one, wrapped."""
+        return self.wrapped["main"]
 
-    def _owned(self, param: Tensor) -> bool:
-        """Whether the gradient counts on this rank, of all that have it or a part of it."""
-        if not isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            return True
-        return self._optimizer._owners.get(param, 0) == self.rank
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Of all networks; of a shared encoder there is one of each."""
+        return list(nn.ModuleList(self.networks).parameters())
 
-    def _add_group(self, params: list[Tensor]) -> None:
-        if params:
-            self._optimizer.add_param_group({"params": [*params]})
-            params.clear()
-            self._see_owners()
+    @property
+    def is_manual(self) -> bool:
+        """Whether backwards end in ``finalize_backward()``."""
+        return self.program.is_manual and self.wrapper is not None
 
-    def _see_owners(self) -> None:
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            owners = self._optimizer._owners
-            for name, param in self.network.named_parameters():
-                if param in owners:
-                    self._see("owner", name, torch.tensor(owners[param]))
+    @property
+    def has_metrics(self) -> bool:
+        return self.wrapper is not None and bool(self.program.options.metrics)
 
     def perform(self, number: int) -> None:
-        """Action ``number`` of the scenario."""
-        self._number = number
+        """Action ``number`` of the program."""
+        self.number = number
         # Not torch.manual_seed: it takes 1 ms to note its caller for devices that are not there.
         torch.default_generator.manual_seed(
-            (self.scenario.seed * 1000 + number) * self.scenario.world_size + self.rank
+            (self.program.seed * 1000 + number) * self.program.world_size + self.rank
         )
-        self._perform(self.scenario.actions[number])
+        self.program.actions[number].perform(self)
 
     def finish(self) -> None:
         """All is done, and ``join()`` left: see the model once more."""
-        self._number = len(self.scenario.actions)
-        for kind, tensors in (
-            ("parameter", self.network.named_parameters()),
-            ("buffer", self.network.named_buffers()),
-        ):
-            for name, tensor in tensors:
-                self._see(kind, name, tensor)
+        self.number = len(self.program.actions)
+        self.see_model()
 
     def forget_outputs(self) -> None:
         """Those that nothing becomes of, and their graphs."""
-        self._outputs.clear()
+        self.outputs.clear()
 
     def ask_metrics(self) -> None:
         self.metrics.append(self.net.metrics())
 
-    def _perform(self, action: Action) -> None:
-        match action:
-            case Forward():
-                self._forward(action)
-            case Backward():
-                self._backward(action)
-            case InputGradient(slot):
-                x, results = self._outputs[slot]
-                (gradient,) = torch.autograd.grad(_loss(results, (0, 1)), x, retain_graph=True)
-                self._see("value", "gradient of the input", gradient)
-            case ReduceGradients():
-                self.net.reduce_gradients()
-                self._see_gradients()
-            case ZeroGrad(set_to_none, by_optimizer):
-                who = self._optimizer if by_optimizer else self.net
-                who.zero_grad(set_to_none=set_to_none)
-            case Hold(block):
-                params = self.network.blocks[block].parameters()
-                self._held += [param.grad for param in params if param.grad is not None]
-                self.net.zero_grad(set_to_none=True)
-            case Clip(by):
-                self._clip(by)
-            case Step():
-                self._step()
-            case Write(block):
-                with torch.no_grad():
-                    for param in self.network.blocks[block].parameters():
-                        param.mul_(0.5)
-            case Require(block, grad):
-                self.network.blocks[block].requires_grad_(grad)
-            case Replace(block, kind):
-                self._replace(block, kind)
-            case Swap(block, by):
-                self._swap(self.network.blocks[block], by)
-            case Renew(by):
-                self._renew(by)
-            case BreakOff():
-                self._break_off(action)
-            case _:
-                raise TypeError(f"{action} cannot be played")
+    # Wrappers
 
-    def _replace(self, block: str, kind: str) -> None:
-        gone = {*self.network.blocks[block].parameters()}
-        torch.default_generator.manual_seed(self.scenario.seed + self._number)
-        self.network.blocks[block] = BLOCKS[kind]()
-        if self.scenario.groups:  # the wrapper knows them from the next reduction on
-            kept = [param for param in self._added if param not in gone]
-            self._added = [*kept, *self.network.blocks[block].parameters()]
-        else:
-            self._step_with_others(gone)
+    def _wrap_all(self) -> None:
+        """Each network; with groups of their own for two of them, or for each pair of ranks."""
+        groups: list[Any] = [None, None]
+        titles = ["main"]
+        match self.program.wrappers:
+            case "two groups":
+                titles, groups = ["main", "second"], [self.group(number) for number in range(2)]
+            case "ring of pairs":
+                titles = [f"pair {number}" for number in range(len(PAIRS))]
+                groups = [self.group(0, pair) for pair in PAIRS]
+            case "shared encoder":
+                titles = ["main", "critic"]
+        for title, network, group in zip(titles, self.networks, groups, strict=False):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                self.wrapped[title] = self.wrap(network, group)
 
-    def _step_with_others(self, gone: set[nn.Parameter]) -> None:
-        """The optimizer has the parameters that there are."""
-        (group,) = self._optimizer.param_groups
-        group["params"] = [*self.network.parameters()]
-        for param in gone.difference(group["params"]):
-            self._optimizer.state.pop(param, None)
+    def wrap(self, network: nn.Module, group: Any = None) -> Any:
+        """The network, wrapped with the options of the program, and maybe in another group."""
+        return self._wrap(network, **({} if group is None else {"process_group": group}))
 
-    def _swap(self, block: nn.Module, by: str) -> None:
-        gone = {*block.parameters()}
-        self.forget_outputs()  # whose graphs hold what is behind parameters
-        if by == "swap_tensors":
-            param = next(block.parameters())
-            torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
-            return
-        with _converting(by):
-            if by == "load_state_dict":
-                block.load_state_dict(copy.deepcopy(block.state_dict()))
-            else:
-                block.to(torch.float64).to(torch.float32)
-        if by == "overwrite":
-            self._step_with_others(gone)
+    def group(self, number: int, ranks: tuple[int, ...] | None = None) -> Any:
+        """A process group of these ranks, of all by default: always the same one."""
+        key = ranks or tuple(range(self.program.world_size)), number
+        if key not in self._groups:
+            limit = timedelta(seconds=TIMEOUT)
+            self._groups[key] = dist.new_group(list(key[0]), timeout=limit)
+        return self._groups[key]
 
-    def _renew(self, by: str) -> None:
-        trained = self._trained()
-        if by == "copy":
-            net = copy.deepcopy(self.net)
-            self._begin(net.module, net)
-        else:
-            saved, network = io.BytesIO(), Network(self.network.spec)
-            sent = None if self.wrapper is None else self.wrapper.comm_state_dict()
-            torch.save((self.network.state_dict(), trained, sent), saved)
-            saved.seek(0)
-            values, trained, sent = torch.load(saved, weights_only=True)
-            network.load_state_dict(values)
-            for mine, its in zip(network.parameters(), self.network.parameters(), strict=True):
-                mine.requires_grad_(its.requires_grad)
-            self._begin(network, self._wrap(network))
-            if self.wrapper is not None:
-                self.wrapper.load_comm_state_dict(sent)
-        sizes = [
-            [len(group["params"]) for group in groups]
-            for groups in (trained["param_groups"], self._optimizer.param_groups)
-        ]
-        if not self.scenario.groups or sizes[0] == sizes[1]:  # (groups that were added are gone)
-            self._optimizer.load_state_dict(trained)
+    def group_of_this_rank(self) -> Any:
+        """One of this rank alone; all ranks have to ask for it."""
+        groups = [self.group(0, (rank,)) for rank in range(self.program.world_size)]
+        return groups[self.rank]
 
-    def _trained(self) -> dict[str, Any]:
-        """State of the optimizer, on each rank of all."""
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            self._optimizer.consolidate_state_dict()
-            saved = [self._optimizer.state_dict() if self.rank == 0 else None]
-            dist.broadcast_object_list(saved)
-            assert saved[0] is not None
-            return saved[0]
-        return self._optimizer.state_dict()
+    def go_on_with(self, network: Network, net: Any) -> None:
+        """Another network and wrapper take the place of the first ones."""
+        self.networks[0], self.wrapped["main"] = network, net
+        self._begin()
 
-    def _forward(self, action: Forward) -> None:
-        x = _batch(action.rows[self.rank]).requires_grad_(action.requires_grad and action.grad)
-        self.net.train(action.training)
-        with contextlib.ExitStack() as stack:
-            if action.local:
-                stack.enter_context(self.net.no_sync())
-            if action.autocast:
-                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            stack.enter_context(torch.set_grad_enabled(action.grad))
-            results = self.network.results(self.net(x, action.paths[self.rank]))
-        if action.grad:
-            self._outputs[action.slot] = x, results
-        else:
-            self._see("value", "output", results[0])
-        for name, buffer in self.network.named_buffers():
-            self._see("buffer", name, buffer)
+    def _begin(self) -> None:
+        net = self.wrapped.get("main")
+        self.wrapper = None if self.program.is_hostile else behind(net)
+        if self.is_manual:
+            self.wrapper.require_manual_backward_finalization = True
+        self.optimizer = self._make_optimizer()
+        self._add_hooks(before=False)
 
-    def _backward(self, action: Backward) -> None:
-        losses = [_loss(self._outputs[slot][1], action.heads) for slot in action.slots]
-        loss = torch.stack(losses).sum()
-        self._see("loss", "", loss)
-        if action.scaled and self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        with contextlib.ExitStack() as stack:
-            # (The oracle is told what a wrapped module finds out: that the forward decides.)
-            if action.local and (isinstance(self.net, Alone) or not action.outside):
-                stack.enter_context(self.net.no_sync())
-            if action.weights is not None:
-                stack.enter_context(self.net.weighted(action.weights[self.rank], action.reduction))
-            loss.backward(retain_graph=action.retain_graph)
-        if self._is_manual and not action.local:
-            self.wrapper.finalize_backward()
-        if not action.retain_graph:
-            for slot in action.slots:
-                del self._outputs[slot]
-        if not (action.local and action.weights):  # what is accumulated then is nobody's business
-            self._see_gradients()
+    def _add_hooks(self, before: bool) -> None:
+        for block, kind, is_before in self.program.hooks:
+            if is_before is before:
+                add_hook(self, kind, block)
 
-    def _clip(self, by: str) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
-        if by != "value":
-            if by == "own norm" and self.wrapper is not None:
-                norm = self.net.clip_grad_norm_(0.5)
-            else:
-                norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
-            if self._number in self.scenario.clips_by_its_own_norm:  # to rounding the same
-                norm = norm.double()
-                self._see_gradients()
-            self._see("value", "norm of the gradients", norm)
-        else:
-            nn.utils.clip_grad_value_(self.net.parameters(), 0.1)
+    # The optimizer
 
-    def _step(self) -> None:
-        self._check_norm()
-        self._add_group(self._added)
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-        self._add_group(self._later)
-        if self._has_metrics:
-            self.ask_metrics()
-        for name, param in self.network.named_parameters():
-            self._see("parameter", name, param)
-        for number, gradient in enumerate(self._held):
-            self._see("value", f"gradient {number} that is held", gradient)
+    def _make_optimizer(self) -> Any:
+        program = self.program
+        is_short = program.actions.count(Step()) < 8
+        kind, options = _optimizer(program.optimizer, RATE if is_short else SLOW)
+        params: list[Any] = [*self.params]
+        of_first, of_heads = (
+            [*each.parameters()] for each in (self.network.blocks["b0"], self.network.heads)
+        )
+        others = {"some": of_first, "later": of_heads, "two": of_heads}
+        self.added: list[Tensor] = []  # of new blocks
+        self.later = of_heads if program.groups == "later" else []
+        left_out = {*others.get(program.groups, ())}
+        params = [param for param in params if param not in left_out]
+        if program.groups == "two":
+            params = [{"params": of_heads, "lr": options["lr"] / 2}, {"params": params}]
+        if not program.is_sharded or self.wrapper is None:
+            return kind(params, **options)
+        self.optimizer = ZeroRedundancyOptimizer(params, kind, **options)
+        self._see_owners()
+        return self.optimizer
 
-    def _break_off(self, action: BreakOff) -> None:
-        block = self.network.blocks[action.path[action.at]]
-        breaks = self.rank == action.rank
-        with _breaking(block) if breaks else contextlib.nullcontext():
-            output = self.net(_batch(action.rows[self.rank]).requires_grad_(), action.path)
-            loss = _loss(self.network.results(output), (0, 1))
-            try:
-                loss.backward()
-                assert not breaks, "the backward should have broken off"
-                if self._is_manual:
-                    self.wrapper.finalize_backward()
-            except Planned:
-                assert breaks
-        self.net.zero_grad(set_to_none=True)
+    def add_group(self, params: list[Tensor]) -> None:
+        """The optimizer has these too from now on."""
+        if params:
+            self.optimizer.add_param_group({"params": [*params]})
+            params.clear()
+            self._see_owners()
 
-    def _check_norm(self) -> None:
+    def _see_owners(self) -> None:
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            owners = self.optimizer._owners
+            for name, param in self._named("parameters"):
+                if param in owners:
+                    self.see(name, torch.tensor(owners[param]), "owner")
+
+    def _owned(self, param: Tensor) -> bool:
+        """Whether the gradient counts on this rank, of all that have it or a part of it."""
+        if not isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            return True
+        return self.optimizer._owners.get(param, 0) == self.rank
+
+    def check_norm(self) -> None:
         """``grad_norm()`` is the norm of what is in ``.grad``."""
         if self.wrapper is None:
             return
@@ -348,7 +224,7 @@ class Player:
         there = [param.grad for param in counted if param.grad is not None]
         squares = [dense(grad).abs().double().square().sum() for grad in there]
         total = torch.stack(squares).sum() if squares else torch.zeros(()).double()
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             dist.all_reduce(total)
         expected = total.sqrt()
         if float(expected) > 1e18:  # where squares are no fp32 torch has infinity too
@@ -356,22 +232,48 @@ class Player:
         found = self.wrapper.grad_norm()
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0, equal_nan=True)
 
-    def _see_gradients(self) -> None:
-        self._check_norm()
-        for name, param in self.network.named_parameters():
-            self._see("gradient", name, param.grad)
+    # What is seen
 
-    def _see(self, kind: str, name: str, tensor: Tensor | None) -> None:
-        seen = None if tensor is None else Snapshot.of(tensor)
-        self.trace.append(Entry(self._number, kind, name, seen))
+    def batch(self, rows: int = 6) -> Tensor:
+        if not self.program.is_hostile:
+            return torch.randn(rows, WIDTH)
+        # In whatever mode. (On three ranks sums round otherwise: see networks.build().)
+        dtype = torch.float32 if self.program.world_size == 2 else torch.float64
+        return torch.randn(rows, WIDTH, dtype=dtype, device="cpu")
+
+    def see(self, name: str, value: Any, kind: str = "value") -> None:
+        """A tensor, ``None``, or anything with a ``repr`` that says it all."""
+        if isinstance(value, Tensor):
+            value = Snapshot.of(value)
+        elif value is not None:
+            value = repr(value)
+        self.trace.append(Entry(self.number, kind, name, value))
+
+    def see_gradients(self) -> None:
+        self.check_norm()
+        for name, param in self._named("parameters"):
+            self.see(name, param.grad, "gradient")
+
+    def see_buffers(self) -> None:
+        for name, buffer in self._named("buffers"):
+            self.see(name, buffer, "buffer")
+
+    def see_model(self) -> None:
+        for name, param in self._named("parameters"):
+            self.see(name, param, "parameter")
+        self.see_buffers()
+        for number, gradient in enumerate(self.held):
+            if gradient.is_sparse or gradient.untyped_storage().nbytes():
+                self.see(f"gradient {number} that is held", gradient)
+
+    def _named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Of all networks, whatever those say that they have."""
+        for number, network in enumerate(self.networks):
+            for name, tensor in getattr(nn.Module, f"named_{kind}")(network):
+                yield f"{number}.{name}" if number else name, tensor
 
 
-def _batch(rows: int) -> Tensor:
-    return torch.randn(rows, 8)
-
-
-def _loss(results: tuple[Tensor, Tensor], heads: tuple[int, ...]) -> Tensor:
-    return torch.stack([(results[head].float() ** 2).mean() for head in heads]).sum()
+TIMEOUT = 20.0  # seconds after which ranks of a group give each other up
 
 
 def _optimizer(name: str, rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -386,42 +288,3 @@ def _optimizer(name: str, rate: float) -> tuple[type[torch.optim.Optimizer], dic
             return torch.optim.Adam, {"lr": rate, "eps": 0.01}
         case _:
             return torch.optim.AdamW, {"lr": rate, "eps": 0.01, "foreach": False}
-
-
-def _add_hook(param: Tensor, kind: str) -> None:
-    def scale(param: Tensor) -> None:
-        if param.grad is not None:
-            param.grad.mul_(1.5)
-
-    if kind == "tensor":
-        param.register_hook(lambda gradient: None if gradient is None else gradient * 3)
-    else:
-        param.register_post_accumulate_grad_hook(scale)
-
-
-@contextlib.contextmanager
-def _converting(by: str) -> Iterator[None]:
-    """Context: how torch converts parameters: see :class:`differential.scenario.Swap`."""
-    future = torch.__future__
-    future.set_swap_module_params_on_conversion(by in ("swap", "load_state_dict"))
-    future.set_overwrite_module_params_on_conversion(by == "overwrite")
-    try:
-        yield
-    finally:
-        future.set_swap_module_params_on_conversion(False)
-        future.set_overwrite_module_params_on_conversion(False)
-
-
-@contextlib.contextmanager
-def _breaking(block: nn.Module) -> Iterator[None]:
-    """Context: a backward through ``block`` breaks off."""
-
-    def break_off(gradient: Tensor) -> None:
-        raise Planned
-
-    param = next(param for param in block.parameters() if param.requires_grad)
-    handle = param.register_hook(break_off)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from differential.comparison import differences
-from differential.in_ranks import COMPILED
+from differential.in_ranks import WRAPPERS, is_of
+from differential.kinds import program_of
 from differential.mutations import MUTATIONS, OF_SHARDED, is_broken, planted
+from differential.wrappers import FAULTS
 
-BATCH = 10
-# How many scenarios are played on how many ranks.
-SCENARIOS = {2: 220, 3: 120}
-SHARDED = {2: 60, 3: 40}
-# Within how many scenarios a planted fault is found.
-ENOUGH = 80
+# How many programs of each kind are played on how many ranks, and how many by the same processes.
+PROGRAMS = {"usual": {2: 220, 3: 120}, "sharded": {2: 60, 3: 40}, "hostile": {2: 300, 3: 150}}
+BATCH = {"usual": 10, "sharded": 10, "hostile": 30}
+# Within how many programs a planted fault is found, and a wrapper with a fault.
+ENOUGH, ENOUGH_OF_HOSTILE = 80, 90
 
 # Planted by `make test-all`; the others by `make test ARGS="-m thorough"`.
 ALWAYS = {
@@ -26,17 +27,19 @@ ALWAYS = {
     "skipped_buffers",
     "means_that_count_on_one_rank",
 }
-FAULTS = [
-    pytest.param(fault, marks=[] if fault in ALWAYS else [pytest.mark.thorough])
-    for fault in MUTATIONS
-]
 
 
-def batches(scenarios: dict[int, int]) -> list[Any]:
+def batches(kind: str) -> list[Any]:
+    """Number of ranks, and seeds; those of hostile programs that are quick are said."""
     return [
-        pytest.param(world_size, range(first, first + BATCH), id=f"{world_size}-ranks-from-{first}")
-        for world_size, count in scenarios.items()
-        for first in range(0, count, BATCH)
+        pytest.param(
+            world_size,
+            range(first, first + BATCH[kind]),
+            id=f"{world_size}-ranks-from-{first}",
+            marks=[pytest.mark.quick] if kind == "hostile" and not first else [],
+        )
+        for world_size, count in PROGRAMS[kind].items()
+        for first in range(0, count, BATCH[kind])
     ]
 
 
@@ -45,17 +48,38 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def assert_none(*arguments: Any, **more: Any) -> None:
+    for difference in differences(*arguments, **more):
+        pytest.fail(str(difference), pytrace=False)
+
+
 @pytest.mark.sampled(5, 3)
-@pytest.mark.parametrize(("world_size", "seeds"), batches(SCENARIOS))
+@pytest.mark.parametrize(("world_size", "seeds"), batches("usual"))
 def test_random_programs_see_what_one_process_and_stock_see(world_size: int, seeds: range) -> None:
-    for difference in differences(seeds, world_size, timeout=240):
-        pytest.fail(str(difference), pytrace=False)
+    assert_none(seeds, world_size)
 
 
-@pytest.mark.parametrize(("world_size", "seeds"), batches(SHARDED))
+@pytest.mark.parametrize(("world_size", "seeds"), batches("sharded"))
 def test_a_sharded_optimizer_ends_where_the_plain_one_does(world_size: int, seeds: range) -> None:
-    for difference in differences(seeds, world_size, timeout=240, kind="sharded"):
-        pytest.fail(str(difference), pytrace=False)
+    assert_none(seeds, world_size, "sharded")
+
+
+@pytest.mark.parametrize(("world_size", "seeds"), batches("hostile"))
+def test_hostile_programs_see_what_they_see_under_stock(world_size: int, seeds: range) -> None:
+    assert_none(seeds, world_size, "hostile")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("wrapper", ["in-place", "stock"])
+def test_hostile_programs_see_the_same_in_place_and_under_stock_twice(
+    wrapper: str, world_size: int
+) -> None:
+    """In place where the contract is the same."""
+    seeds = range(150 if wrapper == "in-place" else 30)
+    chosen = [each for each in seeds if is_of(wrapper, program_of("hostile", each, world_size))]
+    assert len(chosen) > 15
+    assert_none(chosen, world_size, "hostile", wrapper=wrapper)
 
 
 @pytest.mark.long
@@ -63,17 +87,22 @@ def test_a_sharded_optimizer_ends_where_the_plain_one_does(world_size: int, seed
 @pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 30, 5)], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_programs_see_the_same_as_one_graph(world_size: int, seeds: range) -> None:
-    for difference in differences(seeds, world_size, timeout=300, ways=COMPILED):
-        pytest.fail(str(difference), pytrace=False)
+    assert_none(seeds, world_size, compiled=True)
 
 
-@pytest.mark.parametrize("mutation", FAULTS)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(each, marks=[] if each in ALWAYS else [pytest.mark.thorough])
+        for each in MUTATIONS
+    ],
+)
 def test_a_planted_fault_is_found(mutation: str) -> None:
     batches = (range(first, first + 5) for first in range(0, ENOUGH, 5))
     kind = "sharded" if mutation in OF_SHARDED else "usual"
-    found = (each for seeds in batches for each in differences(seeds, 2, mutation, kind=kind))
+    found = (each for seeds in batches for each in differences(seeds, 2, kind, mutation))
     first = next(found, None)
-    assert first is not None, f"{ENOUGH} scenarios have not found {mutation}"
+    assert first is not None, f"{ENOUGH} programs have not found {mutation}"
     assert not is_broken(first.what), first.what
 
 
@@ -82,3 +111,17 @@ def test_a_planted_fault_is_found(mutation: str) -> None:
 def test_what_a_fault_replaces_is_there(mutation: str) -> None:
     with planted(mutation):
         pass
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrapper_with_a_fault_is_found(fault: str) -> None:
+    assert fault in WRAPPERS
+    batches = (range(first, first + 30) for first in range(0, ENOUGH_OF_HOSTILE, 30))
+    found = (
+        each
+        for seeds in batches
+        for each in differences(seeds, 2, "hostile", wrapper=fault)
+        if not each.is_stocks
+    )
+    assert next(found, None), f"{ENOUGH_OF_HOSTILE} programs have not found {fault}"

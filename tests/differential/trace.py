@@ -24,7 +24,8 @@ class Snapshot:
 
     @staticmethod
     def of(tensor: Tensor) -> Snapshot:
-        rows = dense(tensor.detach()).contiguous().view(-1).view(torch.uint8)
+        # (A copy, since memory that numpy has seen can no longer be freed by hand.)
+        rows = dense(tensor.detach()).contiguous().clone().view(-1).view(torch.uint8)
         strides = None if tensor.is_sparse else tensor.stride()
         return Snapshot(tensor.dtype, tuple(tensor.shape), strides, rows.numpy().tobytes())
 
@@ -47,15 +48,15 @@ class Entry:
 
     Attributes:
         action: number of the action after which it was seen.
-        kind: ``"loss"``, ``"gradient"``, ``"parameter"``, ``"buffer"`` or ``"value"``.
+        kind: ``"loss"``, ``"gradient"``, ``"parameter"``, ``"buffer"``, ``"owner"`` or ``"value"``.
         name: of the parameter, say.
-        seen: ``None`` where there is no tensor.
+        seen: ``None`` where there is no tensor; or something else, as its ``repr``.
     """
 
     action: int
     kind: str
     name: str
-    seen: Snapshot | None
+    seen: Snapshot | str | None
 
     @property
     def place(self) -> tuple[int, str, str]:

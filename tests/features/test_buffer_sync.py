@@ -96,8 +96,8 @@ class Constant(nn.Linear):
         self.register_buffer("table", torch.rand(100_000))
 
 
-# (tests/differential/hostile draws who else writes to buffers: by ``.data``, by averages that are
-# swapped in, by statistics computed anew, on some ranks.)
+# (tests/differential draws who else writes to buffers: by ``.data``, by averages that are swapped
+# in, by statistics computed anew, on some ranks.)
 NETS = [batch_norms, Constant, Odd, InBackward]
 
 

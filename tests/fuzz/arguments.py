@@ -1,11 +1,14 @@
-"""Arguments for public calls: valid, nearly valid, absurd."""
+"""Arguments for public calls, and modules to wrap: valid, nearly valid, absurd."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+
+WIDTH = 4
 
 
 class Plain:
@@ -79,3 +82,73 @@ def absurd() -> st.SearchStrategy[Any]:
 
 def flags() -> st.SearchStrategy[Any]:
     return st.one_of(st.booleans(), st.booleans(), st.none(), absurd())
+
+
+# Modules
+
+
+class Net(nn.Module):
+    """Two layers and a buffer; what it returns besides is up to ``also``."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, **more: Tensor) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.head = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.register_buffer("seen", torch.zeros(2))
+        for name, tensor in more.items():
+            is_trained = tensor.is_floating_point()
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=is_trained))
+
+    def forward(self, x: Tensor, *also: Any, **named: Any) -> Any:
+        out = self.head(torch.tanh(self.body(x)))
+        return (out, also, named) if also or named else out
+
+
+def batch() -> Tensor:
+    return torch.arange(3 * WIDTH, dtype=torch.float32).view(3, WIDTH).sin().double()
+
+
+def _computed() -> nn.Module:
+    """A parameter that was replaced by something computed."""
+    net = Net()
+    del net.head.weight
+    net.head.weight = torch.ones(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) * 2
+    return net
+
+
+def _half_meta() -> nn.Module:
+    net = Net()
+    net.head.to("meta")
+    return net
+
+
+def _ignoring(names: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        net = Net()
+        net._ddp_params_and_buffers_to_ignore = names
+        return net
+
+    return make
+
+
+def modules() -> st.SearchStrategy[nn.Module]:
+    """Valid ones, and some that cannot be wrapped."""
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64)
+    ignored: list[Any] = [["body.weight"], ["nothing"], 3, [None, 3]]
+    makers: list[Callable[[], nn.Module]] = [
+        *[Net] * 3,
+        *[lambda dtype=dtype: Net(dtype) for dtype in dtypes],
+        *map(_ignoring, ignored),
+        lambda: Net().to("meta"),
+        _half_meta,
+        lambda: Net().requires_grad_(False),
+        lambda: Net(number=torch.ones(2, dtype=torch.int64)),
+        lambda: Net(eighth=torch.ones(2).to(torch.float8_e4m3fn)),
+        lambda: Net(nothing=torch.empty(0, 3)),
+        _computed,
+        nn.Module,
+        lambda: nn.LazyLinear(3),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)),
+        lambda: nn.Embedding(5, 3, sparse=True),
+    ]
+    return st.sampled_from(makers).map(lambda make: make())

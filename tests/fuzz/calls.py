@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import tritonddp
-from fuzz.arguments import absurd, flags, numbers, tensors
+from fuzz.arguments import absurd, batch, flags, numbers, tensors
 from fuzz.contract import Users, only_documented
-from fuzz.models import batch
 from tritonddp import DistributedDataParallel as DDP
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -62,55 +61,15 @@ def constructor_options() -> st.SearchStrategy[dict[str, Any]]:
     return st.lists(st.sampled_from(_NAMES), max_size=3, unique=True).flatmap(values)
 
 
-def forward(ddp: DDP, draw: Draw) -> None:
-    args = draw(st.lists(absurd(), max_size=2))
-    named = draw(st.dictionaries(st.sampled_from(["a", "b"]), absurd(), max_size=2))
-    with only_documented(DDP.forward):
-        out = ddp(batch(), *args, **named)
-        (out[0] if isinstance(out, tuple) else out).sum().backward()
+def _step(ddp: DDP) -> None:
+    ddp(batch()).sum().backward()
 
 
-def weighted(ddp: DDP, draw: Draw) -> None:
-    n = draw(st.one_of(numbers(), tensors(), absurd()))
-    reduction = draw(st.one_of(st.sampled_from(["mean", "sum"]), absurd()))
-    with only_documented(DDP.weighted), ddp.weighted(n, reduction):
-        ddp(batch()).sum().backward()
+# Calls with arguments that are drawn, by name of the method; with a step behind it where what was
+# given is used there.
 
-
-def reduce_gradients(ddp: DDP, draw: Draw) -> None:
-    own = list(ddp.module.parameters())
-    names = [name for name, _ in ddp.module.named_parameters()]
-    gradients = draw(
-        st.one_of(
-            st.none(),
-            absurd(),
-            st.just([torch.ones_like(param) for param in own]),
-            st.lists(st.one_of(absurd(), tensors()), max_size=len(own) + 1),
-            st.dictionaries(
-                st.sampled_from([*names, "x", 3]), st.one_of(absurd(), tensors()), max_size=3
-            ),
-        )
-    )
-    params = draw(
-        st.one_of(
-            st.none(),
-            absurd(),
-            st.just(own),
-            st.just(iter(own)),
-            st.lists(st.one_of(absurd(), tensors()), max_size=3),
-        )
-    )
-    with only_documented(DDP.reduce_gradients):
-        ddp.reduce_gradients(gradients, params)
-
-
-def join(ddp: DDP, draw: Draw) -> None:
-    with (
-        only_documented(DDP.join, DDP.join_hook),
-        ddp.join(draw(flags()), draw(flags()), draw(flags())),
-    ):
-        for _ in range(draw(st.integers(0, 2))):
-            ddp(batch()).sum().backward()
+_PARAMS = ["body.weight", "body.bias", "head.weight", "head.bias"]
+_LISTS = st.lists(st.one_of(absurd(), tensors()), max_size=5)
 
 
 def _returning(value: Any) -> Any:
@@ -160,31 +119,6 @@ def hooks() -> st.SearchStrategy[Any]:
     )
 
 
-def register_comm_hook(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP.register_comm_hook):
-        ddp.register_comm_hook(draw(st.one_of(st.none(), absurd())), draw(hooks()))
-        ddp(batch()).sum().backward()
-
-
-def builtin_comm_hook(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP._register_builtin_comm_hook):
-        ddp._register_builtin_comm_hook(draw(absurd()))
-
-
-def fused_optimizer(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP._register_fused_optim):
-        ddp._register_fused_optim(draw(absurd()))
-
-
-def buffer_hook(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP._register_buffer_comm_hook):
-        ddp._register_buffer_comm_hook(draw(absurd()), draw(absurd().filter(_is_no_call)))
-
-
-def _is_no_call(each: Any) -> bool:
-    return not callable(each)
-
-
 def _states() -> st.SearchStrategy[Any]:
     names = ["head.bias", "head.weight", "body.bias", "body.weight"]
     good: dict[str, Any] = {
@@ -207,6 +141,81 @@ def _states() -> st.SearchStrategy[Any]:
     )
 
 
+METHODS: dict[str, tuple[list[st.SearchStrategy[Any]], bool]] = {
+    "reduce_gradients": (
+        [
+            st.one_of(
+                st.none(),
+                absurd(),
+                _LISTS,
+                st.dictionaries(
+                    st.sampled_from([*_PARAMS, "x", 3]), st.one_of(absurd(), tensors()), max_size=3
+                ),
+            ),
+            st.one_of(st.none(), absurd(), _LISTS),
+        ],
+        False,
+    ),
+    "register_comm_hook": ([st.one_of(st.none(), absurd()), hooks()], True),
+    "_register_builtin_comm_hook": ([absurd()], False),
+    "_register_fused_optim": ([absurd()], False),
+    "_register_buffer_comm_hook": ([absurd(), absurd().filter(lambda e: not callable(e))], False),
+    "clip_grad_norm_": ([st.floats()], False),
+    "_set_ddp_runtime_logging_sample_rate": ([absurd()], False),
+    "_default_broadcast_coalesced": (
+        [st.one_of(absurd(), st.lists(absurd(), max_size=2))],
+        False,
+    ),
+    "log_metrics": ([st.one_of(st.integers(1, 3), absurd()), st.just(lambda line: None)], True),
+    "metrics": ([], False),
+    "grad_norm": ([], False),
+}
+
+
+def method(name: str, ddp: DDP, draw: Draw) -> None:
+    """Call it by its name."""
+    strategies, is_used = METHODS[name]
+    with only_documented(getattr(DDP, name)):
+        getattr(ddp, name)(*map(draw, strategies))
+        if is_used:
+            _step(ddp)
+
+
+# Contexts, and calls with something around them.
+
+
+def forward(ddp: DDP, draw: Draw) -> None:
+    args = draw(st.lists(absurd(), max_size=2))
+    named = draw(st.dictionaries(st.sampled_from(["a", "b"]), absurd(), max_size=2))
+    with only_documented(DDP.forward):
+        out = ddp(batch(), *args, **named)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+
+def gradients_of_its_own(ddp: DDP, draw: Draw) -> None:
+    own = list(ddp.module.parameters())
+    gradients = draw(st.one_of(st.none(), st.just([torch.ones_like(param) for param in own])))
+    params = draw(st.one_of(st.just(own), st.just(iter(own)), absurd()))
+    with only_documented(DDP.reduce_gradients):
+        ddp.reduce_gradients(gradients, params)
+
+
+def weighted(ddp: DDP, draw: Draw) -> None:
+    n = draw(st.one_of(numbers(), tensors(), absurd()))
+    reduction = draw(st.one_of(st.sampled_from(["mean", "sum"]), absurd()))
+    with only_documented(DDP.weighted), ddp.weighted(n, reduction):
+        _step(ddp)
+
+
+def join(ddp: DDP, draw: Draw) -> None:
+    with (
+        only_documented(DDP.join, DDP.join_hook),
+        ddp.join(draw(flags()), draw(flags()), draw(flags())),
+    ):
+        for _ in range(draw(st.integers(0, 2))):
+            _step(ddp)
+
+
 def load_comm_state(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP.load_comm_state_dict):
         ddp.load_comm_state_dict(*draw(st.lists(_states(), max_size=2)))
@@ -220,17 +229,12 @@ def manual_finalization(ddp: DDP, draw: Draw) -> None:
         ddp.require_manual_backward_finalization = wanted
     with only_documented(DDP.finalize_backward, DDP.forward):
         for _ in range(draw(st.integers(0, 2))):
-            ddp(batch()).sum().backward()
+            _step(ddp)
         ddp.finalize_backward()
     with only_documented(DDP.finalize_backward):
         ddp.finalize_backward()
     with only_documented(DDP.require_manual_backward_finalization):
         ddp.require_manual_backward_finalization = False
-
-
-def check_sync(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP.check_sync):
-        ddp.check_sync(buffers=draw(flags()), gradients=draw(flags()))
 
 
 def stopping(ddp: DDP, draw: Draw) -> None:
@@ -243,13 +247,13 @@ def stopping(ddp: DDP, draw: Draw) -> None:
         ddp.should_stop()
 
 
+def check_sync(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP.check_sync):
+        ddp.check_sync(buffers=draw(flags()), gradients=draw(flags()))
+
+
 def other_group(ddp: DDP, draw: Draw) -> None:
     ddp._update_process_group(draw(absurd()))
-
-
-def logging_rate(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP._set_ddp_runtime_logging_sample_rate):
-        ddp._set_ddp_runtime_logging_sample_rate(draw(absurd()))
     assert ddp._get_ddp_logging_data()
 
 
@@ -259,67 +263,24 @@ def ignored_names(ddp: DDP, draw: Draw) -> None:
         ignore(copy.deepcopy(ddp.module), draw(absurd()))
 
 
-def broadcast_buffers(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP._default_broadcast_coalesced):
-        ddp._default_broadcast_coalesced(draw(st.one_of(absurd(), st.lists(absurd(), max_size=2))))
-
-
 def added(ddp: DDP, draw: Draw) -> None:
     """Parameters of which some cannot be reduced."""
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.complex64]))
-    eighth = draw(st.booleans())
     new = torch.ones(2, dtype=dtype)
-    ddp.module.more = torch.nn.Parameter(new.to(torch.float8_e5m2) if eighth else new)
+    is_eighth = draw(st.booleans())
+    ddp.module.more = torch.nn.Parameter(new.to(torch.float8_e5m2) if is_eighth else new)
     with only_documented(DDP.forward):
-        ddp(batch()).sum().backward()
+        _step(ddp)
     del ddp.module.more
 
 
-def norms(ddp: DDP, draw: Draw) -> None:
-    """Of what there is, clipped or not, whatever came before."""
-    there = {name: param.grad for name, param in ddp.module.named_parameters()}
-    squares = [grad.double().square().sum() for grad in there.values() if grad is not None]
-    with only_documented(DDP.grad_norm):
-        found = ddp.grad_norm(per_parameter=draw(st.booleans()))
-        if isinstance(found, dict):
-            assert set(found) == {name for name, grad in there.items() if grad is not None}
-        else:
-            torch.testing.assert_close(
-                found.double() ** 2, torch.stack([torch.zeros(()).double(), *squares]).sum()
-            )
-    with only_documented(DDP.clip_grad_norm_):
-        ddp.clip_grad_norm_(draw(st.floats()), error_if_nonfinite=draw(st.booleans()))
-
-
-def metrics(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP.metrics):
-        ddp.metrics()
-    with only_documented(DDP.log_metrics):
-        ddp.log_metrics(draw(st.one_of(st.integers(1, 3), absurd())), lambda line: None)
-        ddp(batch()).sum().backward()
-
-
 CALLS: dict[str, Callable[[DDP, Draw], None]] = {
-    call.__name__: call
-    for call in (
-        forward,
-        weighted,
-        reduce_gradients,
-        join,
-        register_comm_hook,
-        builtin_comm_hook,
-        fused_optimizer,
-        buffer_hook,
-        load_comm_state,
-        manual_finalization,
-        check_sync,
-        stopping,
-        other_group,
-        logging_rate,
-        ignored_names,
-        broadcast_buffers,
-        added,
-        norms,
-        metrics,
-    )
+    **{name: functools.partial(method, name) for name in METHODS},
+    **{
+        call.__name__: call
+        for call in (
+            *(forward, gradients_of_its_own, weighted, join, load_comm_state),
+            *(manual_finalization, stopping, check_sync, other_group, ignored_names, added),
+        )
+    },
 }

@@ -3,30 +3,78 @@
 After each call the next correct step gives the gradients of an unwrapped module.
 """
 
+import copy
+import os
 import warnings
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from fuzz import contract
-from fuzz.arguments import absurd
+from fuzz.arguments import Net, absurd, batch, modules
 from fuzz.calls import CALLS, OPTIONS, constructor_options
 from fuzz.contract import Undocumented, only_documented
-from fuzz.examples import examples
-from fuzz.models import Net, assert_right, modules
 from tritonddp import DistributedDataParallel
+
+# TRITONDDP_FUZZ=2000 draws as many in each test, others each time. CI draws a few, always the same.
+MANY = os.environ.get("TRITONDDP_FUZZ")
+EXAMPLES = settings(
+    max_examples=int(MANY or 40),
+    derandomize=MANY is None,
+    database=None,
+    deadline=None,
+    # To explain a failure hypothesis traces each line of torch, for minutes.
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+    print_blob=MANY is not None,
+)
+# After which a wrapper is not as it was: a hook that was registered stays.
+STAYS = {"register_comm_hook", "_register_fused_optim", "_register_builtin_comm_hook"}
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("ignore")]
 
-# After which a wrapper is not as it was: a hook that was registered stays.
-_STAYS = {"register_comm_hook", "fused_optimizer", "builtin_comm_hook"}
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of one rank in the test process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(before)
 
 
-@examples(40)
+def assert_right(ddp: Any) -> None:
+    """The next correct step gives the gradients of an unwrapped module. (There is one rank.)
+
+    Args:
+        ddp: wraps a module in fp64. What waits for ``finalize_backward()`` is finalised first.
+    """
+    if ddp.require_manual_backward_finalization:
+        with only_documented(type(ddp).finalize_backward):
+            ddp.finalize_backward()
+        ddp.require_manual_backward_finalization = False
+    alone = copy.deepcopy(ddp.module)
+    for net in (ddp, alone):
+        net.zero_grad(set_to_none=True)
+        net(batch()).square().sum().backward()
+    for (name, param), own in zip(ddp.module.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, own.grad, msg=lambda text, n=name: f"{n}: {text}")
+    there = [param.grad for param in ddp.module.parameters() if param.grad is not None]
+    norm = torch.nn.utils.get_total_norm(there)
+    torch.testing.assert_close(ddp.grad_norm().to(norm.dtype), norm)
+
+
+@EXAMPLES
 @given(module=st.one_of(modules(), modules(), absurd()), options=constructor_options())
 def test_constructor(module: Any, options: dict[str, Any]) -> None:
     ddp = None
@@ -38,24 +86,20 @@ def test_constructor(module: Any, options: dict[str, Any]) -> None:
             assert_right(ddp)
 
 
-@examples(40)
+@EXAMPLES
 @given(data=st.data(), call=st.sampled_from([*CALLS]), options=OPTIONS, steps=st.integers(0, 2))
 def test_call(data: st.DataObject, call: str, options: dict[str, Any], steps: int) -> None:
     ddp = DistributedDataParallel(Net(), **options)
     for _ in range(steps):
         assert_right(ddp)
     CALLS[call](ddp, data.draw)
-    if call not in _STAYS:
+    if call not in STAYS:
         assert_right(ddp)
 
 
 def test_docstrings_announce_what_is_read_from_them() -> None:
-    assert contract.raises(DistributedDataParallel) == (
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    )
+    announced = contract.raises(DistributedDataParallel)
+    assert announced == (NotImplementedError, RuntimeError, TypeError, ValueError)
     assert contract.raises(DistributedDataParallel.no_sync) == ()
 
 

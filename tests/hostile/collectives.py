@@ -42,15 +42,14 @@ class LikeABucket(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One of two layers, a collective, and a layer behind it."""
+    """A layer, a collective, and a layer behind it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.either = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        self.behind = nn.Linear(32, 32)
+        self.before, self.behind = nn.Linear(32, 32), nn.Linear(32, 32)
 
-    def forward(self, x: Tensor, which: int, collective) -> Tensor:
-        return x + self.behind(collective(self.either[which](x)))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.behind(Centered.apply(self.before(x)))
 
 
 class Net(nn.Module):
@@ -60,44 +59,25 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(32, 2)
 
-    def forward(self, x, which, collective=Centered.apply, uses_head=True, behind=False):
+    def forward(self, x: Tensor, uses_head: bool) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x, which, collective)
-        x = self.head(x) if uses_head else x[:, :2]
-        return collective(x) if behind else x
+            x = block(x)
+        return Centered.apply(self.head(x) if uses_head else x[:, :2])
 
 
-def _train(DDP, record, net, arguments_of, steps=12, cap=4300, **options):
+def _train(DDP, record, net, arguments_of, **options):
     """Train with small buckets through the process group; ``arguments_of`` a step of its call."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     with patch.dict(os.environ, TRITONDDP_PEER_MEMORY="0"):
-        ddp = DDP(net, bucket_cap_mb=cap / 2**20, **options)
+        ddp = DDP(net, bucket_cap_mb=4300 / 2**20, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    for step in range(steps):
+    for step in range(12):
         optimizer.zero_grad()
         x = torch.randn(8, 16, generator=generator)
         ddp(x, **arguments_of(step)).pow(2).mean().backward()
         record.model(f"step {step}", net)
         optimizer.step()
-
-
-@program()
-def a_branch_for_each_rank(DDP, record):
-    """A SyncBatchNorm of one's own; in three of four steps each rank takes another branch.
-
-    Stock: with its flag buckets stay those of construction, and leave in the same places.
-    """
-    rank = dist.get_rank()
-    for cap in (4300, 12600):
-        _train(
-            DDP,
-            record,
-            Net(),
-            lambda step: {"which": rank if step % 4 < 3 else 0},
-            cap=cap,
-            find_unused_parameters=True,
-        )
 
 
 @program()
@@ -111,7 +91,7 @@ def a_collective_before_the_first_gradient(DDP, record):
         DDP,
         record,
         Net(),
-        lambda step: {"which": 0, "behind": True, "uses_head": not rank or step % 3 == 0},
+        lambda step: {"uses_head": not rank or step % 3 == 0},
         find_unused_parameters=True,
     )
 

@@ -1,4 +1,4 @@
-"""The programs by name, and what one says of itself where its right outcome is not stock's."""
+"""The programs by name, what one says of itself where its right outcome is not stock's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,19 +30,18 @@ class Program:
 
     run: Callable[[Any, Any], None]
     ranks: int
-    limit: float  # seconds that it may take
     expected: Expected | None
 
 
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(ranks: int = 2, limit: float = 60.0, expected: Expected | None = None) -> Any:
+def program(ranks: int = 2, expected: Expected | None = None) -> Any:
     """Decorator: put a function into the table, as ``module.function``."""
 
     def add(function: Any) -> Any:
         name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        PROGRAMS[name] = Program(function, ranks, limit, expected)
+        PROGRAMS[name] = Program(function, ranks, expected)
         return function
 
     return add

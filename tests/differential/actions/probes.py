@@ -1,19 +1,24 @@
 """Backwards that no wrapper has to do with: through the module, by one rank, by a few on each."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from differential.hostile.player import Player
-from differential.hostile.program import Action
+from differential.program import Action
+
+if TYPE_CHECKING:
+    from differential.player import Player
 
 # What a probe is made of, and what becomes of its gradients.
 WAYS: dict[str, Callable[[Player], Tensor]] = {
     "the module": lambda player: player.network(player.batch()).pow(2).mean(),
-    "a submodule": lambda player: player.network.encoder(player.batch()).pow(2).mean(),
+    "a submodule": lambda player: player.network.blocks["b0"](player.batch()).pow(2).mean(),
     "a method": lambda player: player.network.submodule(player.batch()).pow(2).mean(),
     "the parameters": lambda player: player.network.penalty() * 0.1,
     "functional_call": lambda player: (
@@ -78,29 +83,28 @@ class Probe(Action):
 
 @dataclass(frozen=True)
 class InputGradient(Action):
-    """The gradient of an output for its batch, on these ranks, retaining the graph.
+    """The gradient of an output's loss for its batch, on some ranks, retaining the graph.
 
     Attributes:
-        ranks: that want it.
-        by_backward: by ``backward(inputs=[x])``, else by ``torch.autograd.grad``.
         slot: of the output.
+        ranks: that want it; ``None``: all.
+        by_backward: by ``backward(inputs=[x])``, else by ``torch.autograd.grad``.
     """
 
-    ranks: tuple[int, ...]
-    by_backward: bool
     slot: int = 0
+    ranks: tuple[int, ...] | None = None
+    by_backward: bool = False
 
     def perform(self, player: Player) -> None:
-        if player.rank not in self.ranks:
+        if self.ranks is not None and player.rank not in self.ranks:
             return
         output = player.outputs[self.slot]
-        loss = output.out.sum()
         if self.by_backward:
-            loss.backward(inputs=[output.x], retain_graph=True)
-            player.see("gradient of the batch", output.x.grad)
+            output.loss().backward(inputs=[output.x], retain_graph=True)
+            gradient = output.x.grad
         else:
-            (gradient,) = torch.autograd.grad(loss, output.x, retain_graph=True)
-            player.see("gradient of the batch", gradient)
+            (gradient,) = torch.autograd.grad(output.loss(), output.x, retain_graph=True)
+        player.see("gradient of the input", gradient)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
 """What is done in a mode of torch's."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from training import Operators, default_dtype
 
-from differential.hostile.player import Player
-from differential.hostile.program import Action
+from differential.program import Action
+
+if TYPE_CHECKING:
+    from differential.player import Player
 
 
 class CountsFunctions(TorchFunctionMode):

@@ -1,70 +1,55 @@
-"""A scenario for each seed: what is drawn, and what rules it out."""
+"""Programs of the usual kind: what is drawn, and what rules it out."""
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from differential.networks import BLOCKS, OUTPUTS, NetworkSpec
-from differential.scenario import (
-    Action,
+from differential.actions.gradients import POST_ACCUMULATE, TENSOR
+from differential.actions.misuse import REFUSED, REFUSED_BY_ALL, Misuse
+from differential.actions.probes import InputGradient
+from differential.actions.training import (
     Backward,
     BreakOff,
     Clip,
     Forward,
     Hold,
-    InputGradient,
-    Options,
     ReduceGradients,
     Renew,
     Replace,
     Require,
-    Scenario,
     Step,
     Swap,
     ZeroGrad,
 )
-from differential.sharded import sharded
-
-_T = TypeVar("_T")
+from differential.kinds.chance import Chance
+from differential.networks import BLOCKS, OUTPUTS
+from differential.program import Action, NetworkSpec, Options, Program
 
 SWAPS = ["swap_tensors", "load_state_dict", "data", "swap", "overwrite"]
 NOT_FP32 = {"linear in fp64", "linear in bf16", "buffered", "complex"}
 WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
 
 
-KINDS = ["usual", "sharded"]
-
-
-def scenario_of(seed: int, world_size: int, steps: int = 0, kind: str = "usual") -> Scenario:
-    """The scenario of ``seed``: always the same one, on every rank.
+def draw(seed: int, world_size: int, steps: int = 0) -> Program:
+    """The program of ``seed``: always the same one, on every rank.
 
     With ``steps`` it is another one, of so many steps, that stock DDP does not play: wires,
-    compression, other wrappers in the midst of it, and nothing that keeps more in each step. One
-    of :data:`KINDS` that is ``"sharded"`` has a sharded optimizer.
+    compression, other wrappers in the midst of it, and nothing that keeps more in each step.
     """
-    scenario = _Generator(seed, world_size, steps).scenario()
-    return sharded(scenario) if kind == "sharded" else scenario
+    return _Generator(seed, world_size, steps).program()
 
 
-class _Generator:
-    """Draws a scenario.
+class _Generator(Chance):
+    """Draws a program.
 
     Two thirds of them keep to what stock defines. The rest does what this project promises beyond
     that: several backwards, ``no_sync`` around the backward alone, weights, ...
     """
 
     def __init__(self, seed: int, world_size: int, steps: int) -> None:
-        self._seed = seed
+        super().__init__(seed, world_size, steps)
         self._steps = steps
-        self._world_size = world_size
-        self._random = random.Random(f"{seed} {world_size}")
-        # What has been added later is drawn apart, or other scenarios would be than those that are
-        # known to find planted faults.
-        self._more = random.Random(f"{seed} {world_size} more")
-        self._of_long = random.Random(f"{seed} {world_size} {steps}")
         self._is_armed = False  # has a forward run outside no_sync since the last reduction?
-        self._for_stock = self._chance(0.65) and not steps
+        self._for_stock = self._chance(0.6) and not steps
         self._options = self._draw_options()
         self._is_strict = (
             self._options.find_unused_parameters is False and not self._options.static_graph
@@ -113,7 +98,6 @@ class _Generator:
             or steps > 30  # what ranks see inside join() is kept to the end
         )
         self._hooks = self._draw_hooks()
-        self._options = replace(self._options, **self._draw_more_options())
         if steps:
             self._options = replace(self._options, **self._draw_long_options())
         self._trains = {name: name not in self._network.frozen for name in self._network.names}
@@ -127,7 +111,7 @@ class _Generator:
         self._adds = False  # whether this step has added parameters
         self._paths: tuple[tuple[str, ...], ...] | None = None  # of a static graph
 
-    def scenario(self) -> Scenario:
+    def program(self) -> Program:
         actions: list[Action] = []
         ends = [0]  # of the steps
         for number in range(self._steps or self._random.randint(2, 4)):
@@ -143,22 +127,23 @@ class _Generator:
         # or belong to an output that its search of the graph saw, and the backward did not.
         in_half = self._communication_hook == "fp16_compress_hook"
         rounds_again = in_half and self._skips
-        return Scenario(
+        return Program(
+            "usual",
             self._seed,
             self._world_size,
             self._network,
             self._options,
-            self._communication_hook,
-            self._delays,
-            tuple(counts) if self._joins else None,
-            self._joins and self._chance(0.3),
-            self._hooks,
-            self._one_of(optimizers),
-            self._scaler,
-            thresholds if self._chance(0.5) else None,
-            self._stock_options() if self._for_stock and not rounds_again else None,
             tuple(actions),
-            is_manual=self._of_long.random() < 0.25 and bool(self._steps),
+            optimizer=self._one_of(optimizers),
+            hooks=self._hooks,
+            thresholds=thresholds if self._chance(0.5) else None,
+            stock=self._stock_options() if self._for_stock and not rounds_again else None,
+            communication_hook=self._communication_hook,
+            delays=self._delays,
+            counts=tuple(counts) if self._joins else None,
+            over_present=self._joins and self._chance(0.3),
+            scaler=self._scaler,
+            is_manual=bool(self._steps) and self._chance(0.25),
         )
 
     # What is wrapped, and how.
@@ -199,6 +184,7 @@ class _Generator:
             process_group="new" if group < 0.1 else None,
             device_mesh=True if group > 0.9 else None,
             check_finite=None if self._for_stock else self._maybe(0.15, "warn"),
+            metrics=self._maybe(0.3, True),
         )
 
     def _stock_options(self) -> Options:
@@ -206,32 +192,25 @@ class _Generator:
         finds = self._options.find_unused_parameters
         if finds is None:
             finds = self._skips and not self._options.static_graph
-        own = {"metrics": None}
-        return replace(self._options, find_unused_parameters=finds, **own)
-
-    def _draw_more_options(self) -> dict[str, Any]:
-        return {
-            "metrics": True if self._more.random() < 0.3 else None,
-        }
+        return replace(self._options, find_unused_parameters=finds, metrics=None)
 
     def _draw_long_options(self) -> dict[str, Any]:
-        draw = self._of_long
-        wire = draw.choice([None, None, "float16", "bfloat16"])
-        compression = draw.choice([None, "int8"]) if wire is None else None
+        wire = self._one_of([None, None, "float16", "bfloat16"])
+        compression = self._one_of([None, "int8"]) if wire is None else None
         plain = bool(self._communication_hook) or self._is_sparse
         return {
-            "lazy_bucket_allocation": draw.choice([None, True]),
+            "lazy_bucket_allocation": self._one_of([None, True]),
             "reduce_dtype": None if plain else wire,
             "compression": None if plain else compression,
         }
 
-    def _draw_hooks(self) -> tuple[tuple[str, str], ...]:
-        kinds = ["tensor", "post-accumulate"]
+    def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         names = [name for name in self._network.names if name not in self._network.frozen]
         # (Who hooks a parameter that gets no gradient finds zeros there.)
         if self._steps and "withholding" in self._network.blocks:
             return ()
-        return ((self._one_of(names), self._one_of(kinds)),) if self._chance(0.25) else ()
+        hook = self._one_of(names), self._one_of([TENSOR, POST_ACCUMULATE]), False
+        return (hook,) if self._chance(0.25) else ()
 
     # What is done with it.
 
@@ -240,6 +219,9 @@ class _Generator:
         self._adds = False
         # (The graph of a backward that has broken off is held up to the next one.)
         actions: list[Action] = self._draw_change(number) or self._draw_swap()
+        if not (self._for_stock or self._joins) and self._chance(0.2):
+            what = self._one_of([*REFUSED, *REFUSED_BY_ALL])
+            actions.append(Misuse(what, self._some_ranks()))
         weighted = self._reduction_of_weights()
         if weighted:
             actions.append(ZeroGrad(True, False))
@@ -259,7 +241,7 @@ class _Generator:
         actions += self._draw_reduction(number, weighted)
         if self._chance(0.2) and not self._is_sparse:
             actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
-        elif not self._is_sparse and self._more.random() < 0.12:
+        elif not self._is_sparse and self._chance(0.12):
             actions.append(Clip("own norm"))
         actions.append(Step())
         if weighted:
@@ -275,16 +257,16 @@ class _Generator:
     def _draw_change(self, number: int) -> list[Action]:
         """A block is frozen, unfrozen or replaced, or a backward breaks off."""
         tied = self._network.names[:2] if self._network.tied else ()
-        hooked = [block for block, _ in self._hooks]
+        hooked = [block for block, _, _ in self._hooks]
         if self._delays:
             hooked.append("b0")
         names = [name for name in self._network.names if name not in tied and name not in hooked]
-        if self._renews and 0 < number < self._steps // 2 and self._of_long.random() < 0.2:
-            return [ZeroGrad(True, False), Renew(self._of_long.choice(["copy", "checkpoint"]))]
+        if self._renews and 0 < number < self._steps // 2 and self._chance(0.2):
+            return [ZeroGrad(True, False), Renew(self._one_of(["copy", "checkpoint"]))]
         fixed = (
             self._is_static or self._joins or self._is_strict or self._reentrant or self._is_alike
         )
-        if fixed or not names or number == 0 or not self._chance(0.3):
+        if fixed or not names or number == 0 or not self._chance(0.4):
             return []
         block = self._one_of(names)
         if self._for_stock:
@@ -318,20 +300,20 @@ class _Generator:
 
     def _draw_swap(self) -> list[Action]:
         """Tensors behind parameters change, by which stock raises, or goes on with old ones."""
-        hooked = {block for block, _ in self._hooks} | ({"b0"} if self._delays else set())
+        hooked = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         fp32 = [
             block
             for block, kind in self._kinds.items()
             if kind not in NOT_FP32 and block not in hooked and self._trains[block]
         ]
         fixed = self._for_stock or self._joins or self._network.tied
-        is_none = fixed or not fp32 or self._more.random() > 0.4
+        is_none = fixed or not fp32 or not self._chance(0.4)
         # (First gradients of new parameters do not go through hooks.)
         ways = SWAPS[:-1] if self._communication_hook else SWAPS
         if is_none:
             return []
         # (And torch swaps no gradients of which others have weak references.)
-        return [ZeroGrad(True, False), Swap(self._more.choice(fp32), self._more.choice(ways))]
+        return [ZeroGrad(True, False), Swap(self._one_of(fp32), self._one_of(ways))]
 
     def _freeze_or_not(self, block: str) -> list[Action]:
         self._trains[block] = not self._trains[block]
@@ -339,7 +321,7 @@ class _Generator:
 
     def _reduction_of_weights(self) -> str:
         """How the backwards of a step are weighted: ``""`` is not at all."""
-        post = any(kind == "post-accumulate" for _, kind in self._hooks)
+        post = any(kind == POST_ACCUMULATE for _, kind, _ in self._hooks)
         ruled_out = (
             self._for_stock or self._scaler or post or self._communication_hook or self._joins
         )
@@ -353,8 +335,8 @@ class _Generator:
         forward = replace(self._draw_forward(8), local=local)
         backward = self._backward((8,), self._draw_heads(), weighted, local=True)
         self._is_armed = self._is_armed or not local
-        # (Not drawn, or other scenarios would be than those that are known to find planted faults.)
-        return [forward, replace(backward, outside=not self._is_armed and forward.rows[0] == 1)]
+        outside = not self._is_armed and self._chance(0.3)
+        return [forward, replace(backward, outside=outside)]
 
     def _draw_reduction(self, number: int, weighted: str) -> list[Action]:
         """Forwards and backwards that are reduced."""
@@ -455,14 +437,3 @@ class _Generator:
 
     def _rows(self) -> tuple[int, ...]:
         return tuple(self._random.choices([1, 3, 4], k=self._world_size))
-
-    # Chance.
-
-    def _chance(self, probability: float) -> bool:
-        return self._random.random() < probability
-
-    def _maybe(self, probability: float, value: _T) -> _T | None:
-        return value if self._chance(probability) else None
-
-    def _one_of(self, values: Sequence[_T]) -> _T:
-        return self._random.choice(values)

@@ -1,13 +1,18 @@
 """Buffers written in any way, at any moment, by any rank."""
 
+from __future__ import annotations
+
 import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from differential.hostile.networks import WAYS, another_value
-from differential.hostile.player import Player
-from differential.hostile.program import Action
+from differential.networks import WAYS, another_value
+from differential.program import Action
+
+if TYPE_CHECKING:
+    from differential.player import Player
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class Write(Action):
 
     Attributes:
         ranks: that write.
-        way: one of :data:`differential.hostile.networks.WAYS`.
+        way: one of :data:`differential.networks.WAYS`.
         which: numbers of the buffers, modulo how many there are; BatchNorm's come last.
         alike: whether the ranks draw the same values.
     """

@@ -1,14 +1,20 @@
 """Another wrapper of the same module, and an old one that is still held."""
 
+from __future__ import annotations
+
 import copy
 import gc
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from differential.hostile.player import Player
-from differential.hostile.program import Action
+from differential.program import Action
+
+if TYPE_CHECKING:
+    from differential.player import Player
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class WrapAgain(Action):
         del old
         player.names.pop(self.title, None)
         group = player.group_of_this_rank() if self.alone else None
-        player.wrapped[self.title] = player.wrap_network(player.network, group)
+        player.wrapped[self.title] = player.wrap(player.network, group)
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,25 @@ class Average(Action):
 
 @dataclass(frozen=True)
 class CopyWrapper(Action):
-    """``copy.deepcopy`` of the wrapper, which is evaluated through itself, on all ranks."""
+    """``copy.deepcopy`` of the wrapper, which is evaluated through itself, on all ranks.
+
+    Attributes:
+        averages: whether it stays, as a moving average of the parameters, and is evaluated again.
+    """
+
+    averages: bool
 
     def perform(self, player: Player) -> None:
-        copied = copy.deepcopy(player.wrapped["main"])
-        copied.eval()
+        copied = player.kept.get("copy") if self.averages else None
+        if copied is None:
+            copied = copy.deepcopy(player.wrapped["main"])
         with torch.no_grad():
+            its = nn.ModuleList([copied.module]).parameters()
+            for mean, param in zip(its, player.params, strict=True):
+                mean.lerp_(param.detach(), 0.1)
+            copied.eval()
             for number in range(2):
                 player.see(f"evaluation {number} of a copy", copied(player.batch()))
         player.see("keys of a copy", sorted(copied.state_dict()))
+        if self.averages:
+            player.kept["copy"] = copied

@@ -1,13 +1,18 @@
 """The user's attributes on the wrapper, and the module's names through it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from differential.hostile.player import Player
-from differential.hostile.program import Action
+from differential.program import Action
+
+if TYPE_CHECKING:
+    from differential.player import Player
 
 # Names that are not stock's.
 NAMES = (

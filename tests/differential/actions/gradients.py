@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from differential.hostile.program import Action
+from differential.program import Action
 
 if TYPE_CHECKING:
-    from differential.hostile.player import Player
+    from differential.player import Player
 
 
 class Marked(torch.Tensor):
@@ -44,7 +44,8 @@ def _copy(player: Player, param: Tensor) -> None:
 
 
 def _scale(player: Player, param: Tensor) -> None:
-    param.grad.mul_(1.5)  # type: ignore[union-attr]
+    if param.grad is not None:
+        param.grad.mul_(1.5)
 
 
 def _scale_data(player: Player, param: Tensor) -> None:
@@ -69,7 +70,7 @@ def _look_in_the_end(player: Player, param: Tensor) -> None:
     Variable._execution_engine.queue_callback(player.see_gradients)
 
 
-# Each with the parameters that it is put on.
+# What hooks of users do, each with the parameters that it is put on if no block is named.
 ALL, FIRST, LAST = slice(None), slice(1), slice(-1, None)
 STEPS = "drops the gradient after a step of an optimizer"
 HOOKS: dict[str, tuple[Callable[[Player, Tensor], None], slice]] = {
@@ -83,15 +84,26 @@ HOOKS: dict[str, tuple[Callable[[Player, Tensor], None], slice]] = {
     STEPS: (_step, ALL),
     "notes the norm of the gradient": (_note, ALL),
     "looks at all gradients in a callback at the end": (_look_in_the_end, FIRST),
+    "looks at all gradients in a callback from the beginning on": (_look_in_the_end, LAST),
 }
+# Those of programs that the oracle plays too.
+TENSOR, POST_ACCUMULATE = "multiplies the gradient by 3", "scales the gradient in place"
 
 
-def add_hook(player: Player, name: str) -> None:
+def add_hook(player: Player, name: str, block: str) -> None:
+    """Put a hook on the first parameter of the block, or on those that it is for."""
+    params = player.params
+    if block:
+        params = [next(player.network.blocks[block].parameters())]
+    if name == TENSOR:
+        for param in params:
+            param.register_hook(lambda gradient: None if gradient is None else gradient * 3)
+        return
     hook, which = HOOKS[name]
     # (Autograd holds hooks where the garbage collector does not see them: a player in them would
     # outlive its program, and so would its wrappers and their groups.)
     known = weakref.proxy(player)
-    for param in player.params[which]:
+    for param in params if block else params[which]:
         param.register_post_accumulate_grad_hook(partial(hook, known))
 
 
@@ -136,6 +148,9 @@ class CopyGradients(Action):
             player.see(f"bytes behind the copy of {name}", copied.untyped_storage().nbytes())
             pickled = pickle.dumps(gradient)
             player.see(f"{name} is small as a pickle", len(pickled) < 2 * gradient.nbytes + 2000)
+
+
+READ = ("bytes of", "words of")
 
 
 @dataclass(frozen=True)

@@ -1,55 +1,56 @@
-"""Scenarios with a sharded optimizer: others, without what that refuses, and with a little more."""
+"""Programs with a sharded optimizer: without what that refuses, and with a little more."""
 
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from differential.scenario import (
-    Action,
+from differential.actions.gradients import TENSOR
+from differential.actions.training import (
     Backward,
     BreakOff,
+    Halve,
     ReduceGradients,
     Replace,
     Require,
-    Scenario,
     Step,
     Swap,
-    Write,
     ZeroGrad,
 )
+from differential.kinds import usual
+from differential.program import Action, Program
 
 _SPARSE = "sparse embedding"
 _LONG = 30  # steps
 
 
-def sharded(scenario: Scenario) -> Scenario:
-    """The same with a sharded optimizer, which may have groups, or not all parameters."""
-    draw = random.Random(f"{scenario.seed} {scenario.world_size} sharded")
-    blocks = tuple("linear" if each == _SPARSE else each for each in scenario.network.blocks)
+def draw(seed: int, world_size: int, steps: int = 0) -> Program:
+    """The usual one with a sharded optimizer, which may have groups, or not all parameters."""
+    program, chance = usual.draw(seed, world_size, steps), random.Random(f"{seed} {world_size}")
+    blocks = tuple("linear" if each == _SPARSE else each for each in program.network.blocks)
     return replace(
-        scenario,
-        network=replace(scenario.network, blocks=blocks),
-        options=replace(scenario.options, compression=None),
+        program,
+        kind="sharded",
+        network=replace(program.network, blocks=blocks),
+        options=replace(program.options, compression=None),
         communication_hook="",
         # (One that scales .grad scales an earlier mean in it too, which owners alone have.)
-        hooks=tuple((block, "tensor") for block, _ in scenario.hooks),
+        hooks=tuple((block, TENSOR, False) for block, _, _ in program.hooks),
         counts=None,
         over_present=False,
-        actions=tuple(_actions(scenario, draw)),
+        actions=tuple(_actions(program, chance)),
         # (A scaler wants a gradient for its optimizer, and blocks may be left out. Where their
         # buckets stay at home stock divides again what nobody has dropped.)
-        groups=draw.choice(
+        groups=chance.choice(
             ["all", "all", "two"]
-            if scenario.scaler or scenario.options.skip_all_reduce_unused_params
+            if program.scaler or program.options.skip_all_reduce_unused_params
             else ["all", "all", "two", "some", "later"]
         ),
-        is_sharded=True,
     )
 
 
-def _actions(scenario: Scenario, draw: random.Random) -> Iterator[Action]:
+def _actions(program: Program, chance: random.Random) -> Iterator[Action]:
     has_means = False  # .grad does
-    for action in scenario.actions:
+    for action in program.actions:
         if isinstance(action, ZeroGrad | BreakOff):
             has_means = False
         elif isinstance(action, Backward) and action.local and has_means:
@@ -59,15 +60,15 @@ def _actions(scenario: Scenario, draw: random.Random) -> Iterator[Action]:
             has_means |= not getattr(action, "local", False)
         if isinstance(action, Replace):
             # The optimizer keeps what was replaced: in a long life it would pass for a leak.
-            if scenario.actions.count(Step()) >= _LONG:
+            if program.actions.count(Step()) >= _LONG:
                 action = Require(action.block, True)  # as a new one is trained
             elif action.kind == _SPARSE:
                 action = replace(action, kind="linear")
         if isinstance(action, Swap) and action.by == "overwrite":
             action = replace(action, by="swap")  # the groups stay those that they are
         # Gradients that are there for a step may be for the next one.
-        skips = draw.random() < 0.08 and not scenario.scaler  # which unscales once before a step
+        skips = chance.random() < 0.08 and not program.scaler  # which unscales once before a step
         if not (isinstance(action, Step) and skips):
             yield action
-        if isinstance(action, Step) and draw.random() < 0.08:
-            yield Write(draw.choice(scenario.network.names))
+        if isinstance(action, Step) and chance.random() < 0.08:
+            yield Halve(chance.choice(program.network.names))

@@ -2,28 +2,26 @@
 
 import pytest
 import torch
-from differential import oracle
-from differential.scenario import BreakOff, Forward, Renew, Replace, Require
 from distributed import ranks
 
-from soak import run
-from soak.footprint import Footprint, complaints
+from differential import oracle, soak
+from differential.actions.training import BreakOff, Forward, Renew, Replace, Require
+from differential.footprint import Footprint, complaints
 
 
 @pytest.mark.long
 @ranks(2, timeout=240)
 def test_nothing_piles_up_or_drifts_over_some_steps() -> None:
-    report = run.soak(seed=1, steps=120)
+    report = soak.soak(seed=1, steps=120)
     assert report.grown == [], report.grown
     assert report.farthest < 1.0
-    assert report.exact > report.rounded
     assert report.lives > 3
 
 
 @pytest.mark.long
 @ranks(2, timeout=240)
 def test_an_open_file_in_each_step_is_found() -> None:
-    report = run.soak(seed=2, steps=90, leak="file")
+    report = soak.soak(seed=2, steps=90, leak="file")
     assert any("files" in each for each in report.grown), report.grown
 
 
@@ -31,20 +29,28 @@ def test_an_open_file_in_each_step_is_found() -> None:
 @pytest.mark.parametrize("leak", ["tensor", "object"])
 @ranks(2, timeout=240)
 def test_what_each_step_keeps_is_found(leak: str) -> None:
-    report = run.soak(seed=3, steps=1000, leak=leak)
+    report = soak.soak(seed=3, steps=1000, leak=leak)
     assert any(f"{leak}s" in each for each in report.grown), report.grown
 
 
 @pytest.mark.thorough
 @ranks(2, timeout=500)
 def test_bytes_that_each_step_keeps_are_found() -> None:
-    report = run.soak(seed=4, steps=2000, leak="memory")
+    report = soak.soak(seed=4, steps=2000, leak="memory")
     assert any("memory" in each for each in report.grown), report.grown
 
 
 @ranks(2, timeout=240)
 def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
     """The oracle's, since it does not matter whose."""
+    first = ((seed, next(soak.lives(seed, 40))[0]) for seed in range(20))
+    # Where a mean of two ranks is exact from the first step on.
+    exact = [
+        seed
+        for seed, life in first
+        if not (life.options.reduce_dtype or life.options.compression or life.counts)
+        and not (life.communication_hook or any(getattr(a, "weights", None) for a in life.actions))
+    ]
     mean = oracle._mean
 
     def wrong(*args):  # type: ignore[no-untyped-def]
@@ -53,15 +59,15 @@ def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
 
     oracle._mean = wrong
     try:
-        with pytest.raises(run.Failed, match=r"step \d, life 1: tritonddp, rank 0, after action"):
-            run.soak(seed=1, steps=40)
+        with pytest.raises(soak.Failed, match=r"step \d, life 1: tritonddp, rank 0, after action"):
+            soak.soak(seed=exact[0], steps=40)
     finally:
         oracle._mean = mean
 
 
 @pytest.mark.long
 def test_the_plan_has_all_that_a_soak_is_to_see() -> None:
-    planned = list(run.lives(seed=0, steps=10_000))
+    planned = list(soak.lives(seed=0, steps=10_000))
     assert sum(length for _, length in planned) == 10_000
     lives = [life for life, _ in planned]
     options = [life.options for life in lives]

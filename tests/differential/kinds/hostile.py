@@ -1,21 +1,13 @@
-"""A program for each seed: only such as stock DDP runs, as its documentation has it."""
+"""Programs that are right under stock DDP, as its documentation has it, and hard on a wrapper.
 
-import random
-from collections.abc import Sequence
+Stock DDP is the judge: what each rank sees is the same, bit by bit on two ranks.
+"""
+
 from dataclasses import replace
-from typing import Any, TypeVar
 
-from differential.hostile import backwards, gradients, names
-from differential.hostile.backwards import (
-    BackwardOfTheArmed,
-    InputGradient,
-    ParameterGradient,
-    Probe,
-    Saliency,
-)
-from differential.hostile.buffers import KeepState, Recalibrate, SwapIn, Write
-from differential.hostile.collectives import COLLECTIVES
-from differential.hostile.gradients import (
+from differential.actions import gradients, names, probes
+from differential.actions.buffers import KeepState, Recalibrate, SwapIn, Write
+from differential.actions.gradients import (
     ChangeGradients,
     ChangeKept,
     CopyGradients,
@@ -25,24 +17,29 @@ from differential.hostile.gradients import (
     Multiply,
     ReadAsWords,
 )
-from differential.hostile.groups import ForwardsInAnyOrder
-from differential.hostile.modes import MODES, OF_EVALUATIONS, Under
-from differential.hostile.names import DeleteName, ReadNames, SetName
-from differential.hostile.networks import BUFFERS, OVERRIDES, UNSEEN, WAYS
-from differential.hostile.program import Action, NetworkSpec, Program
-from differential.hostile.training import (
+from differential.actions.modes import MODES, OF_EVALUATIONS, Under
+from differential.actions.names import DeleteName, ReadNames, SetName
+from differential.actions.probes import (
+    BackwardOfTheArmed,
+    InputGradient,
+    ParameterGradient,
+    Probe,
+    Saliency,
+)
+from differential.actions.training import (
     Backward,
     Drop,
-    Evaluate,
     Forward,
+    ForwardsInAnyOrder,
     Microbatches,
     QuietSteps,
     Step,
     ZeroGrad,
 )
-from differential.hostile.wrappers import Average, CopyWrapper, LetGo, WrapAgain
-
-_T = TypeVar("_T")
+from differential.actions.wrapping import Average, CopyWrapper, LetGo, WrapAgain
+from differential.kinds.chance import Chance
+from differential.networks import BRANCHES, BUFFERS, COLLECTIVES, OVERRIDES, UNSEEN, WAYS
+from differential.program import Action, NetworkSpec, Options, Program
 
 ROOTS = (
     *("backwards", "buffers", "gradients", "wrappers", "groups", "names"),
@@ -50,17 +47,19 @@ ROOTS = (
 )
 # Of those that some ranks go through alone, or in an order of their own.
 _ALONE = {"backwards", "buffers", "groups"}
-KINDS = ("one network", "local and global", "two groups", "ring of pairs", "shared encoder")
-# Those whose wrappers have a group each, which ranks take in any order.
+# What is wrapped; the latter have a group for each wrapper, which ranks take in any order.
 OF_GROUPS = ("two groups", "ring of pairs")
+WRAPPERS = ("one network", "local and global", "shared encoder", *OF_GROUPS)
+# Their gradients are of all sizes, and lie as their parameters do.
+_BLOCKS = ["linear", "linear", "wide", "stacked", "functional_call", "normed", "embedding"]
 
 
-def program_of(seed: int, world_size: int) -> Program:
+def draw(seed: int, world_size: int) -> Program:
     """The program of ``seed``: always the same one, on every rank."""
-    return _Generator(seed, world_size).program()
+    return _Generator(seed, world_size, "hostile").program()
 
 
-class _Generator:
+class _Generator(Chance):
     """Draws a program: the steps of a training, and between them what one or two roots add.
 
     What is ruled out is what stock does not define. A backward past the wrapper by some ranks may
@@ -68,17 +67,15 @@ class _Generator:
     order on all ranks, and what the backward needs is not written to.
     """
 
-    def __init__(self, seed: int, world_size: int) -> None:
-        self._seed = seed
-        self._world_size = world_size
-        self._random = random.Random(f"hostile {seed} {world_size}")
+    def __init__(self, *seeds: object) -> None:
+        super().__init__(*seeds)  # type: ignore[arg-type]
         roots = self._random.sample(ROOTS, 2 if self._chance(0.4) else 1)
         if "collectives" in roots:
             roots = [each for each in roots if each not in _ALONE]
         self._roots = tuple(sorted(roots))
-        self._kind = self._draw_kind()
+        self._wrappers = self._draw_wrappers_there_are()
         self._network = self._draw_network()
-        self._title = {"two groups": "first", "shared encoder": "actor"}.get(self._kind, "main")
+        self._collects = "collectives" in self._roots
         self._views = not {"gradients", "groups"} & {*self._roots} and self._chance(0.15)
         self._is_kept = False  # has the user kept gradients?
         self._forwards_names = "names" in self._roots and self._chance(0.5)
@@ -86,36 +83,38 @@ class _Generator:
         self._is_averaged = False  # is there an average to swap in?
 
     def program(self) -> Program:
-        steps = self._random.randint(3, 5)
         actions: list[Action] = []
-        if self._kind == "local and global":
+        if self._wrappers == "local and global":
             actions.append(WrapAgain((), "alone", alone=True))
-        elif self._kind == "one network":
+        elif self._wrappers == "one network":
             actions += self._draw_quiet_steps()
-        for number in range(steps):
+        for number in range(self._random.randint(3, 5)):
             actions += self._draw_step(number)
         if "backwards" in self._roots and self._chance(0.2):
-            actions += self._draw_saliency(self._title)
+            actions += self._draw_saliency("main")
         if "modes" in self._roots:
-            if self._kind not in OF_GROUPS and self._chance(0.6):
-                actions.insert(0, Evaluate(self._random.randint(1, 2), self._title))
+            if self._wrappers not in OF_GROUPS and self._chance(0.6):
+                actions[:0] = self._evaluate("main")
             actions = list(map(self._in_a_mode, actions))
+        thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
         return Program(
+            "hostile",
             self._seed,
             self._world_size,
-            self._kind,
-            self._roots,
             self._network,
             self._draw_options(),
-            self._forwards_names,
-            self._draw_hooks(),
-            self._one_of([0.0, 0.0, 0.9]),
             tuple(actions),
+            optimizer=self._one_of(["SGD", "SGD", "SGD with momentum"]),
+            hooks=self._draw_hooks(),
+            thresholds=self._maybe(0.3, thresholds),
+            roots=self._roots,
+            wrappers=self._wrappers,
+            forwards_names=self._forwards_names,
         )
 
     # What is wrapped, and how.
 
-    def _draw_kind(self) -> str:
+    def _draw_wrappers_there_are(self) -> str:
         if "groups" in self._roots:
             kinds = ["two groups", "two groups", "shared encoder"]
             if self._world_size == 3 and "names" not in self._roots:
@@ -126,22 +125,22 @@ class _Generator:
         return "one network"
 
     def _draw_network(self) -> NetworkSpec:
-        spec = NetworkSpec(
-            layers=self._random.randint(1, 4), width=self._one_of([3, 8, 8, 16, 65, 130])
-        )
+        blocks = ["linear", *self._random.choices(_BLOCKS, k=self._random.randint(0, 3))]
         if "collectives" in self._roots:
-            collective = self._one_of(list(COLLECTIVES))
-            branches = self._kind == "one network" and self._chance(0.7)
-            layers = self._random.randint(2, 4)
-            spec = replace(spec, layers=layers, collective=collective, branches=branches)
+            of_branches = self._wrappers == "one network" and self._chance(0.7)
+            kinds = [each for each in COLLECTIVES if each.endswith(BRANCHES) is of_branches]
+            blocks = ["linear", *[self._one_of(kinds)] * self._random.randint(1, 3)]
+        spec = NetworkSpec(tuple(blocks))
         if "names" in self._roots and self._chance(0.5):
             spec = replace(spec, overrides=self._one_of(list(OVERRIDES)))
         is_about_buffers = "buffers" in self._roots
         # (Where ranks differ in the order of their forwards, buffers may not be broadcast.)
-        if self._kind in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
+        if self._wrappers in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
             return spec
         kinds = self._random.sample(list(BUFFERS), self._random.randint(1, 4))
-        spec = replace(spec, buffers=tuple(kinds), has_norm=self._chance(0.4))
+        if self._chance(0.4) and "collectives" not in self._roots:
+            blocks.append("convolution")
+        spec = replace(spec, buffers=tuple(kinds), blocks=tuple(blocks))
         if not is_about_buffers:
             return spec
         return replace(
@@ -151,56 +150,55 @@ class _Generator:
             quiet=self._one_of([0, 0, 6, 17, 22]),
         )
 
-    def _draw_options(self) -> tuple[tuple[str, Any], ...]:
-        options: dict[str, Any] = {}
-        if self._chance(0.4):
-            options["find_unused_parameters"] = False
-        if self._views:
-            options["gradient_as_bucket_view"] = True
-        if self._chance(0.5):
-            options["bucket_cap_mb"] = self._one_of([1e-4, 1e-3, 0.02])
-        if self._network.branches:
-            options["find_unused_parameters"] = True
-            if "bucket_cap_mb" in options:
-                # The three layers between two collectives: where stock sends them is the same for
-                # any of the branches.
-                elements = 3 * self._network.width * (self._network.width + 1)
-                options["bucket_cap_mb"] = elements * (4 if self._world_size == 2 else 8) / 2**20
-        if self._network.has_buffers and self._chance(0.08):
-            options["broadcast_buffers"] = False
-        return tuple(options.items())
+    def _draw_options(self) -> Options:
+        finds = self._maybe(0.4, False)
+        cap = self._maybe(0.5, self._one_of([1e-4, 1e-3, 0.02]))
+        if self._network.blocks[-1].endswith(BRANCHES):
+            # The three layers between two collectives: where stock sends them is the same for any
+            # of the branches.
+            finds = True
+            if cap is not None:
+                cap = 3 * 8 * 9 * (4 if self._world_size == 2 else 8) / 2**20
+        keeps = self._network.has_buffers and self._chance(0.08)
+        return Options(
+            bucket_cap_mb=cap,
+            find_unused_parameters=finds,
+            gradient_as_bucket_view=True if self._views else None,
+            broadcast_buffers=False if keeps else None,
+        )
 
-    def _draw_hooks(self) -> tuple[tuple[str, bool], ...]:
+    def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         if "gradients" not in self._roots:
             return ()
-        count = self._one_of([1, 2, 2])
-        # One that drops the gradient leaves nothing to look at for those after it.
-        drawn = self._random.sample(list(gradients.HOOKS), count)
-        if self._kind in OF_GROUPS:
+        # One that drops the gradient leaves nothing to look at for others.
+        drops = [each for each in gradients.HOOKS if each.startswith("drops")]
+        if self._chance(0.2):
+            drawn = [self._one_of(drops)]
+        else:
+            others = [each for each in gradients.HOOKS if each not in drops]
+            drawn = self._random.sample(others, self._random.randint(1, 3))
+        if self._wrappers in OF_GROUPS:
             # Which of two wrappers has ended when a callback of the user's runs, nobody promises.
             drawn = [each for each in drawn if not each.startswith("looks")]
-        drawn.sort(key=lambda each: each.startswith("drops"))
-        if any(each.startswith("drops") for each in drawn):
-            drawn = drawn[-1:]
-        return tuple((hook, self._chance(0.5)) for hook in drawn)
+        return tuple(("", hook, self._chance(0.5)) for hook in drawn)
 
     # What is done with it.
 
     def _draw_quiet_steps(self) -> list[Action]:
         """For a wrapper that would go by what has been usual."""
         if "buffers" in self._roots and self._chance(0.6):
-            return [QuietSteps(self._one_of([17, 20, 25]), self._title)]
-        return [QuietSteps(self._one_of([2, 5, 12]), self._title)] if self._chance(0.3) else []
+            return [QuietSteps(self._one_of([17, 20, 25]))]
+        return [QuietSteps(self._one_of([2, 5, 12]))] if self._chance(0.3) else []
 
     def _draw_step(self, number: int) -> list[Action]:
         """One iteration of a training loop."""
-        match self._kind:
+        match self._wrappers:
             case "two groups" | "ring of pairs":
                 return self._draw_step_of_groups(number)
             case "shared encoder":
                 return [
                     each
-                    for title in ("actor", "critic")
+                    for title in ("main", "critic")
                     for each in self._draw_step_of(title, number)
                 ]
             case "local and global":
@@ -212,35 +210,44 @@ class _Generator:
 
     def _draw_step_of(self, title: str, number: int) -> list[Action]:
         actions = self._interludes("before", number)
-        actions.append(ZeroGrad(self._chance(0.7)) if self._chance(0.8) else ZeroGrad())
+        actions.append(ZeroGrad(self._chance(0.75), by_optimizer=True))
         actions += self._interludes("zeroed", number)
         if self._chance(0.2):
-            uneven = self._chance(0.6) and title != "alone" and not self._network.collective
+            uneven = self._chance(0.6) and title != "alone" and not self._collects
             count = self._random.randint(1, 3)
             counts = [self._random.randint(1, 3) if uneven else count for _ in self._ranks]
             actions.append(Microbatches(tuple(counts), title))
-        if "backwards" in self._roots and title == self._title and self._chance(0.25):
+        if "backwards" in self._roots and title == "main" and self._chance(0.25):
             ways = ["the module", "functional_call"]
-            if self._kind != "shared encoder":
+            if self._wrappers != "shared encoder":
                 ways.append("the parameters")
-            actions += [Forward(0, title), Drop(0), BackwardOfTheArmed(self._one_of(ways))]
+            actions += [self._forward(title), Drop(), BackwardOfTheArmed(self._one_of(ways))]
         else:
             if self._chance(0.1):
-                actions += [Forward(0, title), Drop(0)]
+                actions += [self._forward(title), Drop()]
             if "backwards" in self._roots and self._chance(0.25):
                 actions += self._draw_saliency(title)
-            actions.append(Forward(0, title))
+            actions.append(self._forward(title))
             actions += self._interludes("between", number)
-            actions.append(Backward())
+            # (A collective of one's own has no second derivative.)
+            penalty = not (self._collects or self._network.has_norm) and self._chance(0.08)
+            actions.append(Backward(penalty=penalty))
         actions += self._interludes("after", number)
         actions.append(Step())
         if self._chance(0.15):
-            actions.append(Evaluate(self._random.randint(1, 3), title))
+            actions += self._evaluate(title)
         return actions
+
+    def _forward(self, title: str, **more: bool) -> Forward:
+        return Forward(0, (6,) * self._world_size, wrapper=title, **more)  # type: ignore[arg-type]
+
+    def _evaluate(self, title: str) -> list[Action]:
+        forward = self._forward(title, grad=False, training=False)
+        return [forward] * self._random.randint(1, 3)
 
     def _draw_step_of_groups(self, number: int) -> list[Action]:
         actions = self._interludes("before", number)
-        actions.append(ZeroGrad())
+        actions.append(ZeroGrad(True, by_optimizer=True))
         actions += self._interludes("zeroed", number)
         # In the second forward stock's wrappers agree on their buckets.
         orders = [(0, 1) if number == 1 or self._chance(0.5) else (1, 0) for _ in self._ranks]
@@ -276,11 +283,11 @@ class _Generator:
         if moment == "between":
             ranks = self._some_ranks()
             if self._network.has_norm or self._chance(0.7):
-                return [InputGradient(ranks, self._chance(0.5))]
+                return [InputGradient(0, ranks, self._chance(0.5))]
             return [ParameterGradient(ranks)]
         if self._chance(0.15):
             return [ParameterGradient(self._some_ranks())]
-        ends = list(backwards.ENDS)
+        ends = list(probes.ENDS)
         if moment == "before":
             ends.remove("left")  # it would be dropped anyway
         elif moment == "after":
@@ -293,22 +300,23 @@ class _Generator:
                 tuple(2 * int(rank == self._world_size - 1) for rank in self._ranks),
             ]
         )
-        way = self._one_of(list(backwards.WAYS))
+        way = self._one_of(list(probes.WAYS))
         return [Probe(counts, way, self._one_of(ends), self._chance(0.3))]
 
     def _draw_saliency(self, title: str) -> list[Action]:
         # (Forwards that broadcast buffers are as many on all ranks. No other collective may be in
         # front of the one in which stock agrees on its buckets.)
-        if self._kind not in ("one network", "shared encoder"):
+        if self._wrappers not in ("one network", "shared encoder"):
             return []
         least = 2 if self._network.has_buffers else 0
         counts = tuple(self._random.randint(least, 2) for _ in self._ranks)
-        return [Saliency(counts, self._one_of(["", "", "encoder"]), title)]
+        return [Saliency(counts, self._one_of(["", "", "blocks.b0"]), title)]
 
     def _in_a_mode(self, action: Action) -> Action:
         """The action, or the same in a mode."""
-        if isinstance(action, Evaluate) and self._chance(0.8):
-            return Under(self._one_of(list(OF_EVALUATIONS)), action)
+        if isinstance(action, Forward) and not action.grad:
+            mode = self._maybe(0.8, self._one_of(list(OF_EVALUATIONS)))
+            return action if mode is None else Under(mode, action)
         usual = Forward | ForwardsInAnyOrder | Backward | Microbatches | Step | WrapAgain
         if isinstance(action, usual) and self._chance(0.3):
             return Under(self._one_of(list(MODES)), action)
@@ -329,9 +337,9 @@ class _Generator:
             case 0:
                 return [Recalibrate(self._some_ranks(), self._random.randint(1, 3))]
             case 1:
-                return [Evaluate(self._random.randint(1, 3), self._title)]
+                return self._evaluate("main")
             case 2:
-                return [self._draw_write(list(WAYS)), Evaluate(2, self._title)]
+                return [self._draw_write(list(WAYS)), *self._evaluate("main")]
             case 3:
                 self._is_averaged = True
                 return [KeepState()]
@@ -340,7 +348,7 @@ class _Generator:
                 ranks = self._some_ranks()
                 return [
                     SwapIn(ranks, by),
-                    Evaluate(self._random.randint(1, 3), self._title),
+                    *self._evaluate("main"),
                     SwapIn(ranks, by, back=True),
                 ]
             case _:
@@ -371,20 +379,20 @@ class _Generator:
         return actions
 
     def _draw_wrappers(self, moment: str, number: int) -> list[Action]:
-        if moment != "before" or self._kind not in ("one network", "local and global"):
+        if moment != "before" or self._wrappers not in ("one network", "local and global"):
             return []
         match self._random.randrange(4):
             case 0:
                 return [LetGo()]
             case 1 if not self._forwards_names:
-                return [CopyWrapper()]
+                return [CopyWrapper(self._chance(0.5))]
             case _:
                 # Views of an old wrapper that is still held are nobody's but its own.
                 held = () if self._views else self._some_ranks(may_be_none=True)
                 return [WrapAgain(held, in_a_cycle=self._chance(0.4))]
 
     def _draw_names(self, moment: str, number: int) -> list[Action]:
-        title = self._title
+        title = "main"
         if moment == "after" or (moment == "before" and number == 0) or self._chance(0.2):
             if self._chance(0.2):
                 name, value = self._one_of(names.METHODS), self._one_of(list(names.PLAIN_VALUES))
@@ -397,22 +405,3 @@ class _Generator:
         if self._names_set and self._chance(0.3):
             return [DeleteName(self._one_of(self._names_set), title), ReadNames(title)]
         return [ReadNames(title)]
-
-    # Chance.
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._world_size)
-
-    def _some_ranks(self, may_be_none: bool = False) -> tuple[int, ...]:
-        """One of them, some, or all."""
-        drawn = [rank for rank in self._ranks if self._chance(0.5)]
-        if not drawn and not may_be_none:
-            drawn = [self._random.randrange(self._world_size)]
-        return tuple(drawn)
-
-    def _chance(self, probability: float) -> bool:
-        return self._random.random() < probability
-
-    def _one_of(self, values: Sequence[_T]) -> _T:
-        return self._random.choice(values)

@@ -1,0 +1,74 @@
+"""Calls that are refused: with an error that is announced, and the next step is right."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fuzz.contract import only_documented
+
+from differential.program import Action
+from tritonddp import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from differential.player import Player
+
+# Refused before anything is sent, whatever the other ranks do: a method, and its arguments.
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "weight NaN": ("weighted", (math.nan,)),
+    "weight negative": ("weighted", (-1,)),
+    "weight a word": ("weighted", ("all",)),
+    "reduction unknown": ("weighted", (1, "max")),
+    "gradients a number": ("reduce_gradients", (3,)),
+    "gradients too few": ("reduce_gradients", ([None],)),
+    "gradient of no name": ("reduce_gradients", ({"x": None},)),
+    "gradient of another shape": ("reduce_gradients", ({"heads.0.weight": torch.ones(7)},)),
+    "params alone": ("reduce_gradients", (None, [])),
+    "params no tensors": ("reduce_gradients", ([None], [3])),
+    "hook a number": ("register_comm_hook", (None, 3)),
+    "hook of no kind": ("_register_builtin_comm_hook", ("ALLREDUCE",)),
+    "join or not": ("join", (True, "no")),
+    "rate zero": ("_set_ddp_runtime_logging_sample_rate", (0,)),
+    "rate a word": ("_set_ddp_runtime_logging_sample_rate", ("often",)),
+    "buffers a number": ("_default_broadcast_coalesced", (3,)),
+}
+# The same, but all ranks are told: arguments of the last rank, and of the others.
+REFUSED_BY_ALL: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
+    "state empty": ("load_comm_state_dict", ({},), ({},)),
+    "state a number on one rank": ("load_comm_state_dict", (3,), ()),
+}
+
+
+@dataclass(frozen=True)
+class Misuse(Action):
+    """One of them, on these ranks.
+
+    Attributes:
+        what: of :data:`REFUSED`, or of :data:`REFUSED_BY_ALL`, which all ranks call.
+        ranks: that call it.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+
+    def perform(self, player: Player) -> None:
+        is_by_all = self.what in REFUSED_BY_ALL
+        if player.wrapper is None or not (is_by_all or player.rank in self.ranks):
+            return
+        if is_by_all:
+            is_last = player.rank == player.program.world_size - 1
+            method, *of_ranks = REFUSED_BY_ALL[self.what]
+            arguments = of_ranks[0 if is_last else 1]
+        else:
+            method, arguments = REFUSED[self.what]
+        is_refused = True
+        with only_documented(getattr(DistributedDataParallel, method)):
+            called = getattr(player.wrapper, method)(*arguments)
+            if isinstance(called, AbstractContextManager):
+                with called:
+                    pass
+            is_refused = False
+        assert is_refused, f"{self.what} was not refused"

@@ -1,0 +1,35 @@
+"""What generators of programs draw with."""
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class Chance:
+    """Draws for a seed and a number of ranks: always the same, on every rank."""
+
+    def __init__(self, seed: int, world_size: int, *more: object) -> None:
+        self._seed, self._world_size = seed, world_size
+        self._random = random.Random(" ".join(map(str, (seed, world_size, *more))))
+
+    def _chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _maybe(self, probability: float, value: _T) -> _T | None:
+        return value if self._chance(probability) else None
+
+    def _one_of(self, values: Sequence[_T]) -> _T:
+        return self._random.choice(values)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._world_size)
+
+    def _some_ranks(self, may_be_none: bool = False) -> tuple[int, ...]:
+        """One of them, some, or all."""
+        drawn = [rank for rank in self._ranks if self._chance(0.5)]
+        if not drawn and not may_be_none:
+            drawn = [self._random.randrange(self._world_size)]
+        return tuple(drawn)

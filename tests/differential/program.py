@@ -1,0 +1,207 @@
+"""What is done with a network: options, and a list of actions that every rank goes through.
+
+A program holds all that differs between ranks as one item for each rank, so that one process can
+play them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from differential.player import Player
+
+
+class Described:
+    """Base of dataclasses: ``str()`` is the call that makes it, without what is the default."""
+
+    def __str__(self) -> str:
+        given = [(each, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
+        shown = ", ".join(
+            f"{each.name}={value if isinstance(value, Described) else repr(value)}"
+            for each, value in given
+            if value != each.default
+        )
+        return f"{type(self).__name__}({shown})"
+
+
+class Action(Described):
+    """One thing that every rank does, or the ranks that it names."""
+
+    def perform(self, player: Player) -> None:
+        """Do it, as the player's rank."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NetworkSpec(Described):
+    """A network, before it is made.
+
+    Attributes:
+        blocks: kinds of the blocks ``b0``, ``b1``, ...: of :data:`differential.networks.BLOCKS`.
+        frozen: blocks whose parameters require no gradient when the network is wrapped.
+        output: how ``forward`` returns its tensors: a key of :data:`differential.networks.OUTPUTS`.
+        checkpoint: how blocks are checkpointed: ``""``, ``"reentrant"`` or ``"not reentrant"``.
+        tied: whether the first two blocks, both linear, share their weight.
+        buffers: kinds of :data:`differential.networks.BUFFERS`.
+        written_in_forward: how the forward writes a buffer; ``""`` is not at all.
+        written_in_backward: how a hook of the backward does.
+        quiet: the forwards before the first one that does.
+        overrides: which method it overrides, of :data:`differential.networks.OVERRIDES`.
+        copies: networks of this kind that there are, with a group each.
+        shares_encoder: whether there are two of them, which share their first block.
+    """
+
+    blocks: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
+    output: str = "tensor"
+    checkpoint: str = ""
+    tied: bool = False
+    buffers: tuple[str, ...] = ()
+    written_in_forward: str = ""
+    written_in_backward: str = ""
+    quiet: int = 0
+    overrides: str = ""
+    copies: int = 1
+    shares_encoder: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"b{number}" for number in range(len(self.blocks)))
+
+    @property
+    def has_norm(self) -> bool:
+        return "convolution" in self.blocks
+
+    @property
+    def has_buffers(self) -> bool:
+        return self.has_norm or bool(self.buffers)
+
+
+@dataclass(frozen=True)
+class Options(Described):
+    """Arguments of the wrapper, by their names; ``None`` is left out.
+
+    ``process_group`` is ``"new"`` for another group of all ranks, ``device_mesh`` a flag.
+    """
+
+    bucket_cap_mb: float | None = None
+    bucket_cap_mb_list: tuple[float, ...] | None = None
+    find_unused_parameters: bool | None = None
+    gradient_as_bucket_view: bool | None = None
+    static_graph: bool | None = None
+    batched_grad_copy: bool | None = None
+    forward_sync_buffers: bool | None = None
+    broadcast_buffers: bool | None = None
+    init_sync: bool | None = None
+    skip_all_reduce_unused_params: bool | None = None
+    process_group: str | None = None
+    device_mesh: bool | None = None
+    check_finite: str | None = None
+    metrics: bool | None = None
+    lazy_bucket_allocation: bool | None = None
+    reduce_dtype: str | None = None
+    compression: str | None = None
+
+    @property
+    def given(self) -> dict[str, object]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def syncs_buffers(self) -> bool:
+        """Whether forwards broadcast buffers."""
+        if self.forward_sync_buffers is not None:
+            return self.forward_sync_buffers
+        return self.broadcast_buffers is not False
+
+    @property
+    def syncs_first_buffers(self) -> bool:
+        """Whether wrapping does."""
+        is_kept = self.forward_sync_buffers is None and self.broadcast_buffers is False
+        return self.init_sync is not False and not is_kept
+
+
+@dataclass(frozen=True)
+class Program(Described):
+    """What some ranks do.
+
+    Attributes:
+        kind: of :data:`differential.kinds.KINDS`.
+        seed: of the generator; weights and batches are drawn from it too.
+        world_size: number of ranks.
+        network: what is wrapped.
+        options: of the wrapper.
+        actions: what every rank does.
+        optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
+        hooks: of users, each with the block whose first parameter has it (``""``: those that its
+            kind is for), the kind, of :data:`differential.actions.gradients.HOOKS`, and whether it
+            is put there before the network is wrapped.
+        thresholds: of the CPU path, in elements: from which mean size on gradients stay in their
+            bucket's memory, and the size of a segment. Small ones bring small networks there.
+        stock: options for stock DDP, ``None`` where it does not define the answer.
+        communication_hook: a key of :data:`differential.in_ranks.COMMUNICATION_HOOKS`, or ``""``.
+        delays: whether the gradients of the first head are delayed until that of the first
+            parameter of the first block is there.
+        counts: how many of the actions each rank has inputs for, inside ``join()``; ``None`` where
+            all have inputs for all, without it.
+        over_present: whether the mean there is over the ranks that still have inputs.
+        scaler: whether there is a gradient scaler.
+        is_manual: whether backwards end in ``finalize_backward()``.
+        groups: what the optimizer is given: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
+            ``"some"``: not those of the first block; ``"later"``: those of the heads after the
+            first step. Where it is not ``""``, those of a new block are a group that is added.
+        roots: of hostile programs: where actions are from, of :data:`kinds.hostile.ROOTS`.
+        wrappers: how many there are, of :data:`kinds.hostile.WRAPPERS`.
+        forwards_names: whether the wrapper is of a subclass that hands names on to the module.
+    """
+
+    kind: str
+    seed: int
+    world_size: int
+    network: NetworkSpec
+    options: Options
+    actions: tuple[Action, ...] = ()
+    optimizer: str = "SGD"
+    hooks: tuple[tuple[str, str, bool], ...] = ()
+    thresholds: tuple[int, int] | None = None
+    stock: Options | None = None
+    communication_hook: str = ""
+    delays: bool = False
+    counts: tuple[int, ...] | None = None
+    over_present: bool = False
+    scaler: bool = False
+    is_manual: bool = False
+    groups: str = ""
+    roots: tuple[str, ...] = ()
+    wrappers: str = "one network"
+    forwards_names: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the optimizer is ours, where the wrapper is."""
+        return self.kind == "sharded"
+
+    @property
+    def is_hostile(self) -> bool:
+        """Whether it knows nothing of this package: stock DDP alone says what is right."""
+        return self.kind == "hostile"
+
+    def where(self, number: int) -> str:
+        """Action ``number``, in words."""
+        return f"after action {number} ({[*self.actions, 'the end'][number]})"
+
+    @property
+    def command(self) -> str:
+        """What plays it again."""
+        return (
+            f"python tests/differential/run.py --kind {self.kind} --seed {self.seed} "
+            f"--world {self.world_size} -v"
+        )
+
+    def __str__(self) -> str:
+        """Each action has a line of its own."""
+        lines = [Described.__str__(replace(self, actions=()))]
+        lines += [f"  {number:3} {action}" for number, action in enumerate(self.actions)]
+        return "\n".join(lines)
