@@ -197,11 +197,3 @@ def test_fingerprints_of_collectives_are_shortened() -> None:
         "the following aspects: \t Op type: ALLREDUCEvs BARRIER"
     )
     assert in_short("CollectiveFingerPrint(") == "CollectiveFingerPrint("
-
-
-@ranks(2)
-def test_quantised_buckets_are_told_as_well() -> None:
-    with logged(logging.DEBUG) as log:
-        ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
-        ddp(torch.ones(1, 64)).sum().backward()
-    assert sum("is sent" in line for line in log.lines()) == 1
