@@ -118,10 +118,24 @@ def test_an_accelerator_that_has_wrapped_a_model_is_refused() -> None:
         use_tritonddp(accelerator)
 
 
-def test_a_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+# The modules that each integration needs, and what the error says where they are missing.
+MISSING = {
+    "lightning": (("lightning", "lightning.pytorch", "pytorch_lightning"), "lightning"),
+    "fabric": (
+        ("lightning", "lightning.fabric", "lightning_fabric"),
+        r"lightning \(or lightning-fabric\)",
+    ),
+    "transformers": (("transformers",), "transformers"),
+}
+
+
+@pytest.mark.parametrize("library", MISSING)
+@pytest.mark.quick
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    names, said = MISSING[library]
     imported = [name for name in sys.modules if "lightning" in name.partition(".")[0]]
-    for name in ("lightning", "lightning.pytorch", "pytorch_lightning", *imported):
+    for name in (*names, *imported):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "tritonddp.integrations.lightning", raising=False)
-    with pytest.raises(ImportError, match="pip install lightning"):
-        importlib.import_module("tritonddp.integrations.lightning")
+    monkeypatch.delitem(sys.modules, f"tritonddp.integrations.{library}", raising=False)
+    with pytest.raises(ImportError, match=f"pip install {said}"):
+        importlib.import_module(f"tritonddp.integrations.{library}")

@@ -136,11 +136,3 @@ def test_a_second_training_finds_the_module_replicated() -> None:
     assert replicated(module, None, {}) is wrapper
     with pytest.raises(ValueError, match=r"this Linear is replicated already, and not .* bucket"):
         replicated(module, None, {"bucket_cap_mb": 2})
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_module_that_a_user_has_replicated_keeps_its_options() -> None:
-    module = tritonddp.replicate(nn.Linear(2, 2), metrics=True)
-    assert replicated(module, None, {}) is tritonddp.ddp(module)
-    with pytest.raises(ValueError, match="and not with the options metrics as they are now"):
-        replicated(module, None, {"metrics": True})

@@ -1,7 +1,6 @@
 """tritonddp's class under torch's names, and what others put on torch's class."""
 
 import contextlib
-import importlib
 import sys
 import types
 import warnings
@@ -73,16 +72,6 @@ print({first, second, torch.nn.parallel.DistributedDataParallel})
     assert done.stdout == "{<class 'tritonddp.ddp.DistributedDataParallel'>}\n", done.stderr
 
 
-def test_torch_offers_its_class_by_no_other_name() -> None:
-    """Of torch's other modules that know it, none wraps: they ask what a module is."""
-    public = [
-        name
-        for name, module in list(sys.modules.items())
-        if name.startswith("torch.nn") and any(value is STOCK for value in vars(module).values())
-    ]
-    assert sorted(public) == ["torch.nn.parallel", "torch.nn.parallel.distributed"]
-
-
 def test_whoever_had_bound_the_class_before_is_named_when_it_is_replaced(bound: str) -> None:
     with pytest.warns(UserWarning, match=rf"by name before, and keep it: .*{bound}.* If they wrap"):
         tritonddp.replace_stock()
@@ -135,12 +124,6 @@ def test_a_wrapper_that_is_still_torchs_works_as_ever(for_good: bool, wrap: Any)
         with stock._inside_ddp_forward():
             assert STOCK._get_active_ddp_module() is stock
     train(stock)
-
-
-def test_a_context_inside_which_it_is_replaced_for_good_leaves_it_so() -> None:
-    with replacement.stock_replaced():
-        tritonddp.replace_stock()
-    assert names() == [OURS, OURS]
 
 
 def trained_with_zero() -> tuple[nn.Module, list[Tensor]]:
@@ -214,15 +197,6 @@ def test_what_is_torchs_own_is_not_taken_for_somebody_elses(wrap: Any) -> None:
     tritonddp.replace_stock()
     with pytest.raises(AttributeError, match="no attribute '_passing_sync_batchnorm_handle'"):
         _ = wrap()._passing_sync_batchnorm_handle
-
-
-def test_a_missing_fabric_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = [name for name in sys.modules if name.startswith("lightning")]
-    for name in ("lightning", "lightning.fabric", "lightning_fabric", *imported):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "tritonddp.integrations.fabric", raising=False)
-    with pytest.raises(ImportError, match=r"pip install lightning \(or lightning-fabric\)"):
-        importlib.import_module("tritonddp.integrations.fabric")
 
 
 def test_what_an_installed_fabric_lacks_itself_is_named(

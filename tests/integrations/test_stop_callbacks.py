@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,3 @@ def test_all_ranks_save_and_end_and_the_next_run_goes_on_behind(
 def test_what_is_not_wrapped_is_named(model: Any) -> None:
     with pytest.raises(TypeError, match=rf"has a builtins\.{type(model).__name__}: use an adapter"):
         should_stop(model)
-
-
-def test_missing_transformers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "tritonddp.integrations.transformers", raising=False)
-    with pytest.raises(ImportError, match="pip install transformers"):
-        importlib.import_module("tritonddp.integrations.transformers")
