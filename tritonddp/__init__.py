@@ -1,15 +1,17 @@
-"""A drop-in replacement for torch's DistributedDataParallel that flattens whole buckets at once."""
+"""A drop-in replacement for torch's DistributedDataParallel that flattens whole buckets at once.
 
+What it offers is imported when it is first used: the command line answers without torch, and a
+program pays for the sharded optimizer, which imports all of torch's optimizers, only if it has one.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tritonddp.ddp import DistributedDataParallel
-
-# (ddp() takes the name of the module, which is imported above and found as always by "from".)
-from tritonddp.in_place import ddp, replicate
-from tritonddp.integrations.replacement import instead_of_stock, replace_stock
-from tritonddp.integrations.signals import stop_on_signal
-
 if TYPE_CHECKING:
+    from tritonddp.in_place import ddp, replicate
+    from tritonddp.integrations.replacement import instead_of_stock, replace_stock
+    from tritonddp.integrations.signals import stop_on_signal
+    from tritonddp.wrapper import DistributedDataParallel
     from tritonddp.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
@@ -25,14 +27,24 @@ __all__ = [
 
 __version__ = "0.2.0"
 
+_MODULES = {
+    "DistributedDataParallel": "tritonddp.wrapper",
+    "ZeroRedundancyOptimizer": "tritonddp.zero.zero_redundancy_optimizer",
+    "ddp": "tritonddp.in_place",
+    "instead_of_stock": "tritonddp.integrations.replacement",
+    "replace_stock": "tritonddp.integrations.replacement",
+    "replicate": "tritonddp.in_place",
+    "stop_on_signal": "tritonddp.integrations.signals",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import ``ZeroRedundancyOptimizer`` when it is used: it imports all of torch's optimizers."""
-    if name == "ZeroRedundancyOptimizer":
-        from tritonddp.zero import zero_redundancy_optimizer
-
-        return zero_redundancy_optimizer.ZeroRedundancyOptimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next use does not come here
+    return value
 
 
 def __dir__() -> list[str]:

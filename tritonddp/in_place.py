@@ -27,8 +27,8 @@ from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
 from tritonddp.compiled.forward import WRAPPER, replicated_in_one_graph, unless_traced
 from tritonddp.coordination.failures import listed
-from tritonddp.ddp import DistributedDataParallel
 from tritonddp.state import DDPState
+from tritonddp.wrapper import DistributedDataParallel
 
 _Module = TypeVar("_Module", bound=nn.Module)
 # Of all modules, once one is replicated.

@@ -11,7 +11,7 @@ from typing import Any
 
 import griffe
 
-_WRAPPER = "tritonddp.ddp.DistributedDataParallel"
+_WRAPPER = "tritonddp.wrapper.DistributedDataParallel"
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data):`~?([\w.]+)`")
 _EXAMPLE = re.compile(r"^Example::\n\n((?:    .*\n?|\n)+)", re.MULTILINE)
 
@@ -21,7 +21,7 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """All modules are there, nothing is parsed yet."""
-        wrapper = pkg["ddp.DistributedDataParallel"]
+        wrapper = pkg["wrapper.DistributedDataParallel"]
         for name in ("join", "join_hook"):  # (Of the others api.md shows none.)
             wrapper.set_member(name, pkg[f"compat.stock_ddp.StockDDPNames.{name}"])
         known = {f"{_WRAPPER}.{name}" for name in wrapper.members if not name.startswith("_")}

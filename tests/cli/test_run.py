@@ -50,7 +50,7 @@ def test_spawned_processes_and_hidden_modules(tmp_path: Path) -> None:
     assert plain == "the hidden one has run []"
     assert main_line == f"__main__ ['{store}', '--lr', '0.1'] []"
     assert "_frozen_importlib_external.SourceFileLoader" in loaders
-    assert "wrapped by tritonddp.ddp __mp_main__ ['--lr', '0.1']" in rest
+    assert "wrapped by tritonddp.wrapper __mp_main__ ['--lr', '0.1']" in rest
     assert wrapped_models(counts) == [1]
 
 
@@ -98,7 +98,7 @@ def test_torch_may_have_been_imported_before(tmp_path: Path) -> None:
     script.parent.mkdir()
     script.write_text(EARLY)
     done = python("-S", str(script), PYTHONPATH=path)
-    assert done.stdout == "the hidden one has run tritonddp.ddp\n", done.stderr
+    assert done.stdout == "the hidden one has run tritonddp.wrapper\n", done.stderr
     (tmp_path / "tritonddp").mkdir()
     (tmp_path / "tritonddp" / "__init__.py").write_text("raise ImportError('no triton here')")
     broken = python("-S", str(script), PYTHONPATH=path)

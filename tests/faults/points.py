@@ -53,7 +53,7 @@ POINTS = {
     "before the forward": Point("plain", "forward", "kill 1/2, behind 1/3, leave 2/3"),
     "inside the forward": Point("plain", "module forward", "kill 0/3, loop 0/2, behind 0/2"),
     "buffer broadcast": Point(
-        "buffers", "tritonddp.ddp:DistributedDataParallel._sync_buffers", "kill 2/3, stop 0/3"
+        "buffers", "tritonddp.wrapper:DistributedDataParallel._sync_buffers", "kill 2/3, stop 0/3"
     ),
     "buffers in memory": Point("buffers", f"{SHARED}._show", "kill 0/3, stop 0/2", step=3),
     "loan of memory": Point("buffers", f"{SHARED}._lend", "kill 0/3", step=1),
@@ -179,7 +179,7 @@ POINTS = {
     ),
     "check_sync": Point("check", "check", "kill 1/3, stop 1/2"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums", "kill 0/2"),
-    "forward inside join": Point("join", "tritonddp.ddp:announce_forward", "kill 1/3, stop 0/2"),
+    "forward inside join": Point("join", "tritonddp.wrapper:announce_forward", "kill 1/3, stop 0/2"),
     "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol.announce", ""),
     "backward inside join": Point(
         "join", "gradient of a layer in the middle", "kill 0/3, raise 0/3, nan 0/2"

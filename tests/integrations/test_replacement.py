@@ -69,7 +69,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as second
 print({first, second, torch.nn.parallel.DistributedDataParallel})
 """
     done = launched.run("-W", "error::UserWarning", "-c", program, nproc=None)
-    assert done.stdout == "{<class 'tritonddp.ddp.DistributedDataParallel'>}\n", done.stderr
+    assert done.stdout == "{<class 'tritonddp.wrapper.DistributedDataParallel'>}\n", done.stderr
 
 
 def test_whoever_had_bound_the_class_before_is_named_when_it_is_replaced(bound: str) -> None:

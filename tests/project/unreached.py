@@ -75,7 +75,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "_device_index": (ALL, GPU),
     },
     "coordination/processes.py": {"_scope": (2, "a system without /proc, as macOS is")},
-    "ddp.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
+    "wrapper.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
     "features/join.py": {"JoinProtocol._agree": (1, DISAGREE)},
     "integrations/fabric.py": {
         "": (1, LIGHTNING),

@@ -27,7 +27,7 @@ import tritonddp
 from tritonddp._device import settle
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import gather_json
-from tritonddp.ddp import DistributedDataParallel
+from tritonddp.wrapper import DistributedDataParallel
 
 _WHERE = "tritonddp doctor"
 # Bytes of the all-reduce; fewer where it would take longer than this many seconds.

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK
-from tritonddp.ddp import DistributedDataParallel
 from tritonddp.in_place import ddp, replicate
 from tritonddp.integrations.in_place import behind
 from tritonddp.integrations.replacement import instead_of_stock, stock_replaced
+from tritonddp.wrapper import DistributedDataParallel
 
 __all__ = ["instead_of_stock", "use_tritonddp"]
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from tritonddp._arguments import check_flags
-from tritonddp.ddp import DistributedDataParallel
 from tritonddp.in_place import ddp
 from tritonddp.integrations.in_place import replicated
 from tritonddp.integrations.strategies import lightning_class
+from tritonddp.wrapper import DistributedDataParallel
 
 _PACKAGES = "lightning.fabric", "lightning_fabric"
 _Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from tritonddp.ddp import DistributedDataParallel
 from tritonddp.in_place import ddp, replicate
+from tritonddp.wrapper import DistributedDataParallel
 
 
 def behind(model: Any) -> DistributedDataParallel | None:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from tritonddp._arguments import check_flags
-from tritonddp.ddp import DistributedDataParallel
 from tritonddp.integrations.in_place import replicated, should_stop
 from tritonddp.integrations.signals import StopOnSignal, checked, stop_on_signal
 from tritonddp.integrations.strategies import lightning_class
+from tritonddp.wrapper import DistributedDataParallel
 
 _PACKAGES = "lightning.pytorch", "pytorch_lightning"
 _Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)

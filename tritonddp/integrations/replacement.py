@@ -18,8 +18,8 @@ from typing import Any
 import torch.nn.parallel.distributed
 
 from tritonddp._torch import STOCK
-from tritonddp.ddp import DistributedDataParallel
 from tritonddp.state import DDPState
+from tritonddp.wrapper import DistributedDataParallel
 
 _OFFERED = "_offered_instead"
 _is_for_good = False

@@ -24,38 +24,51 @@ VARIABLE = "TRITONDDP_SESSION"
 
 
 class _Finder:
-    """Finds torch and tritonddp as the other finders do, and is told when they are imported."""
+    """Finds torch and tritonddp as the other finders do, and acts once when they are imported.
+
+    An import of tritonddp imports torch in its midst: only at the end of the outermost of these
+    imports is all there.
+    """
 
     def __init__(self, session: str) -> None:
         self._session = session
-        self._waiting = {"torch", "tritonddp"}
+        self._found: set[str] = set()
+        self._depth = 0  # imports that are going on
         self._has_acted = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in self._waiting:
+        is_ours = name == "torch" or name.startswith("tritonddp.")
+        if self._has_acted or not is_ours or name in self._found:
             return None
         import importlib.util
 
-        self._waiting.discard(name)  # the others are asked now, and this one with them
+        self._found.add(name)  # the others are asked now, and this one with them
         try:
             spec: Any = importlib.util.find_spec(name)
         finally:
-            self._waiting.add(name)
+            self._found.discard(name)
         if spec is not None and spec.loader is not None:
             loader, execute = spec.loader, spec.loader.exec_module
 
-            def execute_and_tell(module: ModuleType) -> None:
+            def execute_and_act(module: ModuleType) -> None:
                 vars(loader).pop("exec_module", None)  # that of its class again
-                execute(module)
-                self.imported(name)
+                self._depth += 1
+                try:
+                    execute(module)
+                finally:
+                    self._depth -= 1
+                self.imported()
 
-            loader.exec_module = execute_and_tell
+            loader.exec_module = execute_and_act
         return spec
 
-    def imported(self, name: str) -> None:
+    def imported(self) -> None:
+        """Act if torch is there, and no import of it or of tritonddp is going on."""
+        if self._depth or self._has_acted or "torch" not in sys.modules:
+            return
         import json
 
-        self._waiting.discard(name)
+        self._has_acted = True
         session = json.loads(self._session)
         prefix, package = session["prefix"], session["package"]
         if os.path.realpath(sys.prefix) != os.path.realpath(prefix):
@@ -64,16 +77,11 @@ class _Finder:
                 "was started in; in this process torch's DistributedDataParallel stays\n"
             )
             return
-        if name == "torch" and "tritonddp" in sys.modules:
-            return  # somebody imports tritonddp, which imports torch: its end comes
         try:
-            if name == "torch":
-                _import_package(package)  # comes here, too, unless it was found by its folder
-            if not self._has_acted:
-                self._has_acted = True
-                from tritonddp.cli.injection import act
+            _import_package(package)
+            from tritonddp.cli.injection import act
 
-                act(session)
+            act(session)
         except Exception as error:
             raise RuntimeError(
                 "tritonddp could not take the place of torch's DistributedDataParallel in process "
@@ -121,12 +129,10 @@ def _begin() -> None:
         sys.modules["sitecustomize"] = module
         hidden.loader.exec_module(module)
     if session:
-        for name in ("torch", "tritonddp"):
-            if name in sys.modules:  # a .pth file had imported it before
-                try:
-                    finder.imported(name)
-                except RuntimeError as error:  # site would print it and go on
-                    raise SystemExit(str(error)) from error
+        try:
+            finder.imported()  # if a .pth file had imported torch before
+        except RuntimeError as error:  # site would print it and go on
+            raise SystemExit(str(error)) from error
 
 
 _begin()
