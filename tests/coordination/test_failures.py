@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for(r
         dist.barrier()
         assert text.startswith(f"rank 0, {PLACE}, all-reduce of 16 bytes failed: RuntimeError: ")
         assert "Timed out waiting" in text.splitlines()[0]
-        assert "rank 1 has not reported: it has died, is stuck elsewhere, or made fewer" in text
+        assert "rank 1 has not reported: it has ended, is stuck elsewhere, or made fewer" in text
         assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
         assert "longer timeout" in text
     else:
@@ -243,7 +243,7 @@ def test_a_rank_killed_while_its_forked_worker_is_stuck_is_named_before_that_end
     try:
         for text in run(killed_beside_its_worker, "tcp", [0, 1], tmp_path).values():
             assert "rank 2 (process" in text
-            assert "has died" in text
+            assert "has ended" in text
     finally:
         os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
@@ -403,9 +403,9 @@ def process_of(state: str) -> Process:
     finally:
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process.state == "died", "a zombie"
+        assert process.state == "ended", "a zombie"
         child.wait()
-    assert process.state == "died", "gone"
+    assert process.state == "ended", "gone"
     return process
 
 
@@ -415,14 +415,14 @@ def test_a_process_of_this_host_is_told_from_one_that_died(state: str) -> None:
     process = process_of(state)
     assert Process.parse(process.post().encode()) == process
     successor = dataclasses.replace(Process.own(), started="1")
-    assert successor.state == "died", "its number belongs to another process now"
+    assert successor.state == "ended", "its number belongs to another process now"
 
 
 def test_nothing_is_said_of_a_process_that_is_elsewhere(store: dist.Store) -> None:
     elsewhere = dataclasses.replace(Process.own(), pid=77, scope="another/kernel", host="node7")
     store.set("tritonddp/process/1", elsewhere.post())
     text = explain(reports(store)[0])
-    assert "rank 1 (process 77 on node7) has not reported: it has died, is stuck elsewhere" in text
+    assert "rank 1 (process 77 on node7) has not reported: it has ended, is stuck elsewhere" in text
 
 
 def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
@@ -431,7 +431,7 @@ def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
     report = reports(store)[0]
     assert "nor begun to wrap" not in explain(report), "this rank has not, either"
     report.enter()
-    assert "rank 1 has not reported, nor begun to wrap a module: it has died" in explain(report)
+    assert "rank 1 has not reported, nor begun to wrap a module: it has ended" in explain(report)
     other = reports(store)[1]
     other.enter()
     assert "rank 1 (process" in explain(report)

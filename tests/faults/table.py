@@ -8,8 +8,8 @@ from faults.points import POINTS, Point, point_of
 
 # What happens to the victim, and how the others speak of it if it does not answer any more.
 LOST = {
-    "kill": "has died",
-    "leave": "has died",
+    "kill": "has ended",
+    "leave": "has ended",
     "stop": "is stopped",
     "loop": "runs but has not reported",
     "behind": "runs but has not reported",
@@ -158,7 +158,7 @@ def _strikes() -> Iterator[Fault]:
                 int(victim),
                 sum((WORDS[word] for word in words), ()),
                 goes_on=kind not in LOST and not is_left_out,
-                is_stall=LOST.get(kind, "has died") != "has died",
+                is_stall=LOST.get(kind, "has ended") != "has ended",
                 times_out=is_left_out and "group" in words,
             )
 

@@ -37,7 +37,7 @@ _PLACES = re.compile(
     r"|, end of join\(\), (comparison of what the ranks hold|broadcast of .*)"
     r")) failed: "
 )
-_REMEDY = "Look first at the log of the rank that died, failed first or has not reported"
+_REMEDY = "Look first at the log of the rank that ended, failed first or has not reported"
 
 
 @dataclass
@@ -112,10 +112,10 @@ def _after_an_abort(result: Result) -> list[str]:
     # (A rank may have had an answer before, and ask the others what they hold.)
     asks = re.compile(r"rank \d, step \d, comparison of what the ranks hold failed: ")
     return [
-        f"the error does not say that rank {dead} has died:\n{text}"
+        f"the error does not say that rank {dead} has ended:\n{text}"
         for text in result.errors
         if not (_PLACES.match(text) or asks.match(text))
-        or not re.search(rf"rank {dead} \(.*\) has died", text)
+        or not re.search(rf"rank {dead} \(.*\) has ended", text)
     ]
 
 
@@ -137,7 +137,7 @@ def _after_a_fatal_fault(fault: Fault, rank: int, seen: dict[str, Any]) -> list[
     if fault.at == "before wrapping":
         state = "has not reported, nor begun to wrap a module"
     blamed = re.findall(
-        r"ranks? (\d)(?: \(process \d+ on [^)]+\))? (has died|is stopped|has not)", text
+        r"ranks? (\d)(?: \(process \d+ on [^)]+\))? (has ended|is stopped|has not)", text
     )
     if fault.hosts_store:
         if "store could not be asked" not in text:

@@ -35,7 +35,7 @@ def check_texts(notebook: Any) -> None:
     died, differ = printed["dies"], printed["differ"]
     assert "exit codes [1, -9]" in died
     assert re.search(r"^RuntimeError: rank 0, step 4, bucket 0 \('", died, re.M)
-    assert re.search(r"^  rank 1 \(process \d+ on .+\) has died\.$", died, re.M)
+    assert re.search(r"^  rank 1 \(process \d+ on .+\) has ended\.$", died, re.M)
     assert "exit codes [1, 1]" in differ
     assert "parameter 'head.weight': rank 0 has (10, 128)" in differ
 

@@ -46,15 +46,15 @@ _FAILED = "tritonddp/failed"  # keys of the store begin with it
 
 # Sentences about other ranks, the most useful first. The first four keys are states of a process.
 _SENTENCES = {
-    "died": "{ranks} ({what}) {have} died.",
+    "ended": "{ranks} ({what}) {have} ended.",
     "stopped": "{ranks} ({what}) is stopped, by a signal or a debugger.",
-    "": "{ranks} ({what}) {have} not reported: {each} died, is stuck elsewhere, or made fewer "
+    "": "{ranks} ({what}) {have} not reported: {each} ended, is stuck elsewhere, or made fewer "
     "backwards.",
     "runs": "{ranks} ({what}) runs but has not reported: it computes, is stuck elsewhere, just "
     "ends, or made fewer backwards.",
-    "not begun": "{ranks} {have} not reported, nor begun to wrap a module: {each} died, or is "
+    "not begun": "{ranks} {have} not reported, nor begun to wrap a module: {each} ended, or is "
     "stuck before.",
-    "silent": "{ranks} {have} not reported: {each} died, is stuck elsewhere, or made fewer "
+    "silent": "{ranks} {have} not reported: {each} ended, is stuck elsewhere, or made fewer "
     "backwards.",
     "not asked": "Nothing is known of {ranks}.",
     "earlier": "{ranks} {have} not reported this failure, only an earlier one at {what}.",
@@ -63,7 +63,7 @@ _SENTENCES = {
 }
 
 _REMEDY = (
-    "Look first at the log of the rank that died, failed first or has not reported; "
+    "Look first at the log of the rank that ended, failed first or has not reported; "
     "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
     "only slow, give init_process_group or new_group a longer timeout."
 )
@@ -152,7 +152,7 @@ class FailureReport:
         rank = self._group.rank()
         place = plain(f"{where.removeprefix(f'rank {rank}, ')}, {what}")
         failed = f"rank {rank}, {place} failed: {_first_line(error)}"
-        # Log before asking the store: torchrun ends all processes soon after one has died.
+        # Log before asking the store: torchrun ends all processes soon after one has failed.
         logger.error("%s", failed)
         for connections in list(self._history.connections):
             connections.close()
@@ -227,7 +227,7 @@ class FailureReport:
         if posts.trouble:
             lines.append(
                 f"The process group's store could not be asked ({posts.trouble}): its host, global "
-                "rank 0 or the launcher, may have died."
+                "rank 0 or the launcher, may have ended."
             )
         for found, what in sorted(words, key=lambda each: order.index(each[0])):
             ranks = words[found, what]

@@ -2,7 +2,7 @@
 
 Each rank writes its process to the group's store when it wraps its first module in the group. It is
 read only after a collective has failed. Only ranks on the same host can see whether a process has
-died or was stopped.
+ended or was stopped.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Process:
 
     @property
     def state(self) -> str:
-        """``"died"``, ``"stopped"`` or ``"runs"``; empty if the process is on another host."""
+        """``"ended"``, ``"stopped"`` or ``"runs"``; empty if the process is on another host."""
         if not self.scope or self.scope != _scope():
             return ""
         state, started = _stat(self.pid)
         if started != self.started or state in ("Z", "X"):
-            return "died"
+            return "ended"
         return "stopped" if state in ("T", "t") else "runs"
 
 

@@ -67,7 +67,7 @@ _NO_STORE = (
 )
 # How a process that does not answer is found.
 _STATES = {
-    "died": "it has ended",
+    "ended": "it has ended",
     "stopped": "it is stopped, by a signal or a debugger",
     "runs": "it runs: something holds its interpreter, or it makes steps of another wrapper",
     "": "it has ended, is stopped or cannot be reached, or something holds its interpreter",
