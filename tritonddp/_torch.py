@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -719,24 +718,3 @@ CPP_NAMES = {
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }
-_INTEGER_SIZES = {"int": 4, "long int": 8, "long": 8, "short int": 2}
-
-
-def profiled_collectives(profile: Any) -> list[tuple[str, int]]:
-    """Name and bytes of each collective in a profile that was taken with shapes.
-
-    What the process groups of gloo and NCCL call their events. The list of a profile's events has
-    shapes, and not the dtypes that belong to them: only the events from which it is made do.
-    """
-    found = []
-    sizes = _INTEGER_SIZES | {name: dtype.itemsize for dtype, name in CPP_NAMES.items()}
-    for event in profile.profiler.kineto_results.events():
-        name = event.name()
-        if not name.startswith(("gloo:", "nccl:")) or "CPU" not in str(event.device_type()):
-            continue
-        nbytes = 0
-        for shape, dtype in zip(event.shapes(), event.dtypes(), strict=False):
-            if dtype and all(isinstance(size, int) for size in shape):
-                nbytes += math.prod(shape) * sizes.get(dtype, 1)
-        found.append((name, nbytes))
-    return found

@@ -1,5 +1,6 @@
 """``tritonddp run``: who imports torch's class gets tritonddp's, and sees nothing else of it."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -126,17 +127,24 @@ def test_what_cannot_be_replaced_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "is_standalone"),
+    ("words", "is_standalone", "ranks"),
     [
-        (["train.py", "--standalone-looking", "-m"], True),
-        (["--nproc-per-node", "2", "train.py"], True),
-        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "train.py"], False),
-        (["--master-port", "1234", "train.py"], False),
+        (["train.py", "--standalone-looking", "-m"], True, "2"),
+        (["--nproc-per-node", "3", "train.py"], True, "3"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "train.py"], False, "1"),
+        (["--master-port", "1234", "train.py"], False, "1"),
     ],
 )
 def test_torchrun_gets_what_was_typed(
-    words: list[str], is_standalone: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    words: list[str],
+    is_standalone: bool,
+    ranks: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     got: list[Any] = []
     monkeypatch.setattr(torch.distributed.run, "run", got.append)
     for name in ("PYTHONPATH", "TRITONDDP_SESSION"):
@@ -144,6 +152,7 @@ def test_torchrun_gets_what_was_typed(
     assert main(["run", *words]) == 0
     (arguments,) = got
     assert bool(arguments.standalone) is is_standalone
+    assert arguments.nproc_per_node == ranks
     script = words.index("train.py")
     assert arguments.training_script == "train.py"
     assert arguments.training_script_args == words[script + 1 :]
@@ -151,12 +160,48 @@ def test_torchrun_gets_what_was_typed(
     assert "WARNING: no model was wrapped" in capsys.readouterr().err
 
 
-def test_torchruns_variables_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    (torchrun,) = run.parents()
-    assert not run.says_where_to_meet(torchrun.parse_args(["train.py"]))
-    monkeypatch.setenv("PET_NNODES", "2")
-    (torchrun,) = run.parents()
-    assert run.says_where_to_meet(torchrun.parse_args(["train.py"]))
+def test_torchruns_variables_are_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    got: list[Any] = []
+    monkeypatch.setattr(torch.distributed.run, "run", got.append)
+    for name, value in {"PYTHONPATH": "", "TRITONDDP_SESSION": "", "PET_NNODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "train.py").touch()
+    assert main(["run", str(tmp_path / "train.py")]) == 0
+    (arguments,) = got
+    assert (arguments.standalone, arguments.nnodes, arguments.nproc_per_node) == (False, "2", "1")
+
+
+def test_all_options_of_torchrun_are_known() -> None:
+    """Whether each takes a value as well: it decides which word is the script."""
+    parser = argparse.ArgumentParser(add_help=False)
+    run.add_arguments(parser)
+    found, expected = (
+        {(each.dest, each.nargs) for each in actions if each.option_strings}
+        for actions in (parser._actions, torch.distributed.run.get_args_parser()._actions)
+    )
+    assert found == {each for each in expected if each[0] != "help"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--version"], "tritonddp 0."),
+        (["run", "--help"], "--rdzv-endpoint"),
+        (["run", "nosuch.py"], "tritonddp run: error: there is no file nosuch.py"),
+        (["run", "--nproc-per-node", "0", __file__], "0 is no number of ranks"),
+        (["run", "--no-such-option", __file__], "unrecognized arguments: --no-such-option"),
+        (["compare", "nosuch.py"], "tritonddp compare: error: there is no file nosuch.py"),
+        (["compare", "--nproc-per-node", "0", __file__], "0 is no number of ranks"),
+        (["doctor", "--nproc-per-node", "none"], "invalid"),
+    ],
+)
+def test_an_answer_that_needs_no_torch_comes_without_it(words: list[str], said: str) -> None:
+    """Torch cannot be imported here, nor what of tritonddp needs it."""
+    code = "import sys; sys.modules['torch._C'] = None; from tritonddp.cli.main import main; "
+    done = launched.run("-c", f"{code}sys.exit(main({words!r}))", nproc=None)
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if words[-1].startswith("--") else 2)
 
 
 def test_models_are_told_by_process() -> None:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from tritonddp.cli.comparison.report import strict
-from tritonddp.cli.comparison.verdict import Launch, Ratio, Verdict, over_launches, ratio_of_parts
+from tritonddp.cli.comparison.report import _of_part, _of_times, strict
+from tritonddp.cli.comparison.verdict import LEAST_LAUNCHES, Launch, Ratio, Verdict
 
 LAUNCHES, PAIRS = 6, 48  # the defaults
 
@@ -37,15 +37,28 @@ def test_the_interval_leaves_out_the_truth_in_one_of_a_hundred(count: int, betwe
     generator = random.Random(0)
     missed = 0
     for _ in range(1000):
-        ratio = over_launches(launches(generator, count, 0.9, between))
+        ratio = Ratio.over(launches(generator, count, 0.9, between))
         missed += not ratio.low <= 0.9 <= ratio.high
     assert missed <= 21  # 10 are expected; more than 21 would be one case in a thousand
+
+
+def test_so_does_the_interval_with_which_it_stops() -> None:
+    """It stops when the interval is narrow enough, or when no more launches fit."""
+    generator = random.Random(0)
+    missed = 0
+    for _ in range(1000):
+        made = launches(generator, LEAST_LAUNCHES, 0.9)
+        while Ratio.over(made).reach > 0.02 and len(made) < 8:
+            made += launches(generator, 1, 0.9)
+        ratio = Ratio.over(made)
+        missed += not ratio.low <= 0.9 <= ratio.high
+    assert missed <= 21
 
 
 def test_nothing_is_called_a_difference_where_there_is_none() -> None:
     generator = random.Random(0)
     called = [
-        Verdict.of(over_launches(launches(generator, LAUNCHES)), "a", "b", 6).is_different
+        Verdict.of(Ratio.over(launches(generator, LAUNCHES)), "a", "b", 6).is_different
         for _ in range(500)
     ]
     assert sum(called) <= 10
@@ -54,7 +67,7 @@ def test_nothing_is_called_a_difference_where_there_is_none() -> None:
 def test_a_tenth_more_is_found_nearly_always() -> None:
     generator = random.Random(0)
     found = [
-        Verdict.of(over_launches(launches(generator, LAUNCHES, 1.1)), "a", "b", 6).is_slower
+        Verdict.of(Ratio.over(launches(generator, LAUNCHES, 1.1)), "a", "b", 6).is_slower
         for _ in range(300)
     ]
     assert sum(found) >= 290
@@ -63,20 +76,21 @@ def test_a_tenth_more_is_found_nearly_always() -> None:
 def test_blocks_in_which_the_machine_was_disturbed_do_not_move_the_mean() -> None:
     steady = Launch.of([1.0] * 20, [0.9] * 20)
     disturbed = Launch.of([1.0] * 20, [0.9] * 18 + [5.0] * 2)
-    assert disturbed.mean == pytest.approx(steady.mean)
+    ratios = [each.second - each.first for each in (steady, disturbed)]
+    assert ratios[0] == pytest.approx(ratios[1])
 
 
 def test_launches_that_agree_by_chance_do_not_make_a_narrow_interval() -> None:
     """Their means are equal, and their blocks say that this is luck."""
     blocks = [1.0, 1.2] * 10
-    ratio = over_launches([Launch.of([1.0] * 20, blocks)] * 3)
+    ratio = Ratio.over([Launch.of([1.0] * 20, blocks)] * 3)
     assert ratio.high / ratio.low > 1.2
 
 
 def test_the_ratio_turns_over_with_the_contenders() -> None:
     one, other = [1.0, 1.1, 0.9, 1.05, 1.2], [2.0, 2.1, 2.3, 1.9, 2.2]
-    ratio = over_launches([Launch.of(one, other), Launch.of(one, other[::-1])])
-    turned = over_launches([Launch.of(other, one), Launch.of(other[::-1], one)])
+    ratio = Ratio.over([Launch.of(one, other), Launch.of(one, other[::-1])])
+    turned = Ratio.over([Launch.of(other, one), Launch.of(other[::-1], one)])
     assert turned.value == pytest.approx(1 / ratio.value)
     assert turned.low == pytest.approx(1 / ratio.high)
 
@@ -85,20 +99,20 @@ def test_the_ratio_turns_over_with_the_contenders() -> None:
     ("ratio", "is_different", "said"),
     [
         (
-            Ratio(0.83, 0.80, 0.86),
+            Ratio(1.0, 0.83, 0.80, 0.86),
             True,
             "ours's steps take 0.830 of stock's time (99 %: 0.800 to 0.860): faster by 17 %.",
         ),
-        (Ratio(1.1, 1.05, 1.15), True, "slower by 10 %."),
+        (Ratio(1.0, 1.1, 1.05, 1.15), True, "slower by 10 %."),
         (
-            Ratio(1.003, 0.985, 1.021),
+            Ratio(1.0, 1.003, 0.985, 1.021),
             False,
             "no difference in the time of a step (ratio 1.003, 99 %: 0.985 to 1.021; "
             "differences below 2 % are not told apart).",
         ),
-        (Ratio(1.015, 1.01, 1.02), False, "below 2 % are not told apart"),
-        (Ratio(0.9, 0.7, 1.16), False, "below 26 % are not told apart"),
-        (Ratio(0.9, 0.0, math.inf), False, "below any size are not told apart"),
+        (Ratio(1.0, 1.015, 1.01, 1.02), False, "below 2 % are not told apart"),
+        (Ratio(1.0, 0.9, 0.7, 1.16), False, "below 26 % are not told apart"),
+        (Ratio(1.0, 0.9, 0.0, math.inf), False, "below any size are not told apart"),
     ],
 )
 def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:
@@ -113,14 +127,25 @@ def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:
 
 
 def test_json_has_no_infinities() -> None:
-    verdict = Verdict.of(Ratio(0.9, 0.0, math.inf), "stock", "ours", 2)
+    verdict = Verdict.of(Ratio(1.0, 0.9, 0.0, math.inf), "stock", "ours", 2)
     text = json.dumps(strict({"of": [asdict(verdict.ratio), (math.nan, 1, None)]}), allow_nan=False)
-    ratio = {"value": 0.9, "low": 0.0, "high": "inf"}
+    ratio = {"first": 1.0, "second": 0.9, "low": 0.0, "high": "inf"}
     assert json.loads(text) == {"of": [ratio, ["nan", 1, None]]}
 
 
-def test_parts_that_take_no_time_have_no_ratio() -> None:
-    assert ratio_of_parts([1.0, 1.0], [0.0, 1.0]) is None
-    assert ratio_of_parts([1.0], [1.0]) is None
-    ratio = ratio_of_parts([1.0, 1.0], [2.0, 2.0])
-    assert ratio.value == pytest.approx(2)
+def test_columns_and_ratio_do_not_contradict() -> None:
+    """Whatever was disturbed, the quotient of the times is the ratio, in what is printed too."""
+    generator = random.Random(0)
+    for count in (1, 2, 6):
+        row = _of_times("step", launches(generator, count, 0.98))
+        assert row.ratio.second / row.ratio.first == row.ratio.value
+        _, first, second, ratio = row.cells()
+        assert float(second) / float(first) == pytest.approx(float(ratio.split()[0]), abs=0.0011)
+
+
+def test_a_part_that_takes_no_time_has_no_ratio() -> None:
+    steps = [Launch(0.0, math.log(2)), Launch(0.0, math.log(2))]
+    row = _of_part("exposed", steps, [(0.0, 0.5), (0.1, 0.5)])
+    assert (row.first, row.second, row.ratio) == (pytest.approx(50), pytest.approx(1000), None)
+    row = _of_part("forward", steps, [(0.1, 0.1), (0.1, 0.1)])
+    assert row.ratio.value == pytest.approx(2)

@@ -13,16 +13,8 @@ import os
 import platform
 import shutil
 
-import torch
-import torch.distributed.run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
 import tritonddp
-from tritonddp.cli import doctor_ranks
-from tritonddp.cli.doctor_ranks import as_bytes, show
 from tritonddp.cli.terminal import cpu_model, whole
-from tritonddp.coordination.processes import usable_cores
-from tritonddp.kernels.dispatch import select
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the report; returns 0, or 1 if something is broken."""
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_first = not is_launched or os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_first:  # one report for a host
+        print(
+            "tritonddp doctor: imports torch, then looks at this machine and its ranks; 10 to 60 "
+            "seconds\n",
+            flush=True,
+        )
+    # Without numpy the ranks would repeat torch's warning, too.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
+    import torch
+
+    from tritonddp.cli import doctor_ranks
+    from tritonddp.cli.doctor_ranks import show
+
     has_cards = torch.cuda.is_available()
     device = arguments.device or ("cuda" if has_cards else "cpu")
-    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     ranks = arguments.nproc_per_node or (torch.cuda.device_count() if device == "cuda" else 2)
     if is_launched:
         ranks = int(os.environ["WORLD_SIZE"])
-    if not is_launched or os.environ.get("LOCAL_RANK", "0") == "0":  # one report for a host
-        print("tritonddp doctor: this machine, then its ranks; 10 to 60 seconds\n", flush=True)
+    if is_first:
         if not _is_machine_fit(device):
             return 1
         print("ranks", flush=True)
@@ -60,6 +65,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _is_machine_fit(device: str) -> bool:
     """Show versions and devices; returns whether tritonddp's kernels run on ``device``."""
+    import torch
+
+    from tritonddp.cli.doctor_ranks import as_bytes, show
+    from tritonddp.coordination.processes import usable_cores
+    from tritonddp.kernels.dispatch import select
+
     has_cards = torch.cuda.is_available()
     print("versions")
     versions = {
@@ -106,6 +117,12 @@ def _triton_version() -> str:
 
 def _launch(ranks: int, device: str, timeout: int) -> int:
     """Start the ranks of this host as torchrun does, and wait for them; returns the exit code."""
+    import torch.distributed.run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from tritonddp.cli import doctor_ranks
+    from tritonddp.cli.doctor_ranks import show
+
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, with a warning
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what has failed is said below
     words = ["--standalone", "--nproc-per-node", str(ranks), "-m", doctor_ranks.__name__]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import tritonddp
-from tritonddp.state import DDPState
 
 FOLDER = Path(__file__).parent / "injected"
 VARIABLE = "TRITONDDP_SESSION"
@@ -64,6 +63,8 @@ def errors(folder: Path) -> list[str]:
 
 def _note_wrapped(folder: Path) -> None:
     """Write the number of wrapped models into a file at each one: the process may be killed."""
+    from tritonddp.state import DDPState
+
     kind: Any = tritonddp.DistributedDataParallel
     construct = kind.__init__
 

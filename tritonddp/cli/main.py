@@ -1,8 +1,8 @@
 """The command ``tritonddp``: which of its commands is meant, and what their exit codes say.
 
 A command is a module of this room with ``add_arguments(parser)`` and ``main(arguments)``, which
-returns the exit code. Only the module of the command that was asked for is imported. If it has
-``parents()`` as well, those are parsers whose arguments it takes over.
+returns the exit code. Only the module of the command that was asked for is imported, and torch only
+when the command line is understood.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
+
+from tritonddp import __version__
 
 COMMANDS = {
     "run": "run a script under torchrun, with tritonddp's class in the place of torch's",
@@ -36,23 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = _overview().parse_args(words).command  # ends here: help, version, or an error
         raise AssertionError(f"no command {name}")
     module = importlib.import_module(f"tritonddp.cli.{words[0]}")
-    parents = module.parents() if hasattr(module, "parents") else []
     parser = argparse.ArgumentParser(
         prog=f"tritonddp {words[0]}",
+        usage="%(prog)s [OPTION ...]" + " SCRIPT ..." * (words[0] != "doctor"),
         description=module.__doc__,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=parents,
-        add_help=not parents,
     )
     module.add_arguments(parser)
-    return module.main(parser.parse_args(words[1:]))
+    arguments = parser.parse_args(words[1:], argparse.Namespace(words=words[1:]))
+    # torch says it each time that it is imported.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    return module.main(arguments)
 
 
 def _overview() -> argparse.ArgumentParser:
     """The parser of what comes before a command."""
-    from tritonddp import __version__
-
     commands = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="tritonddp",

@@ -3,11 +3,14 @@
 It takes what torchrun takes, and ends with its exit code. The script is not edited and need not
 know: every Python process below gets tritonddp's class wherever it imports torch's
 DistributedDataParallel from. In the end a line on stderr tells how many models were wrapped.
+Without a rendezvous it runs on this machine alone, with 2 ranks unless --nproc-per-node says more.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import os
 import sys
 import tempfile
@@ -15,30 +18,60 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed.run
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from tritonddp.cli.injection import RUN, environment, errors, wrapped_models
+from tritonddp.cli.terminal import RANKS, ranks
 
-
-def parents() -> list[argparse.ArgumentParser]:
-    """torchrun's own arguments."""
-    return [torch.distributed.run.get_args_parser()]
+# torchrun is told of a rendezvous by these, or by variables: PET_NNODES and so on.
+_RENDEZVOUS = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing to the arguments of torchrun."""
+    """Add torchrun's own arguments, and those of the script.
+
+    They are read from torchrun's source: to import it takes seconds, and an answer to a mistyped
+    word must not. What is right for this parser is parsed by torchrun itself after that.
+    """
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None, "torch is installed without its source"
+    source = (Path(spec.origin).parent / "distributed" / "run.py").read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(".add_argument"):
+            continue
+        names = [ast.literal_eval(each) for each in node.args]
+        keywords = {each.arg: each.value for each in node.keywords}
+        if not names[0].startswith("-"):
+            continue
+        is_flag = "action" in keywords and ast.unparse(keywords["action"]) == "check_env"
+        description = ast.literal_eval(keywords["help"]).replace("%", "%%")
+        if is_flag:
+            parser.add_argument(*names, action="store_true", help=description)
+        else:
+            kind = ranks if "--nproc-per-node" in names else str
+            parser.add_argument(*names, type=kind, metavar="...", help=description)
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="...")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run; returns 0, and ends as torchrun does if the script fails."""
+    is_file = not (arguments.module or arguments.no_python)
+    if is_file and not Path(arguments.script).is_file():
+        print(f"tritonddp run: error: there is no file {arguments.script}", file=sys.stderr)
+        return 2
+    words = list(arguments.words)
     if not says_where_to_meet(arguments):
-        arguments.standalone = True
+        words.insert(0, "--standalone")
+        if arguments.nproc_per_node is None and "PET_NPROC_PER_NODE" not in os.environ:
+            words.insert(0, f"--nproc-per-node={RANKS}")
+    import torch.distributed.run
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     with tempfile.TemporaryDirectory(prefix="tritonddp-run-") as folder:
         os.environ.update(environment(RUN, folder=folder))
         has_failed = True
         try:
-            record(torch.distributed.run.run)(arguments)
+            record(torch.distributed.run.run)(torch.distributed.run.parse_args(words))
             has_failed = False
         finally:
             report = summary(wrapped_models(Path(folder)), has_failed, errors(Path(folder)))
@@ -47,13 +80,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def says_where_to_meet(arguments: argparse.Namespace) -> bool:
-    """Whether torchrun was told of a rendezvous, by its options or by the variables for them."""
-    (torchrun,) = parents()
-    names = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port")
+    """Whether torchrun is told of a rendezvous, by its options or by the variables for them."""
     return any(
-        f"PET_{name.upper()}" in os.environ  # that is the default then
-        or getattr(arguments, name) != torchrun.get_default(name)
-        for name in names
+        f"PET_{name.upper()}" in os.environ or getattr(arguments, name) for name in _RENDEZVOUS
     )
 
 

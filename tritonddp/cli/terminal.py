@@ -1,13 +1,17 @@
-"""What commands share: types of arguments, a bar of progress, the name of the processor."""
+"""What commands share: types of arguments, lines of progress, the name of the processor."""
 
 from __future__ import annotations
 
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+RANKS = "2"  # of a script, where nothing else is said
+_SILENT = 8.0  # seconds after which it is said what goes on
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -22,19 +26,37 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
-@contextmanager
-def bar(total: int, unit: str, is_wanted: bool = True) -> Iterator[Callable[[float], object]]:
-    """Context: a bar on a terminal, where tqdm is installed; yields what moves it forward."""
-    if is_wanted and sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            print(f"{total} {unit} (pip install tqdm shows how far they are)", file=sys.stderr)
-        else:
-            with tqdm(total=total, unit=f" {unit}", leave=False) as shown:
-                yield shown.update
-            return
-    yield lambda _: None
+def ranks(text: str) -> str:
+    """The type of ``--nproc-per-node``: a number, or a word of torchrun's (``gpu``, ``auto``)."""
+    if not text.isalpha() and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks: 1 or more, or gpu, auto")
+    return text
+
+
+class Progress:
+    """Lines on stderr, each with the seconds since the start, one in ten seconds at least.
+
+    Attributes:
+        stage: what goes on; said by :meth:`tick` when nothing else has been said for a while.
+    """
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self._start = self._last = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._start
+
+    def say(self, text: str) -> None:
+        self._last = time.monotonic()
+        print(f"[{self.seconds:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def tick(self) -> None:
+        """Called once a second or more often while something goes on."""
+        if time.monotonic() - self._last > _SILENT:
+            self.say(f"... {self.stage}")
 
 
 def cpu_model() -> str:

@@ -1,8 +1,7 @@
 """In a rank of a compared script: counts its steps, waits for its turn, and reports times.
 
 A step goes from the end of one step of the optimizer to the end of the next. The optimizer is the
-first that has stepped and holds parameters of a wrapped model. Where there is none a step goes from
-one backward to the next.
+first that has stepped and holds parameters of a wrapped model.
 
 At the end of a step the recorder may be out of orders. Then it reports, waits for the next one, and
 the whole rank with it: the other contender runs meanwhile. The launcher gives the orders, see
@@ -20,7 +19,7 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client
 from os import _exit as end_process  # public, for all its name: without cleaning up
@@ -36,12 +35,11 @@ from torch.optim.optimizer import (
 )
 
 import tritonddp
-from tritonddp._torch import STOCK
-from tritonddp.cli.comparison.probe import Parts, Traffic
+from tritonddp._torch import STOCK, logged_times, sample_times
 from tritonddp.cli.comparison.values import CAPTURED_STEPS, capture
 
-# So many backwards without a step of an optimizer, and each counts as a step.
-_BACKWARDS_WITHOUT_OPTIMIZER = 20
+# So many backwards without a step of an optimizer: there is none.
+_WITHOUT_OPTIMIZER = 5000
 
 
 class Recorder:
@@ -57,20 +55,16 @@ class Recorder:
         self._models: list[weakref.ref[nn.Module]] = []
         self._parameters: set[int] = set()  # ids of those of the models
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # not that one
         self._connection: Any = None  # to the launcher, once a model is wrapped
         self._rank = 0
         self._device = torch.device("cpu")
         self._left = -1  # steps of the order; below 0 there is none
-        self._clock_at = -1  # the clock starts when so many are left
+        self._timed = 0  # the clock starts when so many are left
         self._began = 0.0
-        self._each_step: Callable[[], None] | None = None
-        self._finish: Callable[[], Any] = dict
+        self._probe: Parts | None = None
         self._steps = 0
-        self._backwards = 0
+        self._backwards = 0  # since the order was given
         self._backward = torch.autograd.backward  # torch's own
-        self._parts = Parts()
-        self._traffic = Traffic()
 
     def install(self) -> None:
         """Install the hooks, when torch has been imported and the script has not begun."""
@@ -116,32 +110,23 @@ class Recorder:
             )
         self._models.append(weakref.ref(wrapper))
         self._parameters.update(map(id, wrapper.parameters()))
-        self._others.clear()
         first = next(wrapper.parameters(), None)
         if first is not None:
             self._device = first.device
 
     def _is_the_one(self, optimizer: Optimizer) -> bool:
-        if self._optimizer is not None:
-            chosen = self._optimizer()
-            if chosen is not None or optimizer in self._others:
-                return optimizer is chosen
-        held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        if self._parameters.isdisjoint(held):
-            self._others.add(optimizer)
-            return False
-        self._optimizer = weakref.ref(optimizer)
-        if torch.autograd.backward == self._counting_backward:  # the script may have replaced it
-            torch.autograd.backward = self._backward
-        if self._backwards > _BACKWARDS_WITHOUT_OPTIMIZER:
-            self._steps = 0  # those were parts of the first step
-        self._backwards = 0
-        return True
+        chosen = None if self._optimizer is None else self._optimizer()
+        if chosen is None:
+            held = (id(p) for group in optimizer.param_groups for p in group["params"])
+            if self._parameters.isdisjoint(held):
+                return False
+            self._optimizer, chosen = weakref.ref(optimizer), optimizer
+        return optimizer is chosen
 
     # The end of a step
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_the_one(optimizer) or self._steps >= CAPTURED_STEPS:
+        if self._steps >= CAPTURED_STEPS or not self._is_the_one(optimizer):
             return
         # An optimizer with a closure has no gradients before its first step.
         has_some = any(p.grad is not None for model in self._alive() for p in model.parameters())
@@ -149,35 +134,34 @@ class Recorder:
             self._capture("gradient", f"gradients of step {self._steps + 1}")
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._is_the_one(optimizer):
-            self._step_ended()
-
-    def _counting_backward(self, *args: Any, **kwargs: Any) -> None:
-        """In the place of ``torch.autograd.backward`` until an optimizer is known.
-
-        A script that has imported it by name calls it after that, too.
-        """
-        self._backward(*args, **kwargs)
-        if not self._models or self._optimizer is not None:
+        if not self._is_the_one(optimizer):
             return
-        self._backwards += 1
-        if self._backwards > _BACKWARDS_WITHOUT_OPTIMIZER:
-            self._step_ended()
-
-    def _step_ended(self) -> None:
         self._steps += 1
         if self._left < 0:
             return
         self._left -= 1
-        if self._each_step is not None:
-            self._each_step()
-        if self._left == self._clock_at:
-            self._synchronize()
-            self._began = time.perf_counter()
+        if self._probe is not None:
+            self._probe.note()
+        if self._left == self._timed:
+            self._start_clock()
         if self._left == 0:
             self._synchronize()
-            took = time.perf_counter() - self._began
-            self._report({"took": took, "step": self._steps, **self._finish()})
+            report = {"took": time.perf_counter() - self._began, "backwards": self._backwards}
+            self._report(report | ({} if self._probe is None else self._probe.end()))
+
+    def _counting_backward(self, *args: Any, **kwargs: Any) -> None:
+        """In the place of ``torch.autograd.backward``."""
+        self._backward(*args, **kwargs)
+        self._backwards += 1
+        if self._optimizer is None and self._models and self._backwards > _WITHOUT_OPTIMIZER:
+            self._stop(
+                f"no torch.optim.Optimizer that holds parameters of the model has stepped in "
+                f"{_WITHOUT_OPTIMIZER} backwards; without its steps there is nothing to time"
+            )
+
+    def _start_clock(self) -> None:
+        self._synchronize()
+        self._began = time.perf_counter()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -187,9 +171,9 @@ class Recorder:
 
     def _report(self, content: Mapping[str, Any]) -> None:
         """Report the result of the last order, and wait for the next one that lets the rank run."""
-        self._left, self._clock_at, self._each_step, self._finish = -1, -1, None, dict
+        self._probe = None
         while True:
-            self._send(content)
+            self._send({**content, "step": self._steps})
             try:
                 order = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
@@ -199,14 +183,12 @@ class Recorder:
             if order["do"] != "parameters":
                 break
             self._capture("parameter", f"parameters after step {self._steps}")
-            content = {"peak": self._peak(), "step": self._steps}
+            content = {"peak": self._peak()}
         if order["do"] == "parts":
-            self._parts.begin(self._alive())
-            self._each_step, self._finish = self._parts.note, self._parts.end
-        elif order["do"] == "traffic":
-            self._traffic.begin(self._alive(), self._device)
-            self._finish = functools.partial(self._traffic.end, order["count"])
-        self._left, self._clock_at = order["count"], order.get("timed", -1)
+            self._probe = Parts(self._alive())
+        self._left, self._timed, self._backwards = order["count"], order["timed"], 0
+        if self._left == self._timed:
+            self._start_clock()
 
     def _capture(self, what: str, title: str) -> None:
         path = None  # rank 0 alone writes values
@@ -253,7 +235,9 @@ class Recorder:
     def _leave(self) -> None:
         """Report the number of steps when the script ends by itself."""
         with suppress(OSError):
-            self._connection.send_bytes(json.dumps({"made": self._steps}).encode())
+            self._connection.send_bytes(
+                json.dumps({"has_ended": True, "step": self._steps}).encode()
+            )
 
     def _stop(self, why: str) -> NoReturn:
         self._send({"error": why})
@@ -264,3 +248,34 @@ class Recorder:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         end_process(0)
+
+
+class Parts:
+    """Seconds of forward, backward, and what of its communication nothing covers."""
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        self._models = models
+        self._last: dict[int, int] = {}
+        self._steps: list[dict[str, float]] = []
+        for model in models:
+            sample_times(model, 1)
+
+    def note(self) -> None:
+        """At the end of each step: note the times that are known by then."""
+        step = dict.fromkeys(("forward", "backward", "exposed"), 0.0)
+        for number, model in enumerate(self._models):
+            times = logged_times(model)
+            if times is None or self._last.get(number) == times["began"]:
+                continue
+            self._last[number] = times["began"]
+            step["forward"] += times["forward"] / 1e9
+            step["backward"] += times["backward"] / 1e9
+            step["exposed"] += max(0, times["communication"] - times["overlap"]) / 1e9
+        if any(step.values()):
+            self._steps.append(step)
+
+    def end(self) -> dict[str, Any]:
+        for model in self._models:
+            sample_times(model, 100)
+        # The first may still be one that was taken in the first steps of all.
+        return {"parts": self._steps[1:]}

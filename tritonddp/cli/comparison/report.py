@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import torch
 
 import tritonddp
 from tritonddp.cli.comparison.turns import Job, Plan, Played
-from tritonddp.cli.comparison.values import DIFFERENT, ROUNDING, Finding, judge
-from tritonddp.cli.comparison.verdict import (
-    CONFIDENCE,
-    Launch,
-    Ratio,
-    Verdict,
-    over_launches,
-    ratio_of_parts,
-)
+from tritonddp.cli.comparison.values import DIFFERENT, ROUNDING, Capture, Finding, judge
+from tritonddp.cli.comparison.verdict import CONFIDENCE, Launch, Ratio, Verdict
 from tritonddp.cli.terminal import cpu_model
 from tritonddp.coordination.processes import usable_cores
 
@@ -29,29 +23,35 @@ _NAMED = 3  # parameters in a message
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; ``first`` and ``second`` are of the contenders, None if not known."""
+    """One line of the table.
+
+    Attributes:
+        first, second: of the contenders, None if not known.
+        ratio: of times, with its interval; a count has none.
+        why: it is not known.
+    """
 
     label: str
-    unit: str
-    first: float | None
-    second: float | None
+    unit: str = ""
+    first: float | None = None
+    second: float | None = None
     ratio: Ratio | None = None
+    why: str = ""
 
     def cells(self) -> tuple[str, str, str, str]:
         label = f"{self.label}, {self.unit}" if self.unit else self.label
-        ratio = "" if self.ratio is None else str(self.ratio)
+        ratio = str(self.ratio) if self.ratio else self.why
         return label, _number(self.first), _number(self.second), ratio
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """Everything that is in a report.
 
     Attributes:
         command: as it was typed.
-        labels: of the contenders.
         launches: what both contenders have shown in each launch.
-        findings: of the gradients of the first steps, and of the parameters later.
+        stopped: why there are no more launches; empty in the first table.
         load: the machine's load average of the last minute, before the first launch.
         seconds: that all of it took.
     """
@@ -61,127 +61,146 @@ class Comparison:
     plan: Plan
     launches: Sequence[Sequence[Played]]
     world_size: int
+    stopped: str
     load: float
     seconds: float
 
-    def __post_init__(self) -> None:
-        self.findings = self._judged()  # the files of the values will not stay
-
-    @property
-    def labels(self) -> tuple[str, str]:
-        return self.job.labels
-
+    @cached_property
     def verdict(self) -> Verdict:
-        launches = [Launch.of(first.blocks, second.blocks) for first, second in self.launches]
-        return Verdict.of(over_launches(launches), *self.labels, len(launches))
+        ratio = Ratio.over(times(self.launches))
+        return Verdict.of(ratio, *self.job.labels, len(self.launches))
 
-    def _judged(self) -> list[Finding]:
-        """Findings about the gradients of the first steps, and the parameters later."""
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """About the gradients of the first steps, and the parameters later."""
         firsts, seconds = (
             [each.captures for each in of] for of in zip(*self.launches, strict=True)
         )
-        return [
-            judge(title, [of[title] for of in firsts], [of[title] for of in seconds], self.labels)
-            for title in firsts[0]
-            if all(title in each for each in [*firsts, *seconds])
-        ]
+        found = []
+        for title in firsts[0]:
+            if all(0 in each.get(title, ()) for each in [*firsts, *seconds]):
+                first, second = (
+                    [Capture.of(of[title]) for of in each] for each in (firsts, seconds)
+                )
+                found.append(judge(title, first, second, self.job.labels))
+        return found
 
+    @cached_property
     def rows(self) -> list[Row]:
-        rows = [
-            self._row("step", "ms", 1e3, lambda played: median(played.blocks), self.verdict().ratio)
-        ]
+        """The step, its four parts, backwards and memory."""
+        steps = times(self.launches)
+        backwards = self.launches[0][0].backwards
+        one = f", 1 of {backwards:g} microbatches" if backwards > 1 else ""
+        others = ", other microbatches" if backwards > 1 else ""
+        rows = [_of_times("step", steps)]
         for name, label in (
+            ("forward", f"forward{one}"),
+            ("backward", f"backward, its computation{one}"),
             ("exposed", "exposed synchronisation"),
-            ("forward", "forward"),
-            ("backward", "backward, its computation"),
+            ("rest", f"the rest: input, optimizer{others}"),
         ):
-            rows.append(self._row(label, "ms", 1e3, lambda each, name=name: each.parts.get(name)))
-        rows.append(self._row("peak memory", "MiB", 2**-20, lambda each: each.peak or None))
-        for name, label, unit, scale in (
-            ("group_bytes", "through the process group, a step", "KiB", 2**-10),
-            ("memory_bytes", "through shared memory, a step", "KiB", 2**-10),
-            ("collectives", "collectives a step", "", 1.0),
-            ("kernels", "kernel launches a step", "", 1.0),
-        ):
-            row = self._row(label, unit, scale, lambda each, name=name: each.traffic.get(name))
-            rows.append(Row(row.label, row.unit, row.first, row.second))  # counts are exact
-        return [row for row in rows if row.first is not None or row.second is not None]
-
-    def _row(self, label: str, unit: str, scale: float, of: Any, ratio: Ratio | None = None) -> Row:
-        pairs = [[of(played) for played in launch] for launch in self.launches]
-        known = [pair for pair in pairs if None not in pair]
-        columns = [[pair[which] for pair in known] for which in (0, 1)]
-        if ratio is None and known:
-            ratio = ratio_of_parts(*columns)
-        means = [scale * fmean(column) if column else None for column in columns]
-        return Row(label, unit, means[0], means[1], ratio)
+            why = "the script ended before, or the wrapper noted no times"
+            shares = [[each.shares.get(name) for each in launch] for launch in self.launches]
+            is_known = not any(None in each for each in shares)
+            rows.append(_of_part(label, steps, shares) if is_known else Row(label, "ms", why=why))
+        backwards_of = [[each.backwards for each in launch] for launch in self.launches]
+        peaks = [[each.peak_bytes / 2**20 for each in launch] for launch in self.launches]
+        rows.append(_of_counts("backwards a step", "", backwards_of))
+        is_known = min(map(min, peaks)) > 0
+        rows.append(
+            _of_counts("peak memory", "MiB", peaks)
+            if is_known
+            else Row("peak memory", "MiB", why="the script ended before")
+        )
+        return rows
 
     @property
     def has_findings(self) -> bool:
         """The contenders do not do the same, or the second is slower."""
-        return self.verdict().is_slower or any(each.is_wrong for each in self.findings)
-
-    def machine(self) -> str:
-        parts = [cpu_model(), f"{usable_cores()} cores"]
-        if torch.cuda.is_available():
-            parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
-        parts += [f"torch {torch.__version__}", f"tritonddp {tritonddp.__version__}"]
-        return ", ".join([*parts, f"load average {self.load:.1f} before"])
+        return self.verdict.is_slower or any(each.is_wrong for each in self.findings)
 
     def method(self) -> str:
-        count, most = len(self.launches), max(len(first.blocks) for first, _ in self.launches)
-        least = min(len(first.blocks) for first, _ in self.launches)
-        blocks = str(least) if least == most else f"{least} to {most}"
-        steps = "1 step" if self.plan.block == 1 else f"{self.plan.block} steps"
-        return (
-            f"{count} {'launch' if count == 1 else 'launches'} of {self.world_size} ranks; in "
-            f"each {blocks} blocks of {steps} of both in turn, after "
-            f"{self.job.warmup} steps to warm up"
-        )
+        """How it was measured, on what."""
+        blocks = [len(first.blocks) for first, _ in self.launches]
+        parts = [
+            f"launches: {len(blocks)}, of {self.world_size} ranks",
+            f"in each {min(blocks)} to {max(blocks)} pairs of blocks; steps in a block: "
+            f"{self.plan.block}, to warm up: {self.plan.warmup}",
+            f"{cpu_model()}, {usable_cores()} cores, load average {self.load:.1f} before",
+            f"torch {torch.__version__}, tritonddp {tritonddp.__version__}",
+        ]
+        if torch.cuda.is_available():
+            parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+        return "; ".join([*parts, f"{self.seconds:.0f} s"])
+
+
+def times(launches: Sequence[Sequence[Played]]) -> list[Launch]:
+    """The times of a step in each launch."""
+    return [Launch.of(first.blocks, second.blocks) for first, second in launches]
+
+
+def _of_times(label: str, launches: Sequence[Launch]) -> Row:
+    ratio = Ratio.over(launches)
+    return Row(label, "ms", 1e3 * ratio.first, 1e3 * ratio.second, ratio)
+
+
+def _of_part(label: str, steps: Sequence[Launch], shares: Sequence[Sequence[Any]]) -> Row:
+    """A part of a step, from its shares in each launch; one that takes no time has no ratio."""
+    lengths = [(math.exp(step.first), math.exp(step.second)) for step in steps]
+    parts = [(a * c, b * d) for (a, b), (c, d) in zip(shares, lengths, strict=True)]
+    if min(map(min, parts)) > 0:
+        return _of_times(label, [Launch(math.log(a), math.log(b)) for a, b in parts])
+    return _of_counts(label, "ms", [(1e3 * a, 1e3 * b) for a, b in parts])
+
+
+def _of_counts(label: str, unit: str, launches: Sequence[Sequence[float]]) -> Row:
+    first, second = (fmean(each) for each in zip(*launches, strict=True))
+    return Row(label, unit, first, second)
 
 
 def text(comparison: Comparison) -> Iterator[str]:
     """Lines for a terminal."""
-    header = ("", *comparison.labels, f"ratio ({CONFIDENCE})")
-    lines = [header, *(row.cells() for row in comparison.rows())]
+    if not comparison.stopped:
+        yield "A FIRST TABLE, of one launch; the next ones make it sure"
+    header = ("", *comparison.job.labels, f"ratio ({CONFIDENCE})")
+    lines = [header, *(row.cells() for row in comparison.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for label, *cells in lines:
-        numbers = "  ".join(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))
+    for label, first, second, ratio in lines:
+        numbers = f"{first.rjust(widths[1])}  {second.rjust(widths[2])}  {ratio}"
         yield f"{label.ljust(widths[0])}  {numbers}".rstrip()
     yield ""
+    yield from findings(comparison)
+    yield f"{comparison.verdict.sentence} {comparison.stopped}".rstrip()
+    yield f"({comparison.method()})" if comparison.stopped else ""
+
+
+def findings(comparison: Comparison) -> Iterator[str]:
+    """A line about each finding, of which some have further ones, indented."""
+    if not comparison.findings:
+        yield "gradients are not compared: the optimizer had none at its first steps"
     for finding in comparison.findings:
-        yield from statements(finding)
-    yield ""
-    yield comparison.verdict().sentence
-    yield f"({comparison.method()}; {comparison.machine()}; {comparison.seconds:.0f} s)"
-
-
-def statements(finding: Finding) -> Iterator[str]:
-    """Lines about one finding."""
-    statement = f"{finding.title}: {finding.state}"
-    if finding.state == ROUNDING:
-        statement += f" (largest relative difference {finding.largest:.1e})"
-    if finding.state == DIFFERENT:
-        names = ", ".join(map(repr, finding.names[:_NAMED]))
-        more = f" and {len(finding.names) - _NAMED} more" if len(finding.names) > _NAMED else ""
-        statement += (
-            f" by up to {finding.largest:.1e} of their norm, rounding would be "
-            f"{finding.tolerance:.0e}: {names}{more}"
-        )
-    yield statement
-    if finding.of_stock:
-        yield (
-            "  the script itself is not deterministic: two launches of stock differ by "
-            f"{finding.of_stock:.1e}"
-        )
-    if finding.state == DIFFERENT and finding.of_stock is None:
-        yield (
-            "  one launch alone does not tell whether the script itself is deterministic: "
-            "--launches 2 does"
-        )
-    for label, shared in finding.shared.items():
-        if not shared:
-            yield f"  ranks of {label} do not hold the same bits"
+        statement = f"{finding.title}: {finding.state}"
+        if finding.state == ROUNDING:
+            statement += f" (largest relative difference {finding.largest:.1e})"
+        if finding.state == DIFFERENT:
+            beyond = len(finding.names) - _NAMED
+            names = ", ".join(map(repr, finding.names[:_NAMED]))
+            names += f" and {beyond} more" if beyond > 0 else ""
+            statement += (
+                f" by up to {finding.largest:.1e} of their norm, rounding would be "
+                f"{finding.tolerance:.0e}: {names}"
+            )
+        yield statement
+        if finding.of_stock:
+            yield (
+                "  the script itself is not deterministic: two launches of stock differ by "
+                f"{finding.of_stock:.1e}"
+            )
+        if finding.state == DIFFERENT and finding.of_stock is None:
+            yield "  one launch alone does not tell whether the script itself is deterministic"
+        for label, shared in finding.shared.items():
+            if not shared:
+                yield f"  ranks of {label} do not hold the same bits"
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -190,65 +209,29 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     What JSON has no number for is a string: "inf" for an end of an interval, or for the difference
     of gradients of which only one is finite.
     """
-    verdict = comparison.verdict()
+    verdict, correctness = comparison.verdict, comparison.findings
     content = {
-        "command": comparison.command,
-        "machine": comparison.machine(),
-        "contenders": comparison.labels,
-        "ranks": comparison.world_size,
-        "verdict": {
-            "sentence": verdict.sentence,
-            "is_different": verdict.is_different,
-            "confidence": CONFIDENCE,
-            **asdict(verdict.ratio),
-        },
-        "rows": [asdict(row) for row in comparison.rows()],
-        "correctness": [
-            {**asdict(finding), "is_wrong": finding.is_wrong} for finding in comparison.findings
-        ],
-        "plan": asdict(comparison.plan),
-        "launches": [
-            {
-                label: {
-                    "seconds_of_blocks": played.blocks,
-                    "parts": played.parts,
-                    "traffic": played.traffic,
-                    "peak_bytes": played.peak,
-                    "steps": played.steps,
-                }
-                for label, played in zip(comparison.labels, launch, strict=True)
-            }
-            for launch in comparison.launches
-        ],
-        "seconds": comparison.seconds,
+        **asdict(comparison),
+        "verdict": {**asdict(verdict), "value": verdict.ratio.value},
+        "rows": [asdict(row) for row in comparison.rows],
+        "correctness": [{**asdict(each), "is_wrong": each.is_wrong} for each in correctness],
     }
     return strict(content)
 
 
 def strict(value: Any) -> Any:
-    """``value`` with ``str()`` of the numbers that are not finite."""
+    """``value`` with ``str()`` of the numbers that are not finite, and without captures."""
     if isinstance(value, dict):
-        return {name: strict(each) for name, each in value.items()}
+        return {name: strict(each) for name, each in value.items() if name != "captures"}
     if isinstance(value, list | tuple):
         return [strict(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None) -> str:
+    """With four digits: the quotient of two is then their ratio to a thousandth."""
     if value is None:
         return "-"
     if value == int(value) and value < 1e6:
         return str(int(value))
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def mean_step(launches: Sequence[Sequence[Played]], which: int) -> Mapping[str, float]:
-    """Seconds of a contender's mean step and of its parts, by name."""
-    played = [launch[which] for launch in launches]
-    step = fmean(median(each.blocks) for each in played)
-    known = [each.parts for each in played if each.parts]
-    if not known:
-        return {"step": step}
-    parts = {name: fmean(each[name] for each in known) for name in known[0]}
-    around = max(0.0, step - parts["forward"] - parts["backward"] - parts["exposed"])
-    return {"step": step, "around": around, **parts}
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

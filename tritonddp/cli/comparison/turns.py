@@ -2,8 +2,7 @@
 
 Both are started at the same time, by torchrun, and wait before their first model is wrapped. From
 then on one of them runs while the other waits at the end of a step, so that both see the same
-noise of the machine. Blocks are taken in the order A B, B A, A B, ..., and the first step of a
-block is not counted: it finds caches full of the other's data.
+noise of the machine. Blocks are taken in the order A B, B A, A B, ...
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from tritonddp.cli.comparison.values import Capture
 from tritonddp.cli.comparison.verdict import Launch
 from tritonddp.cli.injection import COMPARE, environment
+from tritonddp.cli.terminal import Progress
 
-# tritonddp learns the order of gradients and more in the first 16.
-LEAST_WARMUP = 20
-_TIMED_WARMUP = 4  # the last ones of it tell how long a step takes
+# Steps before any is timed: tritonddp learns the order of gradients and more in the first 16. Of
+# long steps there are as many as fit into so many seconds, and of all so many at least.
+WARMUP, LEAST_WARMUP, _SECONDS = 20, 5, 10.0
+_FIRST = 1  # of these is not counted when they tell how long a step takes
 # A block lasts about so long, that there are enough of them, and has so many steps at most.
-_BLOCK_SECONDS = 0.1
-_BLOCK_STEPS = 100
-_PAIRS = 24  # of blocks in a launch, fewer if steps are long
-LEAST_PAIRS = 6
-# More pairs are made until the error of a launch's mean ratio is down to this, within so long. It
+_BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
+_LONG_STEP = 0.5  # seconds; what caches held before makes no difference to it
+_PAIRS, _LEAST_PAIRS = 24, 6  # of blocks in a launch, fewer if steps are long
+_PARTS, _LEAST_PARTS = 12, 4  # steps whose parts are noted
+# More pairs are made until the error of a launch's mean ratio is down to this, within _SECONDS. It
 # looks at how large the noise is and not at what comes out, so that no result is favoured.
 _ERROR = 0.005
-_LAUNCH_SECONDS = 30.0
-_PARTS_STEPS, _TRAFFIC_STEPS = 12, 2
 _LINES = 25  # of a log, when a script has failed
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 # Seconds for a launch to end. torchrun gives ranks that do not end when asked to 30 of them.
@@ -66,86 +65,88 @@ class Job:
         command: behind ``torchrun --standalone``.
         labels: of the contenders, and
         kinds: which class wraps in each: "stock" or "tritonddp".
-        warmup: steps before any is timed.
-        steps: to be timed of each contender in a launch, None for as many as are useful.
-        stall: seconds without news after which a script is given up.
+        warmup: steps before any is timed; None for as many as are useful.
     """
 
     command: Sequence[str]
     labels: tuple[str, str]
     kinds: tuple[str, str]
-    warmup: int = LEAST_WARMUP
-    steps: int | None = None
-    stall: float = 600.0
+    warmup: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps of a block that are counted, and how many pairs of blocks a launch has.
+    """The steps of a launch; the same in all of them.
 
     Attributes:
-        block: steps.
-        pairs: at least.
-        seconds: for which the launch may go on with more pairs.
+        warmup: before any is timed.
+        block: steps of a block that are counted, behind
+        skipped: one that finds caches full of the other's data.
+        pairs: of blocks, at least.
+        parts: steps whose parts are noted.
     """
 
+    warmup: int
     block: int
+    skipped: int
     pairs: int
-    seconds: float = 0.0
+    parts: int
 
     @classmethod
-    def of(cls, seconds: float, steps: int | None) -> Plan:
+    def of(cls, seconds: float, warmup: int | None) -> Plan:
         """For steps that take so many seconds."""
-        block = max(1, min(_BLOCK_STEPS, round(_BLOCK_SECONDS / max(seconds, 1e-6))))
-        if steps is None:
-            fitting = int(_LAUNCH_SECONDS / (2 * (block + 1) * seconds))
-            return cls(block, max(LEAST_PAIRS + 4, min(_PAIRS, fitting)), _LAUNCH_SECONDS)
-        block = max(1, min(block, steps // LEAST_PAIRS))
-        return cls(block, max(LEAST_PAIRS, -(-steps // block)))
+        fitting = int(_SECONDS / seconds)
+        block = max(1, min(_BLOCK_STEPS, round(_BLOCK_SECONDS / seconds)))
+        skipped = 0 if seconds > _LONG_STEP else 1
+        return cls(
+            warmup=warmup or max(LEAST_WARMUP, min(WARMUP, fitting)),
+            block=block,
+            skipped=skipped,
+            pairs=max(_LEAST_PAIRS, min(_PAIRS, fitting // (2 * (block + skipped)))),
+            parts=max(_LEAST_PARTS, min(_PARTS, fitting)),
+        )
 
-    @classmethod
-    def for_short(cls, steps: int) -> Plan | None:
-        """For a script that makes no more steps than these after the warm-up; None if too few."""
-        steps -= _PARTS_STEPS + _TRAFFIC_STEPS + 1
-        for pairs in (12, LEAST_PAIRS):
-            if steps // pairs >= 2:
-                return cls(min(_BLOCK_STEPS, steps // pairs - 1), pairs)
-        return None
+    @property
+    def least(self) -> int:
+        """Steps that a script must make."""
+        return self.warmup + _LEAST_PAIRS * (self.block + self.skipped)
 
 
 @dataclass
 class Played:
-    """What a contender has shown in one launch.
+    """What a contender has shown in one launch; what is empty it has not.
 
     Attributes:
         blocks: seconds per step, of each block the slowest rank's.
-        parts: means over steps and ranks, in seconds, by name; empty if not known.
-        traffic: of rank 0, by name; empty if not known.
-        peak: bytes, of the largest rank.
-        captures: what ranks had at the first steps and later, by title.
+        shares: of a step, by the names of its parts; means over steps and ranks.
+        backwards: in a step of rank 0.
+        peak_bytes: of the largest rank.
+        captures: what ranks had at the first steps and later, by title and rank.
         steps: how many it made.
     """
 
     blocks: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
-    traffic: dict[str, float] = field(default_factory=dict)
-    peak: int = 0
-    captures: dict[str, Capture] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
+    backwards: float = 0.0
+    peak_bytes: int = 0
+    captures: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     steps: int = 0
 
 
 class Contender:
     """The processes of one contender in one launch."""
 
-    def __init__(self, job: Job, index: int, launch: str, address: Path, folder: Path) -> None:
+    def __init__(
+        self, job: Job, index: int, launch: str, address: Path, folder: Path, progress: Progress
+    ) -> None:
         self.label = job.labels[index]
         self.name = f"{launch}-{index}"
         self.ranks: dict[int, Connection] = {}
         self.world_size = 0
         self.played = Played()
-        self.token = secrets.token_hex(16)
-        self.log = folder / f"{self.name}.log"
-        self._stall = job.stall
+        self._progress = progress
+        self._token = secrets.token_hex(16)
+        self._log = folder / f"{self.name}.log"
         values = folder / f"{self.name}.values"
         values.mkdir()
         variables = environment(
@@ -155,10 +156,10 @@ class Contender:
             kind=job.kinds[index],
             seed=0,
             values=str(values),
-            token=self.token,
+            token=self._token,
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        with self.log.open("wb") as log:
+        with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*torchrun, *job.command],
                 env={"PYTHONHASHSEED": "0", **os.environ, **variables},
@@ -173,53 +174,36 @@ class Contender:
         """All ranks wait before their first model."""
         return self.world_size > 0 and len(self.ranks) == self.world_size
 
-    def add_rank(self, connection: Connection, hello: Mapping[str, Any]) -> None:
-        self.ranks[hello["rank"]] = connection
-        self.world_size = hello["world_size"]
+    def run(self, do: str, count: int, skipped: int = 0) -> list[dict[str, Any]]:
+        """Let all ranks make so many steps, of which the first are not timed; see :meth:`order`."""
+        return self.order(do, count=count, timed=count - skipped)
 
     def order(self, do: str, **content: Any) -> list[dict[str, Any]]:
         """Give all ranks an order, and return what each reports, by rank.
 
         Raises:
             ScriptEnded: a rank is gone, or the whole script.
-            ScriptError: it cannot be compared, or it made no step for too long.
+            ScriptError: it cannot be compared.
         """
         self._send({"do": do, **content})
         reports: dict[int, dict[str, Any]] = {}
-        captured: dict[str, dict[int, dict[str, Any]]] = {}
         waiting = {connection: rank for rank, connection in self.ranks.items()}
-        last_news = time.monotonic()
         while waiting:
+            self._progress.tick()
             ready = wait(list(waiting), 1.0)
-            if ready:
-                last_news = time.monotonic()
-            elif self.process.poll() is not None:
+            if not ready and self.process.poll() is not None:
                 raise ScriptEnded(self, self.process.returncode)
-            elif time.monotonic() - last_news > self._stall:
-                raise ScriptError(
-                    f"{self.label} took longer than {self._stall:g} s to make its steps. "
-                    f"A larger --stall waits longer.\n{self.last_lines()}"
-                )
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank, message = waiting[connection], self._receive(connection)
                 if "error" in message:
                     raise ScriptError(message["error"])
-                if "made" in message:
-                    self.played.steps = max(self.played.steps, message["made"])
-                elif "captured" in message:
-                    captured.setdefault(message["captured"], {})[rank] = message
-                else:
+                self.played.steps = max(self.played.steps, message.get("step", 0))
+                if "captured" in message:
+                    self.played.captures.setdefault(message["captured"], {})[rank] = message
+                elif "has_ended" not in message:
                     reports[rank] = message
                     del waiting[connection]
-        for title, found in captured.items():
-            if 0 not in found:  # only other ranks had gradients
-                continue
-            first = found[0]
-            digests = {rank: message["digest"] for rank, message in found.items()}
-            capture = Capture(digests, first["checksums"], first["path"])
-            self.played.captures[title] = capture
-        self.played.steps = max([self.played.steps, *(r["step"] for r in reports.values())])
         return [reports[rank] for rank in sorted(reports)]
 
     def _send(self, order: Mapping[str, Any]) -> None:
@@ -232,51 +216,46 @@ class Contender:
             return json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             # The end of the script. The others may still be at it: torchrun knows how it ended.
-            try:
-                code = self.process.wait(_ENDING)
-            except subprocess.TimeoutExpired:
-                code = 0
-            raise ScriptEnded(self, code) from None
+            raise ScriptEnded(self, self._exit_code(_ENDING) or 0) from None
 
-    def last_lines(self) -> str:
-        """The last lines that the script has printed."""
+    def _exit_code(self, seconds: float) -> int | None:
+        """The exit code of torchrun, None if it is still there after so many seconds."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            self._progress.tick()
+            time.sleep(0.05)
+        return self.process.returncode
+
+    def error(self, what: str) -> ScriptError:
+        """An error of its script, with the last lines that it has printed."""
+        printed = self._log.read_text(errors="replace")
+        if "out of memory" in printed.lower():
+            what += " If there is no memory for two models, try --one-at-a-time."
+        elif "address already in use" in printed.lower():
+            what += (
+                " Both contenders run at once: a script with a fixed port needs --one-at-a-time."
+            )
         # torchrun's own report of a failure says less than the script's, and is longer.
-        printed = self.log.read_text(errors="replace").partition(_TORCHRUNS)
-        if printed[1]:
-            printed = printed[0].rpartition("Traceback (most recent call last):")
-        lines = printed[0].splitlines()
-        ours = [line for line in lines if "torch/distributed/elastic" not in line]
-        return f"The last lines of {self.label}:\n" + "\n".join(ours[-_LINES:])
-
-    def failed(self, code: int, where: str = "") -> ScriptError:
-        """The error of a script that has failed."""
-        printed = self.log.read_text(errors="replace").lower()
-        advice = ""
-        if "out of memory" in printed:
-            advice = " If there is no memory for two models, try --one-at-a-time."
-        elif "address already in use" in printed:
-            advice = " Both contenders run at once: if the script has a fixed port, try "
-            advice += "--one-at-a-time."
-        why = f"{self.label}'s script failed with exit code {code}{where}.{advice}"
-        return ScriptError(f"{why}\n{self.last_lines()}")
+        before, found, _ = printed.partition(_TORCHRUNS)
+        if found:
+            before = before.rpartition("Traceback (most recent call last):")[0]
+        lines = [each for each in before.splitlines() if "torch/distributed/elastic" not in each]
+        last = "\n".join(lines[-_LINES:])
+        return ScriptError(f"{self.label}'s script {what}\nThe last lines of {self.label}:\n{last}")
 
     def end(self) -> None:
         """End all its processes."""
         self._send({"do": "end"})
-        patience = _ENDING if self.ranks else 0.1
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
-        if self.process.poll() is None:
+        if self._exit_code(_ENDING if self.ranks else 0.1) is None:
             self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
+            self._exit_code(5)
         for connection in self.ranks.values():
             connection.close()
         self.kill()
 
     def kill(self) -> None:
         """Kill its processes and all that they have started: their variables have the token."""
-        token = self.token.encode()
+        token = self._token.encode()
         for entry in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if token in entry.read_bytes():
@@ -291,14 +270,15 @@ class Launches:
 
     Args:
         folder: for logs and values.
-        advance: called as a launch goes on, with the part of it that is done since.
+        progress: is told what goes on.
     """
 
-    def __init__(self, job: Job, folder: Path, advance: Callable[[float], object]) -> None:
+    def __init__(self, job: Job, folder: Path, progress: Progress) -> None:
         self.plan: Plan | None = None
         self.world_size = 0
-        self._job, self._folder, self._advance = job, folder, advance
-        self._count = self._finished = 0
+        self.started = 0.0  # when the ranks of the first launch waited before their first model
+        self._job, self._folder, self._progress = job, folder, progress
+        self._count = 0
 
     def play(self, in_turns: bool) -> list[Played]:
         """Run both contenders of one launch, in turns or one after the other.
@@ -306,45 +286,34 @@ class Launches:
         Raises:
             ScriptError: it failed or is too short.
         """
-        order = [0, 1] if self._finished % 2 == 0 else [1, 0]
+        order = [0, 1] if self._count % 2 == 0 else [1, 0]
+        self._count += 1
         played: dict[int, Played] = {}
         for indices in [order] if in_turns else [[index] for index in order]:
-            played |= self._long_enough(indices)
-        self._finished += 1
+            played |= self._play(indices)
         return [played[0], played[1]]
-
-    def _long_enough(self, indices: Sequence[int]) -> dict[int, Played]:
-        """Play, and once more with shorter blocks if the script was too short."""
-        for _ in range(2):
-            played = self._play(indices)
-            if min(len(each.blocks) for each in played.values()) >= LEAST_PAIRS:
-                return played
-            steps = max(each.steps for each in played.values())  # one has ended, the other waited
-            self.plan = Plan.for_short(steps - self._job.warmup)
-            if self.plan is None:
-                break
-        least = self._job.warmup + 2 * LEAST_PAIRS + _PARTS_STEPS + _TRAFFIC_STEPS + 1
-        raise ScriptError(
-            f"the script is too short: it made {steps} steps, and at least {least} are needed, "
-            f"of which {self._job.warmup} are for warming up. Let it make more."
-        )
 
     def _play(self, indices: Sequence[int]) -> dict[int, Played]:
         """Play the contenders of these indices, the first one first."""
-        self._count += 1
         with self._started(indices) as contenders:
             self.world_size = contenders[0].world_size
+            self.started = self.started or time.monotonic()
             try:
-                seconds = max(self._warm_up(each) for each in contenders)
-                if self.plan is None:
-                    self.plan = Plan.of(seconds, self._job.steps)
-                self._blocks(contenders, self.plan)
+                self._warm_up(contenders)
+                self._blocks(contenders)
                 for each in contenders:
                     self._probe(each)
             except ScriptEnded as end:
                 if end.code:
-                    raise end.contender.failed(end.code) from None
-            return {index: each.played for index, each in zip(indices, contenders, strict=True)}
+                    raise end.contender.error(f"failed with exit code {end.code}.") from None
+            played = {index: each.played for index, each in zip(indices, contenders, strict=True)}
+        if min(len(each.blocks) for each in played.values()) < _LEAST_PAIRS:
+            least = WARMUP if self.plan is None else self.plan.least
+            raise ScriptError(
+                f"the script is too short: it made {max(each.steps for each in played.values())} "
+                f"steps of its optimizer, and at least {least} are needed. Let it make more."
+            )
+        return played
 
     @contextmanager
     def _started(self, indices: Sequence[int]) -> Iterator[list[Contender]]:
@@ -357,8 +326,8 @@ class Launches:
             listener.settimeout(0.5)
             try:
                 for index in indices:
-                    name = f"launch{self._count}"
-                    contenders.append(Contender(self._job, index, name, address, self._folder))
+                    of = (f"launch{self._count}", address, self._folder, self._progress)
+                    contenders.append(Contender(self._job, index, *of))
                 self._gather(listener, contenders)
                 yield contenders
             except BaseException:
@@ -366,75 +335,79 @@ class Launches:
                     each.kill()
                 raise
             finally:
+                self._progress.stage = "the processes end"
                 for each in contenders:
                     each.end()
                 address.unlink()
 
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
         by_name = {each.name: each for each in contenders}
-        last_news = time.monotonic()
         while not all(each.is_there for each in contenders):
+            there = sum(len(each.ranks) for each in contenders)
+            self._progress.stage = f"the script starts; {there} ranks have come to its model"
+            self._progress.tick()
             for each in contenders:
-                if each.process.poll() is not None:
-                    if each.process.returncode:
-                        where = " before it wrapped a model"
-                        raise each.failed(each.process.returncode, where)
-                    raise ScriptError(
-                        f"{each.label}'s script ended, and wrapped no model with torch's "
-                        f"DistributedDataParallel.\n{each.last_lines()}"
-                    )
-            if time.monotonic() - last_news > self._job.stall:
-                late = next(each for each in contenders if not each.is_there)
-                raise ScriptError(
-                    f"{late.label}: {len(late.ranks)} of {late.world_size or 'its'} ranks wrapped "
-                    f"a model with torch's DistributedDataParallel, and for {self._job.stall:g} s "
-                    f"no other did. A larger --stall waits longer.\n{late.last_lines()}"
-                )
+                code = each.process.poll()
+                if code:
+                    raise each.error(f"failed with exit code {code} before it wrapped a model.")
+                if code == 0:
+                    raise each.error("wrapped no model with torch's DistributedDataParallel.")
             with suppress(TimeoutError, EOFError):
                 accepted, _ = listener.accept()
                 accepted.settimeout(None)
                 connection = Connection(accepted.detach())
                 hello = json.loads(connection.recv_bytes())
-                if hello.get("contender") in by_name:
-                    by_name[hello["contender"]].add_rank(connection, hello)
-                    last_news = time.monotonic()
+                if contender := by_name.get(hello.get("contender")):
+                    contender.ranks[hello["rank"]] = connection
+                    contender.world_size = hello["world_size"]
 
-    def _warm_up(self, contender: Contender) -> float:
-        """Warm up; returns the seconds of a step at its end."""
-        timed = min(_TIMED_WARMUP, self._job.warmup - 1)
-        reports = contender.order("steps", count=self._job.warmup, timed=timed)
-        return max(report["took"] for report in reports) / timed
+    def _warm_up(self, contenders: Sequence[Contender]) -> None:
+        """Warm up; the first time the length of a step decides what a launch is."""
+        for each in contenders:
+            self._progress.stage = f"{each.label} warms up"
+            reports = each.run("steps", LEAST_WARMUP, _FIRST)
+            if self.plan is None:
+                longest = max(report["took"] for report in reports)
+                seconds = max(longest / (LEAST_WARMUP - _FIRST), 1e-6)
+                self.plan = Plan.of(seconds, self._job.warmup)
+                self._progress.say(f"a step of {each.label} takes about {1e3 * seconds:.0f} ms")
+            if self.plan.warmup > LEAST_WARMUP:
+                each.run("steps", self.plan.warmup - LEAST_WARMUP)
 
-    def _blocks(self, contenders: Sequence[Contender], plan: Plan) -> None:
-        order = list(contenders)
-        end = time.monotonic() + plan.seconds
-        number = 0
+    def _blocks(self, contenders: Sequence[Contender]) -> None:
+        order, plan, number = list(contenders), self.plan, 0
+        assert plan is not None
+        end = time.monotonic() + _SECONDS
         while number < plan.pairs or (time.monotonic() < end and _is_noisy(contenders)):
+            self._progress.stage = f"{number} pairs of blocks, of {plan.pairs} or more"
             took = {}
             for each in order:
-                reports = each.order("steps", count=plan.block + 1, timed=plan.block)
+                steps = plan.skipped + plan.block
+                reports = each.run("steps", steps, plan.skipped)
                 took[each.name] = max(report["took"] for report in reports) / plan.block
+                each.played.backwards = reports[0]["backwards"] / steps
             for each in order:
                 each.played.blocks.append(took[each.name])
             order.reverse()
             number += 1
             if number == plan.pairs:  # after the same steps in all launches
                 for each in order:
-                    each.played.peak = max(r["peak"] for r in each.order("parameters"))
-            if number <= plan.pairs:
-                self._advance(1 / plan.pairs)
+                    reports = each.order("parameters")
+                    each.played.peak_bytes = max(report["peak"] for report in reports)
 
     def _probe(self, contender: Contender) -> None:
-        """Note the parts and the traffic of some steps, which are not timed."""
-        played = contender.played
-        reports = contender.order("parts", count=_PARTS_STEPS)
-        by_rank = [report["parts"] for report in reports if report["parts"]]
-        if len(by_rank) == len(reports):
+        """Note the parts of some steps, which are not timed."""
+        assert self.plan is not None
+        self._progress.stage = f"the parts of {contender.label}'s steps"
+        reports = contender.run("parts", self.plan.parts)
+        by_rank = [report["parts"] for report in reports]
+        if all(by_rank):
+            shares = contender.played.shares
+            seconds = max(report["took"] for report in reports) / self.plan.parts
             for name in by_rank[0][0]:
-                means = [sum(step[name] for step in steps) / len(steps) for steps in by_rank]
-                played.parts[name] = sum(means) / len(means)
-        traffic = contender.order("traffic", count=_TRAFFIC_STEPS)[0]["traffic"]
-        played.traffic = dict(traffic or {})
+                of_ranks = [fmean(step[name] for step in steps) for steps in by_rank]
+                shares[name] = fmean(of_ranks) / seconds
+            shares["rest"] = max(0.0, 1 - sum(shares.values()))
 
 
 def _is_noisy(contenders: Sequence[Contender]) -> bool:

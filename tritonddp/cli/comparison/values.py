@@ -93,13 +93,20 @@ class Capture:
     checksums: Mapping[str, int]
     path: str
 
+    @classmethod
+    def of(cls, found: Mapping[int, Mapping[str, Any]]) -> Capture:
+        """From what :func:`capture` gave each rank; rank 0 is one of them."""
+        digests = {rank: each["digest"] for rank, each in found.items()}
+        return cls(digests, found[0]["checksums"], found[0]["path"])
+
     @property
     def is_shared(self) -> bool:
         """All ranks had the same bits."""
         return len(set(self.digests.values())) == 1
 
-    def values(self) -> dict[str, Tensor]:
-        return torch.load(self.path, weights_only=True)
+
+def _values(capture: Capture) -> dict[str, Tensor]:
+    return torch.load(capture.path, weights_only=True)
 
 
 def _relative_differences(first: Capture, second: Capture) -> dict[str, float]:
@@ -111,7 +118,7 @@ def _relative_differences(first: Capture, second: Capture) -> dict[str, float]:
     unequal = [n for n in names if first.checksums.get(n) != second.checksums.get(n)]
     if not unequal:
         return {}
-    ours, theirs = first.values(), second.values()
+    ours, theirs = _values(first), _values(second)
     squares = sum(_finite(_wide(value)).norm().item() ** 2 for value in ours.values())
     count = sum(value.numel() for value in ours.values())
     floor = _FLOOR * (squares / max(count, 1)) ** 0.5
@@ -182,7 +189,7 @@ def judge(
     found = max(launches, key=lambda each: (_largest(each), len(each)))
     apart = (_largest(_relative_differences(first[0], each)) for each in first[1:])
     of_stock = max(apart, default=None)
-    dtypes = {value.dtype for value in first[0].values().values()} if found else set()
+    dtypes = {value.dtype for value in _values(first[0]).values()} if found else set()
     tolerance = max((_TOLERANCE.get(dtype, _COARSEST) for dtype in dtypes), default=0.0)
     if title.startswith("parameters"):
         tolerance = max(tolerance, _END)

@@ -8,6 +8,9 @@ these: ``mean ± t(0.995, launches - 1) * s / sqrt(launches)``.
 
 ``s`` is the standard deviation of the means of launches, but never less than the standard error
 that the blocks within the launches let expect: a few launches may agree by chance.
+
+The time of each contender is the geometric mean over the same blocks, so that the quotient of the
+two times is the ratio.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from statistics import fmean, stdev
 # Below this nothing is called a difference, however sure it is.
 LEAST = 0.02
 CONFIDENCE = "99 %"
+# With fewer launches no interval is narrow enough to stop.
+LEAST_LAUNCHES = 3
 # Student's t at 0.995, for 1 to 30 degrees of freedom; beyond that the normal's is near enough.
 _TABLE = """
 63.657 9.925 5.841 4.604 4.032 3.707 3.499 3.355 3.250 3.169
@@ -34,64 +39,85 @@ _TRIMMED = 0.2
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A ratio of times with its interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-@dataclass(frozen=True)
 class Launch:
-    """Mean of the log ratios of one launch, and its standard error from within the launch."""
+    """What one launch has shown of a time.
 
-    mean: float
-    error: float
+    Attributes:
+        first, second: natural logarithms of the contenders' seconds.
+        error: the standard error of their difference, from within the launch.
+    """
+
+    first: float
+    second: float
+    error: float = 0.0
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> Launch:
-        """From the seconds of paired blocks; the ratio is the second's over the first's.
+        """From the seconds of paired blocks.
 
-        The mean is trimmed, and the error is Yuen's for trimmed means (Biometrika 1974).
+        The means are over the pairs whose ratios are left when the extreme ones are trimmed, and
+        the error is Yuen's for trimmed means (Biometrika 1974).
         """
-        samples = sorted(math.log(b / a) for a, b in zip(first, second, strict=True))
-        count = len(samples)
+        logarithms = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
+        pairs = sorted(logarithms, key=lambda pair: pair[1] - pair[0])
+        count = len(pairs)
         cut = int(_TRIMMED * count)
-        kept = samples[cut : count - cut]
+        kept = pairs[cut : count - cut]
+        means = fmean(a for a, _ in kept), fmean(b for _, b in kept)
         if len(kept) < 2:
-            return cls(fmean(kept), math.inf)
-        winsorised = [min(max(sample, kept[0]), kept[-1]) for sample in samples]
-        error = stdev(winsorised) / ((1 - 2 * cut / count) * math.sqrt(count))
-        return cls(fmean(kept), error)
+            return cls(*means, math.inf)
+        low, high = kept[0][1] - kept[0][0], kept[-1][1] - kept[-1][0]
+        winsorised = [min(max(b - a, low), high) for a, b in pairs]
+        return cls(*means, stdev(winsorised) / ((1 - 2 * cut / count) * math.sqrt(count)))
 
 
-def over_launches(launches: Sequence[Launch]) -> Ratio:
-    """The ratio that these launches show.
+@dataclass(frozen=True)
+class Ratio:
+    """Times of the contenders in seconds, and the interval of their ratio."""
 
-    With one launch alone the interval is that of its blocks, and says nothing of other launches.
-    """
-    count = len(launches)
-    means = [launch.mean for launch in launches]
-    within = math.sqrt(fmean(launch.error**2 for launch in launches))
-    spread = max(stdev(means), within) if count > 1 else within
-    half = _quantile(max(1, count - 1)) if count > 1 else _QUANTILES[9]
-    half *= spread / math.sqrt(count)
-    mean = fmean(means)
-    return Ratio(math.exp(mean), _exp(mean - half), _exp(mean + half))
+    first: float
+    second: float
+    low: float
+    high: float
 
+    @classmethod
+    def over(cls, launches: Sequence[Launch]) -> Ratio:
+        """What these launches show.
 
-def ratio_of_parts(first: Sequence[float], second: Sequence[float]) -> Ratio | None:
-    """The ratio of two lists with a figure for each launch; None if one is zero."""
-    if not first or len(first) != len(second) or min([*first, *second]) <= 0:
-        return None
-    launches = [Launch(math.log(b / a), 0.0) for a, b in zip(first, second, strict=True)]
-    if len(launches) == 1:
-        return None
-    return over_launches(launches)
+        With one launch alone the interval is that of its blocks: others may differ.
+        """
+        count = len(launches)
+        differences = [launch.second - launch.first for launch in launches]
+        within = math.sqrt(fmean(launch.error**2 for launch in launches))
+        spread = max(stdev(differences), within) if count > 1 else within
+        half = _quantile(count - 1) if count > 1 else _QUANTILES[9]
+        half *= spread / math.sqrt(count)
+        mean = fmean(differences)
+        first, second = (
+            math.exp(fmean(logarithms))
+            for logarithms in (
+                [each.first for each in launches],
+                [each.second for each in launches],
+            )
+        )
+        return cls(first, second, _exp(mean - half), _exp(mean + half))
+
+    @property
+    def value(self) -> float:
+        """The second contender's time over the first's."""
+        return self.second / self.first
+
+    @property
+    def reach(self) -> float:
+        """How far the interval goes to either side."""
+        return max(self.value - self.low, self.high - self.value)
+
+    def __str__(self) -> str:
+        if self.low == self.high:  # a part of a step, of one launch
+            return f"{self.value:.3f}"
+        if self.high > 9:
+            return f"{self.value:.3f} (any size)"
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 @dataclass(frozen=True)
@@ -119,15 +145,13 @@ class Verdict:
         interval = f"{CONFIDENCE}: {ratio.low:.3f} to {ratio.high:.3f}"
         excludes = ratio.high < 1 or ratio.low > 1
         if excludes and abs(ratio.value - 1) > LEAST:
-            word, share = (
-                ("faster", 1 - ratio.value) if ratio.value < 1 else ("slower", ratio.value - 1)
-            )
+            word = "faster" if ratio.value < 1 else "slower"
             sentence = (
                 f"{second}'s steps take {ratio.value:.3f} of {first}'s time ({interval}): "
-                f"{word} by {100 * share:.0f} %.{alone}"
+                f"{word} by {100 * abs(1 - ratio.value):.0f} %.{alone}"
             )
             return cls(ratio, True, sentence)
-        reach = max(LEAST, ratio.value - ratio.low, ratio.high - ratio.value)
+        reach = max(LEAST, ratio.reach)
         size = f"{math.ceil(100 * reach - 1e-9)} %" if math.isfinite(reach) else "any size"
         sentence = (
             f"no difference in the time of a step (ratio {ratio.value:.3f}, {interval}; "
