@@ -179,7 +179,9 @@ POINTS = {
     ),
     "check_sync": Point("check", "check", "kill 1/3, stop 1/2"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums", "kill 0/2"),
-    "forward inside join": Point("join", "tritonddp.wrapper:announce_forward", "kill 1/3, stop 0/2"),
+    "forward inside join": Point(
+        "join", "tritonddp.wrapper:announce_forward", "kill 1/3, stop 0/2"
+    ),
     "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol.announce", ""),
     "backward inside join": Point(
         "join", "gradient of a layer in the middle", "kill 0/3, raise 0/3, nan 0/2"
