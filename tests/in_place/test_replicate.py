@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks, sequence_number
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -176,32 +176,6 @@ def test_a_probe_stays_on_its_rank_in_no_sync_and_by_autograd_grad(rank: int) ->
     assert_same_bits(list(net.parameters()), list(expected.parameters()))
 
 
-@pytest.mark.parametrize("transport", ["auto", "process_group"])
-@ranks(2)
-def test_one_rank_alone_may_evaluate_a_model_with_buffers(transport: str, rank: int) -> None:
-    net = replicate(seeded(nn.BatchNorm1d), transport=transport)
-    for number in range(4):
-        train_step(net, drawn(5, 4, step=number))
-        assert_same_on_all_ranks(list(net.buffers()), "buffers after a backward")
-        before = sequence_number()
-        if rank == 0:
-            net.eval()
-            with torch.no_grad():
-                net(drawn(7, 4))
-            net(drawn(7, 4))
-            net.train()
-            net.zero_grad()
-        assert sequence_number() == before
-
-
-@ranks(2)
-def test_buffers_of_a_method_are_those_of_rank_0() -> None:
-    net = replicate(seeded(nn.BatchNorm1d))
-    for number in range(3):
-        squares(net.encode(drawn(5, 4, step=number))).backward()
-        assert_same_on_all_ranks(list(net.buffers()), "buffers")
-
-
 @ranks(2)
 def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(rank: int) -> None:
     net = replicate(seeded(nn.BatchNorm1d))
@@ -281,18 +255,6 @@ def test_ranks_with_fewer_inputs_join(rank: int) -> None:
     assert_same_on_all_ranks([*net.parameters(), *net.buffers()])
 
 
-@ranks(2)
-def test_optimizers_step_in_the_backward_of_a_method() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    net = seeded()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    replicate(net)
-    for number in range(3):
-        squares(net.encode(drawn(5, 4, step=number))).backward()
-        assert_same_on_all_ranks(list(net.parameters()))
-
-
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -311,16 +273,6 @@ def test_a_module_that_calls_itself_is_one_forward(rank: int) -> None:
         train_step(net, drawn(2, 4, step=number))
     assert ddp(net)._ddp_state.core.statistics.forwards == 3
     assert_same_on_all_ranks([*gradients(net), *net.buffers()])
-
-
-@ranks(1)
-def test_a_world_of_one() -> None:
-    net = replicate(seeded(nn.BatchNorm1d))
-    plain = copy.deepcopy(net)
-    for number in range(3):
-        for each in (net, plain):
-            train_step(each, drawn(5, 4, step=number))
-        assert_same_bits(gradients(net), gradients(plain))
 
 
 # Copies
@@ -394,26 +346,6 @@ class Failing(Encoder):
     @property
     def no_sync(self) -> None:
         raise ValueError("not now")
-
-
-class Slotted(nn.Module):
-    __slots__ = ("extra", "layer")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = 3
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.extra
-
-
-@ranks(2)
-def test_a_module_with_slots() -> None:
-    net = replicate(Slotted())
-    train_step(net, drawn(5, 4))
-    assert_same_on_all_ranks(gradients(net))
-    assert "extra" not in vars(net)
 
 
 @ranks(2)
