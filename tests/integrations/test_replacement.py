@@ -126,6 +126,12 @@ def test_a_wrapper_that_is_still_torchs_works_as_ever(for_good: bool, wrap: Any)
     train(stock)
 
 
+def test_a_context_inside_which_it_is_replaced_for_good_leaves_it_so() -> None:
+    with replacement.stock_replaced():
+        tritonddp.replace_stock()
+    assert names() == [OURS, OURS]
+
+
 def trained_with_zero() -> tuple[nn.Module, list[Tensor]]:
     """With torch's own classes, by their names; the wrapper, and its parameters at the end."""
     torch.manual_seed(0)
