@@ -13,119 +13,73 @@ to the shortest time that the line allows (line.py) and to a bare all-reduce of 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from multiprocessing.connection import Connection, Pipe, wait
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 from benchmarks.base import command
-from benchmarks.base.command import Output
-from benchmarks.base.results import Result
 from benchmarks.network.namespaces import (
-    CONGESTION_CONTROL,
     Host,
     NetworkUnavailableError,
     network,
     rank_environment,
 )
-from benchmarks.network.rank import LEAST_ROUNDS, MODELS, Plan
-from benchmarks.network.result import evaluate
-from benchmarks.report import tables
-from benchmarks.report.table import text
+from benchmarks.network.rank import LEAST_ROUNDS, MODELS
 
 RANK = Path(__file__).with_name("rank.py")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
-class RankDiedError(RuntimeError):
-    """A rank ended before its work was done."""
-
-
 def main() -> int:
     options = _options()
-    output = Output("network", options.out, congestion_control=CONGESTION_CONTROL)
-    results: list[dict[str, Any]] = []
-    table = tables.network_wire if options.by_wire else tables.network
-
-    def report(result: dict[str, Any]) -> None:
-        results.append(result)
-        output.write({"results": results})
-        found = Result({"results": [result]})
-        output.say("", *text([*tables.contenders(found), *table(found)]))
-
-    try:
-        for hosts in options.hosts:
-            run(hosts, options, report)
-    except NetworkUnavailableError as error:
-        print(f"benchmarks/network/network.py cannot measure here: {error}", file=sys.stderr)
-        return 2
-    except RankDiedError as error:
-        print(f"benchmarks/network/network.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("benchmarks/network/network.py: interrupted", file=sys.stderr)
-        return 130
-    output.end()
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.out or Path(folder) / "result"
+        out.unlink(missing_ok=True)
+        try:
+            for count in options.hosts:
+                codes = run(count, options, out)
+                if any(codes):
+                    print(f"benchmarks/network/network.py: ranks ended with {codes}, see above")
+                    return 1
+        except NetworkUnavailableError as error:
+            print(f"benchmarks/network/network.py cannot measure here: {error}", file=sys.stderr)
+            return 2
     return 0
 
 
-def run(count: int, options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> None:
-    """Measure with some ranks on each of ``count`` hosts; report each result when it is there.
+def run(count: int, options: argparse.Namespace, out: Path) -> list[int | None]:
+    """Measure with some ranks on each of ``count`` hosts; their exit statuses.
 
     Raises:
         NetworkUnavailableError: see :func:`namespaces.network`.
-        RankDiedError: a rank ended early; why is on standard error.
     """
     some_rate = max((rate for rate in options.rates if rate), default=None)
+    each = options.ranks_per_host
     with network(count, some_rate) as hosts:
-        ranks = [_start(rank, hosts, options) for rank in range(count * options.ranks_per_host)]
-        for _ in range(len(options.models) * len(options.rates)):
-            report(evaluate(_next_messages(ranks), options.by_wire, options.ranks_per_host))
-        _next_messages(ranks)  # all are done
+        ranks = [_start(rank, hosts, options, out) for rank in range(count * each)]
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            time.sleep(0.1)
+    return codes
 
 
-def _start(rank: int, hosts: Sequence[Host], options: argparse.Namespace) -> Connection:
-    """Start a rank on its host; both ends of the connection close when their owner dies."""
+def _start(
+    rank: int, hosts: Sequence[Host], options: argparse.Namespace, out: Path
+) -> subprocess.Popen[Any]:
     host = hosts[rank // options.ranks_per_host]
-    connection, theirs = Pipe()
+    keys = ("rates", "models", "by_wire", "rounds", "seconds", "ranks_per_host")
+    plan = {"namespace": host.namespace, "out": str(out.resolve())}
+    plan |= {key: getattr(options, key) for key in keys}
     environment = rank_environment(hosts, rank, options.ranks_per_host)
-    with theirs:
-        host.start(
-            [sys.executable, str(RANK), str(theirs.fileno())],
-            env=os.environ | environment,
-            pass_fds=[theirs.fileno()],
-        )
-    plan = Plan(
-        namespace=host.namespace,
-        address=host.address,
-        rates=options.rates,
-        models=options.models,
-        by_wire=options.by_wire,
-        rounds=options.rounds,
-        seconds=options.seconds,
-    )
-    connection.send(asdict(plan))
-    return connection
-
-
-def _next_messages(ranks: Sequence[Connection]) -> list[Any]:
-    """The next message of every rank."""
-    messages: dict[int, Any] = {}
-    while len(messages) < len(ranks):
-        waiting = {ranks[rank]: rank for rank in range(len(ranks)) if rank not in messages}
-        for connection in wait(list(waiting)):
-            rank = waiting[connection]  # type: ignore[index]
-            try:
-                messages[rank] = ranks[rank].recv()
-            except (EOFError, OSError):
-                raise RankDiedError(f"rank {rank} of {len(ranks)} died, see above") from None
-    return [messages[rank] for rank in range(len(ranks))]
+    return host.start([sys.executable, str(RANK), json.dumps(plan)], env=os.environ | environment)
 
 
 def rate_of(text: str) -> float | None:

@@ -1,5 +1,7 @@
 """What network.py runs on each host: one rank that times training steps at several line rates.
 
+    python benchmarks/network/rank.py PLAN      a Plan as JSON; rank 0 adds to its result file
+
 Every rank holds the unwrapped model and all configurations of stock DDP and tritonddp side by side,
 as in step.py, and limits its own line. In each round every configuration takes one step and the
 bytes of all its buckets are all-reduced once more by themselves, in an order shuffled anew.
@@ -7,16 +9,13 @@ bytes of all its buckets are all-reduced once more by themselves, in an order sh
 
 from __future__ import annotations
 
-import contextlib
-import os
+import json
 import random
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,19 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 from benchmarks.base import deadline
+from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
+from benchmarks.base.results import Result
 from benchmarks.models.cases import CASES, Case, features, loss, transformer
 from benchmarks.models.configurations import (
     UNWRAPPED,
-    Configuration,
-    Family,
-    families,
-    once,
-    wires,
 )
 from benchmarks.models.gradients import check
-from benchmarks.network.namespaces import Host, tx_bytes
+from benchmarks.network.namespaces import CONGESTION_CONTROL, Host, tx_bytes
+from benchmarks.network.result import ALL_REDUCE, contenders_of, evaluate, families_at
+from benchmarks.report import tables
+from benchmarks.report.table import text
 
-ALL_REDUCE = "all-reduce alone"
 LEAST_ROUNDS = 2
 
 MODELS = {
@@ -52,32 +50,13 @@ MODELS = {
 }
 
 
-def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
-    """What is compared on a line of this rate.
-
-    By wire: ways to send fewer bytes. Otherwise copies and views, all in full precision: below
-    1 Gbit/s a step takes seconds, of which stock's ways to copy gradients, and views of buckets,
-    could save no more than a few milliseconds: there it is stock's default and ours.
-    """
-    if by_wire:
-        return wires()
-    copies, views = (replace(each, beside=()) for each in families())
-    if rate is None or rate >= 1e9:
-        return copies, views
-    return (replace(copies, stock=copies.stock[:1]),)
-
-
-def contenders_of(groups: Sequence[Family]) -> tuple[Configuration, ...]:
-    """Each configuration once."""
-    return once(each for group in groups for each in (*group.stock, group.ours, *group.beside))
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a rank is to measure.
 
     Attributes:
-        namespace, address: of its host.
+        namespace: of its host.
+        out: the result file.
         rates: bits per second of every host's line, ``None`` for no limit.
         models: names in :data:`MODELS`.
         by_wire: see :func:`families_at`.
@@ -87,12 +66,13 @@ class Plan:
     """
 
     namespace: str
-    address: str
+    out: str
     rates: Sequence[float | None]
     models: Sequence[str]
     by_wire: bool
     rounds: int
     seconds: float
+    ranks_per_host: int
 
 
 class ReadyClock:
@@ -180,11 +160,12 @@ class Contenders:
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    plan = Plan(**connection.recv())
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    host = Host(plan.namespace, plan.address)
+    plan = Plan(**json.loads(sys.argv[1]))
+    host, path = Host(plan.namespace, ""), Path(plan.out)
+    table = tables.network_wire if plan.by_wire else tables.network
     with process_group("gloo") as ranks:
+        output = Output("network", path, ranks.rank == 0, congestion_control=CONGESTION_CONTROL)
+        results = json.loads(path.read_text())["results"] if path.exists() else []
         left = len(plan.models) * len(plan.rates)
         for model in plan.models:
             host.limit(None)
@@ -194,8 +175,12 @@ def main() -> None:
                 end = min(deadline.share(1 / left), time.monotonic() + plan.seconds)
                 samples = measure(contenders, rate, host, ranks, plan, end)
                 left -= 1
-                connection.send({"rate": rate, **contenders.facts, **samples})
-    connection.send(None)  # all is done
+                found = ranks.gathered({"rate": rate, **contenders.facts, **samples})
+                result = evaluate(found, plan.by_wire, plan.ranks_per_host)
+                results.append(result)
+                output.write({"results": results})
+                shown = Result({"results": [result]})
+                output.say("", *text([*tables.contenders(shown), *table(shown)]))
 
 
 def measure(
@@ -247,13 +232,6 @@ def measure(
         "ready_seconds": ready,
         "counters": [asdict(before), asdict(after)],
     }
-
-
-def _end_with(connection: Connection) -> None:
-    """End this process as soon as the other end of the connection has, however it did."""
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv()
-    os._exit(1)
 
 
 if __name__ == "__main__":

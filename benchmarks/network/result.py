@@ -5,14 +5,42 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.base.paired import Spread, paired_ratio
-from benchmarks.models.configurations import UNWRAPPED, Configuration
+from benchmarks.models.configurations import (
+    UNWRAPPED,
+    Configuration,
+    Family,
+    families,
+    once,
+    wires,
+)
 from benchmarks.network.line import Limit, effective_rate, ring_bytes, step_limit
 from benchmarks.network.namespaces import burst_bytes
-from benchmarks.network.rank import ALL_REDUCE, families_at
+
+ALL_REDUCE = "all-reduce alone"
+
+
+def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
+    """What is compared on a line of this rate.
+
+    By wire: ways to send fewer bytes. Otherwise copies and views, all in full precision: below
+    1 Gbit/s a step takes seconds, of which stock's ways to copy gradients, and views of buckets,
+    could save no more than a few milliseconds: there it is stock's default and ours.
+    """
+    if by_wire:
+        return wires()
+    copies, views = (replace(each, beside=()) for each in families())
+    if rate is None or rate >= 1e9:
+        return copies, views
+    return (replace(copies, stock=copies.stock[:1]),)
+
+
+def contenders_of(groups: Sequence[Family]) -> tuple[Configuration, ...]:
+    """Each configuration once."""
+    return once(each for group in groups for each in (*group.stock, group.ours, *group.beside))
 
 
 def evaluate(
