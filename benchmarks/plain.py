@@ -1,11 +1,11 @@
 """The suites of kernels and the host.
 
-    python benchmarks/plain.py SUITE [--only WORD ...] [--without WORD ...] [--rounds N]
+    python benchmarks/plain.py SUITE [--only WORD ...] [--rounds N]
         [--out FILE]
 
-SUITE is kernels or host. ``--only`` wants one of its words in a case's name,
-``--without`` none of its own. The result file is written after each group. A group that fails is
-told and left out; the others are measured, and the exit status is 1.
+SUITE is kernels or host. ``--only`` wants one of its words in a case's name. The result
+file is written after each group. A group that fails is told and left out; the others are measured,
+and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def main() -> int:
         case
         for case in suite.cases()
         if not options.only or any(word in case.name for word in options.only)
-        if not any(word in case.name for word in options.without)
     ]
     if not cases:
         print(f"no case of {options.suite} is called so")
@@ -100,7 +99,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="in a case's name")
-    parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="not in its name")
     parser.add_argument("--rounds", type=int, help="timed, of each group (default: the suite's)")
     parser.add_argument("--out", type=Path, help="write JSON here")
     return parser.parse_args()

@@ -40,7 +40,7 @@ from benchmarks.base.command import Output
 from benchmarks.base.deadline import interleaved
 from benchmarks.base.paired import Ratio, Spread, paired_ratio
 from benchmarks.base.ranks import process_group
-from benchmarks.network.namespaces import network, rank_environment, tx_bytes
+from benchmarks.network.namespaces import network, run_on, tx_bytes
 from benchmarks.report.table import Table, ms, text
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
@@ -206,14 +206,7 @@ def on_two_hosts(options: argparse.Namespace, arguments: list[str]) -> dict[str,
     with tempfile.TemporaryDirectory() as folder, network(2, rate=options.rate) as hosts:
         out = Path(folder) / "result.json"
         line = [sys.executable, __file__, *arguments, "--over", "line", "--out", str(out)]
-        ranks = [
-            host.start(line, env=os.environ | rank_environment(hosts, rank))
-            for rank, host in enumerate(hosts)
-        ]
-        end = time.monotonic() + LIMIT
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-            time.sleep(0.2)
-        if set(codes := [rank.poll() for rank in ranks]) != {0}:
+        if any(codes := run_on(hosts, [line] * 2)):
             raise SystemExit(f"the ranks ended with {codes}")
         return json.loads(out.read_text())
 

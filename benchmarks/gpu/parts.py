@@ -123,10 +123,9 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
             f"--rounds 12 --models {HOST_BOUND}", mlp
         ),
         *(_on_one_card(mlp) if rehearse or cards == 1 else ()),
-        # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
-        _script(
-            "kernels", "flatten and unflatten", 24, 21, "plain.py kernels --without wire"
-        ).with_arguments("--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"),
+        _script("kernels", "flatten and unflatten", 24, 21, "plain.py kernels").with_arguments(
+            "--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"
+        ),
         _tests(
             "test-kernels", "the compiled kernels", 46, 44, KERNEL_TESTS, f"not ({SANITY})", few
         ),

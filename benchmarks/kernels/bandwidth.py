@@ -6,9 +6,8 @@ The ceiling is a device copy of the bytes of the gradients: nothing that reads a
 can be faster. On a GPU there are two, of which neither is always the faster one: torch's ``copy_``,
 which lets the driver copy, and a kernel that copies with 16-byte accesses, as ours do. GB/s count
 these bytes, read and written, whatever a contender really moves. A bucket is the whole list or the
-first that the default cap of 25 MiB closes; *bf16 wire* means gradients in fp32 and a buffer in
-bf16, on GPUs alone. Contenders are checked before any is timed. On a GPU times are the device's, on
-the CPU those of one thread.
+first that the default cap of 25 MiB closes. Contenders are checked before any is timed. On a GPU
+times are the device's, on the CPU those of one thread.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ from benchmarks.report import tables
 TABLES = (tables.kernels,)
 ROUNDS = 25 if DEVICE.type == "cuda" else 8
 
-# Of the gradients, and of the buffer.
-DTYPES = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "bf16 wire": (torch.float32, torch.bfloat16),
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -54,17 +48,12 @@ class Group:
     @functools.cached_property
     def shapes(self) -> Shapes:
         """Of the gradients in the bucket; empty if the list does not fill it."""
-        return BUCKETS[self.bucket](whole(self.parameters), DTYPES[self.dtype][0])
+        return BUCKETS[self.bucket](whole(self.parameters), DTYPES[self.dtype])
 
     @property
     def megabytes(self) -> float:
         """Of gradients."""
-        return sum(map(prod, self.shapes)) * DTYPES[self.dtype][0].itemsize / 1e6
-
-    @property
-    def casting(self) -> bool:
-        dtype, wire = DTYPES[self.dtype]
-        return dtype != wire
+        return sum(map(prod, self.shapes)) * DTYPES[self.dtype].itemsize / 1e6
 
 
 # Of the largest bucket, in MB of gradients: the whole of ResNet-50, and smaller, on a CPU.
@@ -83,9 +72,7 @@ def cases() -> Iterator[Case]:
     for group in groups:
         if not group.shapes or group.megabytes > MAX_MB:
             continue
-        if DEVICE.type == "cpu" and group.casting:
-            continue
-        for each in contenders(group.direction, group.casting, DEVICE):
+        for each in contenders(group.direction, DEVICE):
             yield Case(str(group), (group, each.name), f"{group}-{each.name}")
 
 
@@ -109,8 +96,8 @@ def measure(group: Group, rounds: int, groups_left: int) -> tuple[int, int, dict
         RuntimeError: a contender is wrong; none is timed.
     """
     end = deadline.share(1 / groups_left)
-    rivals = contenders(group.direction, group.casting, DEVICE)
-    make = functools.partial(Inputs.make, group.shapes, *DTYPES[group.dtype], DEVICE)
+    rivals = contenders(group.direction, DEVICE)
+    make = functools.partial(Inputs.make, group.shapes, DTYPES[group.dtype], DEVICE)
     rotation = [make()]
     nbytes = rotation[0].nbytes
     for rival in rivals:

@@ -53,23 +53,22 @@ class Inputs:
         cls,
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
-        wire: torch.dtype,
         device: torch.device,
     ) -> Inputs:
-        """Random gradients of these shapes and ``dtype``, and buffers of the ``wire`` dtype."""
+        """Random gradients of these shapes, and buffers for them."""
         kernels = select(device)
         strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
         spread = Layout.of(shapes, strides, _BYTES_APART // dtype.itemsize)
         block = torch.randn(spread.numel, device=device).to(dtype)
         grads = _views(block, spread)
         others = [_views(block.clone(), spread) for _ in range(4 if kernels.by_address else 0)]
-        ours = FlatBuffer(Layout.of(shapes, strides, kernels.alignment), wire, device)
+        ours = FlatBuffer(Layout.of(shapes, strides, kernels.alignment), dtype, device)
         ours.flags.fill_(1)  # or unflatten would leave the gradients as they are
         segments = [
             (first, last, ours if last - first == len(shapes) else ours.part(first, last))
             for first, last in kernels.segments(ours.layout)
         ]
-        plain = FlatBuffer(Layout.of(shapes, strides, 1), wire, device)
+        plain = FlatBuffer(Layout.of(shapes, strides, 1), dtype, device)
         moved = ours.part(0, len(shapes))
         return cls(grads, cycle([*others, grads]), ours, segments, moved, plain, block)
 
@@ -91,14 +90,10 @@ class Contender(timing.Contender):
 
     Attributes:
         ours: works on ``Inputs.ours``, else on ``Inputs.plain``, and every bit has to be right.
-        scales: divides by the world size. One that does not has less to do.
-        casts: copes with gradients of another dtype than the wire's.
         by_address: only where kernels read gradients by address.
     """
 
     ours: bool = False
-    scales: bool = True
-    casts: bool = True
     by_address: bool = False
 
     def buffer(self, inputs: Inputs) -> FlatBuffer:
@@ -146,15 +141,6 @@ def _mul_each(inputs: Inputs) -> None:
         torch.mul(grad, 1 / WORLD_SIZE, out=view)
 
 
-def _cat(inputs: Inputs) -> None:
-    torch.cat([grad.view(-1) for grad in inputs.grads], out=inputs.plain.payload)
-
-
-def _chunk_cat(inputs: Inputs) -> None:
-    # FSDP2's way into a reduce-scatter, for a world of one. Private; since torch 2.2.
-    torch._chunk_cat(inputs.grads, 0, 1, out=inputs.plain.payload.view(1, -1))
-
-
 def _sm_copy_in(inputs: Inputs) -> None:
     from benchmarks.kernels.copying import (
         copy,  # Triton's, which a machine without a GPU need not have
@@ -166,15 +152,6 @@ def _sm_copy_in(inputs: Inputs) -> None:
 def _copy_each(inputs: Inputs) -> None:
     for view, grad in zip(inputs.plain.views, inputs.grads, strict=True):
         grad.copy_(view)
-
-
-def _split_copy(inputs: Inputs) -> None:
-    # FSDP2's way out of an all-gather: the inverse of cat and _chunk_cat.
-    torch.split_with_sizes_copy(
-        inputs.plain.payload,
-        inputs.plain.layout.numels,
-        out=[grad.view(-1) for grad in inputs.grads],
-    )
 
 
 def _sm_copy_out(inputs: Inputs) -> None:
@@ -194,29 +171,22 @@ DIRECTIONS: dict[str, tuple[Contender, ...]] = {
         Contender(CEILING, _copy_in),
         Contender(MOVED, _ours_flatten_moved, ours=True, by_address=True),
         Contender("mul_out each", _mul_each),  # stock's default
-        Contender("cat, unscaled", _cat, scales=False),
-        Contender("_chunk_cat, unscaled", _chunk_cat, scales=False),
-        Contender(SM_COPY, _sm_copy_in, casts=False, by_address=True),
+        Contender(SM_COPY, _sm_copy_in, by_address=True),
     ),
     "unflatten": (
         Contender(OURS, _ours_unflatten, ours=True),
         Contender("_foreach_copy_", _foreach),
         Contender(CEILING, _copy_out),
         Contender("copy_ each", _copy_each),  # stock's default
-        Contender("split_with_sizes_copy", _split_copy, casts=False),
-        Contender(SM_COPY, _sm_copy_out, casts=False, by_address=True),
+        Contender(SM_COPY, _sm_copy_out, by_address=True),
     ),
 }
 
 
-def contenders(direction: str, casting: bool, device: torch.device) -> list[Contender]:
-    """Those that can do it, gradients of another dtype than the wire's (``casting``) or not."""
+def contenders(direction: str, device: torch.device) -> list[Contender]:
+    """Those that this device can play."""
     by_address = select(device).by_address
-    return [
-        each
-        for each in DIRECTIONS[direction]
-        if (each.casts or not casting) and (by_address or not each.by_address)
-    ]
+    return [each for each in DIRECTIONS[direction] if by_address or not each.by_address]
 
 
 def check(direction: str, contender: Contender, inputs: Inputs) -> None:
@@ -233,8 +203,7 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
         return
     buffer = contender.buffer(inputs)
     if direction == "flatten":
-        scale = 1 / WORLD_SIZE if contender.scales else 1.0
-        expected = (_joined(inputs.grads).float() * scale).to(buffer.data.dtype)
+        expected = (_joined(inputs.grads).float() / WORLD_SIZE).to(buffer.data.dtype)
         buffer.data.fill_(torch.nan)
         contender.run(inputs)
         found = _joined(buffer.views)

@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +202,21 @@ def rank_environment(hosts: Sequence[Host], rank: int, ranks_per_host: int = 1) 
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # or it warns that the addresses have no names
     }
+
+
+def run_on(
+    hosts: Sequence[Host], commands: Sequence[Sequence[str]], ranks_per_host: int = 1
+) -> list[int | None]:
+    """Run a command a rank, on its host, until all have ended or one has failed; exit statuses."""
+    ranks = [
+        hosts[rank // ranks_per_host].start(
+            command, env=os.environ | rank_environment(hosts, rank, ranks_per_host)
+        )
+        for rank, command in enumerate(commands)
+    ]
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(0.1)
+    return codes
 
 
 def remove_leftovers() -> None:

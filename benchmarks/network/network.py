@@ -14,24 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 from benchmarks.base import command
 from benchmarks.network.namespaces import (
-    Host,
     NetworkUnavailableError,
     network,
-    rank_environment,
+    run_on,
 )
 from benchmarks.network.rank import LEAST_ROUNDS, MODELS
 
@@ -63,23 +57,13 @@ def run(count: int, options: argparse.Namespace, out: Path) -> list[int | None]:
         NetworkUnavailableError: see :func:`namespaces.network`.
     """
     some_rate = max((rate for rate in options.rates if rate), default=None)
+    keys = ("rates", "models", "by_wire", "rounds", "seconds", "ranks_per_host")
+    plan = {"out": str(out.resolve()), **{key: getattr(options, key) for key in keys}}
     each = options.ranks_per_host
     with network(count, some_rate) as hosts:
-        ranks = [_start(rank, hosts, options, out) for rank in range(count * each)]
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-            time.sleep(0.1)
-    return codes
-
-
-def _start(
-    rank: int, hosts: Sequence[Host], options: argparse.Namespace, out: Path
-) -> subprocess.Popen[Any]:
-    host = hosts[rank // options.ranks_per_host]
-    keys = ("rates", "models", "by_wire", "rounds", "seconds", "ranks_per_host")
-    plan = {"namespace": host.namespace, "out": str(out.resolve())}
-    plan |= {key: getattr(options, key) for key in keys}
-    environment = rank_environment(hosts, rank, options.ranks_per_host)
-    return host.start([sys.executable, str(RANK), json.dumps(plan)], env=os.environ | environment)
+        plans = [{**plan, "namespace": host.namespace} for host in hosts for _ in range(each)]
+        commands = [[sys.executable, str(RANK), json.dumps(one)] for one in plans]
+        return run_on(hosts, commands, each)
 
 
 def rate_of(text: str) -> float | None:

@@ -35,28 +35,23 @@ class Plan:
         rounds: timed ones of each build, fewer if a deadline comes first.
         builds: how often all models are built anew, so that where memory lies is sampled too.
         size: of the batches, one of ``models.SIZES``.
-        zeros: gradients are zeroed in place, not by setting them to None.
     """
 
     models: tuple[str, ...]
     rounds: int
     builds: int
     size: str
-    zeros: bool
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
-        return cls(
-            tuple(options.models), options.rounds, options.builds, options.batch, options.zeros
-        )
+        return cls(tuple(options.models), options.rounds, options.builds, options.batch)
 
     def summary(self, ranks: Ranks) -> str:
         return (
             f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}, "
             f"at most {self.builds} builds of {self.rounds} rounds, "
             f"{DISCARDED[ranks.device.type]} more discarded, behind "
-            f"{SETTLED[ranks.device.type]} steps, {self.size} batches, "
-            f"gradients zeroed to {self._zeroed_to}"
+            f"{SETTLED[ranks.device.type]} steps, {self.size} batches"
         )
 
     def content(self, ranks: Ranks) -> dict[str, Any]:
@@ -70,12 +65,7 @@ class Plan:
             "discarded": DISCARDED[ranks.device.type],
             "settled": SETTLED[ranks.device.type],
             "batch": self.size,
-            "zero_grad_to": self._zeroed_to,
         }
-
-    @property
-    def _zeroed_to(self) -> str:
-        return "zeros" if self.zeros else "None"
 
 
 def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -88,9 +78,6 @@ def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.Argume
         "--builds", type=command.positive, default=3, help="of all models, with the rounds of each"
     )
     made.add_argument("--batch", choices=SIZES, default="small", help="size of the batches")
-    made.add_argument(
-        "--zeros", action="store_true", help="zero gradients in place, not by setting them to None"
-    )
     return made
 
 

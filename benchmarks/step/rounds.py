@@ -80,18 +80,12 @@ class Rounds:
         batch = self.batch(0)
         for _ in range(SETTLED[self._ranks.device.type] - earlier):
             for model in models.values():
-                model.zero_grad(set_to_none=not self._plan.zeros)
+                model.zero_grad(set_to_none=True)
                 loss(model, batch).backward()
         self._ranks.synchronize()
 
-    def run(
-        self, models: dict[str, nn.Module], prepare: Callable[[Batch], None] = lambda _: None
-    ) -> None:
+    def run(self, models: dict[str, nn.Module]) -> None:
         """Time the rounds of one build; collective.
-
-        Args:
-            models: those of :meth:`builds`, and any others beside them.
-            prepare: called with the batch at the beginning of each round, untimed.
 
         Forward and backward are timed each from a barrier until this rank's device is idle. What
         differs between batches, the experts they go through, is the same for all within a round.
@@ -107,13 +101,12 @@ class Rounds:
         ):
             if self._case.unused:
                 batch = self.batch(number)
-            prepare(batch)
             self._shuffle.shuffle(order)
             for name in order:
                 model = models[name]
                 elapsed, value = self._timed(partial(loss, model, batch))
                 forward[name].append(elapsed)
-                model.zero_grad(set_to_none=not self._plan.zeros)
+                model.zero_grad(set_to_none=True)
                 elapsed, _ = self._timed(value.backward)
                 backward[name].append(elapsed)
                 del value  # its graph is not to go while the next model is timed

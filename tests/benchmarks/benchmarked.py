@@ -1,8 +1,7 @@
-"""Benchmarks run as their user would, and what several tests look at in pictures."""
+"""Benchmarks run as their user would."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -41,30 +40,3 @@ def copied(folder: Path) -> Path:
     for name in ("tritonddp", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     return folder
-
-
-def check_labels(figure: Any, name: str = "") -> list[str]:
-    """No label is cut or lies over another; all of them."""
-    from matplotlib.text import Text
-
-    figure.canvas.draw()
-    # Ticks beyond the axis are not drawn, but have labels.
-    hidden = {
-        tick.label1
-        for axes in figure.axes
-        for axis in (axes.xaxis, axes.yaxis)
-        for tick in axis.get_major_ticks()
-        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
-    }
-    hidden |= {text for axes in figure.axes if not axes.axison for text in axes.findobj(Text)}
-    boxes = [
-        (text.get_text(), text.get_window_extent())
-        for text in figure.findobj(Text)
-        if text.get_visible() and text.get_text() and text not in hidden
-    ]
-    for label, box in boxes:
-        assert -1 <= box.x0 < box.x1 <= figure.bbox.width + 1, f"{name}: {label!r} is cut"
-        assert -1 <= box.y0 < box.y1 <= figure.bbox.height + 1, f"{name}: {label!r} is cut"
-    for (label, box), (other, its) in itertools.combinations(boxes, 2):
-        assert not box.overlaps(its), f"{name}: {label!r} lies over {other!r}"
-    return [label for label, _ in boxes]
