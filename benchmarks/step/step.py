@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
@@ -119,9 +118,11 @@ def measure(
                 traffic[each.name] = found
                 if is_gpu and not case.unused:
                     late[each.name] = exposed(model, batch, ranks)
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            if "compiled" in names and not graphs:
-                raise IdleError("nothing was compiled: nothing was timed")
+            if "compiled" in names:
+                from torch._dynamo.utils import counters  # takes seconds to import
+
+                if not counters["stats"]["unique_graphs"]:
+                    raise IdleError("nothing was compiled: nothing was timed")
             check_exchange(groups, {name: each.wire_bytes for name, each in traffic.items()})
         rounds.run(models)
     seconds, steps, content = rounds.gathered()
