@@ -13,7 +13,6 @@ from one_graph import (
     SMALL,
     WIDTH,
     Backend,
-    Branches,
     Layers,
     Net,
     batch,
@@ -43,16 +42,6 @@ def test_what_was_accumulated_is_reduced_with_the_next(view: bool) -> None:
             loss_of(net.call(batch(number + 1))).backward()
             net.assert_means(number, number + 1)
     assert all(gone == 0 for gone, _ in left)
-
-
-@ranks(2, timeout=300)
-def test_several_forwards_before_a_backward_wait_for_its_end() -> None:
-    with one_graph() as net:
-        for number in range(6):
-            numbers = [number, number + 100] if number % 2 else [number]
-            net.ddp.zero_grad()
-            torch.stack([loss_of(net.call(batch(each))) for each in numbers]).sum().backward()
-            net.assert_means(*numbers)
 
 
 @ranks(2, timeout=300)
@@ -189,16 +178,6 @@ def test_a_hook_behind_all_parameters_may_finalize_the_backward() -> None:
 
 
 @ranks(2, timeout=300)
-def test_in_the_last_bucket_nothing_is_sent_too_early() -> None:
-    with one_graph(bucket_cap_mb=25) as net:
-        assert len(net.ddp._ddp_state.core.manager.current.buckets) == 1
-        for number in range(6):
-            loss = net.loss(number)
-            (loss + net.penalty if number == 4 else loss).backward()
-            net.assert_means(number, penalised=number == 4)
-
-
-@ranks(2, timeout=300)
 def test_a_hook_that_looks_at_gradients_for_one_step_holds_up_that_step_only() -> None:
     kept: list[Tensor] = []
     with one_graph() as net, watched() as left:
@@ -213,32 +192,6 @@ def test_a_hook_that_looks_at_gradients_for_one_step_holds_up_that_step_only() -
             net.assert_means(number)
     (_, of), *_ = left
     assert [gone for gone, _ in left] == [0, of, 0, of, of]
-
-
-@pytest.mark.parametrize("compiles", [True, False], ids=["one graph", "not compiled"])
-@ranks(2, timeout=300)
-def test_hooks_of_parameters_that_the_forward_does_not_use_are_not_called(compiles: bool) -> None:
-    with fresh_dynamo():
-        module: Any = seeded(Branches)
-        # torch.compile calls those of a parameter that is detached, also without a wrapper.
-        module.unreached.requires_grad_(False)
-        ddp = DistributedDataParallel(module, **SMALL)
-        calls: list[str] = []
-        for name, param in module.named_parameters():
-            if param.requires_grad:
-                param.register_hook(lambda grad, name=name: calls.append(name))
-                param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
-        step = torch.compile(ddp, backend="aot_eager", fullgraph=True) if compiles else ddp
-        layers = "first", f"own.{dist.get_rank()}"
-        used = [f"{layer}.{of}" for layer in layers for of in ("weight", "bias")]
-        for number in range(3):
-            ddp.zero_grad()
-            loss_of(step(batch(number))).backward()
-            assert sorted(calls) == sorted([*used, *used])
-            calls.clear()
-        # The mean of the branches of both ranks came all the same.
-        assert all(module.own[rank].weight.grad is not None for rank in range(2))
-        assert module.nobodys.weight.grad is None
 
 
 @ranks(2, timeout=300)
@@ -312,32 +265,6 @@ def test_weighted_means() -> None:
                     for name in alone[0]
                 }
             )
-
-
-@ranks(2, timeout=300)
-def test_gradients_of_some_parameters_only() -> None:
-    with one_graph() as net:
-        chosen = {f"layers.{number}.weight" for number in (0, 3)}
-        inputs = [net.ddp.module.get_parameter(name) for name in chosen]
-        for number in range(5):
-            net.loss(number).backward(inputs=inputs if number >= 3 else None)
-            expected = means(net.module, number)
-            if number >= 3:
-                expected = {name: expected[name] for name in expected if name in chosen}
-            net.assert_gradients(expected)
-
-
-@ranks(2, timeout=300)
-def test_inputs_that_need_gradients() -> None:
-    with one_graph() as net:
-        for number in range(3):
-            net.ddp.zero_grad()
-            x, y = (batch(number).requires_grad_() for _ in range(2))
-            loss_of(net.call(x)).backward()
-            net.assert_means(number)
-            loss_of(net.module(y)).backward()
-            torch.testing.assert_close(x.grad, y.grad)
-            net.module.zero_grad()
 
 
 @ranks(2, timeout=300)

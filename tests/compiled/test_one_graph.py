@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_on_all_ranks, ranks
 from one_graph import (
     NETS,
     OPTIONS,
@@ -34,7 +34,7 @@ from tritonddp import DistributedDataParallel
 
 
 @pytest.mark.parametrize("name", NETS)
-@ranks(2, timeout=300)
+@ranks(2, 3, timeout=300)
 def test_one_graph_has_the_means_and_buckets_leave_while_it_runs(name: str) -> None:
     backend = Backend()
     _, left = train(NETS[name], backend)
@@ -42,13 +42,6 @@ def test_one_graph_has_the_means_and_buckets_leave_while_it_runs(name: str) -> N
     assert left[0][0] == 0
     if name != "unused":  # where a gradient is missing, its bucket waits for the end
         assert_all_left(left)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", NETS)
-@ranks(3, timeout=300)
-def test_and_on_three_ranks(name: str) -> None:
-    train(NETS[name], Backend())
 
 
 INDUCTED = [
@@ -90,19 +83,6 @@ def test_later_steps_compile_nothing_more() -> None:
             compiled(batch(0, 0))
         assert len(backend.graphs) == 2  # another one without gradients
     assert_same_on_all_ranks([param.detach() for param in ddp.parameters()])
-
-
-@pytest.mark.long
-@ranks(2, timeout=300)
-def test_the_graph_names_neither_buckets_nor_ranks() -> None:
-    texts = []
-    for options in (SMALL, {"bucket_cap_mb": 25}):
-        backend = Backend()
-        train(NETS["tied"], backend, **options)
-        (backward,) = backend.backwards
-        texts.append(backward.code)
-    assert texts[0] == texts[1]
-    assert len(set(gather(texts[0]))) == 1
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
