@@ -278,6 +278,6 @@ def test_options_say_where_buffers_are_synchronised(rank: int) -> None:
                 ddp(batch())
             assert bool(calls.on_the_group) is at_forward, what
         assert module.count.item() == (0 if at_forward else rank), what
-        assert ddp.forward_sync_buffers is at_forward, what
+        assert ddp.forward_sync_buffers is ddp.broadcast_buffers is at_forward, what
         weight = gather(module[0].weight)
         assert torch.equal(*weight) is options.get("init_sync", True), what

@@ -131,6 +131,19 @@ def test_a_local_backward_on_top_of_what_is_reduced_already_is_refused(how: str)
         reduce()
 
 
+@ranks(2)
+def test_a_backward_that_is_reduced_after_all_is_refused_too() -> None:
+    """It goes through an output of a forward under ``no_sync`` first, on top of a mean."""
+    ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
+    x = torch.ones(1, 4)
+    late, first = ddp(x), ddp(x)
+    first.sum().backward()
+    with ddp.no_sync():
+        local = ddp(x)
+    with pytest.raises(RuntimeError, match="added to gradients which are reduced already"):
+        (local.sum() + late.sum()).backward()
+
+
 @pytest.mark.parametrize("over_all", [False, True])
 @ranks(3)
 def test_it_holds_inside_join_whatever_the_mean_would_be(rank: int, over_all: bool) -> None:
