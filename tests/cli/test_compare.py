@@ -1,5 +1,6 @@
 """``tritonddp compare`` on real scripts: what is planted is found, and nothing where nothing is."""
 
+import argparse
 import itertools
 import json
 import os
@@ -11,7 +12,9 @@ from typing import Any
 import launched
 import pytest
 
+from tritonddp.cli.compare import _stopped
 from tritonddp.cli.comparison.turns import Plan
+from tritonddp.cli.comparison.verdict import Ratio
 from tritonddp.cli.main import main
 
 PROGRAMS = launched.ROOT / "tests" / "cli" / "programs"
@@ -156,3 +159,23 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     assert code in (0, 1)
     assert [each["state"] for each in found["correctness"]] == ["identical bits"] * 4
     assert len(found["launches"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("reach", "launches", "fitting", "said"),
+    [
+        (0.01, 3, 5, "Known to 2 % after 3 launches."),
+        (0.01, 1, 5, ""),
+        (0.05, 4, 2, ""),
+        (0.05, 4, 0, "The time was over (120 s) before"),
+        (0.05, 1, 0, "The time was over (120 s) before"),
+        (0.05, 2, 0, ""),
+    ],
+)
+def test_the_last_launch_is_said_with_its_reason(
+    reach: float, launches: int, fitting: int, said: str
+) -> None:
+    arguments = argparse.Namespace(within=2, seconds=120)
+    ratio = Ratio(1.0, 1.0, 1 - reach, 1 + reach)
+    assert _stopped(ratio, launches, fitting, arguments).startswith(said)
+    assert bool(_stopped(ratio, launches, fitting, arguments)) is bool(said)

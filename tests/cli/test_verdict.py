@@ -113,6 +113,7 @@ def test_the_ratio_turns_over_with_the_contenders() -> None:
         (Ratio(1.0, 1.015, 1.01, 1.02), False, "below 2 % are not told apart"),
         (Ratio(1.0, 0.9, 0.7, 1.16), False, "below 26 % are not told apart"),
         (Ratio(1.0, 0.9, 0.0, math.inf), False, "below any size are not told apart"),
+        (Ratio(1.0, 1.3, 0.2, 5e4), False, "99 %: not known; differences below any size are not"),
     ],
 )
 def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:

@@ -23,6 +23,7 @@ from statistics import fmean, stdev
 # Below this nothing is called a difference, however sure it is.
 LEAST = 0.02
 CONFIDENCE = "99 %"
+_NOTHING = 1.0  # an interval that reaches so far says nothing
 # With fewer launches no interval is narrow enough to stop.
 LEAST_LAUNCHES = 3
 # Student's t at 0.995, for 1 to 30 degrees of freedom; beyond that the normal's is near enough.
@@ -115,9 +116,12 @@ class Ratio:
     def __str__(self) -> str:
         if self.low == self.high:  # a part of a step, of one launch
             return f"{self.value:.3f}"
-        if self.high > 9:
-            return f"{self.value:.3f} (any size)"
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.value:.3f} ({self.interval})"
+
+    @property
+    def interval(self) -> str:
+        """In words; of two launches that differ it says nothing."""
+        return f"{self.low:.3f} to {self.high:.3f}" if self.reach < _NOTHING else "not known"
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class Verdict:
     def of(cls, ratio: Ratio, first: str, second: str, launches: int) -> Verdict:
         """From the ratio, the names of the contenders, and the number of launches."""
         alone = "" if launches > 1 else " One launch alone: others may differ from it by more."
-        interval = f"{CONFIDENCE}: {ratio.low:.3f} to {ratio.high:.3f}"
+        interval = f"{CONFIDENCE}: {ratio.interval}"
         excludes = ratio.high < 1 or ratio.low > 1
         if excludes and abs(ratio.value - 1) > LEAST:
             word = "faster" if ratio.value < 1 else "slower"
@@ -152,7 +156,7 @@ class Verdict:
             )
             return cls(ratio, True, sentence)
         reach = max(LEAST, ratio.reach)
-        size = f"{math.ceil(100 * reach - 1e-9)} %" if math.isfinite(reach) else "any size"
+        size = f"{math.ceil(100 * reach - 1e-9)} %" if reach < _NOTHING else "any size"
         sentence = (
             f"no difference in the time of a step (ratio {ratio.value:.3f}, {interval}; "
             f"differences below {size} are not told apart).{alone}"
