@@ -137,6 +137,7 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
 
     groups.clear()
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
+    gc.freeze()  # torch and Triton: each recording collects
     found = []
     for seed in seeds:
         program = program_of("usual", seed, dist.get_world_size())

@@ -14,9 +14,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from recording.recorder import Recorder, Timeline
+from recording.recorder import Recorder, Timeline, tensors_in
 
 _STREAM = "recorded stream"  # in a node's metadata
 
@@ -42,9 +41,9 @@ class Streams:
     def note(self, result: Any) -> None:
         """Nodes of ``result`` that are new have been made just now."""
         nodes = []
-        for each in tree_leaves(result):
+        for each in tensors_in(result):
             with contextlib.suppress(RuntimeError):  # of a view that has no part in any graph
-                nodes.append(each.grad_fn if isinstance(each, Tensor) else None)
+                nodes.append(each.grad_fn)
         while nodes:
             node = nodes.pop()
             if node is not None and _STREAM not in node.metadata:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from recording import autograd, batch_norm, cuda, kernels, nccl
-from recording.recorder import Memory, Recorder, Timeline, by_package, extent
+from recording.recorder import Memory, Recorder, Timeline, by_package, extent, tensors_in
 from tritonddp import _torch
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
@@ -140,7 +140,7 @@ class _Operations(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device, place = self._device, self._device.place
         recorder = device.recorder
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        given = [*tensors_in((args, kwargs))]
         on_device = list(map(device.has, given))
         if device.everywhere and place is None and not given and not by_package():
             place = "device"
@@ -161,7 +161,7 @@ class _Operations(TorchDispatchMode):
             )
             recorder.replayable(partial(func, *args, **kwargs))
             return result
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        made = [*tensors_in(result)]
         if func.is_view:
             return result
         if place == "pinned" or (place != "host" and (any(on_device) or place == "device")):
@@ -189,8 +189,8 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"):
             others = {
                 each.dtype
-                for each in tree_leaves((args, kwargs))
-                if isinstance(each, Tensor) and each.dim() and each.dtype is not torch.bool
+                for each in tensors_in((args, kwargs))
+                if each.dim() and each.dtype is not torch.bool
             }
             if others:
                 load = partial(self._loaded, func, reduce(torch.promote_types, others))
@@ -234,7 +234,7 @@ class _Operations(TorchDispatchMode):
 def _again(call: Callable[[], Any], made: list[Tensor]) -> None:
     """In a replay, into the same memory."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        new = [each for each in tree_leaves(call()) if isinstance(each, Tensor)]
+        new = [*tensors_in(call())]
         for target, source in zip(made, new, strict=True):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
@@ -245,9 +245,8 @@ def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Te
     for place, argument in enumerate(func._schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                yield tensor, writes
+        for tensor in tensors_in(value):
+            yield tensor, writes
 
 
 class _Appearance(TorchFunctionMode):

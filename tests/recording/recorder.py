@@ -9,6 +9,7 @@ other order: a race.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections import Counter
@@ -17,7 +18,7 @@ from ctypes import memmove, memset, string_at
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +92,7 @@ class Memory:
     guards: set[Timeline] = field(default_factory=set)  # streams of record_stream
     is_captured: bool = False  # a CUDA graph uses it
     is_of_graph: bool = False  # and it comes from its pool
+    is_packages: bool = False  # the package has asked for it
 
 
 class Wait(NamedTuple):
@@ -111,14 +113,21 @@ class Wait(NamedTuple):
         return self.stack
 
 
+@functools.cache
+def _place(file: str) -> str | None:
+    """Within the package; empty for what is passed over on the way to a caller; else ``None``."""
+    if file.startswith(PACKAGE):
+        return file.removeprefix(PACKAGE)[1:]
+    return "" if file.startswith(_PASSED) or "/unittest/" in file else None
+
+
 def by_package() -> bool:
     """Whether the package itself does what happens now, and not a module that it calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(PACKAGE):
+        if place := _place(frame.f_code.co_filename):
             return True
-        if not name.startswith(_PASSED) and "/unittest/" not in name:
+        if place is None:
             return False
         frame = frame.f_back
     return False
@@ -129,10 +138,8 @@ def package_stack() -> str:
     frames: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < 4:
-        code = frame.f_code
-        if code.co_filename.startswith(PACKAGE):
-            place = code.co_filename.removeprefix(PACKAGE)[1:]
-            frames.append(f"{place}:{frame.f_lineno} {code.co_name}")
+        if place := _place(frame.f_code.co_filename):
+            frames.append(f"{place}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(frames)
 
@@ -170,6 +177,8 @@ class Recorder:
         self.steps = 0
         self.pinned_allocations = self.nbytes = self.peak = 0
         self._hidden: dict[int, tuple[Tensor, bytes]] = {}  # copies to the host, by addresses
+        # What other streams have done, last, to memory that is back in a stream's pool.
+        self._left_behind: dict[Timeline, list[Access]] = {}
         # Of the caching host allocator, for each size: how far what uses a free block has come.
         self._free_pinned: dict[int, list[dict[Timeline, int]]] = {}
 
@@ -247,6 +256,13 @@ class Recorder:
         else:
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
+            memory.is_packages = by_package()
+            if former := self._left_behind.get(self.current):  # any of that may be used again
+                former[:] = [each for each in former if not self.current.knows(each)]
+                memory.accesses = [
+                    each._replace(first=0, end=nbytes, what=f"{each.what} of memory given back")
+                    for each in former
+                ]
         self.live[key] = memory
         return memory
 
@@ -272,6 +288,9 @@ class Recorder:
             if access.timeline in known_by:
                 continue
             if not any(timeline.knows(access) for timeline in known_by):
+                if not memory.is_packages:  # the program may wait before its stream goes on
+                    self._left_behind.setdefault(memory.home, []).append(access)
+                    continue
                 self.races.append(
                     f"memory of {memory.nbytes} bytes from {memory.home.name} is given back, and "
                     f"{_told(access)} may still be under way: record_stream, or let the stream "
@@ -339,3 +358,14 @@ def extent(offset: int, shape: Sequence[int], strides: Sequence[int], size: int)
         return offset * size, offset * size
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     return offset * size, (last + 1) * size
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those that an operation is given, or returns: much quicker than ``tree_leaves``."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])

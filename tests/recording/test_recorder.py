@@ -68,16 +68,21 @@ def test_other_parts_of_a_tensor_are_other_memory(recorder: Recorder) -> None:
     assert not recorder.races
 
 
-@pytest.mark.parametrize("is_guarded", [True, False])
-def test_memory_is_given_back_to_its_stream(recorder: Recorder, is_guarded: bool) -> None:
+@pytest.mark.parametrize("guard", ["record_stream", "the stream waits in time", None])
+def test_memory_is_given_back_to_its_stream(recorder: Recorder, guard: str | None) -> None:
+    """Which may use it for something else, as soon as it goes on, and not before."""
     x, side = on_device(4), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.add_(1)
-        if is_guarded:
+        if guard == "record_stream":
             x.record_stream(side)
     del x
-    assert bool(recorder.races) == (not is_guarded)
+    assert not recorder.races
+    if guard == "the stream waits in time":
+        torch.cuda.current_stream().wait_stream(side)
+    on_device(2)
+    assert bool(recorder.races) == (guard is None)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from distributed import ranks
-from torch import nn
+from torch import Tensor, nn
 
 from recording.device import recording
 from recording.recorder import Recorder
@@ -87,3 +87,46 @@ def test_without_the_calls_in_c_streams_are_the_same(recorder: Recorder) -> None
         assert recorder.current is side.timeline
         assert _device.current_stream(side.device) == side
     assert recorder.current is recorder.default
+
+
+class Branch(nn.Module):
+    """One layer runs on another stream: its gradients lie in memory of that one's pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.beside, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            z = self.beside(x)
+        torch.cuda.current_stream().wait_stream(self.side)
+        return self.last(y + z)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@ranks(2, views=True, interprets=True)
+def test_gradients_of_a_side_stream_are_written_like_an_optimizer_reads_them(
+    view: bool, waits: bool
+) -> None:
+    """On the stream that ``backward()`` is called on: as in stock, which records no stream either.
+
+    So whatever a side stream allocates next has to wait for that one, for the sake of an
+    optimizer alone.
+    """
+    with recording() as recorder:
+        net = DistributedDataParallel(
+            Branch().to("cuda"), bucket_cap_mb=2e-4, gradient_as_bucket_view=view
+        )
+        x = torch.ones(4, 8, device="cuda")
+        for _ in range(4):
+            net.zero_grad()
+            if not waits:
+                with torch.cuda.stream(net.module.side):
+                    torch.ones(8, 8, device="cuda")
+            net(x).sum().backward()
+            torch._foreach_norm([param.grad for param in net.parameters()])
+        torch.cuda.synchronize()
+        assert bool(recorder.races) == (not waits and not view), recorder.report()
