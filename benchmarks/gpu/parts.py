@@ -169,6 +169,7 @@ _CARDS = "gpu/training.py --models gpt2_small"
 def _on_one_card(small: str) -> Iterator[Part]:
     """Whether gradients agree between two ranks, who take turns."""
     yield PROBE
+    yield SYMMETRIC
     pair = _script("step-pair", "steps of two ranks", 15, 13, f"{_STEP} --builds 1", 2)
     yield replace(pair.with_arguments("--rounds 3 --models mlp", small), on_one_card=True)
 
@@ -240,6 +241,15 @@ def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float)
     return Outcome("not run" if why else "ok", why)
 
 
+def read_symmetric(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
+    """Of ranks that asked for each other's symmetric memory on one card."""
+    said = re.findall(r"^symmetric memory: (.*)", text, re.MULTILINE)
+    if len(said) < 2:
+        return _failure(codes, text, limit)
+    refused = next((each for each in said if each != one_card.WORKS), None)
+    return Outcome("not run" if refused else "ok", refused)
+
+
 def _has(element: ElementTree.Element, child: str) -> bool:
     return element.find(child) is not None
 
@@ -262,4 +272,10 @@ PROBE = Part(
     *("probe", "do two ranks on one card find each other over NCCL?", 8, 5),
     *((sys.executable, str(BENCHMARKS / "gpu" / "one_card.py")), read_probe),
     ranks=2,
+)
+SYMMETRIC = Part(
+    *("symmetric", "do two ranks on one card share symmetric memory?", 12, 8),
+    *((*PROBE.command, one_card.SYMMETRIC), read_symmetric),
+    ranks=2,
+    on_one_card=True,
 )
