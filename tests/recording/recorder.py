@@ -257,12 +257,11 @@ class Recorder:
             self.nbytes += nbytes
             self.peak = max(self.peak, self.nbytes)
             memory.is_packages = by_package()
-            if former := self._left_behind.get(self.current):  # any of that may be used again
-                former[:] = [each for each in former if not self.current.knows(each)]
-                memory.accesses = [
-                    each._replace(first=0, end=nbytes, what=f"{each.what} of memory given back")
-                    for each in former
-                ]
+            memory.accesses = [  # it may be that memory: whatever was given back first is used
+                each._replace(first=0, end=nbytes)
+                for each in self._left_behind.pop(self.current, ())
+                if not self.current.knows(each)
+            ]
         self.live[key] = memory
         return memory
 
