@@ -266,6 +266,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._sync_buffers()
             if state.metrics is not None:
                 state.metrics.buffers_synchronised()
+        if not state.parameters.is_agreed:
+            self._take_up_parameters()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             aside = self.use_side_stream_for_tensor_copies
@@ -563,9 +565,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Returns:
             ``rank`` and ``world_size`` of this run. Alike on all ranks: ``bucket_order``, names of
             parameters, empty before the first reduced backward; ``keeps_order``, whether they stay
-            as registered; ``reductions_since_change`` of a parameter; ``weight_unit`` of the next
-            weights. Of this rank, with ``compression``: ``sent`` and ``reduced``, quantisation
-            errors by parameter name, fp32.
+            as registered; ``weight_unit`` of the next weights. Of this rank, with ``compression``:
+            ``sent`` and ``reduced``, quantisation errors by parameter name, fp32.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.

@@ -9,14 +9,14 @@ from cases.stock import RIGHT, UNUSED, WRONG
 from cases.table import case
 
 
-@case(UNUSED, RIGHT)
+@case(UNUSED, RIGHT, adds=[1, 2])
 def frozen_in_turns(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step % 2 == 0)
     branch(net, "b").requires_grad_(step % 2 == 1)
     net(batch(), "abcdef").sum().backward()
 
 
-@case(UNUSED, RIGHT)
+@case(UNUSED, RIGHT, adds=[2])
 def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step % 2 == 0)
     net(batch(), "abc" if rank else "de").sum().backward()
@@ -52,7 +52,7 @@ def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case(UNUSED, RIGHT)
+@case(UNUSED, RIGHT, adds=[2])
 def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     """What its microbatches accumulated before is reduced."""
     net.requires_grad_(True)
@@ -62,7 +62,7 @@ def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     net(batch(), "abcdef").sum().backward()
 
 
-@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[0])
+@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[0, 1])
 def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         branch(net, "a").requires_grad_(True)

@@ -26,7 +26,7 @@ class Case:
         weighted: the reduction that its backwards are weighted with, if they are.
         requests: how often a step calls ``reduce_gradients``.
         names_params: whether these calls say which parameters, which the ranks verify.
-        adds: the steps in which parameters are added or replaced.
+        adds: the steps in which parameters come into the buckets, as they were added, or unfrozen.
     """
 
     step: Step

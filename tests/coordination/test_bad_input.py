@@ -78,9 +78,9 @@ WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], 
     "truncated": (without("bucket_order"), TypeError, "'bucket_order' is no list"),
     "without numbers": (without("weight_unit"), TypeError, "'weight_unit' is no number"),
     "not a number": (
-        replaced(reductions_since_change=float("nan")),
+        replaced(weight_unit=float("nan")),
         ValueError,
-        "'reductions_since_change' is nan",
+        "'weight_unit' is nan",
     ),
     "doubled": (
         lambda state: {**state, "bucket_order": state["bucket_order"] * 2},

@@ -24,8 +24,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from training import raises_if
 
-from tritonddp.buckets.manager import REBUILD_AFTER
-
 
 @contextlib.contextmanager
 def streams_of_the_cpu() -> Iterator[None]:
@@ -192,8 +190,7 @@ def test_an_optimizer_that_fails_on_one_rank_is_named_and_leaves_the_ranks_in_st
 
 
 FROZEN_AT = 2
-REBUILT_AT = FROZEN_AT + REBUILD_AFTER - 1
-AT = {"the first": 0, "one before buckets change": FROZEN_AT + 2, "the one they change": REBUILT_AT}
+AT = {"the first": 0, "the one before they rebuild": FROZEN_AT - 1, "the next": FROZEN_AT}
 
 
 @pytest.mark.parametrize("when", list(AT))
@@ -202,7 +199,7 @@ AT = {"the first": 0, "one before buckets change": FROZEN_AT + 2, "the one they 
 def test_one_that_fails_in_the_last_bucket_leaves_the_ranks_with_the_same_buckets(
     rank: int, cap: float | None, when: str
 ) -> None:
-    """In the first step they agree on an order, and some steps after freezing they rebuild."""
+    """In the first step they agree on an order, and in the one after freezing they rebuild."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
     fails_at, failing = AT[when], False
 
@@ -217,7 +214,7 @@ def test_one_that_fails_in_the_last_bucket_leaves_the_ranks_with_the_same_bucket
     own: list[list[torch.Tensor]] = []  # gradients of this rank alone
     steps: list[list[torch.Tensor]] = []  # by how much parameters changed
     names: list[list[list[str]]] = []  # in the buckets
-    for number in range(REBUILT_AT + 3):
+    for number in range(FROZEN_AT + 3):
         if number == FROZEN_AT:
             module[1].weight.requires_grad_(False)
         alone = copy.deepcopy(module)
@@ -247,4 +244,4 @@ def test_one_that_fails_in_the_last_bucket_leaves_the_ranks_with_the_same_bucket
         if number != fails_at:
             assert both[0] == both[1], number
             frozen = "1.weight" in (name for bucket in both[0] for name in bucket)
-            assert frozen is (number < REBUILT_AT)
+            assert frozen is (number < FROZEN_AT)

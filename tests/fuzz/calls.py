@@ -125,7 +125,6 @@ def _states() -> st.SearchStrategy[Any]:
         "rank": 0,
         "world_size": 1,
         "bucket_order": names,
-        "reductions_since_change": 3,
         "weight_unit": 16.0,
         "sent": {},
         "reduced": {},

@@ -137,14 +137,16 @@ def check_collectives(
 
     Unless some ranks alone have used a parameter: then it is that of registration.
 
-    What is reduced on request has buckets of its own, and so have parameters that were added, which
-    get the values of rank 0 first.
+    What is reduced on request has buckets of its own. Parameters that were added get new buckets,
+    on which the ranks agree by one all-reduce, and the values of rank 0.
     """
     reduced = broadcasts = own = 0
     for net, before, reductions in zip(nets, buckets_before, case.reductions, strict=True):
         assert net.reducer.counters.reductions == reductions * (step + 1), what
         if reductions:  # the buckets that one leaves behind are those of the next
-            reduced += before + (reductions - 1) * len(net.reducer.buckets)
+            last = net._ddp_state.core.statistics.reduced
+            first = last if step in case.adds else before
+            reduced += first + (reductions - 1) * len(net.reducer.buckets)
             broadcasts += step == 0 and not net._ddp_state.core.manager.keeps_order
         broadcasts += step in case.adds
         own += case.requests + (step in case.adds)

@@ -22,16 +22,16 @@ from tritonddp.coordination.group import Group
 
 logger = logging.getLogger("tritonddp.arrangement")
 
-# Number of reductions after which frozen parameters leave their buckets. Until then they count as
-# unused: many training loops freeze and unfreeze the same parameters in turns.
-REBUILD_AFTER = 8
-
 # Ranks that used a parameter are counted in the dtype of its gradient; bf16 counts to here.
 _COUNTS = 256
 
 
 class BucketManager:
-    """Holds the current buckets, and replaces them, only directly after a reduction.
+    """Holds the current buckets, and replaces them when all ranks have agreed on that.
+
+    Parameters that come get new buckets at the next forward. Parameters that are frozen leave after
+    the first reduction without them. If one of these comes back, the training loop freezes and
+    unfreezes in turns: it stays from then on, and counts as unused while it is frozen.
 
     Attributes:
         current: the current buckets.
@@ -39,6 +39,7 @@ class BucketManager:
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
         keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
+        leaving: parameters that were frozen, which leave after the reduction that runs.
         former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
         has_moved: the buckets have been replaced at least once.
         ready_order: names, in the order of the gradients in the first reduced backward.
@@ -65,6 +66,9 @@ class BucketManager:
         self._order: list[int] | None = None  # parameter order for the next buckets
         self._is_restored = False  # the order was loaded from an earlier run
         self.schema = parameters.schema
+        self.leaving: set[Tensor] = set()
+        self._have_left: set[str] = set()
+        self._in_turns: set[str] = set()
         self.has_moved = False
         self.ready_order: list[str] = []
         self.former_counts: list[tuple[list[Parameter], Tensor]] | None = None
@@ -160,9 +164,13 @@ class BucketManager:
     def reduction_begins(self) -> None:
         """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
         self.former_counts = None
-        if self._parameters.schema != self.schema:
-            self._counters.since_change = 0
         self.schema = self._parameters.schema
+        trainable = {param for _, param in self._parameters.trainable}
+        self.leaving = {
+            param
+            for name, param in zip(self.current.names, self.current.params, strict=True)
+            if param not in trainable and name not in self._in_turns
+        }
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:
         """After a reduction: parameters, and for each the number of ranks that used it."""
@@ -204,19 +212,29 @@ class BucketManager:
         return [number_of[param] for param in params if param in number_of]
 
     def renew(self) -> None:
-        """After a reduction: rebuild if the order, or the set of parameters, has changed."""
-        self._counters.since_change += 1
-        is_settled = self._counters.since_change == REBUILD_AFTER
-        if self._order is None and not self._parameters.added and not is_settled:
+        """After a reduction: rebuild if the order has changed, or parameters were frozen."""
+        if self._order is None and not self.leaving:
             return
-        parameters, names, params = self._parameters, self.current.names, self.current.params
-        held = {param for _, param in (parameters.trainable if is_settled else parameters.params)}
-        order = range(len(params)) if self._order is None else self._order
-        self._order = None
-        kept = [(names[number], params[number]) for number in order if params[number] in held]
-        self._replace([*kept, *parameters.added])
+        names, params = self.current.names, self.current.params
+        order, self._order = self._order or range(len(params)), None
+        kept = [(names[each], params[each]) for each in order if params[each] not in self.leaving]
+        if self._replace(kept):
+            left = self.leaving
+            self._have_left |= {n for n, p in zip(names, params, strict=True) if p in left}
+        self.leaving = set()
 
-    def restore(self, order: Sequence[int], since_change: int, keeps_order: bool) -> bool:
+    def place(self) -> None:
+        """All ranks have agreed on it: new buckets with the parameters that are in none.
+
+        Without those that the module does not hold any more.
+        """
+        current, added = self.current, self._parameters.unplaced
+        self._in_turns |= self._have_left.intersection(name for name, _ in added)
+        held = {param for _, param in self._parameters.params}
+        pairs = zip(current.names, current.params, strict=True)
+        self._replace([*(each for each in pairs if each[1] in held), *added])
+
+    def restore(self, order: Sequence[int], keeps_order: bool) -> bool:
         """Restore the buckets of an earlier run. All ranks call this alike, between backwards.
 
         The next backward is observed like a first one, for gradients that the engine does not
@@ -224,19 +242,19 @@ class BucketManager:
 
         Args:
             order: numbers of the module's parameters; trainable ones that are missing go last.
-            since_change: its value in that run.
-            keeps_order: likewise.
+                Frozen ones were trained in turns.
+            keeps_order: its value in that run.
 
         Returns:
             Whether the buckets were replaced.
         """
         self.is_provisional, self._order, self._is_restored = True, None, True
         self.schema = self._parameters.schema
-        self._counters.since_change = since_change
         self._cut_by(self._given_caps.registered() if keeps_order else self._given_caps)
         if self.keeps_order:
             order = sorted(order, reverse=True)
         named = [self._parameters.params[number] for number in order]
+        self._in_turns = {name for name, param in named if not param.requires_grad}
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]
         return self._replace(named)

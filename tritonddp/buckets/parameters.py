@@ -55,11 +55,11 @@ class ModuleParameters:
         params: all parameters, each once, with the first of its names.
         trainable: parameters that required gradients at the last :meth:`update`.
         sparse: parameters whose gradients are expected to be sparse.
-        added: parameters in no bucket that have required gradients since the last reduction.
+        unplaced: those of them that are in no bucket.
         number: number of the wrapper in its process group; -1 until :meth:`register`.
-        schema: hash of the trainable and the added parameters, which should be the same on all
-            ranks.
-        is_uncommitted: parameters have changed, perhaps not on all ranks: see :meth:`commit`.
+        schema: hash of the trainable parameters, which should be the same on all ranks.
+        is_agreed: the buckets hold what is trainable, and nothing that the module has no more.
+            Otherwise the ranks have to agree on new ones: see :meth:`commit`.
         buffer_tables: the buffer dictionaries of all modules: if all are empty, there are none.
     """
 
@@ -79,9 +79,7 @@ class ModuleParameters:
         self.number = -1
         self._bucketed: dict[Tensor, str] = {}
         self._behind: dict[int, None] = {}  # the tensors in C++ behind those, in their order
-        self.added: list[tuple[str, Parameter]] = []
-        self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
-        self._schemas: dict[tuple[bool | str, ...], bytes] = {}  # by what requires gradients
+        self._schemas: dict[tuple[bool, ...], bytes] = {}  # by what requires gradients
         self._registered: list[Parameter] = []  # since the last update()
         self.update()
         self.commit()
@@ -113,13 +111,10 @@ class ModuleParameters:
         self._bucketed = dict(zip(params, names, strict=True))
         self._behind = dict.fromkeys(map(tensor_behind, params))
         self._kinds = list(map(_kind, params))
-        self._grads_of_added.clear()
         self._sort()
 
-    def in_no_bucket(self, all_of_them: bool) -> list[Parameter]:
-        """Parameters that were :attr:`added`, or all that no bucket has and that may be trained."""
-        if not all_of_them:
-            return [param for _, param in self.added]
+    def in_no_bucket(self) -> list[Parameter]:
+        """Parameters that no bucket has and that may be trained, also those that are frozen."""
         others = [param for _, param in self.params if param not in self._bucketed]
         others = list(dict.fromkeys(others + self._registered))
         return [each for each in others if each.is_floating_point() or each.is_complex()]
@@ -135,16 +130,14 @@ class ModuleParameters:
             self._registered.append(part)
         return True
 
-    def refresh(self, where: Callable[[], str], in_backward: bool = False) -> bool:
+    def refresh(self, where: Callable[[], str]) -> bool:
         """Whether parameters were frozen, replaced, added or removed, say, since the last call.
 
         A parameter in a bucket that gets no gradient any more counts as unused, which needs no
-        action. A parameter in no bucket (:attr:`added`) gets one at the end of the next reduced
-        backward: by then the headers have shown whether all ranks made the same change.
+        action. One in no bucket (:attr:`unplaced`) needs new buckets, on all ranks.
 
         Args:
             where: returns this rank and its step, for errors.
-            in_backward: a backward runs, and may have accumulated into such a parameter already.
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
@@ -154,14 +147,12 @@ class ModuleParameters:
             return False
         if self.were_swapped():
             self.check_kinds(range(len(self._bucketed)), where)
-        known = {param for _, param in self.added}
         self._required = list(map(_requires_grad, self._looked_at))
         if self.has_changed():
             self.update()
         else:
-            self.is_uncommitted = True
             self._note_required()
-        for name, param in self.added:
+        for name, param in self.unplaced:
             select(param.device)  # raises where there are no kernels
             if gradient_dtype(param) not in GRADIENT_DTYPES:
                 self._held = []  # so that the next call finds it, too
@@ -170,8 +161,8 @@ class ModuleParameters:
                     f"gradients of {gradient_dtype(param)}; tritonddp reduces "
                     f"{', '.join(map(str, GRADIENT_DTYPES))}"
                 )
-            if param not in known and param.grad is not None and not in_backward:
-                self._grads_of_added[param] = param.grad, param.grad._version
+        if self.is_agreed:
+            self.commit()
         return True
 
     def check_kinds(self, numbers: Collection[int], where: Callable[[], str]) -> None:
@@ -207,18 +198,11 @@ class ModuleParameters:
 
     def were_swapped(self) -> bool:
         """Whether there are other tensors behind parameters than in :meth:`set_bucketed`."""
-        return not all(map(eq, map(tensor_behind, self._bucketed), self._behind))
-
-    def has_new_gradient(self, param: Tensor) -> bool:
-        """Whether the gradient of an added parameter has come, or changed, since it was added."""
-        grad, before = param.grad, self._grads_of_added.get(param)
-        return grad is not None and (
-            before is None or grad is not before[0] or grad._version != before[1]
-        )
+        self.has_changed()
+        return self._are_swapped
 
     def update(self) -> None:
         """Read the parameters and buffers of all modules."""
-        self.is_uncommitted = True
         module = self.module
         modules = list(module.named_modules())
         found = parameters_of(module, self._ignored)
@@ -234,11 +218,11 @@ class ModuleParameters:
         found += [each for each in self.params if id(each[1]) in left]
         # Inside torch.func.functional_call, tensors made from parameters replace them during this
         # forward. Their gradients go to the parameters.
-        former, all_leaves = dict(self.params), all(param.is_leaf for _, param in found)
+        by_name, all_leaves = dict(self.params), all(param.is_leaf for _, param in found)
         self.params = [
-            (name, param if param.is_leaf else former[name])
+            (name, param if param.is_leaf else by_name[name])
             for name, param in found
-            if param.is_leaf or name in former
+            if param.is_leaf or name in by_name
         ]
         announced = sparse_parameters(module.modules())
         sparse_names = {name for name, param in found if param in announced}
@@ -257,7 +241,7 @@ class ModuleParameters:
 
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
-        self.is_uncommitted = False
+        self.is_agreed = True
         if self._buffers is not self._buffers_since_update:
             self._buffers, self._buffer_places = self._buffers_since_update, []
             self.buffers()
@@ -265,6 +249,7 @@ class ModuleParameters:
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
         self._outside = [each for each in self.params if each[1] not in self._bucketed]
+        self._holds_all = self._bucketed.keys() <= set(self._looked_at)
         self._schemas.clear()
         self._required = list(map(_requires_grad, self._looked_at))
         self._note_required()
@@ -272,25 +257,19 @@ class ModuleParameters:
     def _note_required(self) -> None:
         """Which parameters require gradients has changed, and perhaps nothing else."""
         self.trainable = list(compress(self.params, self._required))
-        # Include parameters that were frozen again meanwhile: they may have a gradient.
-        waiting = {param for _, param in self.added}
-        self.added = [
-            (name, param)
-            for name, param in self._outside
-            if param.requires_grad or param in waiting
-        ]
-        added = [f"+{name}" for name, _ in self.added]
-        key = (*self._required, *added)
+        self.unplaced = [each for each in self._outside if each[1].requires_grad]
+        self.is_agreed = self._holds_all and not self.unplaced
+        key = tuple(self._required)
         if key not in self._schemas:
             if len(self._schemas) == _MOST_SCHEMAS:
                 self._schemas.clear()
-            self._schemas[key] = schema_of(
-                self.trainable,
-                f"wrapper {self.number}",
-                *added,
-                *(f"sparse {name}" for name in self.names_of_sparse()),
-            )
+            sparse = [f"sparse {name}" for name in self.names_of_sparse()]
+            self._schemas[key] = schema_of(self.trainable, f"wrapper {self.number}", *sparse)
         self.schema = self._schemas[key]
+
+    def schema_of_change(self) -> bytes:
+        """Hash of the trainable parameters, and of those of them that are :attr:`unplaced`."""
+        return schema_hash([self.schema.hex(), *(name for name, _ in self.unplaced)])
 
     def names_of_sparse(self) -> list[str]:
         """Names of the trainable parameters whose gradients are expected to be sparse."""
@@ -298,9 +277,9 @@ class ModuleParameters:
 
     def has_changed(self) -> bool:
         """Whether anything has changed since the last :meth:`update`."""
-        if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
-            return True
-        if not all(map(eq, map(tensor_behind, self._bucketed), self._behind)):
+        self._are_swapped = not all(map(eq, map(tensor_behind, self._bucketed), self._behind))
+        required = list(map(_requires_grad, self._looked_at))
+        if self._are_swapped or required != self._required or any(self._empty_tables):
             return True
         held = list(chain.from_iterable(self._contents))
         return len(held) != len(self._held) or not all(map(is_, held, self._held))
@@ -308,15 +287,15 @@ class ModuleParameters:
     def buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers that all ranks hold, each once. Modules may reassign them at any time.
 
-        As in stock DDP, ``named_buffers()`` says which. But as long as a change is uncommitted they
-        are those of before, as their modules hold them by these names now.
+        As in stock DDP, ``named_buffers()`` says which. But until the ranks have agreed on a change
+        they are those of before, as their modules hold them by these names now.
         """
         tables = [table for _, table in self._buffers]
         # As for parameters: comparing all buffers is faster than collecting their names again.
         held = list(chain.from_iterable(map(_values, tables)))
         places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
         if places != self._buffer_places or not all(map(is_, held, self._held_buffers)):
-            if self.is_uncommitted:
+            if not self.is_agreed:
                 now = {
                     f"{prefix}.{key}" if prefix else key: buffer
                     for prefix, table in self._buffers
@@ -330,7 +309,7 @@ class ModuleParameters:
             if not all(buffer.is_leaf for _, buffer in named):
                 return named  # not cached: a buffer with a graph would keep that graph alive
             self._named_buffers = named
-            if not (self._overrides_buffers or self.is_uncommitted):
+            if self.is_agreed and not self._overrides_buffers:
                 self._held_buffers, self._buffer_places = held, places
         return self._named_buffers
 
@@ -350,7 +329,7 @@ class ModuleParameters:
         """
         kind = type(self.module).__name__
         options = {
-            "new parameters": [name for name, _ in self.added],
+            "new parameters": [name for name, _ in self.unplaced],
             "sparse gradients": self.names_of_sparse(),
             "wrapper": f"number {self.number} in its process group, of a {kind}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
@@ -365,7 +344,7 @@ class ModuleParameters:
             )
         params = self.params if requested is None else requested
         # Drop all these changes; at the next forward each rank checks again.
-        self.added, self._held = [], []
+        self._held = []
         description = describe(params, self.buffers(), options)
         verify_same(description, self._group, params[0][1].device, where, advice)
         raise RuntimeError(

@@ -326,14 +326,15 @@ class Reduction:
         """Send NaN in this bucket, which is not the first: an earlier one was sent too early."""
         self._spoiled = bucket
 
-    def launch_nan(self) -> None:
-        """Launch all remaining buckets, with NaN instead of gradients.
+    def launch_nan(self, until: int | None = None) -> None:
+        """Launch all remaining buckets, or those ``until`` one, with NaN instead of gradients.
 
         So the collectives of the ranks match, and the others get NaN, not a mean without this rank.
         """
         if not self.header:
             self._announce()
-        while len(self.works) < len(self.buckets):
+        end = len(self.buckets) if until is None else until
+        while len(self.works) < end:
             bucket = self.buckets[len(self.works)]
             if bucket.index in self.skipped:
                 self.works.append(None)
@@ -533,6 +534,28 @@ class Reduction:
         self.finish()
         for call in self.events.on_reduced_all:
             call(self)
+
+    @torch.no_grad()
+    def ask(self) -> None:
+        """Send the first bucket alone, for its header. Gradients stay as they are.
+
+        Raises:
+            RuntimeError, Mismatch: see :meth:`finish`. After a Mismatch :meth:`take_part` makes the
+                collectives of the ranks that reduce.
+        """
+        first = self.buckets[0]
+        for param, view in first.in_buffer().items():  # about to be overwritten
+            param.grad = view.clone()
+        self.launch_nan(until=1)
+        try:
+            first.exchange.wait(first, self.works[0])
+        except RuntimeError as error:
+            self._wait_failed(first, error, discards=True)
+        self._read_headers()
+        self.agreement.check_pending()
+        first.discard()
+        if first.exchange.after_unpack is not None:
+            first.exchange.after_unpack()
 
     @torch.no_grad()
     def take_part(self) -> None:

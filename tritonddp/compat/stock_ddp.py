@@ -460,6 +460,17 @@ class StockDDPNames:
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
         return wanted and len(self._ddp_state.parameters.buffers()) > 0
 
+    def _take_up_parameters(self) -> None:
+        """Parameters have come or gone, and with them buffers perhaps.
+
+        Only now: a rank whose parameters are as before has synchronised its buffers too.
+        """
+        state = self._ddp_state
+        if torch.is_grad_enabled():
+            state.core.take_up_parameters()
+            if state.parameters.is_agreed and self.will_sync_module_buffers():
+                self._sync_buffers()
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.Module.compile``: the forward is traced as a whole."""
         self._compiled_call_impl = torch.compile(inlined(self._call_impl), *args, **kwargs)

@@ -63,6 +63,7 @@ class GradSource(enum.IntEnum):
     JOINED = 5, "nothing, as it has run out of inputs"
     SKIPPED = 6, "nothing, as no backward has followed a forward inside join()"
     CONTEXT = 7, "a backward of torch.distributed.autograd"
+    CHANGED = 8, "a forward that finds other parameters in the module"
 
     @property
     def is_backward(self) -> bool:

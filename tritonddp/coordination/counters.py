@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tritonddp import _device
 
@@ -27,7 +27,6 @@ class Counters:
         memory_exchanges: collectives of them that went that way.
         layout_copies: gradients that were copied before flatten, since their strides were not
             those of their parameter.
-        since_change: reductions since a parameter was frozen, unfrozen or added.
     """
 
     reductions: int = 0
@@ -39,7 +38,6 @@ class Counters:
     memory_bytes: int = 0
     memory_exchanges: int = 0
     layout_copies: int = 0
-    since_change: int = field(default=0, compare=False, repr=False)
 
     @property
     def compiled(self) -> int:

@@ -41,6 +41,7 @@ _PRESENT = 1
 _REDUCES = 2
 _SYNCS_BUFFERS = 4
 _OVER_PRESENT = 8
+_TAKES_UP = 16
 
 
 class JoinProtocol:
@@ -61,12 +62,15 @@ class JoinProtocol:
         self.source_rank = 0
         self.syncs_buffers = False  # some rank wants to synchronise module buffers
         self.differs = False  # ranks train different parameters
+        self.takes_up = False  # the forward takes up parameters that have come or gone
 
     def reduction_begins(self) -> None:
         """The announced reduction begins: forwards from now on announce another one."""
         self.is_due = False
 
-    def announce(self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool) -> None:
+    def announce(
+        self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool, takes_up: bool
+    ) -> None:
         """Tell that this rank has inputs, and which collectives its forward and backward make.
 
         ``where`` is this rank and its step, for errors, and ``schema`` a hash of its trainable
@@ -75,7 +79,7 @@ class JoinProtocol:
         """
         self.is_open = True
         flags = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
-        flags += _OVER_PRESENT * self.mean_over_present
+        flags += _OVER_PRESENT * self.mean_over_present + _TAKES_UP * takes_up
         self.is_due = self._agree(where, flags, schema)
 
     def reduces_backward(self, is_enabled: bool, where: str) -> bool:
@@ -114,6 +118,7 @@ class JoinProtocol:
         self.source_rank = max(present, default=0)
         self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in flags)
         self.differs = len(set(schemas)) > 1
+        self.takes_up = any(each & _TAKES_UP for each in flags)
         reduces = {flags[number] & _REDUCES for number in present}
         if len(reduces) > 1:
             raise RuntimeError(
@@ -160,6 +165,9 @@ class Wrapper(Protocol):
 
     def _sync_buffers(self) -> None:
         """Broadcast module buffers."""
+
+    def _take_up_parameters(self) -> None:
+        """Parameters have come or gone: build new buckets with the other ranks."""
 
 
 class UnevenInputs(CountingJoin):
@@ -215,7 +223,7 @@ class ShadowHook(JoinHook):
         reduces = join.receive(_next_forward(ddp), state.parameters.schema)
         if join.differs:
             _train_the_same(ddp, is_present=False)
-        added = [param for _, param in state.parameters.added]
+        added = [param for _, param in state.parameters.unplaced]
         for param in [*state.core.manager.current.params, *added]:
             if param not in self._own:
                 # A copy, since a gradient in a bucket's memory is about to be overwritten.
@@ -224,6 +232,8 @@ class ShadowHook(JoinHook):
             param.grad = None
         if join.syncs_buffers:
             ddp._sync_buffers()
+        if join.takes_up:
+            ddp._take_up_parameters()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
             state.core.reductions.shadow_backward(GradSource.JOINED)
@@ -267,6 +277,7 @@ def announce_forward(ddp: Wrapper) -> None:
         state.parameters.schema,
         reduces=torch.is_grad_enabled() and state.sync.enabled,
         syncs_buffers=ddp.will_sync_module_buffers(),
+        takes_up=torch.is_grad_enabled() and not state.parameters.is_agreed,
     )
     if notified is not None:
         with _counting(ddp):

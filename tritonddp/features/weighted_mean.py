@@ -107,16 +107,11 @@ class AccumulationWindow(Extension):
 
     def on_compute_end(self, backward: Backward) -> None:
         if backward.reduction is None:
-            self.close(self._get_params())
-        else:  # added parameters are in no bucket of this backward
-            self.merge([param for _, param in self._parameters.added])
+            self.close(self._manager.current.params)
 
     def on_close(self, reduction: Reduction | None) -> None:
         if reduction is not None:
             self.clear()
-
-    def _get_params(self) -> list[Tensor]:
-        return [*self._manager.current.params, *(param for _, param in self._parameters.added)]
 
     def open(self, weight: Weight | None, is_last: bool, is_first: bool, is_late: bool) -> None:
         """A backward begins.
@@ -130,7 +125,7 @@ class AccumulationWindow(Extension):
         if weight is None and self.weight is None:
             return
         self._weight_before = self.weight
-        params = self._get_params()
+        params: list[Any] = self._manager.current.params
         means = {param: param.grad for param in params}
         self.clear_if_dropped()
         if weight is None:

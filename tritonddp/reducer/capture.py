@@ -57,10 +57,10 @@ def _problem(
             "a backward under no_sync accumulates, and the host does not notice its replays: "
             "capture reduced backwards only, or run the accumulating ones without a graph"
         )
-    if manager.is_provisional or reductions.parameters.is_uncommitted:
+    if manager.is_provisional:
         return (
-            "no backward has been reduced since the module was wrapped, or its parameters changed: "
-            "run one step, forward and backward, on a side stream before"
+            "no backward has been reduced since the module was wrapped: run one step, forward and "
+            "backward, on a side stream before"
         )
     if any(map(is_default, streams)) and not moves_nodes_into_captures():
         return (
@@ -73,7 +73,7 @@ def _problem(
         return (
             f"the backward does not reach {listed(names)}. In each replay the host would have to "
             "find out whether another rank has used them: use all parameters, or freeze them "
-            "(requires_grad_(False)) and run ten steps before"
+            "(requires_grad_(False)) and run two steps before"
         )
     if sync.weight is not None:
         return "all replays would use this n of weighted(n): run such backwards without a graph"

@@ -23,7 +23,6 @@ def comm_state(reductions: Reductions) -> dict[str, Any]:
         "world_size": reductions.group.size,
         "bucket_order": manager.order,
         "keeps_order": manager.keeps_order,
-        "reductions_since_change": reductions.counters.since_change,
         "weight_unit": unit,
         **state_of(manager.current.buckets, unit),
     }
@@ -48,16 +47,16 @@ def load_comm_state(reductions: Reductions, states: Sequence[dict[str, Any]]) ->
     except (TypeError, ValueError) as error:
         failure = error
     try:
-        since_change, keeps_order, unit, order = _agree(reductions, numbers, failure is not None)
+        keeps_order, unit, order = _agree(reductions, numbers, failure is not None)
         if failure is not None:
             raise failure
     finally:
         failure = None  # its traceback holds this frame, which would keep the wrapper alive
-    if since_change < 0:
+    if not order:
         return  # saved before the first step
     reductions.agreement.set_unit(unit)
     manager = reductions.manager
-    if manager.restore(order, since_change, keeps_order):
+    if manager.restore(order, keeps_order):
         reductions.move_buckets()
     load_state(manager.current.buckets, states, unit)
 
@@ -73,17 +72,17 @@ def _numbers_of(reductions: Reductions, state: dict[str, Any]) -> list[float]:
     number_of = {name: number for number, (name, _) in enumerate(reductions.parameters.params)}
     order = [number_of[name] for name in state["bucket_order"] if name in number_of]
     keeps_order = state.get("keeps_order", False)
-    return [state["reductions_since_change"], keeps_order, state["weight_unit"], *order]
+    return [keeps_order, state["weight_unit"], *order]
 
 
 def _agree(
     reductions: Reductions, numbers: Sequence[float], has_failed: bool
-) -> tuple[int, bool, float, list[int]]:
+) -> tuple[bool, float, list[int]]:
     """The numbers of rank 0's state; a RuntimeError if another rank has failed to read its own."""
     # A row of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
     # Small integers and powers of two are exact in fp64.
     group, params = reductions.group, reductions.parameters.params
-    message = torch.zeros(2, max(3 + len(params), group.size), dtype=torch.float64, device="cpu")
+    message = torch.zeros(2, max(2 + len(params), group.size), dtype=torch.float64, device="cpu")
     if group.rank == 0:
         message[0] = -1
         message[0, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -91,7 +90,7 @@ def _agree(
     message = message.to(params[0][1].device)
     group.all_reduce(message, reductions.where(), "all-reduce of the state of communication")
     reductions.counters.collective(message.nbytes, group.size, passes=2)
-    (since_change, keeps_order, unit, *order), failed = message.tolist()
+    (keeps_order, unit, *order), failed = message.tolist()
     if any(failed) and not has_failed:
         ranks = [str(rank) for rank, one in enumerate(failed) if one]
         raise RuntimeError(
@@ -99,7 +98,7 @@ def _agree(
             "nothing was loaded on any rank: see the error there"
         )
     places = [int(number) for number in order if number >= 0]
-    return int(since_change), keeps_order > 0, unit, places
+    return keeps_order > 0, unit, places
 
 
 def _check(state: Any) -> None:
@@ -114,12 +113,11 @@ def _check(state: Any) -> None:
         raise ValueError(f"{what}, but 'bucket_order' names a parameter twice: {order!r}")
     if not isinstance(state.get("keeps_order", False), bool):  # older states lack it
         raise TypeError(f"{what}, but 'keeps_order' is neither True nor False")
-    for name, least in (("reductions_since_change", 0.0), ("weight_unit", math.ulp(0.0))):
-        number = state.get(name)
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise TypeError(f"{what}, but {name!r} is no number: {number!r}")
-        if not least <= number < 2.0**53:  # fp64 holds all integers below this exactly
-            raise ValueError(f"{what}, but {name!r} is {number!r}: out of range")
+    unit = state.get("weight_unit")
+    if isinstance(unit, bool) or not isinstance(unit, int | float):
+        raise TypeError(f"{what}, but 'weight_unit' is no number: {unit!r}")
+    if not math.ulp(0.0) <= unit < math.inf:
+        raise ValueError(f"{what}, but 'weight_unit' is {unit!r}: out of range")
     for name in ("sent", "reduced"):
         kept = state.get(name, {})
         if not isinstance(kept, Mapping) or not all(map(_is_dense, kept.values())):

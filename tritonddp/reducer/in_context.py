@@ -82,7 +82,6 @@ class ContextBackward:
         reductions: Reductions,
         context: int,
         named_params: Iterable[tuple[str, Parameter]],
-        source: GradSource = GradSource.CONTEXT,
     ) -> None:
         origin = {detached(param): (name, param) for name, param in named_params}
         named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
@@ -93,7 +92,7 @@ class ContextBackward:
         self.context = context
         self.params = [origin[each][1] for each in bucket_set.params]
         self.reduction = reductions.open(
-            bucket_set, [False] * len(named), source, where, of_backwards=False
+            bucket_set, [False] * len(named), GradSource.CONTEXT, where, of_backwards=False
         )
         self.backward = Backward(where, bucket_set, (), self.reduction)
         self.unfilled = [len(bucket.params) for bucket in bucket_set.buckets]
@@ -304,7 +303,6 @@ class ContextReducer:
                     for call in events.on_reduced_all:
                         call(reduction)
                     current.write()
-                    self._reduce_added(current)
             except Mismatch as error:
                 self._reductions.raise_mismatch(error, reduction)
             finally:
@@ -313,23 +311,6 @@ class ContextReducer:
                 call(reduction)
         finally:  # not before: other threads may run forwards meanwhile
             current.backward.moves_to(OVER)
-
-    def _reduce_added(
-        self, current: ContextBackward, source: GradSource = GradSource.CONTEXT
-    ) -> None:
-        """Reduce gradients of added parameters, which have no bucket and no hooks yet.
-
-        (The headers have shown that all ranks have added the same parameters.)
-        """
-        parameters = self._reductions.parameters
-        if parameters.added and self._reductions.are_alike():
-            added = ContextBackward(self._reductions, current.context, parameters.added, source)
-            if source is GradSource.BROKEN:
-                added.reduction.take_part()
-            else:
-                added.read(range(len(added.params)))
-                added.reduction.reduce_now()
-                added.write()
 
     def _leave(self, current: ContextBackward) -> None:
         self._current = None
@@ -361,7 +342,6 @@ class ContextReducer:
                 if not reduction.header:  # it was not prepared yet
                     reduction.break_off()
                 reduction.take_part()
-                self._reduce_added(current, GradSource.BROKEN)
             except Mismatch as error:
                 self._reductions.raise_mismatch(error, reduction)
 

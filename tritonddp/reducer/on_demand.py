@@ -137,9 +137,9 @@ def reduce_accumulated(reductions: Reductions, accumulated: Sequence[bool]) -> R
             used it.
 
     Returns:
-        The last reduction.
+        The reduction.
     """
-    parameters, current = reductions.parameters, reductions.manager.current
+    current = reductions.manager.current
     # Parameters that were frozen since the last reduction without being used: they are still in a
     # bucket, but their gradients are not part of this reduction.
     stale = {
@@ -147,22 +147,12 @@ def reduce_accumulated(reductions: Reductions, accumulated: Sequence[bool]) -> R
         for param, used in zip(current.params, accumulated, strict=True)
         if not used and not param.requires_grad
     }
-    # First the parameters in buckets, which are the same on all ranks: the headers show whether
-    # the parameters added since are the same, too.
-    placed = list(zip(current.names, current.params, strict=True))
-    last: Reduction | None = None
-    for named_params in filter(None, (placed, parameters.added)):
-        if last is not None and not reductions.are_alike():
-            break
-        weight = None if last is None else last.weight
-        reduction = _open(reductions, reductions.temporary(named_params), stale, weight)
-        if last is None:
-            for call in reductions.events.on_request:
-                call(reduction)
-        last = reduction
-        _reduce_now(reductions, reduction, named_params)
-    assert last is not None
-    return last
+    named_params = list(zip(current.names, current.params, strict=True))
+    reduction = _open(reductions, reductions.temporary(named_params), stale)
+    for call in reductions.events.on_request:
+        call(reduction)
+    _reduce_now(reductions, reduction, named_params)
+    return reduction
 
 
 def _open(

@@ -30,7 +30,6 @@ from torch import Tensor
 from tritonddp._device import is_capturing
 from tritonddp._torch import COMPILED_AUTOGRAD, IN_COMPILED_AUTOGRAD, current_graph_task_id
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.buckets.manager import REBUILD_AFTER
 from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
@@ -47,10 +46,9 @@ from tritonddp.reducer.graph.backward import (
     Backward,
     EndsOfBackward,
     Forward,
-    WatchedParameters,
 )
 from tritonddp.reducer.graph.participation import as_trainable, is_of_others
-from tritonddp.reducer.graph.readiness import ReadyTracker
+from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
 from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
 from tritonddp.reducer.in_context import ContextReducer
 from tritonddp.reducer.options import ReducerOptions, refuse_compiled_autograd
@@ -181,12 +179,17 @@ class Reducer:
         self.settle()
         self.refresh_parameters()
 
-    def refresh_parameters(self, in_backward: bool = False) -> None:
-        """Look for changed parameters; see :meth:`ModuleParameters.refresh`."""
-        if self.parameters.refresh(self.where, in_backward):
+    def refresh_parameters(self) -> None:
+        """Look for changed parameters; see :meth:`ModuleParameters.refresh`. No collective."""
+        if self.parameters.refresh(self.where):
             if self.parameters.were_swapped() and not self.backward_runs:
                 self._track()
             self.watch_others()
+
+    def take_up_parameters(self) -> None:
+        """Parameters have come or gone, before a forward that other ranks run too."""
+        if not (self.is_detached or self.backward_runs):
+            self.reductions.take_up_parameters()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
         """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
@@ -198,12 +201,12 @@ class Reducer:
         self.watch_others()
 
     def watch_others(self) -> None:
-        """Notice a backward that reaches no other parameter than such as have no bucket yet.
+        """Where any call counts, notice a backward that reaches nothing that has a bucket.
 
-        Where any call counts, no forward may tell of a frozen parameter that is trained now.
+        No forward may tell of a parameter that was added, or frozen and is trained now.
         """
-        any_call = self.forwards.call_sites is not None
-        self._others.watch(self.parameters.in_no_bucket(all_of_them=any_call))
+        if self.forwards.call_sites is not None:
+            self._others.watch(self.parameters.in_no_bucket())
 
     def wait_post_backward(self) -> None:
         """Wait for the futures that buffer hooks have returned."""
@@ -233,7 +236,9 @@ class Reducer:
         if self.group.owners:
             self.group.recover(current_graph_task_id())
         if forward is None and self.forwards.call_sites is not None:
-            self.refresh_parameters(in_backward=True)
+            self.refresh_parameters()
+            if not self.parameters.is_agreed:
+                self.reductions.take_up_parameters(in_backward=True)
         tracker = self.tracker
         # A GPU alone has to be given work in time: elsewhere nothing is assumed.
         is_captured = self.manager.current.is_on_gpu and is_capturing()
@@ -297,6 +302,8 @@ class Reducer:
             self.unreduced.reduced_backward_begins(current.params)
         if self.parameters.number < 0:
             self.parameters.register()
+        if manager.former_counts or manager.schema is not self.parameters.schema:
+            manager.reduction_begins()
         if missing != self.statistics.missing:
             self.statistics.note_missing(missing)
         doubtful: Collection[int] = _NONE
@@ -352,8 +359,6 @@ class Reducer:
                 reduction.unfilled[:] = tracker.waiting
             for call in self.events.on_begin:
                 call(backward)
-            if manager.former_counts or manager.schema is not self.parameters.schema:
-                manager.reduction_begins()
             if is_alone:
                 backward.queue_end(partial(self._end), self._broke_off, local)
                 return
@@ -539,12 +544,7 @@ class Reducer:
             if reduction.is_alone:
                 reduction.bucket_set.make_views()
             reduction.finish()
-            is_unusual = (
-                manager.is_provisional
-                or self.counters.since_change + 1 == REBUILD_AFTER
-                or self.parameters.is_uncommitted
-                or self.reentrant.suspected
-            )
+            is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
             if reduction.is_captured:
                 backward.moves_to(COMPLETE)
             elif is_unusual or self.events.on_reduced_all:
@@ -554,11 +554,8 @@ class Reducer:
                     if is_unusual:
                         arrived = self.tracker.arrivals() if manager.is_provisional else ()
                         self.reductions.complete(reduction, arrived)
-                    else:
-                        self.counters.since_change += 1
                     backward.moves_to(COMPLETE)
             else:
-                self.counters.since_change += 1
                 backward.moves_to(COMPLETE)
         except (RuntimeError, Mismatch) as error:
             self._fail(backward, error)
@@ -660,7 +657,7 @@ class Reducer:
         self.reentrant.renumber(former)
         self.statistics.renumber(former)
         self._track()
-        self.unreduced.renumber(former)
+        self.unreduced.renumber(former, self.manager.current.params)
 
     def _track(self) -> None:
         """Make the lists and hooks anew for the parameters in the current buckets."""
@@ -700,6 +697,10 @@ class Reducer:
         self.prepare_request()
         self.parameters.register()
         self.refresh_parameters()
+        if not self.parameters.is_agreed:
+            current = self.manager.current
+            placed = list(zip(current.names, current.params, strict=True))
+            self.reductions.take_up_parameters(requested=placed)
         last = on_demand.reduce_accumulated(self.reductions, self.unreduced.used)
         self.statistics.own_gradients_at = -1  # requests are no reductions that are counted
         self.forwards.reduction_begins()

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from tritonddp._device import is_capturing
 from tritonddp._torch import preserve_version_counters
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.bucket import GradientError
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.manager import BucketManager
@@ -154,7 +153,7 @@ class Reductions:
         of_backwards: bool = True,
     ) -> Reduction:
         """A reduction that no running backward makes; see :class:`Reduction`."""
-        if self.sync.join is not None:
+        if self.sync.join is not None and source is not GradSource.CHANGED:
             self.sync.join.reduction_begins()
         return Reduction(
             bucket_set,
@@ -221,7 +220,7 @@ class Reductions:
     # After a reduction
 
     def complete(self, reduction: Reduction, arrived: Sequence[int] = ()) -> None:
-        """Rebuild buckets if the order of gradients, or the set of trainable parameters, changed.
+        """Rebuild buckets if the order of gradients has changed, or parameters were frozen.
 
         Every rank that took part in this reduction calls this, so its collectives match. If ranks
         do not reduce the same, on a GPU, nothing is rebuilt: they all find that out at the end of
@@ -234,71 +233,94 @@ class Reductions:
         if not self.are_alike():
             return
         manager = self.manager
-        if self.parameters.is_uncommitted:
-            self.parameters.commit()
         missing: Collection[int] | None = None
         if manager.is_provisional:
             missing = manager.agree_on_order(arrived, self.where(), self.sync.source_rank)
             if reduction.source.is_empty:  # no backward of this rank could show what is missing
                 missing = ()
         self.reentrant.stayed_away(missing)
-        failure = self._reduce_added(reduction) if self.parameters.added else None
         manager.renew()
         self.move_buckets()
-        if failure is not None:
-            raise failure
 
     def move_buckets(self) -> None:
         """Move new buckets to memory of the host. All ranks call this at the same time."""
         if self.memory is not None and self.memory.is_due(self.manager.current):
             self.memory.move(self.manager.current, self.where())
 
-    def _reduce_added(self, reduction: Reduction) -> GradientError | None:
-        """Reduce the gradients of added parameters, in buckets of their own.
+    # Parameters that come and go
 
-        The headers of ``reduction`` have shown that all ranks have added the same parameters.
-        Returns an error of this rank, after which the other ranks go on.
+    @torch.no_grad()
+    def take_up_parameters(
+        self,
+        in_backward: bool = False,
+        requested: Sequence[tuple[str, Parameter]] | None = None,
+    ) -> None:
+        """Parameters have come or gone: all ranks build new buckets, alike.
+
+        First they agree, by the header of a bucket that holds nothing else. A rank whose parameters
+        are as before is in a reduction, whose first bucket this is: then all ranks raise. What has
+        come gets the values of one rank.
+
+        Args:
+            in_backward: the values that this rank had before were used.
+            requested: parameters of the reduction on request that such a rank makes, if it is one.
+
+        Raises:
+            RuntimeError: ranks have not changed alike. (On a GPU they all raise that at the end of
+                the next reduction, which they make with the buckets that they have.)
         """
-        parameters = self.parameters
-        params = [param for _, param in parameters.added]
-        if self._broadcast is not None:
-            own = [param.detach().clone() for param in params]
-            # (The values are mostly equal already, so a graph that is kept may be used again.)
-            with preserve_version_counters(params):
-                names = [name for name, _ in parameters.added]
-                self._broadcast.send(
-                    [param.detach() for param in params],
-                    f"step {self.counters.reductions}",
-                    f"parameters that were added ({listed(names)})",
-                )
-            pairs = zip(names, own, params, strict=True)
-            if others := [
-                name for name, one, new in pairs if not torch.equal(bytes_of(one), bytes_of(new))
-            ]:
-                logger.warning(
-                    "%s: %s, added since the last reduction, had other values than on rank %s, "
-                    "which all ranks have from now on. The gradients of this step are those of the "
-                    "other values: make such values alike before the forward, by the same seed say",
-                    *(self.where(), listed(others), self.sync.source_rank),
-                )
-        source, is_empty = reduction.source, reduction.source.is_empty
-        bucket_set = self.temporary(parameters.added)
-        added = self.open(
-            bucket_set,
-            # (Buckets may hold them in another order than the module.)
-            [not is_empty and parameters.has_new_gradient(each) for each in bucket_set.params],
-            source,
-            reduction.where,
-            NOTHING if is_empty else reduction.weight,
+        parameters, manager = self.parameters, self.manager
+        message = (
+            "parameters were added or unfrozen, on which the ranks have to agree: run one step"
         )
-        try:
-            if source is GradSource.BROKEN:
-                added.take_part()
-            else:
-                added.reduce_now()
-        except GradientError as error:
-            return error
-        return None
+        capture.refuse(manager.current, self.where(), f"{message} without a graph before")
+        parameters.register()
+        self.announce_buckets()
+        with Uninterrupted():
+            if self.group.size > 1:
+                current = manager.current if requested is None else self.temporary(requested)
+                asks = self.open(
+                    current,
+                    [False] * len(current.params),
+                    GradSource.CHANGED,
+                    schema=parameters.schema_of_change(),
+                )
+                try:
+                    asks.ask()
+                except Mismatch as error:
+                    self.counters.reductions += requested is None  # the other ranks count it
+                    try:
+                        asks.take_part()
+                    except Mismatch:
+                        self.raise_mismatch(error, asks, requested)
+                    return  # on a GPU
+                if self._broadcast is not None and parameters.unplaced:
+                    self._send_values(parameters.unplaced, in_backward)
+            parameters.commit()
+            manager.place()
+            if not manager.is_provisional:
+                self.move_buckets()
+
+    def _send_values(self, named: Sequence[tuple[str, Parameter]], are_used: bool) -> None:
+        params = [param for _, param in named]
+        own = [param.detach().clone() for param in params] if are_used else []
+        # (The values are mostly equal already, so a graph that is kept may be used again.)
+        with preserve_version_counters(params):
+            assert self._broadcast is not None
+            self._broadcast.send(
+                [param.detach() for param in params],
+                f"step {self.counters.reductions}",
+                f"parameters that were added ({listed([name for name, _ in named])})",
+            )
+        pairs = zip(named, own, strict=False)
+        others = [name for (name, p), each in pairs if not torch.equal(bytes_of(each), bytes_of(p))]
+        if others:
+            logger.warning(
+                "%s: %s, used before any forward of the module found them, had other values than "
+                "on rank %s, which all ranks have from now on. The gradients of this step are "
+                "those of the other values: make such values alike, by the same seed say",
+                *(self.where(), listed(others), self.sync.source_rank),
+            )
 
     def before_make_up(self, reduction: Reduction) -> None:
         """Warn that :meth:`make_up` comes. It is still owed if this is cut short.

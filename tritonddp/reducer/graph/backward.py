@@ -24,14 +24,12 @@ from tritonddp._torch import (
     backward_hooks_of,
     current_graph_task_id,
     queue_end_of_backward,
-    register_post_accumulate_grad_hook,
     tree_leaves,
 )
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
-from tritonddp.reducer.graph.participation import as_trainable
 from tritonddp.reducer.graph.unreduced import INSIDE, Unreduced
 
 
@@ -480,24 +478,6 @@ def one_of_each_node(outputs: Collection[Tensor]) -> Collection[Tensor]:
     by_node = dict(zip(map(_grad_fn_of, outputs), outputs, strict=True))
     by_node.pop(None, None)
     return by_node.values()
-
-
-class WatchedParameters:
-    """Parameters in no bucket: a backward that reaches nothing else is noticed by their gradients.
-
-    ``reference`` is that to the :class:`Listener` that is called.
-    """
-
-    def __init__(self, reference: weakref.ref[Any]) -> None:
-        self._hook: Any = partial(call_back, reference, None)
-        self._handles: list[Any] = []
-
-    def watch(self, params: Sequence[Parameter]) -> None:
-        """Watch these, trainable or not, and no others."""
-        while self._handles:
-            self._handles.pop().remove()
-        with as_trainable(params):
-            self._handles = [register_post_accumulate_grad_hook(p, self._hook) for p in params]
 
 
 def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tensor) -> None:

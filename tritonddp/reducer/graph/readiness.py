@@ -22,6 +22,7 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.graph.participation import (
     ReentrantGrads,
     accumulating_nodes,
+    as_trainable,
     gradient_nodes,
 )
 
@@ -359,6 +360,24 @@ class ReadyTracker:
                 reducer.on_unusual_order(segment)
 
         self._end_hooks[number] = self.nodes[number].register_hook(gradient_is_final)
+
+
+class WatchedParameters:
+    """Parameters in no bucket: a backward that reaches nothing else is noticed by their gradients.
+
+    ``reference`` is that to the :class:`Listener` that is called.
+    """
+
+    def __init__(self, reference: weakref.ref[Any]) -> None:
+        self._hook: Any = partial(_first_gradient, reference)
+        self._handles: list[Any] = []
+
+    def watch(self, params: Sequence[Parameter]) -> None:
+        """Watch these, trainable or not, and no others."""
+        while self._handles:
+            self._handles.pop().remove()
+        with as_trainable(params):
+            self._handles = [register_post_accumulate_grad_hook(p, self._hook) for p in params]
 
 
 def _first_gradient(listener: weakref.ref[Listener], param: Tensor) -> None:

@@ -114,10 +114,16 @@ class Unreduced:
         self.used = [False] * len(params)
         self.has_any = False
 
-    def renumber(self, former: Sequence[int | None]) -> None:
-        """Parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
-        # (The end of a reduced backward clears this.)
-        self.used = [old is not None and self.used[old] for old in former]
+    def renumber(self, former: Sequence[int | None], params: Sequence[Tensor]) -> None:
+        """Parameter ``i`` had number ``former[i]``, or ``None`` if it is new.
+
+        Then its gradient, if it has one, may be of a backward that was not reduced, if any was not.
+        """
+        pairs = zip(former, params, strict=True)
+        self.used = [
+            self.has_any and p.grad is not None if old is None else self.used[old]
+            for old, p in pairs
+        ]
 
     def adds_to_means(self, params: Sequence[Tensor]) -> bool:
         """Whether a local backward that begins adds to means that nobody has dropped or zeroed."""
