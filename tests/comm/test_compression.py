@@ -302,8 +302,8 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
 def test_what_was_left_out_of_frozen_parameters_takes_no_memory_when_they_have_gone() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     ddp = DistributedDataParallel(module, compression="int8")
-    module[0].requires_grad_(False)
     ddp(torch.randn(4, 64)).sum().backward()
+    module[0].requires_grad_(False)
     residuals = [weakref.ref(bucket.quantization.residuals.sent) for bucket in ddp.reducer.buckets]
     ddp(torch.randn(4, 64)).sum().backward()
     assert len(ddp.reducer.placement.params) == 2

@@ -539,21 +539,26 @@ class Reduction:
     def ask(self) -> None:
         """Send the first bucket alone, for its header. Gradients stay as they are.
 
+        (Communication hooks compare headers behind all buckets.)
+
         Raises:
             RuntimeError, Mismatch: see :meth:`finish`. After a Mismatch :meth:`take_part` makes the
                 collectives of the ranks that reduce.
         """
-        first = self.buckets[0]
-        for param, view in first.in_buffer().items():  # about to be overwritten
-            param.grad = view.clone()
-        self.launch_nan(until=1)
+        sent = self.buckets[:1] if self.bucket_set.averages else self.buckets
+        for bucket in sent:
+            for param, view in bucket.in_buffer().items():  # about to be overwritten
+                param.grad = view.clone()
+        self.launch_nan(until=len(sent))
+        first = sent[0]
         try:
             first.exchange.wait(first, self.works[0])
         except RuntimeError as error:
             self._wait_failed(first, error, discards=True)
         self._read_headers()
         self.agreement.check_pending()
-        first.discard()
+        for bucket in sent:
+            bucket.discard()
         if first.exchange.after_unpack is not None:
             first.exchange.after_unpack()
 
