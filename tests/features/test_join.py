@@ -210,7 +210,7 @@ def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(
             names.append(tuple(ddp.reducer.placement.names))
     assert rank == 0 or trained
     # (Ranks use layers unevenly in the first step: buckets keep the order of registration.)
-    assert rank != 1 or len(set(names)) == 4, names
+    assert rank != 1 or len(set(names)) == 3, names
     assert len(set(gather(names[-1] if count > 3 else tuple(ddp.reducer.placement.names)))) == 1
     required = [param.requires_grad for param in model.parameters()]
     assert gather(required) == [[*required[:-2], False, False]] * 3
