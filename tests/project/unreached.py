@@ -94,7 +94,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "ContextReducer._begin": (ALL, ENGINE),
         "ContextReducer.arrived": (ALL, ENGINE),
         "ContextReducer._end": (ALL, ENGINE),
-        "ContextReducer._reduce_added": (ALL, ENGINE),
         "ContextReducer._leave": (ALL, ENGINE),
         "ContextReducer.make_up": (ALL, ENGINE),
         "_arrived": (ALL, ENGINE),

@@ -248,7 +248,6 @@ class ModuleParameters:
 
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
-        self._outside = [each for each in self.params if each[1] not in self._bucketed]
         self._holds_all = self._bucketed.keys() <= set(self._looked_at)
         self._schemas.clear()
         self._required = list(map(_requires_grad, self._looked_at))
@@ -257,7 +256,7 @@ class ModuleParameters:
     def _note_required(self) -> None:
         """Which parameters require gradients has changed, and perhaps nothing else."""
         self.trainable = list(compress(self.params, self._required))
-        self.unplaced = [each for each in self._outside if each[1].requires_grad]
+        self.unplaced = [each for each in self.trainable if each[1] not in self._bucketed]
         self.is_agreed = self._holds_all and not self.unplaced
         key = tuple(self._required)
         if key not in self._schemas:
