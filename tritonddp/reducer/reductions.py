@@ -127,6 +127,7 @@ class Reductions:
         self.statistics = Statistics()
         self.forwards = Forwards()
         self._broadcast = broadcast
+        self._known = {param for _, param in parameters.params}  # the ranks had them alike
         self.afterwards: Callable[[], None] | None = None
         self.stepped_at = -1
 
@@ -294,8 +295,10 @@ class Reductions:
                     except Mismatch:
                         self.raise_mismatch(error, asks, requested)
                     return  # on a GPU
-                if self._broadcast is not None and parameters.unplaced:
-                    self._send_values(parameters.unplaced, in_backward)
+                new = [each for each in parameters.unplaced if each[1] not in self._known]
+                if self._broadcast is not None and new:
+                    self._send_values(new, in_backward)
+            self._known = {param for _, param in parameters.params}
             parameters.commit()
             manager.place()
             if not manager.is_provisional:
