@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, Int8
 
 WRAPPERS: dict[str, Callable[..., Any]] = {"stock": StockDDP, "tritonddp": DistributedDataParallel}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,8 +102,7 @@ def wire_options(args: argparse.Namespace) -> dict[str, Any]:
     """How gradients travel: arguments that stock DDP does not have."""
     return {
         "reduce_dtype": DTYPES.get(args.reduce_dtype),
-        "compression": args.compression,
-        "error_feedback": args.error_feedback,
+        "compression": args.compression and Int8(error_feedback=args.error_feedback),
     }
 
 

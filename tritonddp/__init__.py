@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tritonddp.buckets.formats import Int8
     from tritonddp.in_place import ddp, replicate
     from tritonddp.integrations.replacement import instead_of_stock, replace_stock
     from tritonddp.integrations.signals import stop_on_signal
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedDataParallel",
+    "Int8",
     "ZeroRedundancyOptimizer",
     "__version__",
     "ddp",
@@ -29,6 +31,7 @@ __version__ = "0.2.0"
 
 _MODULES = {
     "DistributedDataParallel": "tritonddp.wrapper",
+    "Int8": "tritonddp.buckets.formats",
     "ZeroRedundancyOptimizer": "tritonddp.zero.zero_redundancy_optimizer",
     "ddp": "tritonddp.in_place",
     "instead_of_stock": "tritonddp.integrations.replacement",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.formats import ExactParams, WireFormat, registering
+from tritonddp.buckets.formats import ExactParams, Int8, WireFormat, registering
 from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.compiled.forward import WRAPPER
 from tritonddp.coordination.group import Group
@@ -32,12 +33,15 @@ from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY = "process_group", "peer_memory", "registered_memory"
 TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY)
 
+# Options of the constructor that have become fields of :class:`~tritonddp.Int8`.
+_OF_INT8 = ("error_feedback", "exact")
+_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
+
 # Options of the constructor that are on or off.
 FLAGS = (
     "batched_grad_copy",
     "broadcast_buffers",
     "check_reduction",
-    "error_feedback",
     "find_unused_parameters",
     "forward_sync_buffers",
     "gradient_as_bucket_view",
@@ -87,24 +91,19 @@ class DDPConfig:
         devices = {param.device for _, param in params}
         check_mode(given.check_finite)
         check_transport(given.transport, group, devices)
-        if given.transport == REGISTERED_MEMORY and given.compression is not None:
+        compression = Int8.of(given.compression)
+        if given.transport == REGISTERED_MEMORY and compression is not None:
             raise ValueError(
-                "transport='registered_memory' is for buckets that NCCL sums, and compression="
-                f"{given.compression!r} has them summed otherwise: leave one of them out"
+                "transport='registered_memory' is for buckets that NCCL sums, and "
+                "compression='int8' has them summed otherwise: leave one of them out"
             )
         check_flags({name: arguments[name] for name in FLAGS})
         divide_factor = divide_factor_of(given.gradient_divide_factor)
         syncs_buffers, syncs_initial_buffers = buffer_options(given)
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
-        exact = None if given.compression is None else ExactParams(module, given.exact)
-        wire = WireFormat.of(
-            given.reduce_dtype,
-            given.mixed_precision,
-            given.compression,
-            given.error_feedback,
-            exact,
-        )
+        exact = None if compression is None else ExactParams(module, compression.exact)
+        wire = WireFormat.of(given.reduce_dtype, given.mixed_precision, compression, exact)
         wire.check(group, devices)
         wire_options = wire.description(params)  # calls the user's function, if exact is one
         check_module(module, params, given.gradient_as_bucket_view)
@@ -120,7 +119,7 @@ class DDPConfig:
             given.bucket_cap_mb_list,
             delay.names if delay else frozenset(),
             device_type=device_type,
-            few_bytes=bool(given.compression or (given.reduce_dtype and device_type == "cpu")),
+            few_bytes=bool(compression or (given.reduce_dtype and device_type == "cpu")),
             finds_unused=bool(given.find_unused_parameters and keeps_order),
         )
         sizes = (*caps.limits, "tapering") if caps.tapers else caps.limits
@@ -146,7 +145,7 @@ class DDPConfig:
             views=bool(given.gradient_as_bucket_view),
             lazy=bool(given.lazy_bucket_allocation),
             # NCCL's AVG divides by the number of ranks.
-            in_place=bool(given.reduce_in_place) and not (given.compression or divide_factor),
+            in_place=bool(given.reduce_in_place) and not (compression or divide_factor),
             skip_unused=bool(given.skip_all_reduce_unused_params),
             divide_factor=divide_factor,
             check_finite=given.check_finite,
@@ -336,6 +335,22 @@ def buffer_options(given: Any) -> tuple[bool, bool]:
     if current is not None:
         return bool(current), True
     return former is not False, former is not False
+
+
+def refusing_moved(constructor: _Constructor) -> _Constructor:
+    """Say where options went that the constructor no longer has, without them in its signature."""
+
+    @wraps(constructor)
+    def construct(*arguments: Any, **options: Any) -> None:
+        for name in _OF_INT8:
+            if name in options:
+                raise TypeError(
+                    f"{name} is no option of its own any more: write "
+                    f"compression=tritonddp.Int8({name}={options[name]!r})"
+                )
+        constructor(*arguments, **options)
+
+    return cast(_Constructor, construct)
 
 
 def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:

@@ -27,11 +27,12 @@ from tritonddp._torch import (
     traced_as,
 )
 from tritonddp.buckets.assignment import MIB
+from tritonddp.buckets.formats import Int8
 from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
-from tritonddp.config import process_group_of
+from tritonddp.config import process_group_of, refusing_moved
 from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.features.join import announce_forward, refuse_inside
@@ -96,15 +97,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
             its dtype (``grad_dtype``), and is a copy, also with ``gradient_as_bucket_view``. By
             default each gradient travels in its own dtype, as complex and sparse ones always do.
-        compression: ``"int8"``: gradients travel in 8 bits an element and one fp32 scale for 256,
-            save those of fp64, complex and sparse ones. A block of 256 with a NaN or an infinity is
-            NaN afterwards. It pays on lines of about 1 Gbit/s and slower: ``docs/fewer-bytes.md``.
-        error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
-            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
-            It belongs in checkpoints: see :meth:`comm_state_dict`.
-        exact: parameters whose gradients are not quantised: a name, several names, patterns
-            (``"head.*"``), or a function of name and parameter. Parameters of one dimension or of
-            fewer than 1,024 elements, and weights of embeddings, never are: they go in fp32.
+        compression: ``"int8"``: gradients travel in 8 bits an element. :class:`tritonddp.Int8` has
+            the details, and its options. It pays on lines of about 1 Gbit/s and slower:
+            ``docs/fewer-bytes.md``.
         check_finite: ``"raise"`` or ``"warn"``: gradients that are NaN or infinite on a rank, or
             beyond the dtype in which they travel, are a ``FloatingPointError`` or a
             ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of
@@ -145,6 +140,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         optimizer.step()
     """
 
+    @refusing_moved
     def __init__(
         self,
         module: nn.Module,
@@ -170,9 +166,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         lazy_bucket_allocation: bool = False,
         *,
         reduce_dtype: torch.dtype | None = None,
-        compression: str | None = None,
-        error_feedback: bool = True,
-        exact: Any = None,
+        compression: str | Int8 | None = None,
         check_finite: str | None = None,
         transport: str = "auto",
         metrics: bool = False,

@@ -32,7 +32,7 @@ from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.report import tables
 from benchmarks.report.table import text
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, Int8
 
 # By name, what the constructor is given. The others are compared with the first. (Ranks of one host
 # would send nothing through memory, and what is sent is counted.)
@@ -40,7 +40,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "fp32": {"transport": "process_group"},
     "bf16": {"reduce_dtype": torch.bfloat16, "transport": "process_group"},
     "int8": {"compression": "int8"},
-    "int8 without feedback": {"compression": "int8", "error_feedback": False},
+    "int8 without feedback": {"compression": Int8(error_feedback=False)},
 }
 NAME, STEPS, LR, MOMENTUM, EVALUATIONS = "opposed", 600, 0.05, 0.9, 20
 

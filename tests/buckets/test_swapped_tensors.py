@@ -162,7 +162,7 @@ def test_whatever_the_options(option: str) -> None:
             ]
             options["param_to_hook_all_reduce"] = module.layers["b"].weight
         if option == "int8":
-            options["exact"] = "layers.*"
+            options["compression"] = tritonddp.Int8(exact="layers.*")
         ddp = wrap(module, bucket_cap_mb=1e-4, **options)
         for step in range(6):
             ddp.zero_grad()

@@ -28,7 +28,7 @@ from training import (
     train_step,
 )
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, Int8
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.comm import quantized
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
@@ -116,8 +116,8 @@ def test_gradients_have_the_bits_of_the_simulation_on_all_ranks(feedback: bool) 
     module = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), *linears(60, 40, 3))
     alone = one_per_rank(module)
     expected = Simulated(module, feedback)
-    options = {"compression": "int8", "error_feedback": feedback}
-    ddp = DistributedDataParallel(module, **options, bucket_cap_mb=0.005)
+    wire = Int8(error_feedback=feedback)
+    ddp = DistributedDataParallel(module, compression=wire, bucket_cap_mb=0.005)
     assert len(ddp.reducer.buckets) == 2
     for step in range(4):
         play(lambda net, _: train_step(net, torch.randn(8, 50)), ddp, alone, step)
@@ -353,7 +353,7 @@ def test_what_is_quantised_and_what_is_not() -> None:
         torch.manual_seed(0)
         module = Kinds()
         alone = one_per_rank(module)
-        ddp = DistributedDataParallel(module, compression="int8", exact=exact)
+        ddp = DistributedDataParallel(module, compression=Int8(exact=exact))
         quantised = names - kept
         play(lambda net, _: net(torch.randint(100, (4,))).abs().backward(), ddp, alone, 0)
         assert {name for name, _, _ in residuals_of(ddp.reducer.buckets)} == quantised
@@ -368,6 +368,14 @@ def test_what_is_quantised_and_what_is_not() -> None:
     assert sorted(kinds) == [False, False, True, True]
 
 
+def test_options_of_the_format_are_checked_when_it_is_made() -> None:
+    with pytest.raises(TypeError, match=r"error_feedback should be True or False, got 'no'"):
+        Int8(error_feedback="no")
+    for exact in (3, b"head", ["head", 3]):
+        with pytest.raises(TypeError, match="exact should be a name or pattern"):
+            Int8(exact=exact)
+
+
 @ranks(2)
 def test_a_communication_hook_beside_it_is_refused_by_name() -> None:
     ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
@@ -379,7 +387,7 @@ def test_a_communication_hook_beside_it_is_refused_by_name() -> None:
 @ranks(2, 3)
 def test_copies_and_pickles_train_and_no_thread_outlives_its_reducer(rank: int) -> None:
     before = set(_threads())  # of what earlier tests in this process have left to be collected
-    ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8", exact="bias")
+    ddp = DistributedDataParallel(nn.Linear(64, 64), compression=Int8(exact="bias"))
     ddp(torch.randn(4, 64)).sum().backward()
     copied = copy.deepcopy(ddp) if rank else pickle.loads(pickle.dumps(ddp))
     for _ in range(2):

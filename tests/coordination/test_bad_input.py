@@ -21,7 +21,7 @@ from training import (
     train_step,
 )
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, Int8
 
 
 def wide() -> nn.Module:
@@ -38,11 +38,19 @@ def raises(name: str, _: object) -> bool:
 
 
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "function that raises": ({"exact": raises}, KeyError, "what the user said of 0.weight"),
-    "name of no parameter": ({"exact": "9.weight"}, ValueError, "no parameter '9.weight'"),
+    "function that raises": (
+        {"compression": Int8(exact=raises)},
+        KeyError,
+        "what the user said of 0.weight",
+    ),
+    "name of no parameter": (
+        {"compression": Int8(exact="9.weight")},
+        ValueError,
+        "no parameter '9.weight'",
+    ),
     "size below zero": ({"bucket_cap_mb": -1}, ValueError, "positive and finite, got -1 MiB"),
     "size that is none": ({"bucket_cap_mb": "x"}, TypeError, "number of MiB, got 'x'"),
-    "flag that is none": ({"error_feedback": "no"}, TypeError, "error_feedback should be"),
+    "flag that is none": ({"metrics": "no"}, TypeError, "metrics should be"),
 }
 
 
@@ -52,7 +60,7 @@ def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_both(rank: int, case
     options, kind, said = WRONG_OPTIONS[case]
     here = rank == 1
     with pytest.raises(RuntimeError) as caught:
-        DistributedDataParallel(wide(), compression="int8", **(options if here else {}))
+        DistributedDataParallel(wide(), **{"compression": "int8", **(options if here else {})})
     for part in ("rank 1 has", kind.__name__, said):
         assert part in str(caught.value)
     ddp = DistributedDataParallel(wide(), compression="int8")

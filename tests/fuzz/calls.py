@@ -15,6 +15,7 @@ import tritonddp
 from fuzz.arguments import absurd, batch, flags, numbers, tensors
 from fuzz.contract import Users, only_documented
 from tritonddp import DistributedDataParallel as DDP
+from tritonddp import Int8
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -36,12 +37,17 @@ _VALID = {
     "bucket_cap_mb": st.sampled_from([25, 1e-6, 0.5]),
     "bucket_cap_mb_list": st.sampled_from([[1], [1e-6, 2], (3,), []]),
     "reduce_dtype": st.sampled_from([torch.bfloat16, torch.float16]),
-    "compression": st.just("int8"),
+    "compression": st.sampled_from(
+        [
+            "int8",
+            *(Int8(exact=which) for which in ("body.weight", "*", ["head.*"])),
+            Int8(error_feedback=False, exact=lambda name, _: "h" in name),
+        ]
+    ),
     "check_finite": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
     "gradient_divide_factor": st.sampled_from([1, 2.5]),
     "metrics": st.booleans(),
-    "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
 }
 _NAMES = [name for name in inspect.signature(DDP).parameters if name != "module"]

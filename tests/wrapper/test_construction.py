@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 from training import train_step, wrap
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, Int8
 from tritonddp.coordination import verify
 
 
@@ -150,11 +150,14 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"reduce_dtype": torch.int8},
         "torch.bfloat16, torch.float16, torch.float32; torch.int8",
     ),
-    "compression": ({"compression": "int4"}, "should be 'int8' or None, got 'int4'"),
+    "compression": (
+        {"compression": "int4"},
+        "should be 'int8', a tritonddp.Int8 or None, got 'int4'",
+    ),
     "e4m3": ({"compression": "fp8"}, "'int8' sends as many bytes"),
     "a choice of it": ({"compression": "auto"}, "take 'int8', on faster ones None"),
     "exact, by another name": (
-        {"compression": "int8", "exact": "wheight"},
+        {"compression": Int8(exact="wheight")},
         "no parameter 'wheight'",
     ),
     "divided by nothing": ({"gradient_divide_factor": 0}, "positive and finite, got 0"),
@@ -176,7 +179,14 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "delayed until nothing": ({DELAYED: [], UNTIL: 1}, UNTIL + "; " + "got 1"),
     "mixed precision": ({"mixed_precision": object()}, "mixed_precision; _MixedPrecision"),
     "reduce_dtype by name": ({"reduce_dtype": "bf16"}, "reduce_dtype; 'bf16'"),
-    "exact, by no name": ({"compression": "int8", "exact": 3}, "exact should be a name; got 3"),
+    "exact, which was an option": (
+        {"compression": "int8", "exact": "head.*"},
+        "write compression=tritonddp.Int8(exact='head.*')",
+    ),
+    "error_feedback, which was one": (
+        {"compression": "int8", "error_feedback": False},
+        "write compression=tritonddp.Int8(error_feedback=False)",
+    ),
     "divided by truth": ({"gradient_divide_factor": True}, "None or a number, got True"),
     "divided by a word": ({"gradient_divide_factor": "mean"}, "None or a number, got 'mean'"),
     "metrics": ({"metrics": "yes"}, "metrics"),
@@ -311,11 +321,11 @@ def test_a_buffer_may_have_another_memory_order_on_each_rank(rank: int) -> None:
 UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "compression": ({}, {"compression": "int8"}, "compression"),
     "feedback": (
-        {"compression": "int8", "error_feedback": False},
+        {"compression": Int8(error_feedback=False)},
         {"compression": "int8"},
         "error_feedback",
     ),
-    "exact": ({"compression": "int8"}, {"compression": "int8", "exact": "0.weight"}, "exact"),
+    "exact": ({"compression": Int8()}, {"compression": Int8(exact="0.weight")}, "exact"),
     "reduce_dtype": (
         {"reduce_dtype": torch.bfloat16},
         {"reduce_dtype": torch.float16},

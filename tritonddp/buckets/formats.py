@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tritonddp._arguments import check_flags
 from tritonddp._torch import MixedPrecision, backend_name, registered_pool
 from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
@@ -46,6 +47,56 @@ _SMALL = 1_024
 
 
 @dataclass(frozen=True)
+class Int8:
+    """Gradients travel in 8 bits an element and one fp32 scale for 256: for ``compression``.
+
+    ``compression="int8"`` is ``compression=Int8()``. Gradients in fp64, complex and sparse ones
+    travel as without compression. A block of 256 elements that has a NaN or an infinity is NaN
+    afterwards. Parameters of one dimension or of fewer than 1,024 elements, and weights of
+    embeddings, are never quantised: they travel in fp32.
+
+    Args:
+        error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
+            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
+            It belongs in checkpoints: see :meth:`DistributedDataParallel.comm_state_dict`.
+        exact: further parameters that are not quantised: a name, several names, patterns
+            (``"head.*"``), or a function of name and parameter.
+
+    Raises:
+        TypeError: ``error_feedback`` is neither on nor off, or ``exact`` is none of these.
+
+    Example::
+
+        wire = tritonddp.Int8(exact="2.*")  # the last layer, in fp32
+        model = tritonddp.DistributedDataParallel(module, compression=wire)
+    """
+
+    error_feedback: bool = True
+    exact: Any = None
+
+    def __post_init__(self) -> None:
+        check_flags({"error_feedback": self.error_feedback})
+        if self.exact is not None and not callable(self.exact):
+            object.__setattr__(self, "exact", _patterns_of(self.exact))
+
+    @classmethod
+    def of(cls, compression: Any) -> Int8 | None:
+        """From the constructor's ``compression``.
+
+        Raises:
+            ValueError: it is no format.
+        """
+        if compression is None or isinstance(compression, cls):
+            return compression
+        if isinstance(compression, str) and compression == "int8":
+            return cls()
+        hint = _GONE.get(str(compression), "")
+        raise ValueError(
+            f"compression should be 'int8', a tritonddp.Int8 or None, got {compression!r}{hint}"
+        )
+
+
+@dataclass(frozen=True)
 class WireFormat:
     """The format in which gradients are sent.
 
@@ -55,8 +106,7 @@ class WireFormat:
     """
 
     reduce_dtype: torch.dtype | None = None  # None: each in its own dtype
-    compression: str | None = None  # "int8"; None: nothing is quantised
-    error_feedback: bool = True  # quantisation errors are added to later gradients
+    compression: Int8 | None = None  # None: nothing is quantised
     exact: ExactParams | None = None  # finds the parameters whose gradients are not quantised
 
     @classmethod
@@ -64,20 +114,16 @@ class WireFormat:
         cls,
         reduce_dtype: Any,
         mixed_precision: MixedPrecision | None,
-        compression: Any = None,
-        error_feedback: bool = True,
+        compression: Int8 | None = None,
         exact: ExactParams | None = None,
     ) -> WireFormat:
-        """From the constructor's arguments; ``mixed_precision`` has been checked already.
+        """From the constructor's arguments; those without a dtype have been checked already.
 
         Raises:
             TypeError: ``reduce_dtype`` is no dtype.
-            ValueError: gradients cannot be reduced in ``reduce_dtype``, it contradicts
-                ``mixed_precision``, or ``compression`` is unknown.
+            ValueError: gradients cannot be reduced in ``reduce_dtype``, or it contradicts
+                ``mixed_precision``.
         """
-        if compression is not None and not (isinstance(compression, str) and compression == "int8"):
-            hint = _GONE.get(str(compression), "")
-            raise ValueError(f"compression should be 'int8' or None, got {compression!r}{hint}")
         names = ", ".join(map(str, REDUCE_DTYPES))
         if reduce_dtype is not None and not any(reduce_dtype is each for each in REDUCE_DTYPES):
             kind = ValueError if isinstance(reduce_dtype, torch.dtype) else TypeError
@@ -90,7 +136,7 @@ class WireFormat:
                     f"is {low}: give one of them"
                 )
             reduce_dtype = reduce_dtype or low or mixed_precision.param_dtype
-        return cls(reduce_dtype, compression, error_feedback, exact)
+        return cls(reduce_dtype, compression, exact)
 
     def check(self, group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
         """Raise if gradients on these devices cannot be sent in this format.
@@ -105,7 +151,7 @@ class WireFormat:
             backend = backend_name(group, device)
             if backend != wanted:
                 raise RuntimeError(
-                    f"compression={self.compression!r} needs {wanted} for {device.type!r}, but the "
+                    f"compression='int8' needs {wanted} for {device.type!r}, but the "
                     f"process group has {backend}: use a group with {wanted}, or no compression"
                 )
 
@@ -116,8 +162,8 @@ class WireFormat:
         names = [name for name, _ in params]
         found = self.exact.find(names, [param for _, param in params])
         return {
-            "compression": self.compression,
-            "error_feedback": self.error_feedback,
+            "compression": "int8",
+            "error_feedback": bool(self.compression.error_feedback),
             "exact": list(compress(names, found)),
         }
 
@@ -265,7 +311,9 @@ class BucketFactory:
         rank, device = self.group.rank, params[0].device
         is_direct = size == 2 and select_quantized(device).is_direct
         message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
-        residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
+        residuals = (
+            Residuals.zeros(message, rank, device) if wire.compression.error_feedback else None
+        )
         return Quantization(message, rank, residuals)
 
 
@@ -308,19 +356,18 @@ class ExactParams:
     elements, the weights of embeddings, in whose gradients many rows are zero, and those that the
     user asks for by ``wanted``.
 
-    ``wanted`` is one or several names, as ``module.named_parameters()`` gives them, or patterns of
-    names (:mod:`fnmatch`); or a function ``wanted(name, parameter)`` that returns True for exact
+    ``wanted`` are names, as ``module.named_parameters()`` gives them, or patterns of names
+    (:mod:`fnmatch`); or a function ``wanted(name, parameter)`` that returns True for exact
     parameters.
 
     Raises:
-        TypeError: ``wanted`` is none of these.
         ValueError: a given name, or pattern, matches no parameter.
     """
 
     def __init__(self, module: nn.Module, wanted: Any = None) -> None:
         self._module = module
         self._asks: Callable[[str, Tensor], Any] | None = wanted if callable(wanted) else None
-        self._patterns = () if callable(wanted) or wanted is None else _patterns_of(wanted)
+        self._patterns: tuple[str, ...] = () if callable(wanted) else wanted or ()
         names = [name for name, _ in parameters_of(module)] if self._patterns else []
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in names):

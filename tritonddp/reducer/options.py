@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from tritonddp.buckets.formats import Int8
 from tritonddp.comm.comm_hook import Hook
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.graph.backward import UNFINALIZED, Backward
@@ -53,7 +54,7 @@ class ReducerOptions:
     # Communication hooks
 
     def use_comm_hook(
-        self, state: Any, hook: Hook, compression: str | None, have_owners: bool
+        self, state: Any, hook: Hook, compression: Int8 | None, have_owners: bool
     ) -> None:
         """A communication hook is registered.
 
@@ -67,8 +68,8 @@ class ReducerOptions:
             )
         if compression is not None:
             raise RuntimeError(
-                f"compression={compression!r} and a communication hook both decide "
-                "how gradients are sent: leave one of them out"
+                "compression='int8' and a communication hook both decide how gradients are sent: "
+                "leave one of them out"
             )
         if self.comm_hook is not None:
             raise RuntimeError(
