@@ -13,6 +13,8 @@ from benchmarks.report.table import Blocks, Rows, Table, ms, number, or_dash
 
 # Rows of the host's work, and how the result file of a GPU calls the parts.
 _HOST = ("stock", "stock views", "ours", "ours views")
+# Models of the size that people train on a GPU.
+_LARGE = ("resnet50", "vit_b16", "gpt2_small", "llama3_8b_layer")
 _COSTS = ("parameter: all", "bucket: launch", "step: backward")
 
 
@@ -26,13 +28,15 @@ def on_one_rank(result: Result) -> Iterator[Record]:
 
 
 def of_gpu_steps(result: Result) -> Blocks:
-    """Steps of one rank, in ms, what ours adds as a share of what stock's best adds, and the paired
-    test of both."""
+    """Steps of large models on one rank, in ms, what ours adds as a share of what stock's best
+    adds, and the paired test of both, corrected for all models."""
     rows, found = [], list(on_one_rank(result))
     raw: dict[str, Any] = {}
     for step in [*result.steps.values()][::-1]:  # steps in fewer bytes come behind
         raw |= step.content.models
     for one in found:
+        if one.name not in _LARGE:
+            continue
         names = ("unwrapped", one.best, one.contender)
         low, high = one.overhead_interval or (0, 0)
         bare, again, its, ours = (
@@ -102,20 +106,6 @@ bus = Rows(
         ("bus, GB/s", lambda one: number(one.bus)),
     ),
 )
-
-
-def by_line(result: Result) -> Blocks:
-    """How many times as fast as stock in fp32 a step is, by line and wire, of two hosts."""
-    found: dict[float, dict[str, str]] = {}
-    names: dict[float, str] = {}
-    for line in result.lines:
-        rate = line.rate_bits_per_s or float("inf")
-        names[rate] = line.rate if line.rate_bits_per_s else "memory of one machine"
-        for one in line.compared if line.hosts == 2 else ():
-            found.setdefault(rate, {})[one.gradients] = f"{1 / one.ours.median:.2f}"
-    wires = ("bf16", "int8")
-    rows = [(names[rate], *map(found[rate].__getitem__, wires)) for rate in sorted(found)]
-    yield Table(("line of a host", *wires), rows)
 
 
 def of_host(results: Mapping[str, Result]) -> Blocks:

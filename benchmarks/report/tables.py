@@ -524,33 +524,49 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
                 yield from ("", f"![{title}: {plot}]({plot}.png)")
 
 
-def _only(rows: Rows, is_shown: Callable[[Any], bool]) -> Rows:
-    return replace(rows, of=lambda result: filter(is_shown, rows.of(result)))
+def _part(rows: Rows, is_shown: Callable[[Any], bool], *headings: str) -> Rows:
+    """A table of some rows, and of the first column with each heading."""
+    columns = [next(each for each in rows.columns if each[0] == heading) for heading in headings]
+    return replace(rows, of=lambda result: filter(is_shown, rows.of(result)), columns=columns)
 
 
 # The tables on pages of the results without a GPU: figure, file, table.
 _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
-    ("step", "step", _only(comparisons, lambda one: one.of != "whole steps")),
-    ("branchy", "step", _only(comparisons, lambda one: one.of == "whole steps")),
-    ("exchange", "exchange", _only(exchange, lambda row: row.ranks == 2)),
+    (
+        "step",
+        "step",
+        _part(
+            comparisons,
+            lambda _: True,
+            *("model", "gradients", "stock's best", "ours / it", "95% interval"),
+        ),
+    ),
     (
         "network_wire",
         "network_wire",
-        _only(network_wire, lambda one: one.gradients in ("fp32", "bf16", "int8")),
+        _part(
+            network_wire,
+            lambda one: one.gradients in ("fp32", "bf16", "int8"),
+            *("line", "wire", "a rank sends, MB", "stock fp32, ms", "ours, ms"),
+            *("times as fast as stock", "95% interval", "target"),
+        ),
     ),
-    ("by_line", "network_wire", excerpts.by_line),
     (
-        "convergence",
-        "convergence",
-        replace(_only(convergence, lambda one: one.task == "opposed"), notes=lambda _: ()),
+        "compiled",
+        "compiled",
+        _part(
+            compiled,
+            lambda one: one.label == "ours",
+            *("model", "step, ms", "step / stock (95% interval)"),
+        ),
     ),
-    ("compiled", "compiled", _only(compiled, lambda one: one.label in ("stock", "ours"))),
     (
         "report_growth",
         "growth",
-        _only(
+        _part(
             growth_times,
             lambda row: row.name in ("stock", "ours") and row.parameters in (1000, 100_000),
+            *("parameters", "configuration", "wrapping, ms", "step, ms", _MORE[0]),
         ),
     ),
 )
