@@ -29,6 +29,7 @@ import torch.distributed as dist
 # aborts the process ("terminate called without an active exception").
 import torch.distributed.nn
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
@@ -61,6 +62,11 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 without_function_modes: Any = torch._C.DisableTorchFunction
 without_dispatch_modes: Any = torch._C._DisableTorchDispatch
 without_transforms = temporarily_clear_interpreter_stack
+
+
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs: nothing made outside may be written then."""
+    return peek_interpreter_stack() is not None
 
 
 # torch's own class, even if its public name was replaced. dynamo uses it.

@@ -203,7 +203,7 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
         return
     buffer = contender.buffer(inputs)
     if direction == "flatten":
-        expected = (_joined(inputs.grads).float() / WORLD_SIZE).to(buffer.data.dtype)
+        expected = (_joined(inputs.grads).float() * (1 / WORLD_SIZE)).to(buffer.data.dtype)
         buffer.data.fill_(torch.nan)
         contender.run(inputs)
         found = _joined(buffer.views)

@@ -46,7 +46,7 @@ def wait_for_no_thread() -> None:
 
 
 def tokenize() -> None:
-    time.sleep(4)
+    time.sleep(5)
 
 
 def step(model: nn.Module, rank: int) -> None:
@@ -71,12 +71,12 @@ def test_the_late_rank_is_named_and_training_goes_on(transport: str, rank: int) 
     if rank == 1:
         assert not reports
         return
-    first = reports[0].splitlines()
+    first = reports[-1].splitlines()
     assert "s: ranks 0 and 2, in step 3, at the end of its backward, for bucket 0" in first[0]
     assert "rank 1 (process" in first[1]
     assert "is behind: in step 2, outside forward and backward, at" in first[1]
     assert __file__ in first[2]
-    assert "in tokenize: time.sleep(4)" in first[2]
+    assert "in tokenize: time.sleep(5)" in first[2]
     assert len(reports) <= 2  # at doubling intervals
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
     if rank == 1:
         wrapping, *_, waiting = [line for line in kept.lines() if line.startswith("waiting for")]
         assert "rank 0 has not begun to wrap a module" in wrapping
-        assert "does not answer: it runs: something holds its interpreter" in waiting
+        assert "does not answer: it runs: it has moved lately, or something holds" in waiting
         (file,) = folder.iterdir()
         found = json.loads(file.read_text())
         assert found["report"] == waiting

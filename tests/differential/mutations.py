@@ -21,7 +21,7 @@ MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 # Those that scenarios with a sharded optimizer find.
 OF_SHARDED = {"values_of_one_rank", "means_that_count_on_one_rank", "norm_of_this_rank"}
 
-_WRAPPER = "ddp:DistributedDataParallel"
+_WRAPPER = "wrapper:DistributedDataParallel"
 _BUCKETS = ("buckets.bucket:Bucket", "buckets.memory.view_bucket:ViewBucket")
 _UNPACK = tuple(f"{bucket}.unpack" for bucket in _BUCKETS)
 _UNPACK_ALL = (*_UNPACK, "buckets.sparse_bucket:SparseBucket.unpack")

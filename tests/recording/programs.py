@@ -18,7 +18,7 @@ from recording.recorder import Recorder
 from tritonddp import DistributedDataParallel
 
 # Until then buckets follow the order of gradients, and steps are measured for the logging data.
-WARM_UP = 12
+WARM_UP = 11
 # About 600 bytes: two buckets and more.
 CAP = 0.0006
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -59,11 +59,12 @@ def check(name: str, view: bool, local: bool, cap: float | None) -> None:
     reduced: list[Tensor | None] = []
     for step, habit in enumerate(HABITS):
         buckets = [len(net.reducer.buckets) for net in nets]
+        known = {param for net in nets for param in net.parameters()}
         with recorded_collectives() as calls:
             run(case, nets, rank, step, local)
         what = f"{name}, step {step}"
         if not local:
-            check_collectives(calls, case, nets, buckets, step, cap is not None, what)
+            check_collectives(calls, case, nets, buckets, known, step, cap is not None, what)
         for net, means in zip(nets, expected[step], strict=True):
             assert_gradients(net, means, what)
             reduced += gradients(net)
@@ -129,6 +130,7 @@ def check_collectives(
     case: Case,
     nets: Sequence[DistributedDataParallel],
     buckets_before: Sequence[int],
+    known: Collection[nn.Parameter],
     step: int,
     small: bool,
     what: str,
@@ -137,8 +139,9 @@ def check_collectives(
 
     Unless some ranks alone have used a parameter: then it is that of registration.
 
-    What is reduced on request has buckets of its own. Parameters that were added get new buckets,
-    on which the ranks agree by one all-reduce, and the values of rank 0.
+    What is reduced on request has buckets of its own. Parameters that were added or unfrozen get
+    new ones, on which the ranks agree by one all-reduce. Those that are not ``known`` get the
+    values of rank 0.
     """
     reduced = broadcasts = own = 0
     for net, before, reductions in zip(nets, buckets_before, case.reductions, strict=True):
@@ -148,7 +151,7 @@ def check_collectives(
             first = last if step in case.adds else before
             reduced += first + (reductions - 1) * len(net.reducer.buckets)
             broadcasts += step == 0 and not net._ddp_state.core.manager.keeps_order
-        broadcasts += step in case.adds
+        broadcasts += any(param not in known for param in net.parameters())
         own += case.requests + (step in case.adds)
     # Small buckets go directly.
     names = [name.replace("all_to_all_single", "all_reduce") for name in calls.names]

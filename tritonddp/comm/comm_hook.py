@@ -203,15 +203,18 @@ class CommHook:
         sizes = [call.trailer.numel() for call in calls]
         *trailers, broken = message.split_with_sizes([*sizes, len(calls)])
         is_whole = broken.is_cpu and not any(broken.tolist())  # cheap to detect
+        factors = broken.to(torch.float64).add(1)  # NaN where gradients do not count
         found: dict[int, Tensor | None] = {}
         for number, call in enumerate(calls):
             flat = call.bucket.flat
             flat.tail.copy_(trailers[number])
             factor: Tensor | None = None
-            if not is_whole or call.bucket.is_sparse:  # NaN where gradients do not count
-                factor = broken[number : number + 1].to(flat.data.device, torch.float64).add(1)
+            if not is_whole or call.bucket.is_sparse:
+                factor = factors[number : number + 1].to(flat.data.device)
             if factor is not None and call.bucket.is_sparse:
-                factor /= size  # of a sum; hooks divide what they get by the number of ranks
+                factor = (
+                    factor / size
+                )  # of a sum; hooks divide what they get by the number of ranks
             found[call.bucket.index] = factor
         self._factors = found
         calls.clear()  # so that they do not keep old buckets alive

@@ -24,6 +24,7 @@ from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
+    in_transform,
     leave_join,
     move_inputs,
     overlapped_optimizer,
@@ -463,10 +464,11 @@ class StockDDPNames:
     def _take_up_parameters(self) -> None:
         """Parameters have come or gone, and with them buffers perhaps.
 
-        Only now: a rank whose parameters are as before has synchronised its buffers too.
+        Only now: a rank whose parameters are as before has synchronised its buffers too. In a
+        transform of ``torch.func`` the module holds its parameters for this forward only.
         """
         state = self._ddp_state
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not in_transform():
             state.core.take_up_parameters()
             if state.parameters.is_agreed and self.will_sync_module_buffers():
                 self._sync_buffers()

@@ -69,8 +69,9 @@ _NO_STORE = (
 _STATES = {
     "ended": "it has ended",
     "stopped": "it is stopped, by a signal or a debugger",
-    "runs": "it runs: something holds its interpreter, or it makes steps of another wrapper",
-    "": "it has ended, is stopped or cannot be reached, or something holds its interpreter",
+    "runs": "it runs: it has moved lately, or something holds its interpreter",
+    "": "it has moved lately, has ended, is stopped or cannot be reached, or something holds its "
+    "interpreter",
 }
 
 
@@ -289,7 +290,7 @@ class _GroupWatch:
                 logger.warning("rank %d goes on after %.0f s", self.group.rank, seconds)
             self._places, self._since, self._next, self._answers = places, now, 0.0, None
             return
-        if seconds < limit:
+        if seconds < limit / 2:  # others may have waited for longer
             return
         frame = frames_of_threads().get(self.training)
         waits = any(place.waits for place in places)

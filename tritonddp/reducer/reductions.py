@@ -284,6 +284,8 @@ class Reductions:
                     current,
                     [False] * len(current.params),
                     GradSource.CHANGED,
+                    # (A backward counts when it begins, a request not at all.)
+                    f"rank {self.group.rank}, step {self.counters.reductions + (not requested)}",
                     schema=parameters.schema_of_change(),
                 )
                 try:
