@@ -28,14 +28,14 @@ def on_one_rank(result: Result) -> Iterator[Record]:
 
 
 def of_gpu_steps(result: Result) -> Blocks:
-    """Steps of large models on one rank, in ms, what ours adds as a share of what stock's best
-    adds, and the paired test of both, corrected for all models."""
+    """Steps of large models on one rank, with copies, in ms, what ours adds as a share of what
+    stock's best adds, and the paired test of both, corrected for all comparisons."""
     rows, found = [], list(on_one_rank(result))
     raw: dict[str, Any] = {}
     for step in [*result.steps.values()][::-1]:  # steps in fewer bytes come behind
         raw |= step.content.models
     for one in found:
-        if one.name not in _LARGE:
+        if one.name not in _LARGE or one.gradients != "copies":
             continue
         names = ("unwrapped", one.best, one.contender)
         low, high = one.overhead_interval or (0, 0)

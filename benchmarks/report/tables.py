@@ -546,7 +546,7 @@ _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
         "network_wire",
         _part(
             network_wire,
-            lambda one: one.gradients in ("fp32", "bf16", "int8"),
+            lambda one: one.gradients in ("bf16", "int8"),
             *("line", "wire", "a rank sends, MB", "stock fp32, ms", "ours, ms"),
             *("times as fast as stock", "95% interval", "target"),
         ),
@@ -558,15 +558,6 @@ _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
             compiled,
             lambda one: one.label == "ours",
             *("model", "step, ms", "step / stock (95% interval)"),
-        ),
-    ),
-    (
-        "report_growth",
-        "growth",
-        _part(
-            growth_times,
-            lambda row: row.name in ("stock", "ours") and row.parameters in (1000, 100_000),
-            *("parameters", "configuration", "wrapping, ms", "step, ms", _MORE[0]),
         ),
     ),
 )
