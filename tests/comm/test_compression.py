@@ -182,7 +182,7 @@ def test_weighted_means_lose_nothing_either_when_the_unit_of_weights_changes() -
         assert_gradients_alike(ddp, f"step {step}")
 
 
-@ranks(2, 3)
+@ranks(2, 4)
 def test_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstring() -> None:
     size = dist.get_world_size()
     module = linears(*[64] * 7)
