@@ -46,7 +46,7 @@ def wait_for_no_thread() -> None:
 
 
 def tokenize() -> None:
-    time.sleep(5)
+    time.sleep(8)
 
 
 def step(model: nn.Module, rank: int) -> None:
@@ -59,7 +59,7 @@ def step(model: nn.Module, rank: int) -> None:
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 @ranks(3)
 def test_the_late_rank_is_named_and_training_goes_on(transport: str, rank: int) -> None:
-    with seconds("1"), logged(logging.WARNING, LOGGER) as kept:
+    with seconds("2"), logged(logging.WARNING, LOGGER) as kept:
         model = DistributedDataParallel(nn.Linear(2, 2), transport=transport)
         for number in range(4):
             if number == 2 and rank == 1:
@@ -71,13 +71,13 @@ def test_the_late_rank_is_named_and_training_goes_on(transport: str, rank: int) 
     if rank == 1:
         assert not reports
         return
-    first = reports[-1].splitlines()
-    assert "s: ranks 0 and 2, in step 3, at the end of its backward, for bucket 0" in first[0]
-    assert "rank 1 (process" in first[1]
-    assert "is behind: in step 2, outside forward and backward, at" in first[1]
-    assert __file__ in first[2]
-    assert "in tokenize: time.sleep(5)" in first[2]
-    assert len(reports) <= 2  # at doubling intervals
+    # (On a busy machine a rank may be late to say that it waits too.)
+    report = next(line for line in reports if "rank 1 (process" in line and "tokenize" in line)
+    assert "for bucket 0" in report.splitlines()[0]
+    assert "is behind: in step 2, outside forward and backward, at" in report
+    assert f"{__file__}:" in report
+    assert "in tokenize: time.sleep(8)" in report
+    assert len(reports) <= 3  # at doubling intervals
 
 
 @ranks(3)

@@ -142,7 +142,7 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     for seed in seeds:
         program = program_of("usual", seed, dist.get_world_size())
         traces = []
-        defaults = DistributedDataParallel.__init__.__kwdefaults__
+        defaults = inspect.unwrap(DistributedDataParallel.__init__).__kwdefaults__
         for in_place in (False, True):
             with (
                 warnings.catch_warnings(),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +32,7 @@ LARGE = 128  # bytes: weights of the programs, and no biases
 @contextlib.contextmanager
 def limit(nbytes: int = LARGE) -> Iterator[None]:
     """Context: ``reduce_in_place=True`` unless a wrapper is told otherwise."""
-    defaults = DistributedDataParallel.__init__.__kwdefaults__
+    defaults = inspect.unwrap(DistributedDataParallel.__init__).__kwdefaults__
     with (
         mock.patch.object(in_place_bucket, "LARGE", nbytes),
         mock.patch.dict(defaults, reduce_in_place=True),
