@@ -272,7 +272,7 @@ def own_connection(group: dist.ProcessGroup) -> Any:
         AttributeError: a group written in Python has none.
     """
     store: Any = group.get_group_store()
-    return store.clone()
+    return store.clone() if store.has_extended_api() else store  # files: no connection at all
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:
