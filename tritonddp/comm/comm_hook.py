@@ -203,13 +203,15 @@ class CommHook:
         sizes = [call.trailer.numel() for call in calls]
         *trailers, broken = message.split_with_sizes([*sizes, len(calls)])
         is_whole = broken.is_cpu and not any(broken.tolist())  # cheap to detect
-        factors = broken.to(torch.float64).add(1)  # NaN where gradients do not count
+        factors: Tensor | None = None
+        if not is_whole or any(call.bucket.is_sparse for call in calls):
+            factors = broken.to(torch.float64).add(1)  # NaN where gradients do not count
         found: dict[int, Tensor | None] = {}
         for number, call in enumerate(calls):
             flat = call.bucket.flat
             flat.tail.copy_(trailers[number])
             factor: Tensor | None = None
-            if not is_whole or call.bucket.is_sparse:
+            if factors is not None and (not is_whole or call.bucket.is_sparse):
                 factor = factors[number : number + 1].to(flat.data.device)
             if factor is not None and call.bucket.is_sparse:
                 factor = (
