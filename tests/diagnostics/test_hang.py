@@ -33,16 +33,8 @@ def seconds(limit: str, **more: str) -> Iterator[None]:
         yield
 
 
-def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name == THREAD]
-
-
-def wait_for_no_thread() -> None:
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not threads()
+def threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == THREAD}
 
 
 def tokenize() -> None:
@@ -126,15 +118,26 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
         assert any("test_hang.py" in line for each in found["stacks"].values() for line in each)
 
 
-def test_nothing_watches_a_single_rank_and_what_is_no_number_is_refused() -> None:
-    wait_for_no_thread()  # for wrappers of other tests
-    group: Any = SimpleNamespace(size=1)
-    with seconds("1"):
-        hang.watch(SimpleNamespace(group=group))  # type: ignore[arg-type]
-    with seconds("0"):
-        group.size = 2
-        hang.watch(SimpleNamespace(group=group))  # type: ignore[arg-type]
-    assert not threads()
+def test_a_thread_looks_while_there_is_a_wrapper_of_several_ranks() -> None:
+    wrapper: Any = mock.Mock(group=SimpleNamespace(size=1, process_group=None), core=None)
+    with mock.patch.object(hang, "_watch", None):  # that of other tests goes on
+        before = threads()
+        with seconds("1"):
+            hang.watch(wrapper)
+        with seconds("0"):
+            wrapper.group.size = 2
+            hang.watch(wrapper)
+        assert threads() == before
+        with seconds("1"):
+            hang.watch(wrapper)
+        (thread,) = threads() - before
+        del wrapper
+        gc.collect()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_what_is_no_number_of_seconds_is_refused() -> None:
     for text in "soon", "-1", "nan":
         with seconds(text), pytest.raises(ValueError, match=f"{hang.SECONDS}.*{text!r}"):
             hang.hang_seconds()

@@ -259,8 +259,10 @@ def _is_behind(post: Post, waiting: Iterable[Place]) -> bool:
 class _GroupWatch:
     """The wrappers of one process group, as the thread has seen them last."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, limit: float) -> None:
         self.group = group
+        self.limit = limit
+        self.pause = min(_PAUSE, limit / 4)
         self.wrappers: WeakSet[Any] = WeakSet()
         self.training = 0  # identifier of the thread that trains
         self._places: list[Place] = []
@@ -274,11 +276,9 @@ class _GroupWatch:
         self.wrappers.add(wrapper)
         self.training = threading.get_ident()
 
-    def look(self, limit: float, pause: float) -> None:
-        """See where the wrappers are, and report if they have not moved for ``limit`` seconds.
-
-        Looks come each ``pause`` seconds.
-        """
+    def look(self) -> None:
+        """See where the wrappers are, and report if they have not moved for ``limit`` seconds."""
+        limit, pause = self.limit, self.pause
         wrappers = [*self.wrappers]
         group = self.group.process_group
         found = [place_of(each) for each in wrappers if each.group.process_group is group]
@@ -369,16 +369,15 @@ def _write(group: Group, text: str) -> None:
 class _Watch(threading.Thread):
     """Looks at the wrappers of this process until there are none."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self) -> None:
         super().__init__(name="tritonddp-hang", daemon=True)
-        self.limit = limit
-        # A wrapper is gone. (Finalizers may run anywhere, and this takes no lock of Python's.)
+        # A wrapper came or went. (Finalizers may run anywhere; this takes no lock of Python's.)
         self.changed: SimpleQueue[None] = SimpleQueue()
         self.groups: list[_GroupWatch] = []
 
     def run(self) -> None:
         global _watch
-        pause = min(_PAUSE, self.limit / 4)
+        pause = 0.0
         while True:
             with contextlib.suppress(Empty):
                 self.changed.get(timeout=pause)
@@ -388,9 +387,10 @@ class _Watch(threading.Thread):
                     _watch = None
                     return
                 groups = [*self.groups]
+            pause = min(each.pause for each in groups)
             for each in groups:
                 try:
-                    each.look(self.limit, pause)
+                    each.look()
                 except Exception:  # training goes on
                     logger.debug("no look at the wrappers was possible", exc_info=True)
             del each, groups  # (They keep process groups alive.)
@@ -412,12 +412,13 @@ def watch(wrapper: Wrapper) -> None:
         return
     with _lock:
         if _watch is None:
-            _watch = _Watch(limit)
+            _watch = _Watch()
             _watch.start()
         known = [each for each in _watch.groups if each.group.process_group is group.process_group]
         if not known:
-            known = [_GroupWatch(group)]
+            known = [_GroupWatch(group, limit)]
             _watch.groups += known
+            _watch.changed.put(None)
         known[0].add(wrapper)
         finalize(wrapper, _watch.changed.put, None).atexit = False
 
