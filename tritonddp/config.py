@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
 from types import SimpleNamespace
@@ -106,7 +108,7 @@ class DDPConfig:
         wire = WireFormat.of(given.reduce_dtype, given.mixed_precision, compression, exact)
         wire.check(group, devices)
         wire_options = wire.description(params)  # calls the user's function, if exact is one
-        check_module(module, params, given.gradient_as_bucket_view)
+        check_module(module, params, given.gradient_as_bucket_view, group)
         device_ids, output_device = device_ids_of(given.device_ids, given.output_device, devices)
         delay = Delay.of(
             given.delay_all_reduce_named_params, given.param_to_hook_all_reduce, params
@@ -241,7 +243,12 @@ def process_group_of(
     return group
 
 
-def check_module(module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool) -> None:
+def check_module(
+    module: nn.Module,
+    params: Sequence[tuple[str, Tensor]],
+    views: bool,
+    group: dist.ProcessGroup,
+) -> None:
     """Raise if this module cannot be wrapped; errors name the parameters.
 
     For the arguments see :meth:`DDPConfig.of`.
@@ -284,6 +291,13 @@ def check_module(module: nn.Module, params: Sequence[tuple[str, Tensor]], views:
                 "cannot have gradient_as_bucket_view=True, as .grad would have to be a view of the "
                 "buckets of both. Leave it off in both"
             )
+        if isinstance(layer, STOCK) and layer.process_group is group:
+            warnings.warn(
+                f"{name or 'the module'!r} is wrapped already, by {type(layer).__name__} for the "
+                "same ranks: its gradients are sent and averaged twice. Leave one of the wrappers "
+                "out",
+                stacklevel=6,  # where the user's program wraps it
+            )
         if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
@@ -311,7 +325,8 @@ def device_ids_of(
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
             "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
-            f"{device_ids}, output_device {output_device}, and module parameters {devices}."
+            f"{device_ids}, output_device {output_device}, and module parameters {devices}: leave "
+            "them out, or move the module to one GPU before it is wrapped"
         )
     if not one_gpu or not device_ids:
         return None, None
@@ -337,8 +352,9 @@ def buffer_options(given: Any) -> tuple[bool, bool]:
     return former is not False, former is not False
 
 
-def refusing_moved(constructor: _Constructor) -> _Constructor:
-    """Say where options went that the constructor no longer has, without them in its signature."""
+def refusing_unknown(constructor: _Constructor) -> _Constructor:
+    """Say of options that the constructor does not have where they went, or how they are spelt."""
+    known = inspect.signature(constructor).parameters
 
     @wraps(constructor)
     def construct(*arguments: Any, **options: Any) -> None:
@@ -348,6 +364,9 @@ def refusing_moved(constructor: _Constructor) -> _Constructor:
                     f"{name} is no option of its own any more: write "
                     f"compression=tritonddp.Int8({name}={options[name]!r})"
                 )
+        for name in options.keys() - known.keys():
+            if alike := get_close_matches(name, known, 1):
+                raise TypeError(f"there is no option {name!r}: did you mean {alike[0]!r}?")
         constructor(*arguments, **options)
 
     return cast(_Constructor, construct)

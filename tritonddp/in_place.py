@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from copyreg import _reconstructor  # type: ignore[attr-defined]
-from functools import partialmethod
+from functools import partialmethod, wraps
 from types import NoneType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join
 from torch.fx import GraphModule
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -33,6 +31,29 @@ from tritonddp.wrapper import DistributedDataParallel
 _Module = TypeVar("_Module", bound=nn.Module)
 # Of all modules, once one is replicated.
 _hooks: list[Any] = []
+# Methods of the wrapper that the module has too.
+_METHODS = (
+    "no_sync",
+    "weighted",
+    "join",
+    "reduce_gradients",
+    "grad_norm",
+    "clip_grad_norm_",
+    "check_sync",
+    "metrics",
+    "log_metrics",
+    "comm_state_dict",
+    "load_comm_state_dict",
+    "register_comm_hook",
+    "finalize_backward",
+    "request_stop",
+    "should_stop",
+)
+_ATTRIBUTES = (
+    "require_backward_grad_sync",
+    "require_manual_backward_finalization",
+    "should_finalize_after_backward",
+)
 
 
 class _Behind:
@@ -50,10 +71,7 @@ class _Behind:
 
 
 class ReplicatedModule:
-    """What :func:`replicate` adds to a module; :func:`ddp` has all other methods of the wrapper.
-
-    Each method does what that of :class:`DistributedDataParallel` with the same name does.
-    """
+    """What :func:`replicate` adds to a module, beside the methods of its wrapper."""
 
     @traced_as(replicated_in_one_graph)
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -99,47 +117,30 @@ class ReplicatedModule:
         check_flags({"requires_gradient_sync": requires_gradient_sync})
         ddp(self).require_backward_grad_sync = bool(requires_gradient_sync)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Context: backwards accumulate gradients on their rank, and the next one reduces all."""
-        return ddp(self).no_sync()
 
-    def weighted(self, n: float | Tensor, reduction: str = "mean") -> AbstractContextManager[None]:
-        """Context: the gradients of a backward inside have weight ``n`` in the mean."""
-        return ddp(self).weighted(n, reduction)
+def _of_wrapper(name: str) -> Callable[..., Any]:
+    @wraps(getattr(DistributedDataParallel, name))
+    def method(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        return getattr(ddp(module), name)(*arguments, **options)
 
-    def join(self, **options: Any) -> Join:
-        """Context: ranks may run out of inputs at different times."""
-        return ddp(self).join(**options)
-
-    def reduce_gradients(
-        self,
-        gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None] | None = None,
-        params: Iterable[Tensor] | None = None,
-    ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
-        """Average gradients over the ranks now."""
-        return ddp(self).reduce_gradients(gradients, params)
-
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients so that their 2-norm is ``max_norm`` at most; returns the norm."""
-        return ddp(self).clip_grad_norm_(max_norm, error_if_nonfinite)
-
-    def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
-        """Verify that all ranks hold the same parameters, buffers and gradients."""
-        ddp(self).check_sync(buffers=buffers, gradients=gradients)
-
-    def metrics(self) -> dict[str, float | int | None]:
-        """How long steps take, and which rank is slowest. Needs ``metrics=True``."""
-        return ddp(self).metrics()
-
-    def request_stop(self) -> None:
-        """Ask all ranks to stop. One is enough, at any time, on any thread."""
-        ddp(self).request_stop()
-
-    def should_stop(self) -> bool:
-        """Whether a rank has asked: True on all ranks after the same reduction."""
-        return ddp(self).should_stop()
+    return method
 
 
+def _attribute_of_wrapper(name: str) -> property:
+    def read(module: nn.Module) -> Any:
+        return getattr(ddp(module), name)
+
+    def write(module: nn.Module, value: Any) -> None:
+        setattr(ddp(module), name, value)
+
+    return property(read, write)
+
+
+# (A name that is asked of the wrapper only when it is missing would cost each submodule a call.)
+for _name in _METHODS:
+    setattr(ReplicatedModule, _name, _of_wrapper(_name))
+for _name in _ATTRIBUTES:  # scripts set them, where a plain attribute would change nothing
+    setattr(ReplicatedModule, _name, _attribute_of_wrapper(_name))
 # The names that a module must not have itself.
 _ADDED = [name for name in vars(ReplicatedModule) if not name.startswith("__")]
 
@@ -166,9 +167,11 @@ def replicate(
     calls of the module itself.
 
     The module's class becomes a subclass with the same name and these methods: ``no_sync``,
-    ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``,
-    ``clip_grad_norm_``, ``check_sync``, ``metrics``, ``should_stop`` and ``request_stop``.
-    :func:`ddp` has all that the wrapper has. Copies and pickles are plain modules.
+    ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``, ``grad_norm``,
+    ``clip_grad_norm_``, ``check_sync``, ``metrics``, ``log_metrics``, ``comm_state_dict``,
+    ``load_comm_state_dict``, ``register_comm_hook``, ``finalize_backward``, ``should_stop`` and
+    ``request_stop``. :func:`ddp` has all that the wrapper has. Copies and pickles are plain
+    modules.
 
     Args:
         module: as for :class:`DistributedDataParallel`.

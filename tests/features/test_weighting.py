@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, gather, ranks
+from logged import logged
 from modules import OnDemand
 from torch import Tensor, nn
 from training import (
@@ -131,6 +133,20 @@ def test_a_backward_beside_the_outputs_is_weighted_alone_but_not_accumulated(
         weight.sum().backward()
     ddp.reduce_gradients()
     assert_all(weight, 1 / 3)
+
+
+@ranks(2)
+def test_nothing_on_all_ranks_is_said_once(rank: int) -> None:
+    ddp = wrap(net())
+    with logged(logging.WARNING) as said:
+        backward(ddp, weight=rank)
+        assert not said.lines()
+        for _ in range(2):
+            ddp.zero_grad()
+            backward(ddp, weight=0)
+            assert_all(ddp.module.first.weight, 0)
+    (line,) = said.lines()
+    assert "all ranks have given this backward the weight 0" in line
 
 
 @ranks(2, views=True)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from training import descend, drawn, gradients, squares, train_step
@@ -218,7 +219,8 @@ def test_synchronisation_is_switched_by_the_names_of_fsdp2(rank: int) -> None:
     squares(net.encode(drawn(5, 4))).backward()
     first, other = gather(net.encoder[0].weight.grad)
     assert not torch.equal(first, other)
-    net.set_requires_gradient_sync(True)
+    assert net.require_backward_grad_sync is False
+    net.require_backward_grad_sync = True  # as nanoGPT's script sets it
     squares(net.encode(drawn(5, 4, step=1))).backward()
     assert_same_on_all_ranks(gradients(net))
     with pytest.raises(TypeError, match="requires_gradient_sync"):
@@ -243,6 +245,10 @@ def test_weights_norms_and_reductions_on_request(rank: int) -> None:
     assert isinstance(found, tuple)
     assert_same_on_all_ranks(list(found))
     assert net.metrics()["step"] == 1
+    assert net.comm_state_dict() == ddp(net).comm_state_dict()
+    net.register_comm_hook(None, allreduce_hook)
+    squares(net(x)).backward()
+    assert_same_on_all_ranks(gradients(net))
 
 
 @ranks(2)

@@ -127,7 +127,7 @@ DELAYED, UNTIL = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
 AT_ONE_TIME = "need to be set at the same time"
 # Options of a small module whose values are wrong, or whose types.
 WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
-    "device_ids on CPU": ({"device_ids": [0]}, "device_ids [0]; cpu"),
+    "device_ids on CPU": ({"device_ids": [0]}, "device_ids [0]; cpu; leave them out"),
     "two device_ids": ({"device_ids": [0, 1]}, "single element; [0, 1]"),
     "output_device on CPU": ({"output_device": 1}, "output_device 1"),
     "zero bucket": ({"bucket_cap_mb": 0}, "bucket_cap_mb; positive; 0"),
@@ -187,6 +187,11 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
         {"compression": "int8", "error_feedback": False},
         "write compression=tritonddp.Int8(error_feedback=False)",
     ),
+    "misspelt": (
+        {"find_unused_parameter": True},
+        "'find_unused_parameter': did you mean 'find_unused_parameters'?",
+    ),
+    "like no option": ({"nbytes": 3}, "unexpected keyword argument 'nbytes'"),
     "divided by truth": ({"gradient_divide_factor": True}, "None or a number, got True"),
     "divided by a word": ({"gradient_divide_factor": "mean"}, "None or a number, got 'mean'"),
     "metrics": ({"metrics": "yes"}, "metrics"),
@@ -516,7 +521,13 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
     inner = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="wrapped already"):
         DistributedDataParallel(nn.Sequential(inner), gradient_as_bucket_view=True)
-    DistributedDataParallel(nn.Sequential(inner))
+    with pytest.warns(UserWarning, match="'0' is wrapped already.*averaged twice") as said:
+        DistributedDataParallel(nn.Sequential(inner))
+    assert [each.filename for each in said] == [__file__]
+    other = dist.new_group()  # across hosts, say, of means within them
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DistributedDataParallel(nn.Sequential(inner), process_group=other)
 
 
 @pytest.mark.parametrize("view", [False, True])

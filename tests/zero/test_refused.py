@@ -1,5 +1,6 @@
 """What cannot have owners is refused by name, and breaks nothing."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from beside_replicated import Pair
 from distributed import ranks
+from logged import logged
 from modules import mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -41,6 +43,11 @@ def test_an_optimizer_that_looks_at_all_parameters(rank: int) -> None:
         ZeroRedundancyOptimizer(net.parameters(), "AdamW")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="optimizer class"):
         ZeroRedundancyOptimizer(net.parameters(), nn.Linear)  # type: ignore[arg-type]
+    made: Any = AdamW(net.parameters())
+    with pytest.raises(TypeError, match="one that is made: give AdamW, and its options by name"):
+        ZeroRedundancyOptimizer(net.parameters(), made)
+    with pytest.raises(TypeError, match=r"got a module: give model\.parameters\(\)"):
+        ZeroRedundancyOptimizer(net, AdamW)
     with pytest.raises(ValueError, match="empty"):
         ZeroRedundancyOptimizer([], AdamW)
 
@@ -125,6 +132,23 @@ def test_a_second_optimizer_of_one_wrapper(rank: int) -> None:
 
 def clipped(net: nn.Module, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+@ranks(2)
+def test_a_plain_optimizer_that_steps_the_same_parameters_is_said_once(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    plain = torch.optim.SGD(net.module[2].parameters(), lr=0.1)
+    others = torch.optim.SGD(net.module[0].parameters(), lr=0.1)
+    with logged(logging.WARNING) as said:
+        plain.step()  # before there are owners
+        optimizer = ZeroRedundancyOptimizer(net.module[2].parameters(), AdamW)
+        for number in range(3):
+            trained = squares(net(drawn(5, 4, step=number)))
+            trained.backward()
+            for each in (optimizer, others, plain):
+                each.step()
+    (line,) = said.lines()
+    assert "SGD steps '2.weight', '2.bias', and so does a ZeroRedundancyOptimizer" in line
 
 
 @ranks(2)

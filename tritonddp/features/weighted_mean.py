@@ -18,6 +18,7 @@ of the sum. Gradients that backwards without a weight have accumulated in the wi
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from itertools import starmap
@@ -34,6 +35,8 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource, Weight
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
+
+logger = logging.getLogger("tritonddp.weighted_mean")
 
 
 def weight_of(n: Any, reduction: str) -> Weight:
@@ -78,6 +81,7 @@ class AccumulationWindow(Extension):
         # share of the new gradients in the next mean.
         self._aside: dict[Tensor, Tensor | None] = {}
         self._share = 1.0
+        self._has_warned = False
 
     def on_begin(self, backward: Backward) -> None:
         weight: Weight | None = self._sync.weight
@@ -110,8 +114,19 @@ class AccumulationWindow(Extension):
             self.close(self._manager.current.params)
 
     def on_close(self, reduction: Reduction | None) -> None:
-        if reduction is not None:
-            self.clear()
+        if reduction is None:
+            return
+        weight, factor = self.weight, reduction.factor
+        if weight is not None and not (weight.items or self._has_warned or factor is None):
+            self._has_warned = not factor.any()
+            if self._has_warned:
+                logger.warning(
+                    "%s: all ranks have given this backward the weight 0, so its gradients are "
+                    "zero. An optimizer would still move by momentum and weight decay: leave its "
+                    "step out where no rank has items. It is said once",
+                    reduction.where,
+                )
+        self.clear()
 
     def open(self, weight: Weight | None, is_last: bool, is_first: bool, is_late: bool) -> None:
         """A backward begins.
