@@ -1,0 +1,139 @@
+"""Each Python snippet of the pages runs as it is printed: with a wrapper, and in place.
+
+A snippet that wraps is played once more with ``replicate`` in the place of the class. Where a page
+has ``...``, something else goes on: here all ranks wait for each other.
+"""
+
+import importlib.util
+import os
+import re
+import tempfile
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import gather, ranks
+from launched import ROOT, played
+from torch import nn
+
+import tritonddp
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WRAPS = re.compile(r"\b(DDP|DistributedDataParallel)\(")
+OF_A_GPU = ", device_ids=[local_rank]"
+
+
+def snippets() -> dict[str, str]:
+    """By page and line."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text()
+        for match in SNIPPET.finditer(text):
+            found[f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}"] = match[1]
+    return found
+
+
+def is_script(code: str) -> bool:
+    """Whether it changes the whole process."""
+    return "init_process_group(" in code.replace('# dist.init_process_group("gloo")', "") or (
+        "replace_stock()" in code
+    )
+
+
+class Net(nn.Sequential):
+    """A module with a method."""
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        return self[0](images)
+
+
+def names(code: str, makes: Any, folder: Path) -> dict[str, Any]:
+    """What the page takes for granted; ``makes`` what a user has wrapped, unless ``code`` does."""
+    module = Net(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    wraps = WRAPS.search(code) or "replicate(" in code
+    model = module if wraps else makes(module, metrics=True)
+    batches = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(3)]
+    inputs, targets = batches[0]
+    params = list(model.parameters())
+    optimizer: Any = torch.optim.SGD(params, lr=0.1)
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    if "consolidate_state_dict" in code:
+        optimizer = tritonddp.ZeroRedundancyOptimizer(params, torch.optim.AdamW)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    known = {"__name__": "__main__", "torch": torch, "nn": nn, "dist": dist}
+    known |= {"tritonddp": tritonddp, "DistributedDataParallel": makes}
+    known |= {"ZeroRedundancyOptimizer": tritonddp.ZeroRedundancyOptimizer}
+    known |= {"module": module, "model": model, "params": params, "optimizer": optimizer}
+    known |= {"batches": batches, "loader": batches, "microbatches": batches, "n": len(inputs)}
+    known |= {"inputs": inputs, "images": inputs, "targets": targets, "loss": loss}
+    known |= {"loss_function": nn.functional.cross_entropy, "step": 1000, "rank": dist.get_rank()}
+    known |= {"path": folder / "saved.pt", "folder": folder / "saved", "local_rank": 0}
+    return known | dict.fromkeys(("save_checkpoint", "Trainer", "trainer"), mock.Mock())
+
+
+def play(code: str, place: str, makes: Any) -> None:
+    """Run a snippet on this rank, and see that the ranks are still alike."""
+    folder = gather(tempfile.mkdtemp())[0]
+    known = names(code, makes, Path(folder))
+    if OF_A_GPU in code:
+        with pytest.raises(ValueError, match=r"device_ids \[0\].*leave them out"):
+            exec(compile(code, place, "exec"), dict(known))
+        code = code.replace(OF_A_GPU, "")
+    for part in code.split("\n...\n"):
+        exec(compile(part, place, "exec"), known)
+        dist.barrier()
+    if hasattr(known["model"], "check_sync"):
+        known["model"].check_sync()
+
+
+def of_pages() -> Iterator[tuple[str, str, Any]]:
+    """Snippets with their places, and what makes a model of a module."""
+    for place, code in snippets().items():
+        library = re.search(r"tritonddp\.integrations\.(\w+)", code)
+        if is_script(code) or (library and not importlib.util.find_spec(library[1])):
+            continue
+        yield place, code, tritonddp.DistributedDataParallel
+        # (In place the parameters' names are the module's, and there is no model.module.)
+        if "model.module" not in code:
+            yield f"{place}, in place", code, tritonddp.replicate
+
+
+@ranks(2)
+def test_each_snippet_runs_as_it_is_printed() -> None:
+    failed, before, count = {}, Path.cwd(), 0
+    compiled = partial(torch.compile, backend="aot_eager")  # in a tenth of the time
+    with tempfile.TemporaryDirectory() as own, mock.patch.object(torch, "compile", compiled):
+        os.chdir(own)
+        try:
+            for place, code, makes in of_pages():
+                count += 1
+                with mock.patch.object(tritonddp, "DistributedDataParallel", makes):
+                    try:
+                        play(code, place, makes)
+                    except Exception:
+                        failed[place] = traceback.format_exc(limit=-2)
+        finally:
+            os.chdir(before)
+    assert not failed, "\n".join(f"{place}:\n{error}" for place, error in failed.items())
+    assert count > 30
+
+
+@pytest.mark.parametrize("place", [name for name, code in snippets().items() if is_script(code)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_script_of_a_page_runs_as_it_is_printed(
+    place: str, in_place: bool, tmp_path: Path
+) -> None:
+    code = snippets()[place]
+    (tmp_path / "mmengine").mkdir()
+    (tmp_path / "mmengine" / "runner.py").write_text("class Runner: ...\n")
+    first = "import tritonddp; tritonddp.DistributedDataParallel = tritonddp.replicate\n"
+    done = played(first * in_place + code, tmp_path, nproc=2)
+    assert done.returncode == 0, done.stderr
