@@ -12,6 +12,7 @@ Posts are JSON, of bounded size. No collective is made, and no call waits for th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -421,6 +422,24 @@ def watch(wrapper: Wrapper) -> None:
             _watch.changed.put(None)
         known[0].add(wrapper)
         finalize(wrapper, _watch.changed.put, None).atexit = False
+
+
+def _end() -> None:
+    """Ends the thread before the interpreter does: it may drop the last reference to a group.
+
+    The destructor of a group waits for the interpreter, which ends a thread that waits for it then,
+    inside C++: the process aborts.
+    """
+    with _lock:
+        watch = _watch
+        if watch is None:
+            return
+        watch.groups = []
+    watch.changed.put(None)
+    watch.join(_PATIENCE)
+
+
+atexit.register(_end)
 
 
 def _forget() -> None:
