@@ -98,7 +98,7 @@ POINTS = {
     ),
     "bucket of added parameters": Point("added", f"{RUN}.reduce_now", "kill 1/2"),
     "exchange of compressed gradients": Point(
-        "plain", "tritonddp.comm.quantized:send", "kill 1/3 int8", call=2
+        "plain", "tritonddp.coordination.collectives:send", "kill 1/3 int8", call=2
     ),
     "sum of compressed gradients": Point(
         "plain", "tritonddp.comm.quantized:_Messages.go_on", "kill 0/3 int8, stop 1/3 int8"

@@ -30,12 +30,9 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import close_connections
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.coordination.point_to_point import IN_FLIGHT, receive, send
+from tritonddp.coordination.point_to_point import MessagesUnderWay
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
-
-# First tag of messages, two tags per bucket.
-_FIRST_TAG = 0x7D100000
 
 
 class QuantizedAllReduce:
@@ -159,46 +156,42 @@ def _end_threads() -> None:
 class _Messages:
     """The :class:`Work` of one bucket over gloo. The constructor issues the first messages.
 
-    ``number`` counts the exchanges of the group, the same on all of its ranks.
+    A second step has the tag behind ``tag``.
     """
 
-    def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, number: int) -> None:
-        self._flat = flat
-        self._group = group
-        self._tag = _FIRST_TAG + 2 * (number % IN_FLIGHT)
+    def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, tag: int) -> None:
+        self._flat, self._group, self._tag = flat, group, tag
         self._error: BaseException | None = None
         self._is_reduced = threading.Event()  # set when the all-gather is issued, or on failure
         self._waiting = threading.Lock()
-        size = group.size()
-        received = flat.received.view(size, -1)
-        self._works = receive(received, group, self._tag)
+        size, rank = group.size(), group.rank()
+        received = dict(enumerate(flat.received.view(size, -1)))
+        self._sums: list[MessagesUnderWay] = []
         if flat.message_layout.is_direct:
-            outgoing = flat.message.expand(size, -1)
+            sent = dict.fromkeys(range(size), flat.message)  # it is this rank's row of `received`
             self._is_reduced.set()
         else:
-            self._gathered = flat.gathered.view(size, -1)
+            sent = dict(enumerate(flat.message.view(size, -1)))
+            gathered = dict(enumerate(flat.gathered.view(size, -1)))
             # Receive already now: on a slow line the message that this rank is ready to receive
             # would queue behind the data it sends, and the others wait for that message.
-            self._sums = receive(self._gathered, group, self._tag + 1)
-            outgoing = flat.message.view(size, -1)
-        self._works += send(outgoing, received, group, self._tag)
+            self._sums.append(MessagesUnderWay(group, tag + 1, gathered, {}))
+        self._parts = MessagesUnderWay(group, tag, received, sent)
+        if self._sums:
+            received[rank].copy_(sent[rank])
 
     def go_on(self) -> None:
         """Wait for the all-to-all, sum, issue the all-gather. Called in the thread."""
-        flat = self._flat
+        flat, size, rank = self._flat, self._group.size(), self._group.rank()
         try:
-            self._wait_for_works()
+            self._parts.wait()
             select_quantized(flat.data.device).reduce_parts(flat)
-            outgoing = flat.reduced.view(1, -1).expand(self._group.size(), -1)
-            self._works = self._sums
-            self._works += send(outgoing, self._gathered, self._group, self._tag + 1)
+            sent = dict.fromkeys(range(size), flat.reduced)
+            self._sums.append(MessagesUnderWay(self._group, self._tag + 1, {}, sent))
+            flat.gathered.view(size, -1)[rank].copy_(flat.reduced)
         except BaseException as error:  # wait() raises it
             self._error = error
         self._is_reduced.set()
-
-    def _wait_for_works(self) -> None:
-        while self._works:  # a work can be waited for only once, also after a KeyboardInterrupt
-            self._works.pop(0).wait()
 
     def wait(self) -> None:
         """See :meth:`Work.wait`."""
@@ -207,7 +200,9 @@ class _Messages:
         with self._waiting:
             if self._error is None:
                 try:
-                    self._wait_for_works()
+                    self._parts.wait()
+                    for each in self._sums:
+                        each.wait()
                     if flat.message_layout.is_direct:
                         select_quantized(flat.data.device).reduce_parts(flat)
                 except RuntimeError as error:

@@ -14,10 +14,6 @@ from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.coordination.point_to_point import IN_FLIGHT
-
-# First tag of messages.
-_FIRST_TAG = 0x7D300000
 
 
 class ReduceToOwners:
@@ -54,10 +50,11 @@ class ReduceToOwners:
         group, mine = self._group, parts[self._group.rank]
         if not mine.is_cpu:
             return collectives.reduce_scatter(mine, parts, group.process_group)
-        tag = _FIRST_TAG + group.next_tag() % IN_FLIGHT
         rows = mine.new_empty(group.size - 1, len(mine))
         of_ranks = dict(enumerate(parts))
-        return SumOfParts(group.process_group, range(group.size), of_ranks, group.rank, rows, tag)
+        return SumOfParts(
+            group.process_group, range(group.size), of_ranks, group.rank, rows, group.next_tag()
+        )
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.wait`."""

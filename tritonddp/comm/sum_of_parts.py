@@ -39,9 +39,7 @@ class SumOfParts:
         self._mine, self._own, self._rows = parts[own], ranks.index(own), rows.unbind()
         others = [rank for rank in ranks if rank != own]
         received = dict(zip(others, self._rows, strict=True))
-        self.messages = MessagesUnderWay(
-            group, tag, received, {rank: parts[rank] for rank in others}
-        )
+        self.messages = MessagesUnderWay(group, tag, received, parts)
         self._is_added = False
 
     def wait(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tritonddp._torch import process_groups
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import FailureReport, History
+from tritonddp.coordination.point_to_point import tag_of
 
 
 class Owner(Protocol):
@@ -113,8 +114,11 @@ class Group(FailureReport):
         return next(self._shared.wrappers)
 
     def next_tag(self) -> int:
-        """A number for the next messages between ranks of the group: alike on all ranks."""
-        return next(self._shared.tags)
+        """Tag of the next messages between ranks of the group, alike on all ranks.
+
+        The tag behind it is for a second step of the same exchange.
+        """
+        return tag_of(next(self._shared.tags))
 
     # Failures, see FailureReport
 

@@ -19,14 +19,12 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import Peers
-from tritonddp.coordination.point_to_point import IN_FLIGHT, MessagesUnderWay
+from tritonddp.coordination.point_to_point import MessagesUnderWay
 
 # Bytes of a message with several parameters, which are packed. A larger one is a message of its
 # own, and arrives in its own memory; collectives send it in pieces.
 _MAX_BYTES = 1024 * 1024
 _PIECE = 4 * _MAX_BYTES
-# First tag of messages between two ranks.
-_FIRST_TAG = 0x7D400000
 
 _Named = Sequence[tuple[str, Tensor]]
 
@@ -140,21 +138,17 @@ class OwnedValues:
 
         (Of two large broadcasts in opposite directions gloo makes one after the other.)
         """
-        group, rank = self._group, self._group.rank
-        tag = _FIRST_TAG + group.next_tag() % IN_FLIGHT
+        group, tag = self._group, self._group.next_tag()
         self._counters.collective(sum(self._nbytes), group.size)
-        others = [other for other in range(group.size) if other != rank]
-        arrivals = [_Arrival([], []) for _ in range(max(map(len, messages)))]
-        for number, arrival in enumerate(arrivals):
-            of_ranks = {other: messages[other][number : number + 1] for other in others}
-            received = {other: one.flat for other, some in of_ranks.items() for one in some}
-            arrival.works.append(MessagesUnderWay(group.process_group, tag, received, {}))
-            arrival.ended.extend((other, number) for other in received)
-        for number, message in enumerate(messages[rank]):
-            sent = dict.fromkeys(others, message.flat)
-            work = MessagesUnderWay(group.process_group, tag, {}, sent)
-            arrivals[number].works.append(work)
-            arrivals[number].ended.append((rank, number))
+        arrivals: list[_Arrival] = []
+        for number in range(max(map(len, messages))):
+            ranks = [rank for rank, some in enumerate(messages) if number < len(some)]
+            received = {rank: messages[rank][number].flat for rank in ranks}
+            works = [MessagesUnderWay(group.process_group, tag, received, {})]
+            arrivals.append(_Arrival([*works], [(rank, number) for rank in ranks]))
+        for arrival, message in zip(arrivals, messages[group.rank], strict=False):
+            sent = dict.fromkeys(range(group.size), message.flat)
+            arrival.works.append(MessagesUnderWay(group.process_group, tag, {}, sent))
         return arrivals
 
     def _gather(self, messages: list[list[Message]]) -> Iterator[_Arrival]:

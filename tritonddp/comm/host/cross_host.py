@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tritonddp.comm.sum_of_parts import SumOfParts
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.coordination.point_to_point import IN_FLIGHT, MessagesUnderWay
+from tritonddp.coordination.point_to_point import MessagesUnderWay, tag_of
 
-# First tag of messages, two tags per exchange.
-_FIRST_TAG = 0x7D200000
+# Steps of an exchange, for the tags of their messages: see point_to_point.py.
+_SHARES, _SUMS = 2, 3
 
 
 class CrossHost:
@@ -53,7 +53,7 @@ class CrossHost:
         self.sent_bytes = sum(part.nbytes for part in others)
         if number > 2:
             self.sent_bytes += self._parts[self._own].nbytes * len(others)
-        self._tag = 0
+        self._number = 0
 
     def start(self, number: int) -> None:
         """Send the share, which is summed over this host.
@@ -61,10 +61,9 @@ class CrossHost:
         ``number`` is that of the exchange, the same on all ranks.
         """
         self._wait_for_former()
-        self._tag = _FIRST_TAG + 2 * (number % IN_FLIGHT)
-        self._sum = SumOfParts(
-            self._group, self._partners, self._parts, self._own, self._rows, self._tag
-        )
+        self._number = number
+        tag = tag_of(number, _SHARES)
+        self._sum = SumOfParts(self._group, self._partners, self._parts, self._own, self._rows, tag)
         self._sent = None
 
     def finish(self) -> None:
@@ -79,9 +78,9 @@ class CrossHost:
             with Uninterrupted():
                 if self._sent is None:
                     # (The others have already received the parts of this rank that these replace.)
-                    others = {r: each for r, each in self._parts.items() if r != self._own}
-                    mine = dict.fromkeys(others, self._parts[self._own])
-                    self._sent = MessagesUnderWay(self._group, self._tag + 1, others, mine)
+                    mine = dict.fromkeys(self._parts, self._parts[self._own])
+                    tag = tag_of(self._number, _SUMS)
+                    self._sent = MessagesUnderWay(self._group, tag, self._parts, mine)
             self._sent.wait()
 
     def _wait_for_former(self) -> None:
