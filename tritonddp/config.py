@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -22,18 +22,14 @@ from torch.nn.parameter import UninitializedParameter
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.formats import ExactParams, Int8, WireFormat, registering
-from tritonddp.comm.process_group import goes_by_messages
+from tritonddp.buckets.formats import ExactParams, Int8, WireFormat
+from tritonddp.comm.transport import TransportChoice
 from tritonddp.compiled.forward import WRAPPER
 from tritonddp.coordination.group import Group
 from tritonddp.features.check_finite import check_mode
 from tritonddp.features.delayed_params import Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
-
-# How gradients may travel.
-PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY = "process_group", "peer_memory", "registered_memory"
-TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY, REGISTERED_MEMORY)
 
 # Options of the constructor that have become fields of :class:`~tritonddp.Int8`.
 _OF_INT8 = ("error_feedback", "exact")
@@ -71,7 +67,7 @@ class DDPConfig:
     skip_unused: bool  # skip_all_reduce_unused_params
     divide_factor: float | None  # gradient_divide_factor
     check_finite: str | None
-    transport: str
+    transport: TransportChoice
     metrics: bool
     syncs_buffers: bool  # whether forwards do
     syncs_initial_buffers: bool  # whether the constructor does
@@ -92,13 +88,8 @@ class DDPConfig:
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
         check_mode(given.check_finite)
-        check_transport(given.transport, group, devices)
         compression = Int8.of(given.compression)
-        if given.transport == REGISTERED_MEMORY and compression is not None:
-            raise ValueError(
-                "transport='registered_memory' is for buckets that NCCL sums, and "
-                "compression='int8' has them summed otherwise: leave one of them out"
-            )
+        transport = TransportChoice.of(given.transport, group, devices, compression)
         check_flags({name: arguments[name] for name in FLAGS})
         divide_factor = divide_factor_of(given.gradient_divide_factor)
         syncs_buffers, syncs_initial_buffers = buffer_options(given)
@@ -151,7 +142,7 @@ class DDPConfig:
             skip_unused=bool(given.skip_all_reduce_unused_params),
             divide_factor=divide_factor,
             check_finite=given.check_finite,
-            transport=given.transport,
+            transport=transport,
             metrics=bool(given.metrics),
             syncs_buffers=syncs_buffers,
             syncs_initial_buffers=syncs_initial_buffers,
@@ -172,31 +163,6 @@ def divide_factor_of(factor: Any) -> float | None:
     if not 0 < divisor < math.inf or math.isinf(1 / divisor):
         raise ValueError(f"gradient_divide_factor should be positive and finite, got {factor!r}")
     return divisor
-
-
-def check_transport(
-    transport: Any, group: dist.ProcessGroup, devices: Iterable[torch.device]
-) -> None:
-    """Raise a ValueError if ``transport`` is unknown, or unfit for these devices and this group."""
-    if not isinstance(transport, str) or transport not in TRANSPORTS:
-        raise ValueError(
-            f"transport should be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}"
-        )
-    if transport == REGISTERED_MEMORY:
-        for device in sorted(set(devices), key=str):
-            registering(group, device)
-    if transport != PEER_MEMORY:
-        return
-    if any(device.type == "cuda" for device in devices):
-        raise ValueError(
-            "transport='peer_memory' needs parameters on the CPU; on GPUs NCCL does the same: use "
-            "'auto' or 'registered_memory'"
-        )
-    if group.size() > 1 and not goes_by_messages(Group(group)):
-        raise ValueError(
-            "transport='peer_memory' needs a process group of gloo, without "
-            f"TORCH_DISTRIBUTED_DEBUG=DETAIL, but the group is {group.name()}: use 'auto'"
-        )
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:

@@ -22,16 +22,8 @@ from tritonddp._torch import current_graph_task_id, graph_is_retained, preserve_
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import Hook
-from tritonddp.comm.host.peer_memory import PeerMemory
-from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.compiled.operators import Traced
-from tritonddp.config import (
-    PEER_MEMORY,
-    PROCESS_GROUP,
-    REGISTERED_MEMORY,
-    DDPConfig,
-    sendable,
-)
+from tritonddp.config import DDPConfig, sendable
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, tell_failure, verify_same
@@ -224,8 +216,7 @@ class DDPState:
             views=config.views,
             lazy=config.lazy,
             check_finite=config.check_finite is not None,
-            peer_memory=self._peer_memory(),
-            is_registered=config.transport == REGISTERED_MEMORY,
+            transport=config.transport,
             is_in_place=config.in_place,
             divide_factor=config.divide_factor,
         )
@@ -264,14 +255,6 @@ class DDPState:
         if self.group.owners:  # a backward that broke off here may have ended on the other ranks
             self.group.recover()
         return self.core.agreement.should_stop(self.counters.reductions)
-
-    def _peer_memory(self) -> Callable[..., PeerMemory] | None:
-        """The transport through shared memory; ``None`` for the process group alone."""
-        is_on_cpu = all(param.is_cpu for _, param in self.parameters.params)
-        transport = self.config.transport
-        if transport == PROCESS_GROUP or not is_on_cpu or not goes_by_messages(self.group):
-            return None
-        return partial(PeerMemory, is_required=transport == PEER_MEMORY)
 
     def _extensions(self, core: Reducer) -> Iterator[Extension]:
         config, parameters = self.config, self.parameters

@@ -30,7 +30,7 @@ from training import (
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.buckets.residuals import residuals_of
-from tritonddp.comm import quantized
+from tritonddp.coordination import collectives
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 
 sys.path.append(str(ROOT / "tests" / "kernels"))
@@ -284,7 +284,7 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
     model = linears(64, 64, 64, 64)
     ddp = DistributedDataParallel(model, compression="int8", bucket_cap_mb=0.01)
     model[0].register_forward_hook(lambda _, __, x: (x.register_hook(wait), None)[1])
-    original = quantized.send
+    original = collectives.send
 
     def recorded(*args: Any) -> Any:
         works = original(*args)
@@ -292,7 +292,7 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
             issued.set()
         return works
 
-    with mock.patch.object(quantized, "send", recorded):
+    with mock.patch.object(collectives, "send", recorded):
         for _ in range(3):
             issued.clear()
             ddp(torch.randn(4, 64)).sum().backward()
@@ -461,7 +461,7 @@ def test_residuals_of_another_shape_are_refused_by_name() -> None:
 _SCRIPT = """
 import sys, torch, torch.distributed as dist
 from tritonddp import DistributedDataParallel
-from tritonddp.comm import quantized
+from tritonddp.coordination import collectives
 dist.init_process_group("gloo")
 ddp = DistributedDataParallel(torch.nn.Linear(64, 64), compression="int8")
 ddp(torch.randn(4, 64)).sum().backward()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from training import assert_close, assert_gradients_alike, drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel
-from tritonddp.comm.host import memory_exchange, peer_memory, rank_buffers
+from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.coordination.host import connect, peers
 
@@ -303,8 +303,7 @@ def test_options_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="transport should be one of 'auto', 'process_group'"):
         net(transport="memory")
     with (
-        mock.patch.object(peer_memory, "PeerMemory"),
-        mock.patch("tritonddp.config.goes_by_messages", return_value=False),
+        mock.patch("tritonddp.comm.transport.goes_by_messages", return_value=False),
         pytest.raises(ValueError, match="transport='peer_memory' needs a process group of gloo"),
     ):
         net(transport="peer_memory")

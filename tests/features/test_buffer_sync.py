@@ -156,7 +156,7 @@ def trajectory(
         program(ddp, batch(), number)
         ddp.zero_grad()
     if cls is not Stock:
-        assert (ddp._ddp_state.buffer_sync._shared is not None) is (not options)
+        assert (ddp._ddp_state.buffer_sync._to_all._shared is not None) is (not options)
     return seen
 
 
@@ -230,7 +230,7 @@ def test_one_collective_a_forward_through_the_process_group_and_none_through_mem
     ddp = wrapped()
     assert not goes_through_memory(ddp)
     step(ddp, batch(), 0)
-    assert not goes_through_memory(ddp)  # the ranks are connected, and memory is lent
+    assert goes_through_memory(ddp)  # the ranks are connected
     step(ddp, batch(), 1)
     assert all(goes_through_memory(ddp) for _ in range(3))
 
@@ -362,7 +362,7 @@ def test_a_copy_on_one_rank_alone_changes_nothing_for_the_others(rank: int) -> N
     ddp = trained()
     if rank == 1:
         twin = copy.deepcopy(ddp)
-        assert twin._ddp_state.buffer_sync._through_memory() is None
+        assert not twin._ddp_state.buffer_sync._to_all.has_memory(twin._ddp_state.parameters.number)
     assert_forwards_have_those_of_rank_0(ddp)
     assert_forwards_have_those_of_rank_0(wrapped())
 
@@ -477,12 +477,17 @@ def test_copies_and_other_groups_begin_anew() -> None:
 @ranks(2)
 def test_a_wrapper_is_freed_and_with_it_the_memory(rank: int) -> None:
     ddp = trained()
-    peers = ddp._ddp_state.buffer_sync._shared._peers
+    peers = ddp._ddp_state.buffer_sync._to_all._shared._peers
     lent = [each for peer in peers.others for each in peer.lent.values()]
     assert len(lent) == rank
     state = [
         weakref.ref(each)
-        for each in (ddp, ddp._ddp_state.buffer_sync, ddp._ddp_state.buffer_sync._shared, *lent)
+        for each in (
+            ddp,
+            ddp._ddp_state.buffer_sync,
+            ddp._ddp_state.buffer_sync._to_all._shared,
+            *lent,
+        )
     ]
     del ddp, lent
     gc.collect()

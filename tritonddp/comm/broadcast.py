@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import foreach_copy_
-from tritonddp.coordination.collectives import Work, broadcast
+from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
 
 # Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
@@ -38,37 +38,21 @@ class StateBroadcast:
         self._group = group
         self._source = source
         self.max_bytes = 250 * 1024 * 1024  # of one message
-        self._messages = Messages()
 
-    def messages_of(self, tensors: Sequence[Tensor]) -> list[Message]:
-        """The messages for tensors that are sent repeatedly."""
-        return self._messages.of(tensors, self.max_bytes)
-
-    def send(self, tensors: Sequence[Tensor], where: str, what: str, again: bool = False) -> None:
+    def send(self, tensors: Sequence[Tensor], where: str, what: str) -> None:
         """Overwrite ``tensors``; see :func:`broadcast_coalesced`.
 
-        For error messages ``where`` is the step of this rank, and ``what`` names the tensors. With
-        ``again`` the messages are cached, for tensors that are sent repeatedly.
+        For error messages ``where`` is the step of this rank, and ``what`` names the tensors.
 
         Raises:
             RuntimeError: a rank is missing; the message names it.
         """
-        group = self._group
-        try:
+        group, nbytes = self._group, sum(tensor.nbytes for tensor in tensors)
+        what = f"broadcast of {len(tensors)} {what}, {nbytes} bytes"
+        with group.guard(f"rank {group.rank}, {where}", what):
             broadcast_coalesced(
-                tensors,
-                group.process_group,
-                self._source.source_rank,
-                self.max_bytes,
-                self._messages if again else None,
+                tensors, group.process_group, self._source.source_rank, self.max_bytes
             )
-        except RuntimeError as error:
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            raise group.explain(
-                f"rank {group.rank}, {where}",
-                f"broadcast of {len(tensors)} {what}, {nbytes} bytes",
-                error,
-            ) from error
 
 
 class Messages:
@@ -83,7 +67,7 @@ class Messages:
         self._messages: list[Message] = []
 
     def of(self, tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
-        """The messages in which :func:`broadcast_coalesced` sends ``tensors``."""
+        """The messages of ``tensors``, of at most ``max_bytes``, or one tensor."""
         state = [max_bytes, *(list(map(each, tensors)) for each in _STATE)]
         if state == self._state:
             return self._messages
@@ -177,33 +161,26 @@ def broadcast_coalesced(
     group: dist.ProcessGroup,
     group_src: int,
     max_bytes: int,
-    messages: Messages | None = None,
 ) -> None:
     """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
     needs one broadcast, not one per dtype. The tensors are dense, with the same shapes and dtypes
     in the same order on every rank. A message holds at most ``max_bytes``, or one tensor.
-    ``messages`` is a cache for tensors that are sent repeatedly.
     """
-    is_source = group.rank() == group_src
     with torch.no_grad():
-        for each in (messages or Messages()).of(tensors, max_bytes):
-            receive(each, send(each, group, group_src), is_source)
+        broadcast_messages(Messages().of(tensors, max_bytes), group, group_src)
 
 
-def send(message: Message, group: dist.ProcessGroup, group_src: int) -> Work:
-    """Begin to send a message from rank ``group_src`` to all."""
-    if group.rank() == group_src:
-        message.fill()
-    return broadcast(message.flat, group, group_src)
-
-
-def receive(message: Message, work: Work, is_source: bool) -> None:
-    """Wait for the message, and write it to its tensors, except on the rank that has sent it."""
-    work.wait()
-    if not is_source:
-        message.unpack()
+def broadcast_messages(messages: Iterable[Message], group: dist.ProcessGroup, source: int) -> None:
+    """Send these messages from rank ``source`` to all, one after the other."""
+    is_source = group.rank() == source
+    for each in messages:
+        if is_source:
+            each.fill()
+        broadcast(each.flat, group, source).wait()
+        if not is_source:
+            each.unpack()
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:

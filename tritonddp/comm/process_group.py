@@ -11,9 +11,8 @@ import torch.distributed as dist
 from tritonddp._torch import backend_name, is_checked
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
-from tritonddp.comm.all_reduce import AllReduce, DirectSum
+from tritonddp.comm.all_reduce import AllReduce, DirectSum, ReduceToOwners
 from tritonddp.comm.quantized import QuantizedAllReduce, SecondStep
-from tritonddp.comm.reduce_to_owners import ReduceToOwners
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 

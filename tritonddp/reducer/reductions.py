@@ -18,9 +18,9 @@ from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast, bytes_of
-from tritonddp.comm.host.peer_memory import PeerMemory
 from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.comm.reduction import Reduction
+from tritonddp.comm.transport import TransportChoice
 from tritonddp.coordination.agreement import (
     NOTHING,
     Agreement,
@@ -60,9 +60,7 @@ class Reductions:
         views: ``.grad`` tensors are views of the buckets.
         lazy: buckets have memory during backwards only.
         check_finite: buckets record which gradients are not finite.
-        peer_memory: makes what moves buckets to memory of one host, from the group, the transport
-            and the counters; ``None`` if they shall not move.
-        is_registered: buckets lie in memory that the backend has registered.
+        transport: how gradients travel; by default through the process group.
         is_in_place: large gradients are reduced where they lie, where that is possible.
         divide_factor: sums of gradients are divided by it; ``None`` for the number of ranks.
 
@@ -95,8 +93,7 @@ class Reductions:
         views: bool = False,
         lazy: bool = False,
         check_finite: bool = False,
-        peer_memory: Callable[..., PeerMemory] | None = None,
-        is_registered: bool = False,
+        transport: TransportChoice | None = None,
         is_in_place: bool = False,
         divide_factor: float | None = None,
     ) -> None:
@@ -107,22 +104,21 @@ class Reductions:
         self.events = Events()
         self.agreement = Agreement(group, divide_factor)
         wire = wire or WireFormat()
-        transport = ProcessGroupTransport(group, counters)
+        transport = transport or TransportChoice()
+        by_group = ProcessGroupTransport(group, counters)
         factory = BucketFactory(
             wire,
             group,
             counters,
-            transport,
+            by_group,
             views,
             lazy,
             check_finite,
-            is_registered,
+            transport.is_registered,
             is_in_place,
         )
         self.manager = BucketManager(parameters, group, caps, factory, counters)
-        self.memory: PeerMemory | None = None
-        if peer_memory is not None and wire.compression is None:
-            self.memory = peer_memory(group, transport, counters)
+        self.memory = transport.memory(group, by_group, counters)
         self.reentrant = ReentrantGrads()
         self.statistics = Statistics()
         self.forwards = Forwards()

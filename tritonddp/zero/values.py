@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonddp.comm.broadcast import Message, Messages, receive, send
-from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast, layout_of
+from tritonddp.comm.broadcast import Message
+from tritonddp.comm.from_owner import FromOwner
+from tritonddp.comm.transport import TransportChoice
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.host.peers import Peers
 from tritonddp.coordination.point_to_point import MessagesUnderWay
 
 # Bytes of a message with several parameters, which are packed. A larger one is a message of its
@@ -45,25 +44,25 @@ class OwnedValues:
     Args:
         group: all ranks.
         of_ranks: for each rank, the parameters that it owns, with their names.
-        uses_memory: they may go through memory.
+        transport: of the wrapper.
         counters: count the bytes.
     """
 
     def __init__(
-        self, group: Group, of_ranks: Sequence[_Named], uses_memory: bool, counters: Counters
+        self,
+        group: Group,
+        of_ranks: Sequence[_Named],
+        transport: TransportChoice,
+        counters: Counters,
     ) -> None:
-        self._group, self._uses_memory, self._counters = group, uses_memory, counters
+        self._group, self._transport, self._counters = group, transport, counters
         self._of_ranks = [list(named) for named in of_ranks]
         self._device = next(param.device for named in of_ranks for _, param in named)
-        self._caches = [Messages() for _ in of_ranks]
-        self._layouts = [
-            layout_of([(name, param.shape, param.dtype) for name, param in named])
-            for named in of_ranks
-        ]
+        self._to_all = [FromOwner(group, transport, "parameters") for _ in of_ranks]
         self._nbytes = [sum(param.nbytes for _, param in named) for named in of_ranks]
         numbered = enumerate(self._of_ranks)
         self._others = [p for rank, named in numbered if rank != group.rank for _, p in named]
-        self._shared: list[SharedBroadcast] = []
+        self._has_memory = False
         self._number = 0
         self._arrivals: deque[_Arrival] = deque()  # after an interrupted wait, those that are left
         self._messages: list[list[Message]] = []  # of each rank
@@ -77,18 +76,27 @@ class OwnedValues:
         """
         self._wait(where)
         self._number += 1
+        if not self._has_memory and self._transport.peers(self._group) is not None:
+            self._has_memory = all(e.has_memory(self._group.next_wrapper()) for e in self._to_all)
         # (Users may have given a parameter other memory since the last step, by ``.data``.)
-        messages = [
-            cache.of([param.detach() for _, param in named], _MAX_BYTES)
-            for cache, named in zip(self._caches, self._of_ranks, strict=True)
-        ]
-        if self._connect():
-            for rank, shared in enumerate(self._shared):
-                if self._of_ranks[rank]:
-                    part = self._part(rank, messages[rank], where)
-                    by_group = partial(self._broadcast, rank, messages[rank], where)
-                    shared.send(part, self._number, rank, by_group)
+        values = [[param.detach() for _, param in named] for named in self._of_ranks]
+        if self._has_memory:
+            for rank, named in enumerate(self._of_ranks):
+                if named:
+                    self._to_all[rank].send(
+                        named,
+                        values[rank],
+                        self._number,
+                        rank,
+                        where,
+                        max_bytes=_MAX_BYTES,
+                        uses_memory=True,
+                    )
         else:
+            messages = [
+                each.messages(tensors, _MAX_BYTES)
+                for each, tensors in zip(self._to_all, values, strict=True)
+            ]
             with self._group.guard(where, self._what(self._group.rank)):
                 for message in messages[self._group.rank]:
                     message.fill()
@@ -109,29 +117,6 @@ class OwnedValues:
                 if rank != self._group.rank:
                     self._messages[rank][number].unpack()
             self._arrivals.popleft()
-
-    def _connect(self) -> bool:
-        """Whether values go through memory: on all ranks alike."""
-        peers = self._group.peers
-        is_new = self._uses_memory and not self._shared
-        if is_new and isinstance(peers, Peers) and len(peers.hosts) == 1:
-            ranks = range(self._group.size)
-            self._shared = [
-                SharedBroadcast(self._group, peers, self._group.next_wrapper()) for _ in ranks
-            ]
-        return bool(self._shared)
-
-    def _part(self, rank: int, messages: list[Message], where: str) -> Part:
-        named, layout, nbytes = self._of_ranks[rank], self._layouts[rank], self._nbytes[rank]
-        return Part(messages, layout, nbytes, named, where, "parameters")
-
-    def _broadcast(self, rank: int, messages: list[Message], where: str) -> None:
-        """Send the values of one rank through the process group."""
-        group = self._group
-        with group.guard(where, self._what(rank)):
-            for each in messages:
-                self._counters.collective(sum(each.sizes), group.size)
-                receive(each, send(each, group.process_group, rank), rank == group.rank)
 
     def _send(self, messages: list[list[Message]]) -> list[_Arrival]:
         """Exchange the messages of all ranks over gloo: each rank sends its own to each other one.

@@ -22,7 +22,6 @@ from tritonddp._torch import (
     load_state_dict_post_hooks,
     optimizers_in_backward,
 )
-from tritonddp.config import PROCESS_GROUP
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
@@ -394,9 +393,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         ranks = range(self._group.size)
         named = self._named(self._all_params())
         of_ranks = [[each for each in named if self._owners[each[1]] == rank] for rank in ranks]
-        is_on_cpu = all(param.is_cpu for _, param in named)
-        uses_memory = is_on_cpu and state.config.transport != PROCESS_GROUP
-        self._values = OwnedValues(self._group, of_ranks, uses_memory, state.counters)
+        self._values = OwnedValues(self._group, of_ranks, state.config.transport, state.counters)
 
     def _local_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         mine = [param for param in group["params"] if self._owners[param] == self._group.rank]

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.comm.sum_of_parts import SumOfParts
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.coordination.point_to_point import MessagesUnderWay, tag_of
+from tritonddp.coordination.point_to_point import MessagesUnderWay, SumOfParts, tag_of
 
 # Steps of an exchange, for the tags of their messages: see point_to_point.py.
 _SHARES, _SUMS = 2, 3

@@ -6,14 +6,12 @@ Through memory of this host.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tritonddp.comm.broadcast import Message, memcmp
@@ -53,7 +51,7 @@ class Part(NamedTuple):
         nbytes: bytes of the tensors.
         named: the tensors with their names, for errors.
         where: rank and step, for errors.
-        kind: what the tensors are, for errors.
+        kind: what the tensors are, "buffers" or "parameters", for errors.
     """
 
     messages: list[Message]
@@ -61,16 +59,11 @@ class Part(NamedTuple):
     nbytes: int
     named: Sequence[tuple[str, Tensor]]
     where: str
-    kind: str = "buffers"
+    kind: str
 
     def __str__(self) -> str:
         names = listed([name for name, _ in self.named])
         return f"{len(self.named)} {self.kind} ({names}), {self.nbytes} bytes"
-
-
-def layout_of(kinds: Sequence[tuple[str, torch.Size, torch.dtype]]) -> int:
-    """The :attr:`Part.layout` of tensors with these names, shapes and dtypes."""
-    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:4], "little") or 1
 
 
 class _Point(WaitPoint):
@@ -105,8 +98,8 @@ class SharedBroadcast:
         receivers   wait for SHOWN of the source alone; copy what differs; SEEN
 
     If the source has no memory, or too little, it lends some (LENT). Receivers map it, and answer
-    (MAPPED) when they next wait for any message. Until all have, and for good if a rank cannot, the
-    message SHOWN says that the broadcast goes through the process group.
+    (MAPPED). If one cannot, the message SHOWN says from then on that the broadcast goes through the
+    process group.
 
     A broadcast has a number: the step, and how many of this step were before it. Only one that is
     over counts, so that Ctrl-C in a wait leaves the ranks alike if they repeat the forward; else a
@@ -125,7 +118,7 @@ class SharedBroadcast:
         # Of the source.
         self._memory: Memory | None = None
         self._loans = 0  # how often memory was lent
-        self._is_mapped = self._is_refused = False  # by all ranks; by any rank
+        self._is_refused = False  # by any rank
         self._shown: deque[int] = deque(maxlen=_AHEAD)  # numbers of the last broadcasts
         self._layout = 0  # of the last one; 0: through the process group
         self._compared: Any = None, None, []
@@ -183,7 +176,7 @@ class SharedBroadcast:
             by_group()
 
     def _memory_for(self, part: Part) -> Tensor | None:
-        """Memory that all ranks have mapped; ``None`` if there is none, or not yet."""
+        """Memory that all ranks have mapped; ``None`` if there is none."""
         if self._compared[0] is not part.messages:
             pieces = chain.from_iterable(each.pieces for each in part.messages)
             if not all(type(each) is Tensor and each.is_cpu for each in pieces):
@@ -192,33 +185,30 @@ class SharedBroadcast:
             return None
         if self._memory is None or self._memory.tensor.numel() < part.nbytes:
             self._lend(part)
-            return None
-        if not self._is_mapped:
-            self._point.wait_for(MAPPED, waits=False)
-            peers, answer = self._peers.others, (MAPPED, self.number)
-            answers = [each for each in peers if each.counts[answer] == self._loans]
-            if refusing := [each.rank for each in answers if each.last[answer][0]]:
-                self._refuse(part, f"rank {refusing[0]} cannot map it")
-                return None
-            self._is_mapped = len(answers) == len(peers)
-        return self._memory.tensor if self._is_mapped else None
+        return None if self._memory is None else self._memory.tensor
 
     def _lend(self, part: Part) -> None:
-        """Hand new memory over to the other ranks, without waiting for them."""
+        """Hand new memory over to the other ranks."""
         self._wait_for(SEEN, self._over, part)  # the former memory
         grows = 1 if self._memory is None else 2
-        self._memory, self._is_mapped = None, False
+        self._memory = None
         self._loans += 1
         try:
             memory = Memory.create(round_up(grows * max(part.nbytes, 1), _PAGE))
             self._point.at(self._loans).hand_over(LENT, memory)
             memory.close_descriptor()
-            self._memory = memory
         except OSError as error:
             self._refuse(part, str(error))
+            return
+        self._wait_for(MAPPED, self._loans, part)
+        answers = [(each.rank, each.last[MAPPED, self.number][0]) for each in self._peers.others]
+        if refusing := [rank for rank, is_refused in answers if is_refused]:
+            self._refuse(part, f"rank {refusing[0]} cannot map it")
+        else:
+            self._memory = memory
 
     def _refuse(self, part: Part, why: str) -> None:
-        self._is_refused, self._memory = True, None
+        self._is_refused = True
         logger.warning(
             "%s: no memory for buffers that the ranks of this host share: %s. They go through the "
             "process group",
