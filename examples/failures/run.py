@@ -257,7 +257,7 @@ def summary(found: dict[str, dict[str, Outcome]]) -> list[str]:
     rows = [["", "stock", AS_IT_IS, "with the lines"]]
     for name, each in found.items():
         cells = (each.get(way) for way in ("stock", AS_IT_IS, WITH_LINES))
-        rows.append([name, *(f"{o.word}, {o.seconds:.1f} s" if o else "" for o in cells)])
+        rows.append([name, *(outcome.word if outcome else "" for outcome in cells)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
