@@ -3,20 +3,89 @@
 A script, for the reason that compile_kernels.py gives. Prints one JSON list.
 """
 
+import itertools
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 from triton import knobs
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from faked_driver import faked_driver
-from launch_cost import by_triton, compiled, counted, prepared_of, steady
+
+from tritonddp.kernels import flatten, unflatten
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
+from tritonddp.kernels.launch import OPTIONS
 
 ENTER, EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+
+def counted(function: Callable[[], Any]) -> int:
+    """How many functions the third of three calls calls, in Python and in C."""
+    count = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for _ in range(2):
+        function()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count - 1  # that of setprofile
+
+
+def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
+    """A bucket whose launches are prepared, and what a step does with it."""
+    shapes, strides = [[64, 64]] * 15, [(64, 1)] * 15
+    layout = Layout.of(shapes, strides, 16, 3)
+    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    grads, used = [torch.ones(64, 64) for _ in shapes], [True] * 15
+    functions = {
+        "flatten": partial(flatten.flatten, flat, grads, used, 0.5, bytes(3)),
+        "unflatten": partial(unflatten.unflatten, flat, grads),
+    }
+    moved = itertools.cycle([[torch.ones(64, 64) for _ in shapes] for _ in range(2)])
+    other, *several = (FlatBuffer(layout, torch.float32, flat.data.device) for _ in range(5))
+    functions["flatten, moved"] = lambda: flatten.flatten(other, next(moved), used, 0.5, bytes(3))
+    for each in several:
+        flatten.flatten(each, grads, used, 0.5, bytes(3))
+    functions["unflatten, four"] = partial(unflatten.JointUnflatten(several), [grads] * 4)
+    for function in functions.values():
+        function()
+        function()
+    for each in (flat, other, *several):
+        each.tables.device_index = 0  # as of tensors on the GPU that is current
+    return flat, functions
+
+
+def prepared_of(flat: FlatBuffer) -> Any:
+    """The launch that is prepared to flatten ``flat``."""
+    launches = flat.tables.launches
+    return next(found for key, found in launches.items() if flatten._launch in (key, key[0]))
+
+
+def compiled(flat: FlatBuffer) -> Any:
+    """The kernel that flattens ``flat``."""
+    tables, arguments = flat.tables, prepared_of(flat).args
+    tensors = tables.chunks, tables.dynamic, flat.data
+    options = {"grid": (1, 1, 1), "num_warps": tables.num_warps, **OPTIONS}
+    return flatten._launch.kernel.warmup(*tensors, *arguments[3:], **options)
+
+
+def by_triton(flat: FlatBuffer) -> Callable[[], None]:
+    """What is prepared to flatten ``flat``, as Triton would launch it."""
+    grid = flat.tables.num_chunks + 1, 1, 1
+    return partial(compiled(flat)[grid], *prepared_of(flat).args)
 
 
 def main() -> None:

@@ -112,16 +112,6 @@ def test_parameters_added_later(device: torch.device, view: bool) -> None:
         assert_step(ddp, step, None)
 
 
-@everywhere
-def test_gradients_on_request(device: torch.device, view: bool) -> None:
-    ddp = DistributedDataParallel(Mixed(torch.bfloat16).to(device), gradient_as_bucket_view=view)
-    for step in range(3):
-        loss = ddp(batch(device, step)).mean()
-        grads = torch.autograd.grad(loss, list(ddp.parameters()), allow_unused=True)
-        found = ddp.reduce_gradients(grads)
-        assert_close(found, expected(ddp, step, None), list(ddp.parameters()))
-
-
 @VIEW
 @in_worlds(CPU, NCCL_2)
 def test_ranks_that_disagree_know_it_in_the_next_backward_at_the_latest(

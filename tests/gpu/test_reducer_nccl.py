@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, recorded_collectives
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather
+from nets import WIDTH, dense
 from prescribed import (
     BF16,
     CAP,
@@ -33,9 +34,8 @@ from prescribed import (
 )
 from torch import Tensor, nn
 from torch.autograd import DeviceType
-from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.profiler import ProfilerActivity, profile
-from worlds import CARDS, CPU, GLOO_2, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
+from worlds import CARDS, CPU, GLOO_2, VIEW, everywhere, in_worlds, is_recorded
 
 from tritonddp import DistributedDataParallel
 
@@ -102,69 +102,6 @@ def test_gradients_are_the_mean_in_every_dtype_and_layout(device: torch.device, 
     assert len(dtypes) > 4, "no dtype has more than one bucket"
 
 
-class Half(nn.Module):
-    """A network in bf16 between layers in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
-        self.middle = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(BF16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x).to(BF16)).float())
-
-
-def network(kind: str) -> nn.Module:
-    if kind == "mixed":
-        return Half()
-    layers = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)]
-    return nn.Sequential(*layers).to({"fp32": FP32, "bf16": BF16}[kind])
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "mixed"])
-@everywhere
-def test_gradients_are_those_of_stock_ddp(device: torch.device, kind: str, view: bool) -> None:
-    module = network(kind)
-    options = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": view}
-    stock = Stock(copy.deepcopy(module).to(device_of_stock(device)), **options)
-    ours = DistributedDataParallel(module.to(device), **options)
-    dtype = BF16 if kind == "bf16" else FP32
-    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in (stock, ours)]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(4):
-        x = torch.randn(16, 32, generator=generator)
-        for ddp, optimizer in zip((stock, ours), optimizers, strict=True):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            where = next(ddp.parameters()).device
-            ddp(x.to(where, dtype)).float().pow(2).mean().backward()
-        for expected, param in zip(stock.parameters(), ours.parameters(), strict=True):
-            torch.testing.assert_close(
-                param.grad.cpu(),
-                expected.grad.cpu(),
-                msg=lambda text, step=step: f"step {step}: {text}",
-            )
-        assert_same_on_all_ranks([param.grad for param in ours.parameters()], f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same_on_all_ranks(list(ours.parameters()), f"parameters after step {step}")
-
-
-@everywhere
-def test_gradients_are_those_of_one_process_on_the_whole_batch(
-    device: torch.device, view: bool
-) -> None:
-    alone = network("fp32").to(device)
-    ddp = wrap(copy.deepcopy(alone), view)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for _ in range(3):
-        whole = torch.randn(8 * size, 32).to(device)  # ranks are seeded alike
-        for net, x in ((alone, whole), (ddp, whole[8 * rank : 8 * rank + 8])):
-            net.zero_grad()
-            net(x).pow(2).mean().backward()
-        for expected, param in zip(alone.parameters(), ddp.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, expected.grad, rtol=1e-4, atol=1e-6)
-
-
 @VIEW
 @in_worlds(CPU, *CARDS, GLOO_2)
 def test_ranks_may_leave_different_parameters_out(device: torch.device, view: bool) -> None:
@@ -187,54 +124,6 @@ def test_ranks_may_leave_different_parameters_out(device: torch.device, view: bo
         if step % 2:
             ddp.zero_grad()
             total = NONE
-
-
-@everywhere
-def test_backwards_under_no_sync_are_reduced_with_the_next(
-    device: torch.device, view: bool
-) -> None:
-    """Those also that only the backwards under no_sync made."""
-    ddp = wrapped_zoo(device, view)
-    out = {0, 4, 11}
-    for first in (0, 3, 6):
-        ddp.zero_grad()
-        with ddp.no_sync(), recorded_collectives() as calls:
-            ddp(own(ddp, first)).backward()
-            ddp(own(ddp, first + 1)).backward()
-        assert not calls.names
-        ddp(own(ddp, first + 2, out)).backward()
-        total = added(mean(everyone(ddp, first)), mean(everyone(ddp, first + 1)))
-        total = added(total, mean(everyone(ddp, first + 2, out)))
-        assert_gradients(ddp, total, f"steps {first} to {first + 2}")
-
-
-@everywhere
-def test_every_backward_on_a_graph_is_reduced(device: torch.device, view: bool) -> None:
-    ddp = wrapped_zoo(device, view)
-    for step in range(3):
-        ddp.zero_grad()
-        loss = ddp(own(ddp, step))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        once = mean(everyone(ddp, step))
-        assert_gradients(ddp, added(once, once), f"step {step}")
-    assert ddp.reducer.counters.reductions == 6
-
-
-@everywhere
-def test_gradients_survive_the_rebuild_after_the_first_step(
-    device: torch.device, view: bool
-) -> None:
-    ddp = wrapped_zoo(device, view)
-    first = [name for bucket in ddp.reducer.buckets for name in bucket.names]
-    ddp(own(ddp, 0)).backward()
-    rebuilt = [name for bucket in ddp.reducer.buckets for name in bucket.names]
-    assert rebuilt != first
-    assert gather(rebuilt) == [rebuilt] * dist.get_world_size()
-    assert_gradients(ddp, mean(everyone(ddp, 0)), "after the rebuild")
-    if view:
-        views = {id(each) for bucket in ddp.reducer.buckets for each in bucket.flat.views}
-        assert {id(param.grad) for param in ddp.parameters()} <= views
 
 
 @in_worlds(CPU, *CARDS)
@@ -264,30 +153,6 @@ def test_the_factor_of_a_weighted_mean_is_not_rounded_to_the_wire(
 
 
 # Launches
-
-# (Not through memory of the host, which takes no collectives.)
-SMALL_BUCKETS = {"bucket_cap_mb": 10 * 256 / 2**20, "transport": "process_group"}
-
-
-@everywhere
-def test_one_flatten_one_all_reduce_one_unflatten_a_bucket(
-    device: torch.device, view: bool
-) -> None:
-    ddp = wrap(Prescribed(SMALL).to(device), view, **SMALL_BUCKETS)
-    for step in range(2):
-        ddp(own(ddp, step)).backward()
-    buckets = len(ddp.reducer.buckets)
-    assert buckets == 4
-    before = copy.copy(ddp.reducer.counters)
-    with recorded_collectives() as calls:
-        ddp(own(ddp, 2)).backward()
-    after = ddp.reducer.counters
-    name = "all_to_all_single" if device.type == "cpu" else "all_reduce"  # small ones over gloo
-    assert calls.names == [name] * buckets
-    assert calls.on_the_group == buckets
-    assert after.flattens - before.flattens == buckets
-    assert after.unflattens - before.unflattens == (0 if view else buckets)
-    assert after.layout_copies == 0
 
 
 @VIEW
@@ -451,12 +316,12 @@ def test_after_a_backward_that_broke_off_the_next_step_is_right(
 def test_amp_skips_a_step_on_all_ranks_where_one_overflows(
     device: torch.device, view: bool
 ) -> None:
-    ddp = wrap(network("fp32").to(device), view)
+    ddp = wrap(dense().to(device), view)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=1000)
     low = FP16 if device.type == "cuda" else BF16
     for step in range(4):
-        x = torch.randn(8, 32)
+        x = torch.randn(8, WIDTH)
         if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
             x[0, 0] = torch.inf
         before = [param.detach().clone() for param in ddp.parameters()]

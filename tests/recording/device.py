@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from recording import autograd, batch_norm, cuda, kernels, nccl
+from recording import autograd, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent, tensors_in
 from tritonddp import _torch
 
@@ -379,7 +379,6 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         cuda.patched(recorder),
         nccl.patched(device),
         kernels.patched(device),
-        batch_norm.patched(),
         streams.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", as_torch),
         mock.patch.object(Tensor, "record_stream", record_stream),

@@ -26,13 +26,21 @@ CAP = 0.0006
 class Net(nn.Module):
     """Some layers, of which one may be left out."""
 
-    def __init__(self, sparse: bool = False, batch_norm: bool = False, wide: bool = False) -> None:
+    def __init__(
+        self,
+        sparse: bool = False,
+        batch_norm: bool = False,
+        wide: bool = False,
+        mixes: bool = False,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
         self.norm = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
         self.second = nn.Linear(8, 8)
         self.third = nn.Linear(8, 8)
         self.table = nn.Embedding(10, 8, sparse=True) if sparse else None
+        mix = torch.randn(8, 8, dtype=torch.complex64)
+        self.mix = nn.Parameter(mix) if mixes else None
         # Of as many elements as gradients have that are quantised.
         self.wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8)) if wide else nn.Identity()
         self.last = nn.Linear(8, 4)
@@ -42,6 +50,8 @@ class Net(nn.Module):
         if self.table is not None:
             y = y + self.table(torch.arange(len(x), device=x.device))
         y = self.second(y)
+        if self.mix is not None:
+            y = (y.to(torch.complex64) @ self.mix).abs()
         if not leaves_out:
             y = self.third(y)
         return self.last(self.wide(y))
@@ -150,6 +160,7 @@ PROGRAMS = {
         {"reduce_dtype": torch.bfloat16}, prepare=_with_owners, leaves_out=True, after=_stepped
     ),
     "sparse": Program(net={"sparse": True}),
+    "complex": Program(net={"mixes": True}),
     "reduce_gradients": Program(
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),
@@ -171,6 +182,7 @@ class Run:
         recorder: of the device; told of each step.
         place: ``"cuda"`` or ``"cpu"``.
         module: instead of the program's net.
+        group: of the wrapper.
     """
 
     def __init__(
@@ -179,12 +191,14 @@ class Run:
         recorder: Recorder,
         place: str = "cuda",
         module: nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.program, self.recorder = program, recorder
         torch.manual_seed(0)
         self.module = (module or Net(**program.net)).to(place)
         wrap: Any = tritonddp.replicate if program.in_place else DistributedDataParallel
-        self.net = tritonddp.ddp(wrap(self.module, bucket_cap_mb=CAP, **program.options))
+        options = {"bucket_cap_mb": CAP, "process_group": group, **program.options}
+        self.net = tritonddp.ddp(wrap(self.module, **options))
         program.prepare(self.net)
         self._x = torch.randn(5, 6) + dist.get_rank()
         self._place = place
@@ -220,17 +234,15 @@ class Played:
     gradients: list[Tensor]
 
 
-def play(
-    program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False, plays: bool = True
-) -> Played:
-    """Some steps of ``program`` on the recorded device, or, without, on the CPU.
+def play(program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False) -> Played:
+    """Some steps of ``program`` on the recorded device.
 
     Args:
         elsewhere: steps are made on another stream than the module is wrapped on.
     """
     with contextlib.ExitStack() as stack:
-        recorder = stack.enter_context(recording()) if plays else Recorder()
-        run = Run(program, recorder, "cuda" if plays else "cpu")
+        recorder = stack.enter_context(recording())
+        run = Run(program, recorder)
         if elsewhere:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -238,6 +250,5 @@ def play(
         for _ in range(steps):
             run.step()
         played = Played(recorder, len(run.net.reducer.buckets), run.gradients())
-        if plays:
-            torch.cuda.synchronize()  # the module goes, whatever streams it was used on
+        torch.cuda.synchronize()  # the module goes, whatever streams it was used on
     return played

@@ -62,26 +62,6 @@ def test_what_was_assumed_to_be_reached_and_is_not_counts_as_unused(
             assert asked_for[5:] == ([8] * 3 if rank else [1] * 3)
 
 
-@ranks(2, views=True, interprets=True)
-def test_checkpoints_that_come_after_steps_that_reached_all_are_waited_for(
-    rank: int, view: bool
-) -> None:
-    """The engine would have announced only some of the parameters."""
-    with recording():
-        ddp = wrap(Layers("abc").double().to("cuda"), view, bucket_cap_mb=3e-4)
-        alone = one_per_rank(ddp.module)
-        for number in range(8):
-            for net in (ddp.module, *(each.module for each in alone)):
-                net.checkpointed = "bc" if number in (4, 5, 7) else ""
-            for net in (ddp, *alone):
-                net.zero_grad()
-            for each, net in [*enumerate(alone), (rank, ddp)]:
-                net(
-                    drawn(2, 4, step=number, rank=each).double().to("cuda"), "abbc"
-                ).sum().backward()
-            assert_mean(ddp, alone, f"step {number}")
-
-
 class Inner(nn.Module):
     """Its middle layer runs in a reentrant checkpoint on demand; the last gradient is another."""
 

@@ -50,7 +50,7 @@ def refuse_a_step(run: Run, said: str) -> None:
 CAPTURED = [
     *("copies", "copies, zeroed in place", "views", "views, zeroed in place", "bf16 wire"),
     *("bf16 wire, views", "int8", "lazy buckets", "communication hook", "buffers"),
-    "mixed precision",
+    *("complex", "mixed precision"),
 ]
 
 
@@ -176,25 +176,6 @@ def test_what_the_ranks_have_said_is_looked_at_before() -> None:
             run.step()
         with pytest.raises(RuntimeError, match="the mean is weighted on some ranks only"):
             capture_a_step(run)
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(6, 8, dtype=torch.complex64))
-        self.second = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
-
-    def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
-        return (x.to(torch.complex64) @ self.first @ self.second).abs()
-
-
-@pytest.mark.parametrize("lazy", [False, True], ids=["", "lazy"])
-@ranks(2, interprets=True)
-def test_complex_gradients_are_captured(lazy: bool) -> None:
-    with running(Program({"lazy_bucket_allocation": lazy}), Complex()) as run:
-        run.step()
-        capture_a_step(run)
-        run.step()
 
 
 @ranks(2, interprets=True)

@@ -5,7 +5,6 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,8 +13,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from training import breaking_off, drawn, gradients
+from training import drawn, gradients
 
 from benchmarks.models.architectures import ARCHITECTURES, Llama3Layer
 from recording import kernels
@@ -287,27 +285,6 @@ def test_a_gradient_of_another_memory_order_is_copied() -> None:
         assert weight.grad.stride() == weight.stride()  # type: ignore[union-attr]
 
 
-@ranks(2, interprets=True)
-def test_gradients_may_be_dropped_while_they_are_on_their_way() -> None:
-    """What holds them until the sum is there is the bucket."""
-    with in_place(64):
-        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        net = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=0.0003)
-
-        def drop(_: Any) -> None:
-            for layer in module[2:]:
-                layer.weight.grad = None  # type: ignore[assignment]
-            torch.empty(8, 8, device="cuda").fill_(1)
-
-        for _ in range(3):
-            net.zero_grad()
-            y = module[0](drawn(4, 8).to("cuda"))
-            y.register_hook(drop)
-            module_out = net(drawn(4, 8).to("cuda")) + module[1](y)
-            module_out.sum().backward()
-        assert len(net.reducer.buckets) > 2
-
-
 # Gradients that are missing
 
 
@@ -326,66 +303,7 @@ def test_missing_gradients_count_as_zero_and_stay_missing_where_nobody_has_them(
         assert_same_bits(third.grad.cpu(), 4 * (of_rank[0] / 2 + of_rank[1] / 2))
 
 
-@ranks(2, interprets=True)
-def test_an_older_gradient_counts_and_stays_where_nobody_has_a_new_one() -> None:
-    with in_place():
-        net = wrap(Vectors(count=3), find_unused_parameters=True)
-        x, rank = drawn(64).to("cuda"), dist.get_rank()
-        net(x).backward()
-        first, second, third, _ = net.module.vectors
-        third.grad = None
-        kept = [torch.full((64,), float(number + rank), device="cuda") for number in range(2)]
-        first.grad, second.grad = kept
-        net(x, without=(0, 1, 2) if rank else (1, 2)).backward()
-        assert first.grad is kept[0]
-        assert second.grad is kept[1]
-        assert third.grad is None
-        assert_same_bits(first.grad.cpu(), (drawn(64, rank=0) + 0.0) / 2 + 0.5)
-        assert_same_bits(second.grad.cpu(), torch.full((64,), 1.0 + rank))
-
-
 # Backwards that fail, accumulate, are captured
-
-
-@ranks(2, interprets=True)
-def test_a_rank_whose_backward_fails_sends_nan_and_keeps_its_gradients(rank: int) -> None:
-    with in_place():
-        net = wrap(Vectors(count=3))
-        x = drawn(64).to("cuda")
-        net(x).backward()
-        first, _, third, _ = net.module.vectors
-        first.grad = third.grad = None
-        with breaking_off(first, rank == 0):
-            net(x).backward()
-        if rank:
-            assert first.grad.isnan().all()
-            assert third.grad.isnan().all()
-        else:
-            assert first.grad is None
-            assert third.grad is None or not third.grad.isnan().any()
-        net.zero_grad()
-        net(x).backward()
-        expected = torch.stack([drawn(64, rank=each) for each in range(2)]).mean(0)
-        assert_same_bits(first.grad.cpu(), expected)
-
-
-@ranks(2, interprets=True)
-def test_backwards_accumulate_in_the_memory_that_was_reduced() -> None:
-    with in_place():
-        net = wrap(Vectors(count=2))
-        x = drawn(64).to("cuda")
-        loss = net(x)
-        loss.backward(retain_graph=True)
-        grad = net.module.vectors[0].grad
-        with net.no_sync():
-            loss.backward(retain_graph=True)
-        net(x).backward()
-        loss = net(x)
-        loss.backward()
-        of_rank = [drawn(64, rank=each) for each in range(2)]
-        mean = torch.stack(of_rank).mean(0)
-        assert net.module.vectors[0].grad is grad
-        torch.testing.assert_close(grad.cpu(), 4 * mean)
 
 
 @pytest.mark.parametrize("name", ["copies", "copies, zeroed in place", "buffers"])
@@ -404,26 +322,6 @@ def test_a_step_is_captured(name: str) -> None:
 # Who wants the whole buffer
 
 
-@ranks(2, interprets=True)
-def test_a_communication_hook_gets_all_gradients_also_after_some_steps() -> None:
-    seen: list[int] = []
-
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        seen.append(bucket.buffer().numel())
-        return default_hooks.allreduce_hook(None, bucket)
-
-    with in_place():
-        net = wrap(Vectors(count=2))
-        x = drawn(64).to("cuda")
-        net(x).backward()
-        net.register_comm_hook(None, hook)
-        net.zero_grad()
-        net(x).backward()
-        expected = torch.stack([drawn(64, rank=each) for each in range(2)]).mean(0)
-        assert_same_bits(net.module.vectors[0].grad.cpu(), expected)
-        assert seen == [2 * 64 + 4]
-
-
 OTHERS: dict[str, Program] = {
     name: PROGRAMS[name] for name in ("views", "bf16 wire", "int8", "lazy buckets", "check_finite")
 }
@@ -434,15 +332,6 @@ OTHERS: dict[str, Program] = {
 def test_buckets_are_ordinary_with(name: str) -> None:
     with limit(), recording() as recorder:
         run = Run(OTHERS[name], recorder)
-        run.step()
-        assert not any(bucket.beside is not None for bucket in run.net.reducer.buckets)
-        torch.cuda.synchronize()
-
-
-@ranks(3, interprets=True)
-def test_buckets_are_ordinary_where_an_average_rounds() -> None:
-    with limit(), recording() as recorder:
-        run = Run(replace(PROGRAMS["copies"]), recorder)
         run.step()
         assert not any(bucket.beside is not None for bucket in run.net.reducer.buckets)
         torch.cuda.synchronize()

@@ -20,33 +20,6 @@ def on_device(*shape: int) -> Any:
     return torch.ones(*shape, device="cuda")
 
 
-def test_tensors_say_that_they_are_on_the_device(recorder: Recorder) -> None:
-    x = on_device(4)
-    assert x.device == torch.device("cuda", 0)
-    assert x.is_cuda
-    assert not x.is_cpu
-    assert (x + 1).is_cuda
-    assert torch.zeros_like(x).is_cuda
-    assert torch.empty(3, device=x.device).is_cuda
-    assert x.cpu().is_cpu
-    assert torch.ones(2).to("cuda").is_cuda
-    assert torch.nn.Linear(2, 2).cuda().weight.is_cuda
-    y = torch.ones(2, device="cuda", requires_grad=True)
-    (y * 2).sum().backward()
-    assert y.grad.is_cuda
-    assert not recorder.races
-
-
-def test_streams_that_wait_are_in_order(recorder: Recorder) -> None:
-    x, side = on_device(4), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.add_(1)
-    torch.cuda.current_stream().wait_stream(side)
-    x.mul_(2)
-    assert not recorder.races
-
-
 @pytest.mark.parametrize("first", ["read", "write"])
 @pytest.mark.parametrize("second", ["read", "write"])
 def test_streams_that_do_not_wait_are_not(recorder: Recorder, first: str, second: str) -> None:
@@ -57,15 +30,6 @@ def test_streams_that_do_not_wait_are_not(recorder: Recorder, first: str, second
     with torch.cuda.stream(side):
         does[second](x)
     assert bool(recorder.races) == ("write" in (first, second))
-
-
-def test_other_parts_of_a_tensor_are_other_memory(recorder: Recorder) -> None:
-    x, side = on_device(4), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    x[:2].add_(1)
-    with torch.cuda.stream(side):
-        x[2:].add_(1)
-    assert not recorder.races
 
 
 @pytest.mark.parametrize("guard", ["record_stream", "the stream waits in time", None])
@@ -96,19 +60,6 @@ def test_pinned_memory_is_read_when_the_copy_is_there(recorder: Recorder, waits:
         event.synchronize()
     assert bool((copy == 1).all()) == waits
     assert bool(recorder.races) == (not waits)
-
-
-def test_pinned_memory_is_not_written_while_it_is_copied(recorder: Recorder) -> None:
-    pinned = torch.empty(4, pin_memory=True)
-    pinned.fill_(1)
-    on_device(4).copy_(pinned, non_blocking=True)
-    pinned.fill_(2)
-    assert "aten::fill_" in recorder.report()
-
-
-def test_operands_on_two_devices_are_refused(recorder: Recorder) -> None:
-    on_device(4).add_(torch.ones(4))
-    assert "on the host and on the device" in recorder.report()
 
 
 def test_the_device_goes_with_the_context() -> None:

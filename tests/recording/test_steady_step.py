@@ -111,21 +111,6 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
 _KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")
 
 
-@pytest.mark.parametrize("name", list(PROGRAMS))
-@ranks(2, interprets=True)
-def test_on_another_stream_than_the_wrapping_gradients_are_those_of_the_cpu(name: str) -> None:
-    """As the kernels here are others than the CPU's, this is of tables, layouts and order."""
-    program = PROGRAMS[name]
-    played = play(program, elsewhere=True)
-    assert not played.recorder.races, played.recorder.report()
-    on_device = played.gradients
-    on_cpu = play(program, plays=False).gradients
-    is_exact = not {"reduce_dtype", "compression", "mixed_precision"} & set(program.options)
-    for one, other in zip(on_device, on_cpu, strict=True):
-        tolerance = {"rtol": 1e-6, "atol": 1e-6} if is_exact else {"rtol": 2e-2, "atol": 2e-2}
-        torch.testing.assert_close(one, other, **tolerance)
-
-
 class Scaled(nn.Module):
     """The parameters of a model with one of 4,096 elements each; the first one is used last."""
 

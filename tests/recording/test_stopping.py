@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, gather, ranks
-from training import breaking_off
+from distributed import gather, ranks
 
 from recording.device import recording
 from recording.programs import PROGRAMS, WARM_UP, Run
@@ -76,44 +75,6 @@ def test_a_rank_that_reads_earlier_stops_with_the_others(seed: int) -> None:
                     break
             assert gather(number) == [asked_at + LATER] * 3
             run = Run(PROGRAMS["copies"], recorder)
-        torch.cuda.synchronize()
-
-
-@ranks(2, interprets=True)
-def test_the_steps_before_have_the_bits_and_the_launches_of_a_run_without_a_request() -> None:
-    def play(asks: bool) -> tuple[list[torch.Tensor], list[tuple[object, ...]]]:
-        with recording() as recorder:
-            run, found = Run(PROGRAMS["copies"], recorder), []
-            for number in range(WARM_UP + 4):
-                if asks and number == WARM_UP and dist.get_rank() == 1:
-                    run.net.request_stop()
-                run.step()
-                counts = recorder.launches
-                found.append((counts["flatten"], counts["unflatten"], recorder.collectives))
-            torch.cuda.synchronize()
-            return run.gradients(), found[WARM_UP:]
-
-    gradients, launches = play(asks=True)
-    expected, without = play(asks=False)
-    assert_same_bits(gradients, expected)
-    assert launches == without
-
-
-@pytest.mark.parametrize("asking", [0, 1])
-@ranks(2, interprets=True)
-def test_a_rank_whose_backward_broke_off_stops_with_the_others(rank: int, asking: int) -> None:
-    with recording() as recorder:
-        run = Run(PROGRAMS["copies"], recorder)
-        for _ in range(WARM_UP):
-            run.step()
-        if rank == asking:
-            run.net.request_stop()
-        loss = run.net(run.x).sum()
-        with breaking_off(run.module.second.weight, rank == 1):
-            loss.backward()
-        assert not run.net.should_stop()
-        run.step()
-        assert run.net.should_stop()
         torch.cuda.synchronize()
 
 

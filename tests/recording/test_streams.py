@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recording.device import recording
 from recording.recorder import Recorder
-from tritonddp import DistributedDataParallel, _device, _torch
+from tritonddp import DistributedDataParallel, _device
 
 
 @pytest.fixture
@@ -62,31 +62,6 @@ def test_the_former_stream_comes_back_after_an_error(recorder: Recorder) -> None
     assert found == [side.timeline, side]
     assert recorder.current is recorder.default
     assert _device.current_stream(side.device) != side
-
-
-def test_a_stream_of_another_device_than_the_current_one_is_left_to_torch(
-    recorder: Recorder,
-) -> None:
-    side = torch.cuda.Stream()
-    with (
-        mock.patch.object(_torch, "current_device", return_value=1),
-        refused("raw_set_stream", _torch),
-        _device.on_stream(side),
-    ):
-        assert recorder.current is side.timeline
-    assert recorder.current is recorder.default
-
-
-def test_without_the_calls_in_c_streams_are_the_same(recorder: Recorder) -> None:
-    side = torch.cuda.Stream()
-    with (
-        mock.patch.object(_torch, "raw_current_stream", None),
-        mock.patch.object(_torch, "raw_set_stream", None),
-        _device.on_stream(side),
-    ):
-        assert recorder.current is side.timeline
-        assert _device.current_stream(side.device) == side
-    assert recorder.current is recorder.default
 
 
 class Branch(nn.Module):
