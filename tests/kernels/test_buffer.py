@@ -4,7 +4,6 @@ import pytest
 import torch
 from poisoned import assert_gaps_intact, dense, embedded_flat, raw
 
-from tritonddp.kernels import reference
 from tritonddp.kernels.complex import ComplexBuffer
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 
@@ -39,19 +38,6 @@ def test_the_trailer_is_written_and_nothing_beside_it(wire, headers, used):
     assert torch.equal(raw(flat.payload), payload)
     assert_gaps_intact(flat)
     memory.assert_guards_intact("the flat buffer")
-
-
-def test_the_reference_leaves_the_trailer_to_the_whole_of_which_it_flattens_a_part():
-    flat, _ = embedded_flat([dense([16])] * 2, torch.float32, headers=3)
-    before = raw(flat.data[flat.layout.flags_offset :]).clone()
-    for slot in range(2):
-        part = flat.part(slot, slot + 1)
-        reference.flatten(part, [torch.ones(16)], [True], 1.0)
-        with pytest.raises(ValueError, match="room for 0 headers, but 3 came"):
-            reference.flatten(part, [torch.ones(16)], [True], 1.0, [1, 2, 3])
-    assert torch.equal(raw(flat.data[flat.layout.flags_offset :]), before)
-    flat.write_trailer([True, True], [1, 2, 3])
-    assert flat.data[flat.layout.flags_offset :][:5].tolist() == [1, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("wire", DTYPES, ids=str)

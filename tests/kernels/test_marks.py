@@ -10,7 +10,7 @@ from quantized_ranks import exchange, quantized_buffers
 from tritonddp.kernels import flatten as flatten_module
 from tritonddp.kernels import reference
 from tritonddp.kernels.complex import ComplexBuffer, on_real_parts
-from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
+from tritonddp.kernels.flat_buffer import Layout, Marks
 from tritonddp.kernels.quantized import quantize as quantize_module
 from tritonddp.kernels.quantized import reference as quantize_reference
 
@@ -37,20 +37,6 @@ def spoil(grad, place, value):
     grad.as_strided((grad.numel(),), (1,))[place] = value
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@KERNELS
-def test_large_numbers_are_finite_and_so_is_what_does_not_count(kernels, dtype):
-    # Their sum is not.
-    flat, _ = embedded_flat(SLOTS, dtype, marks=Marks(0, 1))
-    largest = torch.finfo(dtype).max
-    grads = [torch.full_like(grad, largest) for grad in ones(dtype)]
-    grads[4] = None
-    kernels.flatten(flat, grads, [True] * 6, 1.0)
-    assert flat.marked() == {}
-    kernels.flatten(flat, [None] * 6, [True] * 6, math.nan)
-    assert flat.marked() == {}
-
-
 @KERNELS
 def test_what_overflows_in_the_dtype_on_the_wire_is_marked(kernels):
     flat, _ = embedded_flat(SLOTS, torch.float16, marks=Marks(1, 2))
@@ -72,17 +58,6 @@ def test_both_parts_of_complex_numbers_are_looked_at(kernels, number):
     assert flat.headers.tolist() == [1, 2]
 
 
-def test_the_twin_marks_the_parts_of_a_buffer_one_by_one():
-    flat, _ = embedded_flat(SLOTS, torch.float32, headers=1, marks=Marks(0, 1))
-    grads = ones()
-    grads[2][1], grads[5][1] = math.nan, math.inf
-    for first, last in ((0, 3), (3, 6)):
-        reference.flatten(flat.part(first, last), grads[first:last], [True] * 3, 1.0)
-    flat.write_trailer([True] * 6, [9])
-    assert flat.marked() == {2: [0], 5: [0]}
-    assert flat.headers.tolist() == [9]
-
-
 @QUANTIZING
 def test_a_part_of_a_quantised_buffer_marks_slots_of_its_own(kernels):
     (flat,) = quantized_buffers(ones(), [True] * 6, 1, has_marks=True)
@@ -94,11 +69,3 @@ def test_a_part_of_a_quantised_buffer_marks_slots_of_its_own(kernels):
         kernels.quantize(part, grads[first:last], [True] * 3, 1.0)
     exchange([flat])
     assert flat.marked() == {0: [0], 4: [0]}
-
-
-def test_a_buffer_of_headers_alone_marks_nothing():
-    layout = Layout.of([], [], 1, 2, Marks(0, 1))
-    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
-    reference.flatten(flat, [], [], 1.0, [3, 4])
-    assert flat.marked() == {}
-    assert flat.headers.tolist() == [3, 4]

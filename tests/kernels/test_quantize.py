@@ -151,13 +151,14 @@ def test_a_missing_gradient_is_zeros_whatever_the_scale():
         assert launch.launches == before, "there is nothing to write"
 
 
-def test_parts_of_a_buffer_fill_the_same_message_as_the_whole():
+@pytest.mark.parametrize("run", [quantize, reference.quantize], ids=["triton", "twin"])
+def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(run):
     grads = gradients(0, False)
     whole, cut = (quantized_buffers(like(SLOTS), QUANTIZED, 2)[0] for _ in range(2))
     headers = bytes([1, 2, 3, 0, 0, 0])
-    quantize(whole, grads, [True] * 6, 0.5, headers)
+    run(whole, grads, [True] * 6, 0.5, headers)
     for first, last in [(0, 3), (3, 6)]:
-        quantize(cut.part(first, last), grads[first:last], [True] * 3, 0.5)
+        run(cut.part(first, last), grads[first:last], [True] * 3, 0.5)
     assert cut.outgoing.trailers.count_nonzero() == 0
     cut.write_trailer([True] * 6, headers)
     assert torch.equal(whole.message, cut.message)

@@ -183,40 +183,6 @@ def test_the_message_of_a_poisoned_rank_makes_all_nan_and_no_residual():
     assert torch.equal(flats[1].residuals.sent, before)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(size):
-    shapes = [(3, 300), (5,), (1030, 257), (2, 128), (77,), (40, 41)]
-    quantized = [True, False, True, True, False, True]
-    like = [torch.empty(shape) for shape in shapes]
-    grads = [_values(each.numel(), 1.0, slot).view(each.shape) for slot, each in enumerate(like)]
-    grads[3] = None
-    used = [True, True, True, False, True, True]
-    whole = quantized_buffers(like, quantized, size)[0]
-    cut = quantized_buffers(like, quantized, size)[0]
-    headers = bytes(range(1, 1 + whole.layout.headers))
-    reference.quantize(whole, grads, used, 0.5, headers)
-    for first, last in [(0, 2), (2, 3), (3, 6)]:
-        part = cut.part(first, last)
-        reference.quantize(part, grads[first:last], used[first:last], 0.5)
-    assert cut.outgoing.trailers.count_nonzero() == 0
-    cut.write_trailer(used, headers)
-    assert torch.equal(whole.message, cut.message)
-    assert torch.equal(whole.residuals.sent, cut.residuals.sent)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gradients_of_16_bits_in_any_memory_order_are_scaled_in_fp32(dtype):
-    grad = (_values(40 * 64, 1.0, 1).view(4, 10, 64) * 3e4).to(dtype).permute(2, 0, 1)
-    flats = quantized_buffers([grad], [True], 1)
-    reference.quantize(flats[0], [grad], [True], 4.0, bytes(3))  # overflows fp16
-    target = torch.empty_strided(grad.shape, grad.stride(), dtype=dtype)
-    exchange(flats)
-    reference.reduce_parts(flats[0])
-    gather(flats)
-    reference.dequantize(flats[0], [target], torch.tensor(0.25, dtype=torch.float64))
-    assert (target.double() - grad.double()).abs().max() <= 3e4 / 127
-
-
 @pytest.mark.parametrize("value", [-1e-40, -0.0, 1e-45])
 def test_what_is_too_small_for_a_scale_is_zero_and_stays_in_the_residual(value):
     flats = quantized_buffers([torch.empty(BLOCK)], [True], 1)

@@ -1,12 +1,9 @@
 """Which kernels a device gets, and what is said where there are none."""
 
-import dataclasses
-
 import pytest
 import torch
 from launched import printed
 
-from tritonddp.kernels import reference
 from tritonddp.kernels.dispatch import select
 
 WITHOUT_TRITON = """
@@ -21,20 +18,6 @@ WITHOUT_TRITON = """
     import torch
     from tritonddp.kernels.dispatch import select
 """
-
-
-def test_cpu_tensors_get_the_reference_even_under_the_interpreter():
-    kernels = select(torch.device("cpu"))
-    assert kernels.flatten is reference.flatten
-    assert kernels.unflatten is reference.unflatten
-    assert kernels.alignment == reference.ALIGNMENT
-
-
-def test_the_choice_is_made_once_and_cannot_be_changed():
-    kernels = select(torch.device("cpu"))
-    assert select(torch.device("cpu")) is kernels
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        kernels.alignment = 2
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", "xpu"])

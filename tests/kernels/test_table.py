@@ -128,19 +128,3 @@ def test_too_few_gradients_or_flags_are_an_error():
         tables.update([None, None], [True] * 3, 1.0)
     with pytest.raises(ValueError, match="room for 0 headers, but 1 came"):
         tables.update([None, None], [True] * 2, 1.0, [1])
-
-
-def test_a_failed_update_leaves_the_table_as_it_was():
-    tables = DeviceTables(flat_of([4, 4], headers=1))
-    good = [torch.ones(4), torch.ones(4)]
-    tables.update(good, [True, True], 1.0, [5])
-    before = tables.dynamic.clone()
-    with pytest.raises(ValueError, match="flags"):
-        tables.update([None, None], [True], 1.0, [6])
-    with pytest.raises(ValueError, match="headers"):
-        tables.update([None, None], [True, True], 2.0, [6, 6])
-    tables.update(good, [True, True], 1.0, [5])
-    assert torch.equal(tables.dynamic, before)
-    # Nor does it take the table for what it would have become.
-    tables.update([None, None], [True, True], 1.0, [5])
-    assert tables.dynamic[:2].tolist() == [0, 0]
