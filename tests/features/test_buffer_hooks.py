@@ -100,23 +100,6 @@ def test_futures_are_waited_for_at_the_end_of_backward(no_sync: bool) -> None:
 
 
 @ranks(2)
-def test_gradients_are_reduced_on_request_while_buffers_are_under_way() -> None:
-    """What the hook waits for may come after it: only forwards and backwards wait."""
-    ddp = DistributedDataParallel(Counting())
-    future: torch.futures.Future = torch.futures.Future()
-    ddp._register_buffer_comm_hook(None, lambda state, named_buffers: [future])
-    loss = ddp(torch.randn(5, 3)).sum()
-    params = list(ddp.parameters())
-    rather_than_hang = threading.Timer(20, future.set_result, [None])
-    rather_than_hang.start()
-    means = ddp.reduce_gradients(torch.autograd.grad(loss, params), params)
-    assert not future.done()
-    assert len(means) == len(params)
-    rather_than_hang.cancel()
-    future.set_result(None)
-
-
-@ranks(2)
 def test_the_next_forward_does_not_write_to_what_is_under_way() -> None:
     """It may come before any backward: in a GAN, or in validation."""
     ddp = DistributedDataParallel(Counting())

@@ -23,69 +23,9 @@ from tritonddp import DistributedDataParallel
 from tritonddp.coordination.host.memory import Memory
 from tritonddp.coordination.host.peers import SEEN, SHOWN, Peer, WaitPoint
 
-STEPS = 12
-
 
 def batch_norms() -> nn.Module:
     return nn.Sequential(*normed(), nn.ReLU(), nn.BatchNorm1d(4))
-
-
-class Odd(nn.Module):
-    """Changes its buffers in forwards in all ways there are, on some ranks and in some steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        self.register_buffer("each", torch.zeros(3, 2).t())
-        self.register_buffer("on_rank_0", torch.tensor(0))
-        self.register_buffer("on_last", torch.zeros(2, dtype=torch.float64))
-        self.register_buffer("late", torch.zeros(5, dtype=torch.bfloat16))
-        self.register_buffer("by_data", torch.zeros(3))
-        self.register_buffer("assigned", torch.zeros(2))
-        self.register_buffer("seldom", torch.zeros(2))
-        self.register_buffer("constant", torch.rand(7))
-        self.register_buffer("nothing", torch.empty(0, 2))
-        self.forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        rank, last = dist.get_rank(), dist.get_world_size() - 1
-        self.forwards += 1
-        with torch.no_grad():
-            self.each.add_(1 + rank)
-            if rank == 0:
-                self.on_rank_0 += 1
-            if rank == last:
-                self.on_last += 1
-            if self.forwards > 8:
-                self.late += 1 + rank
-            self.by_data.data.add_(rank + 1)
-            self.assigned = self.assigned + rank + 1
-            if self.forwards % 5 == rank:
-                self.seldom.fill_(self.forwards + rank)
-        return self.layer(x) * self.constant[:4]
-
-
-class InBackward(nn.Module):
-    """Changes a buffer in each backward, and another one in some; no forward changes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        self.register_buffer("seen", torch.zeros(4))
-        self.register_buffer("seldom", torch.zeros(4, dtype=torch.float64))
-        self.backwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x)
-        if hidden.requires_grad:
-            hidden.register_hook(self.note)  # when the backward has begun
-        return hidden + 0 * self.seen
-
-    def note(self, grad: Tensor) -> None:
-        self.backwards += 1
-        self.seen += grad.sum(0)
-        if self.backwards % 5 == dist.get_rank():
-            self.seldom += grad.sum(0)
 
 
 class Constant(nn.Linear):
@@ -96,85 +36,12 @@ class Constant(nn.Linear):
         self.register_buffer("table", torch.rand(100_000))
 
 
-# (tests/differential draws who else writes to buffers: by ``.data``, by averages that are swapped
-# in, by statistics computed anew, on some ranks.)
-NETS = [batch_norms, Constant, Odd, InBackward]
-
-
 def step(ddp: Any, x: Tensor, number: int) -> None:
     ddp(x).square().mean().backward()
 
 
-def evaluated(ddp: Any, x: Tensor) -> None:
-    ddp.eval()
-    with torch.no_grad():
-        for _ in range(2):
-            ddp(x)
-    ddp.train()
-
-
-def with_evaluation(ddp: Any, x: Tensor, number: int) -> None:
-    step(ddp, x, number)
-    if number % 3 == 0:
-        evaluated(ddp, x)
-    if number % 4 == 0:
-        with torch.no_grad():
-            ddp(x)
-
-
-def frozen_at_first(ddp: Any, x: Tensor, number: int) -> None:
-    ddp.train(number > STEPS // 2)
-    step(ddp, x, number)
-
-
-def evaluated_before_backward(ddp: Any, x: Tensor, number: int) -> None:
-    output = ddp(x)
-    with torch.no_grad():
-        ddp(x + 1)
-    output.square().mean().backward()
-
-
 def batch() -> Tensor:
     return torch.randn(5, 3) * (1 + dist.get_rank()) + dist.get_rank()
-
-
-def trajectory(
-    cls: Any, module: nn.Module, program: Any, **options: Any
-) -> list[dict[str, Tensor]]:
-    """The buffers at the beginning of each forward of the wrapper."""
-    ddp = cls(copy.deepcopy(module), **options)
-    seen: list[Any] = []
-    run = ddp._run_ddp_forward
-
-    def noting(*inputs: Any) -> Any:
-        seen.append({name: each.detach().clone() for name, each in ddp.module.named_buffers()})
-        return run(*inputs)
-
-    ddp._run_ddp_forward = noting
-    torch.manual_seed(dist.get_rank())
-    for number in range(STEPS):
-        program(ddp, batch(), number)
-        ddp.zero_grad()
-    if cls is not Stock:
-        assert (ddp._ddp_state.buffer_sync._to_all._shared is not None) is (not options)
-    return seen
-
-
-def assert_as_stock(program: Any, net: Any, **options: Any) -> None:
-    torch.manual_seed(5)
-    module = net()
-    ours = trajectory(DistributedDataParallel, module, program, **options)
-    stock = trajectory(Stock, module, program)
-    assert len(ours) == len(stock) >= STEPS
-    assert_same_bits(ours, stock, f"{program.__name__}: buffers of {net.__name__} at forward")
-
-
-@ranks(2, 3)
-def test_at_every_forward_buffers_are_those_of_stock() -> None:
-    for program in (step, with_evaluation, frozen_at_first, evaluated_before_backward):
-        for net in NETS:
-            assert_as_stock(program, net)
-    assert_as_stock(with_evaluation, Odd, transport="process_group")
 
 
 def wrapped(net: Any = batch_norms, **options: Any) -> DistributedDataParallel:
@@ -356,17 +223,6 @@ def test_where_memory_cannot_be_had_all_ranks_take_the_process_group(
     assert not goes_through_memory(ddp)
 
 
-@ranks(2)
-def test_a_copy_on_one_rank_alone_changes_nothing_for_the_others(rank: int) -> None:
-    """It has no number before its first reduction."""
-    ddp = trained()
-    if rank == 1:
-        twin = copy.deepcopy(ddp)
-        assert not twin._ddp_state.buffer_sync._to_all.has_memory(twin._ddp_state.parameters.number)
-    assert_forwards_have_those_of_rank_0(ddp)
-    assert_forwards_have_those_of_rank_0(wrapped())
-
-
 # Ctrl-C, and ranks that are gone
 
 
@@ -492,28 +348,3 @@ def test_a_wrapper_is_freed_and_with_it_the_memory(rank: int) -> None:
     del ddp, lent
     gc.collect()
     assert not any(each() for each in state)
-
-
-class Scaled(nn.Linear):
-    """Changes a factor that its graph has saved, behind autograd's back."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 4)
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x) * self.scale
-        self.scale.data.add_(1 + dist.get_rank())
-        return output
-
-
-@ranks(2)
-def test_a_graph_that_saved_the_buffers_stays_intact() -> None:
-    """Another forward gets those of rank 0 while it waits for its backward."""
-    ddp = trained(Scaled)
-    with ddp.no_sync():
-        waits = ddp(batch()).sum()
-    step(ddp, batch(), 0)
-    ddp(batch())
-    with ddp.no_sync():
-        waits.backward()

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import gather, ranks
 from distributed import recorded_collectives as recorded
 from modules import Kinds, linears
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training import (
     assert_gradients_alike,
     breaking_off,
@@ -102,67 +100,6 @@ def test_it_takes_neither_a_launch_nor_a_collective_more() -> None:
         return len(calls), found.flattens, found.unflattens, nbytes
 
     assert work() == work(check_finite="raise")
-
-
-@ranks(2)
-def test_a_grad_scaler_skips_the_same_steps_on_all_ranks(rank: int) -> None:
-    module, ddp = net(check_finite="warn")
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
-    skipped = []
-    for step in range(6):
-        optimizer.zero_grad()
-        before = module[0].weight.detach().clone()
-        loss = scaler.scale(ddp(torch.randn(4, 40)).square().mean())
-        is_bad = step in (1, 4) and rank == step % 2
-        with warned() as messages:
-            spoiled(loss, {module[2].weight: math.inf} if is_bad else {}).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert ["NaN or Inf" in each for each in messages] == [True] * (step in (1, 4))
-        skipped.append(torch.equal(before, module[0].weight))
-        assert len(set(gather(scaler.get_scale()))) == 1
-        assert_same_on_all_ranks(list(module.parameters()))
-    assert skipped == [step in (1, 4) for step in range(6)]
-
-
-@ranks(2)
-def test_behind_a_communication_hook(rank: int) -> None:
-    module, ddp = net()
-    ddp.register_comm_hook(None, allreduce_hook)
-    for step in range(3):
-        ddp.zero_grad()
-        loss = ddp(torch.randn(4, 40)).sum()
-        bad = {module[1].weight: math.nan} if step == 1 and rank == 0 else {}
-        assert found(outcome(spoiled(loss, bad))) == ({"1.weight": "rank 0"} if step == 1 else {})
-
-
-@pytest.mark.parametrize("is_too_late", [False, True])
-@ranks(2)
-def test_a_communication_hook_that_fails_is_laid_at_its_rank(rank: int, is_too_late: bool) -> None:
-    _, ddp = net()
-    step = 0
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        fails = step in (1, 2) and rank == 1 and bucket.buffer().any()
-        if fails and not is_too_late:
-            raise ZeroDivisionError
-        future = allreduce_hook(None, bucket)
-        if fails:
-            raise ZeroDivisionError
-        return future
-
-    ddp.register_comm_hook(None, hook)
-    for step in range(4):
-        ddp.zero_grad()
-        loss = ddp(torch.randn(4, 40)).sum()
-        if step in (1, 2) and rank == 1:
-            with pytest.raises(RuntimeError, match="hook failed: ZeroDivisionError"):
-                loss.backward()
-            continue
-        names = [bucket.names[0] for bucket in ddp.reducer.buckets]
-        on_rank_1 = dict.fromkeys(names, "rank 1")
-        assert found(outcome(loss)) == (on_rank_1 if step in (1, 2) else {})
 
 
 ROWS = torch.tensor([1, 7])

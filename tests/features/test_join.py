@@ -1,9 +1,6 @@
 """Ranks run out of inputs at different times: join()."""
 
-import contextlib
 import copy
-import gc
-import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -101,25 +98,6 @@ def test_a_rank_that_has_left_keeps_its_gradients_and_reduces_nan_of_nobody(
     assert rank == 0 or not any(grad.isnan().any() for grad in own if grad is not None)
     train_step(ddp, draw(rank, 2)[0], uses, loss=torch.sum)
     assert_gradients_alike(ddp)
-
-
-@ranks(2)
-def test_what_is_accumulated_when_a_rank_leaves_belongs_to_the_next_reduction(rank: int) -> None:
-    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
-    alone = [net() for _ in range(2)]
-    with ddp.join():
-        for step in range(2 if rank else 1):
-            with ddp.no_sync() if step == 0 else contextlib.nullcontext():
-                ddp(draw(rank, step)[0], [rank]).sum().backward()
-    if rank == 1:
-        ddp.zero_grad()
-    alone[0](draw(0, 0)[0], [0]).sum().backward()
-    for r in range(2):
-        for mine, buffer in zip(alone[r].buffers(), ddp.module.buffers(), strict=True):
-            mine.copy_(buffer)
-        alone[r](draw(r, 2)[0], []).sum().backward()
-    ddp(draw(rank, 2)[0], []).sum().backward()
-    assert_close(gradients(ddp), mean_of(alone), f"rank {rank}")
 
 
 @pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
@@ -291,15 +269,3 @@ def test_several_wrapped_modules_join_together(rank: int) -> None:
                 step_of(each, step)
     for each in (one, two):
         assert_same_on_all_ranks(list(each.state_dict().values()))
-
-
-@ranks(2)
-def test_a_wrapped_module_that_has_joined_is_freed_with_its_last_reference(rank: int) -> None:
-    ddp = DistributedDataParallel(net())
-    with ddp.join():
-        for step in range(rank + 1):
-            loss_of(ddp, 0, step).backward()
-    reference = weakref.ref(ddp.reducer)
-    del ddp
-    gc.collect()
-    assert reference() is None

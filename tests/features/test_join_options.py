@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
-from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
-from training import delayed, gradients, train_step, wrap
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from training import gradients, train_step, wrap
 from uneven import LR, STOCK, Alone, assert_close, assert_joins, draw, loss_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
@@ -59,13 +59,6 @@ def test_groups_of_some_ranks_join_and_so_do_copies(rank: int) -> None:
         assert ddp._authoritative_rank == 0
     ddp = copy.deepcopy(DistributedDataParallel(net(), bucket_cap_mb=1e-4))
     assert_joins(ddp, (2, 3, 0), "copy")
-
-
-@ranks(2, views=True)
-def test_delayed_parameters_are_reduced_with_ranks_that_have_left(view: bool) -> None:
-    module = net()
-    options = delayed(module, "last.weight", until=module.norm.weight)
-    assert_joins(wrap(module, view, bucket_cap_mb=1e-4, **options), (1, 4), "delayed")
 
 
 HOOKS = {
@@ -151,23 +144,3 @@ def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(
         alone = Alone(counts)
         assert_close(grads, alone.means[: counts[rank]], f"rank {rank}, {by_hand=}")
         assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}, {by_hand=}")
-
-
-@ranks(2, views=True)
-def test_mixed_precision_joins(rank: int, view: bool) -> None:
-    counts = (1, 4)
-    half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    models = []
-    for mixed_precision in (half, None):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        ddp = wrap(module, view, mixed_precision=mixed_precision)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
-        with ddp.join(divide_by_initial_world_size=False):
-            for step in range(counts[rank]):
-                optimizer.zero_grad()
-                ddp(draw(rank, step)[0].float()).float().square().sum().backward()
-                optimizer.step()
-        models.append(module.state_dict())
-        assert_same_on_all_ranks(list(module.state_dict().values()))
-    torch.testing.assert_close(*models, rtol=1e-2, atol=1e-2)

@@ -86,20 +86,6 @@ def test_all_ranks_know_which_one_is_slowest_and_in_which_part(rank: int, part: 
 
 
 @ranks(2)
-def test_times_are_means_over_the_steps_since_the_last_ones(rank: int) -> None:
-    """And they are gathered in one step of so many."""
-    ddp = DistributedDataParallel(net(), metrics=True)
-    with time_of_test() as time:
-        train(ddp, EVERY)
-        for number in range(EVERY):
-            train(ddp, 1, lambda part, n=number: time.sleep(0.01 * n * (part == "forward")))
-        found = [each["forward_ms"] for each in train(ddp, EVERY + 1)]
-    assert found[0] == pytest.approx(45, rel=1e-3)
-    assert found[:-1] == [found[0]] * EVERY
-    assert found[-1] == 0
-
-
-@ranks(2)
 def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
     ddp = DistributedDataParallel(net(), metrics=True)
     with time_of_test() as time:
@@ -148,14 +134,6 @@ def test_without_the_option_its_methods_say_so() -> None:
             method()
 
 
-@ranks(1)
-def test_alone_a_rank_has_its_own_times() -> None:
-    ddp = DistributedDataParallel(net(), metrics=True)
-    found = train(ddp, EVERY, lambda _: time.sleep(0.002))[-1]
-    assert found["forward_ms"] >= 2
-    assert found["slowest_rank"] == 0
-
-
 @pytest.mark.parametrize("breaks", [(0, 1), (1,)], ids=["on all ranks", "on one"])
 @pytest.mark.parametrize("step", [3, EVERY])
 @ranks(2)
@@ -199,3 +177,11 @@ def test_ranks_may_use_two_wrappers_in_another_order(rank: int) -> None:
         losses = [ddp(torch.randn(8, 30)).square().mean() for ddp in both]
         sum(reversed(losses) if rank else losses).backward()
     assert all(ddp.metrics()["slowest_rank"] is not None for ddp in both)
+
+
+@ranks(1)
+def test_alone_a_rank_has_its_own_times() -> None:
+    ddp = DistributedDataParallel(net(), metrics=True)
+    found = train(ddp, EVERY, lambda _: time.sleep(0.002))[-1]
+    assert found["forward_ms"] >= 2
+    assert found["slowest_rank"] == 0

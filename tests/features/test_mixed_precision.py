@@ -280,22 +280,6 @@ def test_the_module_is_left_as_it_was(is_copy: bool) -> None:
     copy.deepcopy(module)(torch.ones(2, 4)).backward()
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@ranks(2)
-def test_a_copy_runs_in_low_precision_too(way: str) -> None:
-    ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
-    grads = []
-    twin = copy.deepcopy(ddp) if way == "deepcopy" else pickle.loads(pickle.dumps(ddp))
-    for each in ddp, twin:
-        for _ in range(2):
-            loss = each(torch.ones(2, 4))
-            loss.backward()
-        assert loss.dtype == torch.bfloat16
-        grads.append([param.grad for param in each.parameters()])
-    for grad, want in zip(*grads, strict=True):
-        assert_same_bits(grad, want)
-
-
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @ranks(2, views=True)
 def test_sparse_gradients(rank: int, is_recomputed: bool, view: bool) -> None:

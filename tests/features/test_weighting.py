@@ -150,42 +150,6 @@ def test_nothing_on_all_ranks_is_said_once(rank: int) -> None:
 
 
 @ranks(2, views=True)
-def test_sums_with_one_total_count_and_on_top_of_what_was_reduced(rank: int, view: bool) -> None:
-    ddp = wrap(net(), view)
-    weight, total = ddp.module.first.weight, 0.0
-    for step in (1, 2):  # without zero_grad in between
-        for _ in range(2 + rank):
-            backward(ddp, loss=3 * weight.sum(), is_local=True)
-        backward(ddp, loss=step * weight.sum(), weight=4 + 2 * rank, reduction="sum")
-        total += (3 * 5 + 2 * step) / 10
-        if step == 1:
-            assert_all(weight, total)
-            # A second loss, alone: what has been reduced stays what it is.
-            backward(ddp, loss=weight.sum(), weight=5, reduction="sum")
-            assert_all(weight, total + 0.2)
-            ddp.zero_grad()
-            total = 0.0
-    assert_all(weight, total)
-
-
-@ranks(2, views=True)
-def test_sums_count_where_a_rank_has_no_items(rank: int, view: bool) -> None:
-    ddp = wrap(net(), view)
-    weight, extra = ddp.module.first.weight, ddp.module.extra.weight
-    for step in (1, 2):  # without zero_grad in between
-        used = step == 1 or rank == 0
-        loss = (1 + 2 * rank) * weight.sum() + (2 * extra.sum() if used else 0)
-        # Rank 0 counts the items of all.
-        backward(ddp, extra=used, loss=loss, weight=4 * (1 - rank), reduction="sum")
-        assert_all(weight, step)
-        assert_all(extra, 1 if step == 1 else 1.5)
-    gradient = torch.full_like(weight, 1 + 2 * rank)
-    with ddp.weighted(4 * rank, "sum"):
-        (mean,) = ddp.reduce_gradients([gradient], [weight])
-    torch.testing.assert_close(mean, torch.ones_like(weight))
-
-
-@ranks(2, views=True)
 def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> None:
     ddp, x = wrap(net(), view), rows()
     backward(ddp, x, extra=True)
@@ -199,34 +163,6 @@ def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> N
     ddp.zero_grad()
     backward(ddp, x, extra=True, weight=4)
     assert_close(gradients(ddp), expected)
-
-
-@ranks(2, views=True)
-def test_a_first_microbatch_that_breaks_leaves_nothing_of_what_was_there_before(view: bool) -> None:
-    ddp = wrap(net(), view)
-    backward(ddp, extra=True)
-    with breaking_off(ddp.module.first.bias):
-        backward(ddp, extra=True, weight=2, is_local=True)
-    ddp.zero_grad()
-    weight = ddp.module.first.weight
-    backward(ddp, extra=True, loss=2 * weight.sum(), weight=4, reduction="sum")
-    assert_all(weight, 0.5)
-
-
-@ranks(2, views=True)
-def test_gradients_of_a_layer_that_has_gone_do_not_keep_a_window_that_zero_grad_dropped(
-    rank: int, view: bool
-) -> None:
-    ddp = wrap(net(), view)
-    backward(ddp, extra=True)
-    former, weight = ddp.module.extra, ddp.module.first.weight
-    ddp.module.extra = copy.deepcopy(former).requires_grad_(True)
-    backward(ddp, extra=True, weight=5, is_local=True)
-    ddp.zero_grad()
-    assert former.weight.grad is not None
-    of_sum = {"weight": 1 + 2 * rank, "reduction": "sum"}
-    backward(ddp, extra=True, loss=weight.sum(), **of_sum)
-    assert_all(weight, 0.5)
 
 
 @ranks(2, views=True)
@@ -296,32 +232,3 @@ def test_gradients_are_not_weighted_where_the_backward_still_reads_them(
             ddp(x).backward()
         (alone(x) * (3 if reduction == "mean" else 1)).backward()
         assert_close(gradients(ddp), [grad / 5 for grad in gradients(alone)])
-
-
-@ranks(2, views=True)
-def test_a_parameter_added_in_a_window_that_its_last_backward_does_not_use(
-    rank: int, view: bool
-) -> None:
-    """On no rank: what it has is of backwards under no_sync, set aside while the last one runs."""
-
-    class Growing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.extra = nn.Linear(2, 1, bias=False), None
-
-        def forward(self, x: Tensor, uses_extra: bool = False) -> Tensor:
-            y = self.first(x).sum()
-            return y + self.extra(x).sum() if uses_extra else y
-
-    x = torch.ones(1, 2)
-    net = wrap(Growing(), view)
-    net(x).backward()
-    net.module.extra = nn.Linear(2, 1, bias=False)
-    net.zero_grad()
-    for weight in (1, 2):
-        with net.no_sync(), net.weighted(weight):
-            net(weight * x, uses_extra=rank == 1).backward()
-    with net.weighted(3):
-        net(x).backward()
-    # Rank 1 has (1 * 1 + 2 * 2) over the six items of each rank.
-    assert_all(net.module.extra.weight, 5 / 12)
