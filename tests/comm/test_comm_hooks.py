@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
-from hooked import FIVE_BUCKETS, OURS, STOCK, divide_later, net, power_sgd, train
+from hooked import FIVE_BUCKETS, OURS, STOCK, net, power_sgd, train
 from torch import Tensor, nn
 from torch.distributed.algorithms import ddp_comm_hooks as hooks
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from training import assert_close, descend, gradients, means, train_step
+from training import assert_close, descend, gradients, means
 
 from tritonddp.comm.grad_bucket import GradBucket
 
@@ -232,71 +232,6 @@ class Branchy(nn.Module):
         return out.square().mean()
 
 
-def steps(model: Any) -> Iterator[None]:
-    """Backwards of many kinds, up to each place where gradients are compared."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)
-
-    def loss(left: bool, right: bool) -> Tensor:
-        return model(torch.randn(3, 2, 5, 5, generator=generator), left, right)
-
-    loss(True, True).backward()
-    yield
-    loss(rank == 0, False).backward()  # on top of what is there
-    yield
-    model.zero_grad()
-    loss(rank == 1, rank == 0).backward()
-    yield
-    model.zero_grad(set_to_none=False)
-    with model.no_sync():
-        loss(True, False).backward()
-    loss(False, rank == 1).backward()
-    yield
-    model.zero_grad()
-    both = loss(True, True)
-    both.backward(retain_graph=True)
-    (2 * both).backward()
-    yield
-    model.zero_grad()
-    with model.weighted(rank + 2):
-        loss(True, rank == 1).backward()
-    yield
-    with model.weighted(0 if rank == 0 else 5, reduction="sum"):
-        loss(False, True).backward()
-    yield
-    model.zero_grad()
-    with model.no_sync():
-        loss(True, True).backward()
-    model.reduce_gradients()
-    yield
-    model.zero_grad()
-    model.module.right.requires_grad_(False)
-    model.module.added = nn.Parameter(torch.ones(3))
-    for _ in range(3):  # the frozen layer leaves its bucket
-        (loss(True, False) + model.module.added.sum() * (rank + 1)).backward()
-        yield
-    model.zero_grad()
-    loss(True, False).backward(create_graph=True)
-    yield
-    assert world_size == model.process_group.size()
-
-
-@pytest.mark.parametrize("views", [False, True])
-@ranks(2, 3)
-def test_a_hook_that_averages_changes_nothing(views: bool) -> None:
-    options: dict[str, Any] = {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-4}
-    for registered_at in (0, 2):
-        for hook in (divide_later, default_hooks.allreduce_hook):
-            without, model = OURS(Branchy(), **options), OURS(Branchy(), **options)
-            for number, _ in enumerate(zip(steps(without), steps(model), strict=True)):
-                grads = gradients(without), gradients(model)
-                assert_close(*grads[::-1], f"{hook.__name__}, step {number}")
-                for a, b in zip(without.parameters(), model.parameters(), strict=True):
-                    assert a.grad is None or b.grad.stride() == a.grad.stride()
-                if number == registered_at:
-                    model.register_comm_hook(None, hook)
-
-
 @ranks(2)
 def test_what_is_reduced_on_request_does_without_the_hook(rank: int) -> None:
     """A hook that keeps errors for each bucket would take other buckets for these."""
@@ -410,21 +345,6 @@ def test_copies_of_a_wrapper_keep_its_hook() -> None:
         train(copied, 2)
         with pytest.raises(RuntimeError, match="only be called once"):
             register(copied)
-
-
-@pytest.mark.parametrize("view", [False, True])
-@ranks(2)
-def test_complex_gradients_in_another_memory_order_with_a_hook(rank: int, view: bool) -> None:
-    turned = nn.Linear(3, 2, bias=False)
-    turned.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t())
-    hooked, plain = (OURS(copy.deepcopy(turned), gradient_as_bucket_view=view) for _ in range(2))
-    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    x = torch.arange(3) + torch.full((3,), 1j + rank)
-    for _ in range(3):
-        for model in (hooked, plain):
-            train_step(model, x, loss=lambda outputs: outputs.abs().sum())
-        assert hooked.module.weight.grad.stride() == (1, 2)
-        torch.testing.assert_close(hooked.module.weight.grad, plain.module.weight.grad)
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from distributed import (
     recorded_collectives,
 )
 from torch import Tensor, nn
-from training import descend, drawn, gradients
+from training import descend, drawn
 
 from tritonddp import DistributedDataParallel
 
@@ -176,28 +176,3 @@ def test_a_state_is_refused_inside_a_backward(rank: int) -> None:
         "call it between two steps"
     ]
     assert_same_on_all_ranks(list(net.parameters()))
-
-
-@ranks(2)
-def test_inner_backwards_are_found_in_the_first_step_after_loading() -> None:
-    """A layer's second gradient comes from a reentrant checkpoint: no engine announces it."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            inner = torch.utils.checkpoint.checkpoint(self.layer, self.other(x), use_reentrant=True)
-            return self.layer(inner)
-
-    def backward(net: Any) -> None:
-        net(torch.ones(2, 4)).sum().backward()
-
-    net = DistributedDataParallel(Twice(), bucket_cap_mb=1e-6)
-    backward(net)
-    other = DistributedDataParallel(Twice(), bucket_cap_mb=1e-6)
-    other.module.load_state_dict(net.module.state_dict())
-    other.load_comm_state_dict(net.comm_state_dict())
-    backward(other)
-    assert_same_bits(gradients(other), gradients(net))

@@ -14,17 +14,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_bits, gather, ranks
 from launched import ROOT, played
 from modules import linears
 from oracle import mean_over_ranks, one_per_rank, play, seed
 from torch import Tensor, nn
 from training import (
-    Failing,
     assert_gradients_alike,
     counted,
     gradients,
-    raises_if,
     train_step,
 )
 
@@ -157,31 +155,6 @@ def test_nothing_is_lost_of_unused_parameters_windows_and_when_buckets_change(op
     assert ddp.module.never.weight.grad is None or options == "keeps gradients"
 
 
-@ranks(2)
-def test_weighted_means_lose_nothing_either_when_the_unit_of_weights_changes() -> None:
-    module = Net()
-    alone = one_per_rank(module)
-    ddp = DistributedDataParallel(module, compression="int8")
-    for step, items in enumerate([3.0, 300.0, 300.0, 4e4, 4e4, 4e4]):
-
-        def weighted(net: Any, rank: int, step: int = step, items: float = items) -> None:
-            net.zero_grad()
-            with net.weighted(items * (1 + rank)):
-                net(rank, step).backward()
-
-        play(weighted, ddp, alone, step)
-        means = mean_over_ranks(alone)
-        for each in alone:
-            each.windows = []
-        for (name, param), mean in zip(module.named_parameters(), means, strict=True):
-            if mean is None:
-                assert param.grad is None
-                continue
-            # An error of this step, and one of the last, which weighs as much as it did then.
-            assert (param.grad - mean).abs().max() <= 0.04 * mean.abs().max(), (step, name)
-        assert_gradients_alike(ddp, f"step {step}")
-
-
 @ranks(2, 4)
 def test_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstring() -> None:
     size = dist.get_world_size()
@@ -208,69 +181,6 @@ def test_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstring() 
         handed += bucket.nbytes
         sent += (size - 1) * (part + trailer) + (size - 1) * gathered
     assert (found.wire_bytes, found.sent_bytes) == (handed, sent)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@ranks(3)
-def test_what_is_not_finite_on_one_rank_is_seen_by_all_and_by_no_later_step(
-    rank: int, value: float
-) -> None:
-    module = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
-    ddp = DistributedDataParallel(module, compression="int8")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        seed(rank, step)
-        x = torch.randn(4, 40)
-
-        def spoil(grad: Tensor, spoils: bool = step == 2 and rank == 1) -> Tensor:
-            return grad.index_fill(0, torch.tensor([7]), value) if spoils else grad
-
-        hook = module[1].weight.register_hook(spoil)
-        before = [param.detach().clone() for param in ddp.parameters()]
-        scaler.scale(ddp(x).square().mean()).backward()
-        hook.remove()
-        if step == 2:
-            blocks = module[1].weight.grad.view(-1)[: 6 * 256].view(6, 256).isnan()
-            touched = [False, True, False, False, False, False]
-            assert blocks.all(1).tolist() == blocks.any(1).tolist() == touched
-        scaler.step(optimizer)
-        scaler.update()
-        moved = any(not torch.equal(p, b) for p, b in zip(ddp.parameters(), before, strict=True))
-        assert moved is (step != 2)
-        assert gather(scaler.get_scale()) == [2.0 if step >= 2 else 4.0] * 3
-        assert_same_on_all_ranks(list(ddp.parameters()), f"step {step}")
-    assert all(param.isfinite().all() for param in ddp.parameters())
-
-
-@pytest.mark.parametrize("first", [True, False])
-@ranks(3)
-def test_a_backward_that_breaks_on_one_rank_leaves_the_next_step_right(
-    rank: int, first: bool
-) -> None:
-    module = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
-
-    def forward(x: Tensor, breaks: bool) -> Tensor:
-        for number, layer in enumerate(module):
-            x = torch.tanh(layer(x))
-            if breaks and number == 1:
-                x = Failing.apply(x)
-        return x.square().mean()
-
-    module.forward = forward  # type: ignore[method-assign]
-    ddp = DistributedDataParallel(module, compression="int8", bucket_cap_mb=0.008)
-    at = 0 if first else 2
-    for step in range(5):
-        ddp.zero_grad()
-        seed(rank, step)
-        breaks = step == at and rank == 1
-        with raises_if(breaks, ArithmeticError, match="on purpose"):
-            ddp(torch.randn(4, 48), breaks).backward()
-        is_nan = [grad is None or bool(grad.isnan().any()) for grad in gradients(ddp)]
-        assert any(is_nan) is (step == at), "a mean that lacks a rank is no mean"
-        if step != at:
-            assert_gradients_alike(ddp, f"step {step}")
 
 
 @ranks(3)
@@ -310,18 +220,6 @@ def test_what_was_left_out_of_frozen_parameters_takes_no_memory_when_they_have_g
     gc.collect()
     storages = [each() for each in residuals]
     assert storages == [None] * len(residuals)
-
-
-@ranks(2)
-def test_gradients_that_no_backward_made_are_reduced_exactly(rank: int) -> None:
-    module = nn.Linear(64, 64)
-    ddp = DistributedDataParallel(module, compression="int8")
-    module.weight.grad = torch.full((64, 64), 1 / 3 + rank)
-    module.bias.grad = torch.zeros(64)
-    ddp.reduce_gradients()
-    mean = torch.full((64, 64), (1 / 3 + (1 / 3 + 1)) / 2)
-    torch.testing.assert_close(module.weight.grad, mean, rtol=1e-6, atol=0)
-    assert ddp.reducer.counters.collectives == len(ddp.reducer.buckets)
 
 
 @ranks(2)

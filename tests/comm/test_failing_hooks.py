@@ -12,19 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import gather, ranks
+from distributed import ranks
 from hooked import FIVE_BUCKETS, OURS, divide_later, net, power_sgd, train
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from training import assert_gradients_alike, breaking_off, gradients, raises_if, train_step
+from training import assert_gradients_alike, breaking_off, gradients, train_step
 
-from tritonddp.comm import reduction
-from tritonddp.comm.comm_hook import HookError
 from tritonddp.comm.grad_bucket import GradBucket
-from tritonddp.comm.reduction import Reduction, ReductionEvents
 from tritonddp.coordination import collectives
-from tritonddp.coordination.agreement import GradSource
-from tritonddp.coordination.counters import Counters
 
 
 @ranks(2)
@@ -175,23 +170,6 @@ def test_a_rank_whose_backward_broke_off_leaves_no_nan_in_the_state_of_a_hook(ra
 
 
 @ranks(2)
-def test_ranks_that_disagree_find_out_before_anything_is_written(rank: int) -> None:
-    model = OURS(net(), **FIVE_BUCKETS)
-    model.register_comm_hook(None, divide_later)
-    train(model, 2)
-    model.zero_grad()
-    with (
-        pytest.raises(RuntimeError, match="weighted on some ranks only"),
-        model.weighted(3) if rank else contextlib.nullcontext(),
-    ):
-        model(torch.ones(1, 16) * (rank + 1)).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    assert all(len({*map(str, each)}) > 1 for each in zip(*gather(grads), strict=True))
-    train_step(model, torch.ones(1, 16) * (rank + 1), loss=torch.sum)
-    assert_gradients_alike(model)
-
-
-@ranks(2)
 def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
     module = net()
     module.forward = lambda x: functools.reduce(lambda x, layer: layer(x), reversed(module), x)
@@ -274,73 +252,3 @@ def test_a_future_that_is_never_completed_is_an_error_at_the_timeout(rank: int) 
         assert "rank 1" in said.partition("failed:")[2], said
     else:  # rank 1 gave up in time to tell
         assert any(param.grad.isnan().any() for param in model.parameters())
-
-
-class Looked(nn.Module):
-    """A table with sparse gradients, which a forward may leave out, and a dense layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
-
-    def forward(self, looks: bool = True) -> Tensor:
-        return self.last(self.table(torch.tensor([1, 2])) if looks else torch.ones(2, 4))
-
-
-@ranks(2)
-def test_rows_of_a_sparse_bucket_that_is_not_sent_are_not_exchanged(rank: int) -> None:
-    model = OURS(Looked(), skip_all_reduce_unused_params=True)
-
-    def hook(state: None, bucket: GradBucket) -> Any:
-        future = default_hooks.allreduce_hook(None, bucket)
-        if step == 5 and rank == 0:
-            future.wait()
-            raise KeyError("what the user said")
-        return future
-
-    hook.__annotations__.clear()
-    model.register_comm_hook(None, hook)
-    for step in range(7):
-        with raises_if(step == 5 and rank == 0, RuntimeError, match="what the user said"):
-            train_step(model, step not in (2, 3, 5))  # unused again and again: it is skipped
-    assert_gradients_alike(model)
-
-
-@ranks(2)
-def test_an_interrupt_in_a_hook_does_not_keep_rows_from_the_other_ranks(rank: int) -> None:
-    model, strikes = OURS(Looked()), [False]
-
-    def hook(state: None, bucket: GradBucket) -> Any:
-        future = default_hooks.allreduce_hook(None, bucket)
-        if strikes.pop() and rank == 0:
-            future.wait()
-            strikes.append(False)
-            raise KeyboardInterrupt
-        strikes.append(False)
-        return future
-
-    hook.__annotations__.clear()
-    model.register_comm_hook(None, hook)
-    for step in range(6):
-        strikes[:] = [step in (2, 4)]
-        with (
-            mock.patch.object(reduction, "exchange_rows", wraps=reduction.exchange_rows) as rows,
-            raises_if(step == 2 and rank == 0, KeyboardInterrupt),
-            # In step 4 the hook is struck while the collectives of this backward are made up for.
-            breaking_off(model.module.last.weight, step == 3 and rank == 0),
-        ):
-            train_step(model)
-        assert rows.call_count == {(3, 0): 0, (4, 0): 2}.get((step, rank), 1)
-    assert_gradients_alike(model)
-
-
-def test_where_flags_are_read_first_an_error_of_a_hook_is_not_one_of_a_collective() -> None:
-    """On a GPU the host waits for them before it unpacks, if a gradient is missing."""
-    bucket, agreement = mock.Mock(index=0, wants_flags=True), mock.Mock()
-    bucket.flat.data.is_cpu = False
-    bucket.exchange.wait.side_effect = HookError("what the user said")
-    of_rank: Any = (ReductionEvents(), Counters(), [], GradSource.FORWARD, "rank 0", b"", None)
-    begun = Reduction(mock.Mock(), [bucket], agreement, *of_rank, [], [], works=[mock.Mock()])
-    with pytest.raises(HookError, match="what the user said"):
-        begun.finish()
-    agreement.read.assert_called_once()

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, ranks
 from modules import TiedTable
-from oracle import assert_mean, mean_over_ranks, one_per_rank, play, seed
+from oracle import assert_mean, mean_over_ranks, one_per_rank, play
 from torch import Tensor, nn
-from training import assert_close, breaking_off, counted, train_step, wrap
+from training import assert_close, counted, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import SparseBucket
@@ -64,10 +64,6 @@ class OnlyTables(nn.Module):
 
 def to_dense(grads: list[Tensor | None]) -> list[Tensor | None]:
     return [None if grad is None else grad.to_dense() for grad in grads]
-
-
-def plain(net: Any, rank: int, step: int) -> None:
-    net(2 + rank + step).backward()
 
 
 def other_counts_and_tables(net: Any, rank: int, step: int) -> None:
@@ -199,68 +195,6 @@ def test_rows_of_many_tables_share_messages(rank: int, most: int) -> None:
         assert number == 0 or grad.is_sparse
         if number:
             assert_close([grad.to_dense()], [want], f"table {number}")
-
-
-@ranks(2, views=True)
-def test_gradients_on_request(view: bool) -> None:
-    model = Tables()
-    ddp = wrap(model, view)
-    params = [model.words.weight, model.mix.weight, model.sometimes.weight, model.never.weight]
-    own: list[list[Tensor | None]] = []
-    for rank in range(2):
-        seed(rank, 0)
-        loss = model(2 + rank, *(["sometimes"] if rank else []))
-        own.append(list(torch.autograd.grad(loss, params, allow_unused=True)))
-    mine = own[dist.get_rank()]
-    means = ddp.reduce_gradients(mine, params)
-    sums = [[grad.to_dense() for grad in row if grad is not None] for row in zip(*own, strict=True)]
-    assert_close(to_dense(means), [sum(grads) / 2 if grads else None for grads in sums])
-    assert [mean.is_sparse for mean in means[:3]] == [True, False, True]
-    for param, grad in zip(params, mine, strict=True):
-        param.grad = grad
-    ddp.reduce_gradients()
-    assert_close(to_dense([param.grad for param in params]), to_dense(means))
-
-
-@ranks(2, views=True)
-def test_tables_that_are_added_later(rank: int, view: bool) -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(ROWS, 2, sparse=True), "mix": nn.Linear(2, 2)})
-    model.forward = lambda x: model["mix"](  # type: ignore[method-assign]
-        sum(table(x).sum(0) for name, table in model.items() if name != "mix")
-    ).sum()
-    model.double()
-    ddp = wrap(model, view)
-    for step in range(5):
-        ddp.zero_grad()
-        if step in (1, 3):
-            model[f"more{step}"] = nn.Embedding(ROWS, 2, sparse=True).double()
-        ddp(torch.arange(1 + rank) + step).backward()
-        grads = [table.weight.grad for name, table in model.items() if name != "mix"]
-        for grad in grads:
-            assert grad.coalesce().indices()[0].tolist() == [step, step + 1]
-        assert_same_on_all_ranks(to_dense(grads), f"step {step}")
-    kinds = [type(bucket) is SparseBucket for bucket in ddp.reducer.buckets]
-    assert sorted(kinds) == [False, True, True, True]
-
-
-@ranks(2, views=True)
-def test_a_backward_that_broke_off_is_seen_by_the_others_and_the_next_is_right(
-    rank: int, view: bool
-) -> None:
-    module = Tables()
-    alone = one_per_rank(module)
-    ddp = wrap(module, view, bucket_cap_mb=1e-4)
-    for step in range(5):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        breaks = step in (1, 3)
-        at = [module.late.weight, module.words.weight][step // 2 % 2]
-        with breaking_off(at, breaks and rank == 1):
-            play(partial(plain, step=step), ddp, alone, step)
-        if not breaks:
-            assert_mean(ddp, alone, f"step {step}")
-        elif rank == 0:
-            assert module.words.weight.grad.coalesce().values().isnan().all()
 
 
 @ranks(2, views=True)
