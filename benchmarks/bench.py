@@ -80,8 +80,8 @@ PARTS = (
     _script("step", 337, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),
     _script("network", 65, f"network/network.py {_LINES} --rounds 100 --seconds 600"),
     _script("memory", 45, "step/memory.py --models transformer branchy", ranks=2),
-    _script("kernels", 30, f"plain.py kernels --rounds 25 --only {_KERNELS}"),
-    _script("host", 45, "plain.py host --rounds 75"),
+    _script("kernels", 30, f"kernels/kernels.py --rounds 25 --only {_KERNELS}"),
+    _script("host", 45, "host/host.py --rounds 75"),
     Part("report", 28, "{here}/report/report.py --folder {out}"),
 )
 

@@ -75,7 +75,7 @@ class Result:
 
     @property
     def rows(self) -> list[Record]:
-        """Of a suite (``base/suite.py``); not of kernels that have been taken out since.
+        """Of kernels and the host (``base/suite.py``), but for kernels that are taken out.
 
         Where the host's rows have none that is called idle, those of before November 25, 2026,
         ours was: it sent nothing.

@@ -1,50 +1,76 @@
-"""What the suites of kernels and the host measure: cases in groups, a row for each.
-
-A suite is a module with
-
-- ``cases()``: all :class:`Case` objects of this machine, those of a group one behind the other;
-- ``row(case, rounds, groups_left)``: the case's :class:`Row`. The first case of a group measures
-  for all of them, in its share of the time that is left; ``rounds=None`` for the suite's own;
-- ``TABLES``: those of ``report/tables.py`` that show its result;
-- ``session()``, if need be: a context in which rows are measured.
-
-``python benchmarks/plain.py SUITE`` runs one.
-"""
+"""What the scripts of kernels and the host share: groups of rows, measured one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import torch
 
-@dataclass(frozen=True)
-class Case:
-    """What one row is about.
-
-    Attributes:
-        group: cases that are compared, or measured together.
-        parts: the arguments of the measurement.
-        name: unique within the suite.
-    """
-
-    group: str
-    parts: tuple[Any, ...]
-    name: str
+from benchmarks.base import command
+from benchmarks.base.command import Output
+from benchmarks.base.deadline import shares
+from benchmarks.base.results import Result
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a result: seconds of each round, and whatever else is known."""
+    """One line of a result: its name, seconds of each round, and whatever else is known."""
 
+    name: str
     seconds: list[float]
     info: dict[str, Any]
 
 
-def groups_from(cases: Sequence[Case], case: Case) -> int:
-    """How many groups there are from that of ``case`` on."""
-    groups = list(dict.fromkeys(each.group for each in cases))
-    return len(groups) - groups.index(case.group)
+# The rows of a group, in so many rounds, until a time.
+Measure = Callable[[int, float], Iterable[Row]]
+
+
+def run(
+    doc: str, benchmark: str, groups: Mapping[str, Measure], rounds: int, show: Callable[..., Any]
+) -> int:
+    """The command of a suite; returns the exit status.
+
+    The result file is written after each group. A group that fails is told and left out; the others
+    are measured, and the exit status is 1.
+
+    Args:
+        doc: of the script.
+        benchmark: its name in the result file.
+        rounds: the default of ``--rounds``.
+        show: lines that show a result.
+    """
+    parser = command.parser(doc, rounds)
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="in a group's name")
+    options = parser.parse_args()
+    only = options.only
+    wanted = [name for name in groups if not only or any(word in name for word in only)]
+    if not wanted:
+        parser.error(f"no group is called so: {', '.join(groups)}")
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # what torchrun gives a rank
+    output = Output(benchmark, options.out)
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for group, end in shares(wanted):
+        try:
+            rows += [_content(group, row) for row in groups[group](options.rounds, end)]
+        except Exception as error:  # the other groups are worth more than it
+            traceback.print_exc()
+            failed[group] = f"{type(error).__name__}: {error}"
+        output.write({"benchmarks": rows, "failed": failed})
+    output.say(*show(Result(output.content)))
+    output.say(*(f"FAILED {group}: {why}" for group, why in failed.items()))
+    return 1 if failed else 0
+
+
+def _content(group: str, row: Row) -> dict[str, Any]:
+    """A row of the result file. (Its form is that of pytest-benchmark, which once wrote it.)"""
+    stats = {"rounds": len(row.seconds), "median": median(row.seconds), "data": row.seconds}
+    return shortened({"group": group, "name": row.name, "extra_info": row.info, "stats": stats})
 
 
 def shortened(value: Any) -> Any:

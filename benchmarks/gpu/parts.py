@@ -118,12 +118,12 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     found = [
         _tests("sanity", "what all else needs", 28, 18, files, quick, few),
         *_trained(rehearse, cards, f"{mlp} --builds 1 --mib 1"),
-        _script("host", "the host's work", 38, 35, "plain.py host").with_arguments("--rounds 12"),
+        _script("host", "the host's work", 38, 35, "host/host.py").with_arguments("--rounds 12"),
         _script("host-steps", "small steps, host-bound", 40, 36, _STEP, 1).with_arguments(
             f"--rounds 12 --models {HOST_BOUND}", mlp
         ),
         *(_on_one_card(mlp) if rehearse or cards == 1 else ()),
-        _script("kernels", "flatten and unflatten", 24, 21, "plain.py kernels").with_arguments(
+        _script("kernels", "flatten and unflatten", 24, 21, "kernels/kernels.py").with_arguments(
             "--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"
         ),
         _tests(

@@ -160,7 +160,7 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def row(samples: Samples, ceiling: Samples, nbytes: int, **named: Any) -> Row:
+def row(name: str, samples: Samples, ceiling: Samples, nbytes: int, **named: Any) -> Row:
     """What one contender took, beside a copy of as many bytes; ``named``: what it was."""
     host = Spread.of(samples.host_seconds) if samples.host_seconds else None
     info = {
@@ -173,4 +173,4 @@ def row(samples: Samples, ceiling: Samples, nbytes: int, **named: Any) -> Row:
         "calls": samples.calls,
         "device": DEVICE.type,
     }
-    return Row(samples.seconds, info)
+    return Row(name, samples.seconds, info)

@@ -48,7 +48,7 @@ class Configuration:
         wrapped: Any = self.wrapper(Network(model) if self.is_compiled else model, **self.options)
         if self.is_compiled:
             wrapped.compile()
-        if self.wrapper is tritonddp.DistributedDataParallel and not self.is_idle:
+        if hasattr(wrapped, "_ddp_state") and not self.is_idle:  # ours, of whatever revision
             wrapped._ddp_state.core.reductions.exchanges_alone = True
         return wrapped
 

@@ -11,9 +11,7 @@ try:
     matplotlib.use("agg")  # draws into files, needs no display
     from matplotlib import pyplot
     from matplotlib.axes import Axes
-    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
-    from matplotlib.textpath import TextPath
 except ImportError as error:
     raise ImportError(
         "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
@@ -25,7 +23,7 @@ from benchmarks.base.results import Result
 OURS, STOCK, OTHER = "#0072b2", "#e69f00", "#8c8c8c"
 LIMIT = "#d55e00"
 
-__all__ = ["Axes", "Figure", "PolyCollection", "TextPath", "pyplot"]
+__all__ = ["Axes", "Figure", "pyplot"]
 
 
 def save(figure: Figure, path: Path, dpi: int | None = 120) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from benchmarks.report.drawing import (
     save_themed,
 )
 from benchmarks.report.table import number
-from benchmarks.report.tables import CEILING
 
 _MARK = {"markersize": 12, "markeredgewidth": 2.5}
 _VALUE = {"ha": "right", "va": "center", "fontsize": 8}
@@ -47,9 +46,6 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
     for name, draw in (("step", ratios), ("network_wire", network)):
         if name in results:
             yield f"{name}.png", draw(results[name])
-    kernels = results["gpu"].part("kernels") if "gpu" in results else None
-    if kernels is not None:
-        yield "bandwidth.png", bandwidth(kernels.rows, results["gpu"])
 
 
 def ratios(step: Result) -> Figure:
@@ -139,68 +135,6 @@ def _draw_line(axes: Axes, line: Record) -> None:
     axes.set_xlabel("ms a step, median and quartiles", fontsize=9)
     axes.set_title(f"{line.hosts} hosts, {line.rate}", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-# Of the kernels: by contender, and where the share of ours stands.
-_COLOURS = {"tritonddp": "#0b6e4f", CEILING: "#9a9a9a"}
-_OTHERS = ("#c8553d", "#e39774", "#5c7aa8", "#8d6ba6", "#c9a227")
-_BESIDE: Any = {
-    "xytext": (0, 2),
-    "textcoords": "offset points",
-    "fontsize": 7,
-    "ha": "center",
-    "va": "bottom",
-    "rotation": 90,
-}
-
-
-def bandwidth(rows: Sequence[Record], result: Result) -> Figure:
-    """Bars of GB/s per parameter list, a panel for each direction and dtype."""
-    where = ", ".join(result.source.split(", ")[:4])
-    if result.content.rehearsal:
-        where = "REHEARSAL WITHOUT A GPU, MEANINGLESS"
-    directions, dtypes = ("flatten", "unflatten"), ("fp32", "bf16")
-    figure, panels = pyplot.subplots(2, 2, figsize=(15, 9), sharey=True, squeeze=False)
-    for direction, line in zip(directions, panels, strict=True):
-        for dtype, axes in zip(dtypes, line, strict=True):
-            wanted = (direction, dtype, "whole")
-            _bars(axes, [row for row in rows if (row.direction, row.dtype, row.bucket) == wanted])
-            axes.set_title(f"{direction}, {dtype}")
-        line[0].set_ylabel("GB/s, read and written")
-        line[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    figure.suptitle(
-        f"Whole parameter lists, device time, caches cold; % of the device copy\n{where}"
-    )
-    figure.tight_layout()
-    return figure
-
-
-def _bars(axes: Axes, rows: Sequence[Record]) -> None:
-    lists = list(dict.fromkeys(row.parameters for row in rows))
-    names = list(dict.fromkeys(row.contender for row in rows))
-    speeds = {(row.parameters, row.contender): row for row in rows}
-    width = 0.8 / max(1, len(names))
-    others = iter(_OTHERS * len(names))
-    for turn, name in enumerate(names):
-        places = [place + (turn - (len(names) - 1) / 2) * width for place in range(len(lists))]
-        found = [speeds.get((each, name)) for each in lists]
-        heights = [row.gb_per_s if row else 0.0 for row in found]
-        colour = _COLOURS.get(name) or next(others)
-        axes.bar(
-            places,
-            heights,
-            width,
-            label=f"torch.{name}" if name.startswith("_") else name,
-            color=colour,
-        )
-        for place, height, row in zip(places, heights, found, strict=True):
-            if name == "tritonddp" and row:
-                share = f"{100 * row.of_ceiling.median:.0f}%"
-                axes.annotate(share, (place, height), **_BESIDE)
-    sizes = {row.parameters: row.bytes / 2e6 for row in rows}
-    axes.set_xticks(range(len(lists)), [f"{each}\n{sizes[each]:.4g} MB" for each in lists])
-    axes.tick_params(axis="x", labelsize=8)
-    axes.margins(y=0.12)
 
 
 def draw_step(step: Result, path: Path) -> None:

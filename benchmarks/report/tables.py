@@ -69,6 +69,7 @@ comparisons = Rows(
     _errors,
 )
 
+
 # Backwards that ask which parameters they will reach against those that are told, and ours against
 # stock that searches.
 detection = Rows(

@@ -18,7 +18,7 @@ send with several; as users have it then, *idle*, it is measured beside, and com
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -70,40 +70,38 @@ def main() -> int:
     )
     arguments.add_argument("--transport", default="auto", help="of ours (default auto)")
     options = arguments.parse_args()
-    more = {
-        "names": options.families,
-        "compared_only": options.compared_only,
-        "transport": options.transport,
-    }
-    refused = (WrongGradients, IdleError)
-    heading = {"transport": options.transport}
-    return run("step", options, partial(measure, **more), show, refused, **heading)[0]
+    names, transport = options.families, options.transport
+    measured = partial(
+        measure,
+        choose=partial(
+            compared, names=names, compared_only=options.compared_only, transport=transport
+        ),
+    )
+    return run("step", options, measured, show, REFUSED, transport=transport)[0]
 
 
-def measure(
-    case: Case,
-    ranks: Ranks,
-    plan: Plan,
-    end: float,
-    names: Sequence[str],
-    compared_only: bool,
-    transport: str = "auto",
-) -> dict[str, Any]:
-    """Check, count and time all configurations on one model until ``end``; what JSON says."""
+REFUSED = (WrongGradients, IdleError)
+Choose = Callable[[Case, Ranks, Plan], Families]
+
+
+def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) -> dict[str, Any]:
+    """Check, count and time all configurations on one model until ``end``; what JSON says.
+
+    ``choose`` says what is compared; it is collective.
+    """
     is_gpu = ranks.device.type == "cuda"
-    groups = compared(case, ranks, plan, names, compared_only)
-    if transport != "auto":
-        groups = tuple(replace(one, ours=through(one.ours, transport)) for one in groups)
+    groups = choose(case, ranks, plan)
     members = (each for group in groups for each in group.members)
     configurations = once((UNWRAPPED, *members))
     profiled = once(each for group in groups for each in (UNWRAPPED, group.stock[0], group.ours))
     errors = {each.name: each.error for each in configurations}
+    is_compiled = any(each.is_compiled for each in configurations)
     rounds = Rounds(case, configurations, ranks, plan, end)
     agreement: dict[str, Any] = {}
     traffic: dict[str, Traffic] = {}
     late: dict[str, float] = {}
     for build, models in enumerate(rounds.builds()):
-        if "compiled" in names:  # lazily, and those of an earlier build are not to count
+        if is_compiled:  # lazily, and those of an earlier build are not to count
             torch._dynamo.reset()
         if build == 0:
             first = groups[0]
@@ -118,7 +116,7 @@ def measure(
                 traffic[each.name] = found
                 if is_gpu and not case.unused:
                     late[each.name] = exposed(model, batch, ranks)
-            if "compiled" in names:
+            if is_compiled:
                 from torch._dynamo.utils import counters  # takes seconds to import
 
                 if not counters["stats"]["unique_graphs"]:
@@ -152,17 +150,26 @@ def measure(
 
 
 def compared(
-    case: Case, ranks: Ranks, plan: Plan, names: Sequence[str], compared_only: bool
+    case: Case,
+    ranks: Ranks,
+    plan: Plan,
+    names: Sequence[str],
+    compared_only: bool,
+    transport: str,
 ) -> Families:
-    """The families of these names; collective."""
+    """The families of these names, ours by this transport; collective."""
     if ranks.device.type == "cuda":
         copies = case.copies(ranks.device)
         sizes = partial(sizes_of, copies, case.batch(ranks.device, ranks.rank, plan.size))
-        return on_cards(names, sizes, case.unused, ranks.world_size == 1)
-    modes = {each.name: each for each in (*families(case.unused), *wires(), compiled())}
-    if compared_only:
-        modes = {name: replace(each, beside=()) for name, each in modes.items()}
-    return tuple(modes[name] for name in names)
+        groups = on_cards(names, sizes, case.unused, ranks.world_size == 1)
+    else:
+        modes = {each.name: each for each in (*families(case.unused), *wires(), compiled())}
+        groups = tuple(modes[name] for name in names)
+        if compared_only:
+            groups = tuple(replace(each, beside=()) for each in groups)
+    if transport == "auto":
+        return groups
+    return tuple(replace(each, ours=through(each.ours, transport)) for each in groups)
 
 
 def sizes_of(copies: Iterator[nn.Module], batch: Batch, ours: Configuration) -> list[float]:

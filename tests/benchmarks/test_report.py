@@ -97,7 +97,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
 
     results = load(report.RESULTS)
     drawn = {**dict(plots.figures(results["cpu"])), **dict(plots.figures(results["gpu-h200"]))}
-    assert set(drawn) == {"step.png", "network_wire.png", "bandwidth.png"}
+    assert set(drawn) == {"step.png", "network_wire.png"}
     for name, figure in drawn.items():
         drawing.save(figure, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -136,8 +136,8 @@ RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
         check_fewer_bytes,
     ),
     "memory": ("step/memory.py --models mlp", 2, nothing_more),
-    "kernels": ("plain.py kernels --only many_small-bf16 --rounds 2", None, check_kernels),
-    "host": ("plain.py host --rounds 2", None, check_host),
+    "kernels": ("kernels/kernels.py --only many_small-bf16 --rounds 2", None, check_kernels),
+    "host": ("host/host.py --rounds 2", None, check_host),
     "growth": ("growth/growth.py --parameters 10 --ranks 2 --rounds 2", None, check_growth),
     "convergence": ("convergence/convergence.py --steps 40 --seeds 3 4", 2, check_convergence),
     "sharded": ("features/sharded.py --rounds 2", None, nothing_more),
@@ -185,7 +185,7 @@ def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
     command = "step/compare.py --base HEAD --models many_small --rounds 5 --builds 1"
     content, printed = measured(command, tmp_path / "compare.json", root=folder)
     for one in content["models"]["many_small"]["comparisons"].values():
-        assert one["tree"]["median"] > 1.5
+        assert one["ours"]["median"] > 1.5
         assert one["verdict"] == "slower"
     assert "\nslower than the base: many_small copies" in printed
     assert "\nfaster than the base: none" in printed

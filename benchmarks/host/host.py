@@ -1,6 +1,6 @@
 """What DDP costs the host: per parameter, per bucket and per step, stock beside ours.
 
-    python benchmarks/plain.py host [--rounds 40] [--out FILE]
+    python benchmarks/host/host.py [--rounds 40] [--out FILE]
 
 A world of one, so that no line is waited for; all the same ours sends what it would send to others,
 as stock does, but for *idle* ours: that is what a user has who trains alone. One thread on the CPU,
@@ -19,22 +19,24 @@ step        one parameter, one bucket: forward and backward beyond the bare ones
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.base.deadline import share
+from benchmarks.base import suite
 from benchmarks.base.paired import Spread
-from benchmarks.base.suite import Case, Row
+from benchmarks.base.suite import Row
 from benchmarks.host.subjects import PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families, idle_of
 from benchmarks.report import tables
+from benchmarks.report.table import text
 
-TABLES = (tables.host,)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 40
 
@@ -61,52 +63,38 @@ NEIGHBOURS = [
 Rounds = dict[tuple[str, int], list[Times]]  # by configuration and number of buckets
 
 
-@contextlib.contextmanager
-def session() -> Iterator[None]:
-    """Context: a world of one."""
-    # A store of our own on the loopback: no host name needs to resolve.
+def main() -> int:
+    # A world of one, with a store of our own on the loopback: no host name needs to resolve.
     store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    # (What the first leaves of its share of the time is the second's.)
+    groups = {"one parameter": one_parameter, "many parameters": many_parameters}
     try:
-        yield
+        return suite.run(__doc__, "host", groups, ROUNDS, lambda of: text(tables.host(of)))
     finally:
         dist.destroy_process_group()
 
 
-def cases() -> Iterator[Case]:
-    """Each kind of cost, of each configuration."""
-    for kind in ("parameter", "bucket", "step"):
-        for each in CONFIGURATIONS:
-            yield Case(kind, (kind, each.name), f"{kind}-{each.name}")
-
-
-def row(case: Case, rounds: int | None, groups_left: int) -> Row:
-    """What one configuration costs, see ``base/suite.py``."""
-    kind, name = case.parts
-    return {"parameter": _parameter, "bucket": _bucket, "step": _step}[kind](name, rounds or ROUNDS)
-
-
-@functools.cache  # the first case that asks measures for all
-def many_parameters(rounds: int) -> Rounds:
-    """1,000 parameters, in one bucket and in 20; most of the time is for them."""
-    end = share(3 / 4)
+def many_parameters(rounds: int, end: float) -> Iterator[Row]:
+    """1,000 parameters, in one bucket and in 20."""
     subjects = {}
     for each in (BARE, *CONFIGURATIONS):
         subjects[each.name, 1] = Subject(each, DEVICE, PARAMETERS, PARAMETERS, SPAN)
         subjects[each.name, BUCKETS] = Subject(each, DEVICE, PARAMETERS, PER_BUCKET, NEIGHBOURS)
-    return time_rounds(subjects, DEVICE, rounds, end)
+    times = time_rounds(subjects, DEVICE, rounds, end)
+    for row in (_parameter, _bucket):
+        yield from (row(each.name, times) for each in CONFIGURATIONS)
 
 
-@functools.cache
-def one_parameter(rounds: int) -> Rounds:
+def one_parameter(rounds: int, end: float) -> Iterator[Row]:
     """One parameter in one bucket."""
     subjects = {(each.name, 1): Subject(each, DEVICE, 1, 1) for each in (BARE, *CONFIGURATIONS)}
-    return time_rounds(subjects, DEVICE, rounds, share(1))
+    times = time_rounds(subjects, DEVICE, rounds, end)
+    yield from (_step(each.name, times) for each in CONFIGURATIONS)
 
 
-def _parameter(name: str, rounds: int) -> Row:
-    times = many_parameters(rounds)
+def _parameter(name: str, times: Rounds) -> Row:
     own, bare = _backwards(times[name, 1]), _backwards(times[BARE.name, 1])
     own_span = [each.nanoseconds(0, 1) for each in times[name, 1]]
     bare_span = [each.nanoseconds(0, 1) for each in times[BARE.name, 1]]
@@ -122,8 +110,7 @@ def _parameter(name: str, rounds: int) -> Row:
     )
 
 
-def _bucket(name: str, rounds: int) -> Row:
-    times = many_parameters(rounds)
+def _bucket(name: str, times: Rounds) -> Row:
     many, one = _backwards(times[name, BUCKETS]), _backwards(times[name, 1])
     within = [_median_gap(each, first=0) for each in times[name, BUCKETS]]
     between = [_median_gap(each, first=2) for each in times[name, BUCKETS]]
@@ -136,8 +123,7 @@ def _bucket(name: str, rounds: int) -> Row:
     )
 
 
-def _step(name: str, rounds: int) -> Row:
-    times = one_parameter(rounds)
+def _step(name: str, times: Rounds) -> Row:
     own, bare = _backwards(times[name, 1]), _backwards(times[BARE.name, 1])
     own_forward = [each.forward for each in times[name, 1]]
     bare_forward = [each.forward for each in times[BARE.name, 1]]
@@ -181,4 +167,8 @@ def _row(
         "us": {column: asdict(spread) for column, spread in us.items()},
         "seconds": seconds,
     }
-    return Row(list(backward), info)
+    return Row(f"{kind}-{name}", list(backward), info)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Flatten and unflatten against stock's ways and against a plain copy of the same bytes.
 
-    python benchmarks/plain.py kernels [--only resnet50] [--rounds 25] [--out FILE]
+    python benchmarks/kernels/kernels.py [--only resnet50] [--rounds 25] [--out FILE]
 
 The ceiling is a device copy of the bytes of the gradients: nothing that reads and writes each once
 can be faster. On a GPU there are two, of which neither is always the faster one: torch's ``copy_``,
@@ -12,22 +12,26 @@ times are the device's, on the CPU those of one thread.
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from math import inf, prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 import torch
 
-from benchmarks.base import deadline
-from benchmarks.base.suite import Case, Row
+from benchmarks.base import deadline, suite
+from benchmarks.base.suite import Row
 from benchmarks.kernels import timing
 from benchmarks.kernels.contenders import CEILING, DIRECTIONS, Inputs, check, contenders
 from benchmarks.kernels.shapes import BUCKETS, LISTS, Shapes, whole
-from benchmarks.kernels.timing import DEVICE, WARMUPS, Samples, input_sets, time_rounds
+from benchmarks.kernels.timing import DEVICE, WARMUPS, input_sets, time_rounds
 from benchmarks.report import tables
+from benchmarks.report.table import text
 
-TABLES = (tables.kernels,)
 ROUNDS = 25 if DEVICE.type == "cuda" else 8
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,7 +49,7 @@ class Group:
     def __str__(self) -> str:
         return f"{self.direction}-{self.parameters}-{self.dtype}-{self.bucket}"
 
-    @functools.cached_property
+    @cached_property
     def shapes(self) -> Shapes:
         """Of the gradients in the bucket; empty if the list does not fill it."""
         return BUCKETS[self.bucket](whole(self.parameters), DTYPES[self.dtype])
@@ -60,46 +64,27 @@ class Group:
 MAX_MB = inf if DEVICE.type == "cuda" else 110
 
 
-def cases() -> Iterator[Case]:
-    """All contenders of all groups, of buckets of at most :data:`MAX_MB`."""
-    groups = [
-        Group(direction, parameters, dtype, bucket)
-        for parameters in LISTS
-        for dtype in DTYPES
-        for bucket in BUCKETS
-        for direction in DIRECTIONS
-    ]
-    for group in groups:
-        if not group.shapes or group.megabytes > MAX_MB:
-            continue
-        for each in contenders(group.direction, DEVICE):
-            yield Case(str(group), (group, each.name), f"{group}-{each.name}")
+def groups() -> Iterator[Group]:
+    """Those of buckets of at most :data:`MAX_MB`."""
+    for parameters in LISTS:
+        for dtype in DTYPES:
+            for bucket in BUCKETS:
+                for direction in DIRECTIONS:
+                    group = Group(direction, parameters, dtype, bucket)
+                    if group.shapes and group.megabytes <= MAX_MB:
+                        yield group
 
 
-def row(case: Case, rounds: int | None, groups_left: int) -> Row:
-    """What one contender took, see ``base/suite.py``."""
-    group, contender = case.parts
-    nbytes, count, samples = measure(group, rounds or ROUNDS, groups_left)
-    named = {**asdict(group), "contender": contender, "tensors": len(group.shapes)}
-    return timing.row(samples[contender], samples[CEILING], nbytes, **named, input_sets=count)
-
-
-@functools.cache  # the first case of a group measures it
-def measure(group: Group, rounds: int, groups_left: int) -> tuple[int, int, dict[str, Samples]]:
-    """Check and time all contenders of a group, in its share of the time left.
-
-    Returns:
-        Bytes that whoever moves each gradient once reads and writes, how many sets of inputs
-        rotated, and the samples of each contender.
+def measure(group: Group, rounds: int, end: float) -> Iterator[Row]:
+    """Check and time all contenders of a group.
 
     Raises:
         RuntimeError: a contender is wrong; none is timed.
     """
-    end = deadline.share(1 / groups_left)
     rivals = contenders(group.direction, DEVICE)
-    make = functools.partial(Inputs.make, group.shapes, DTYPES[group.dtype], DEVICE)
+    make = partial(Inputs.make, group.shapes, DTYPES[group.dtype], DEVICE)
     rotation = [make()]
-    nbytes = rotation[0].nbytes
+    nbytes = rotation[0].nbytes  # read and written by whoever moves each gradient once
     for rival in rivals:
         check(group.direction, rival, rotation[0])
     count = input_sets(nbytes, DEVICE)
@@ -107,4 +92,16 @@ def measure(group: Group, rounds: int, groups_left: int) -> tuple[int, int, dict
     samples = time_rounds(rivals, rotation, deadline.rounds(rounds, end, discarded=WARMUPS))
     rotation.clear()
     timing.forget()
-    return nbytes, count, samples
+    for name, found in samples.items():
+        named = {**asdict(group), "contender": name, "tensors": len(group.shapes)}
+        label = f"{group}-{name}"
+        yield timing.row(label, found, samples[CEILING], nbytes, **named, input_sets=count)
+
+
+def main() -> int:
+    measures = {str(group): partial(measure, group) for group in groups()}
+    return suite.run(__doc__, "kernels", measures, ROUNDS, lambda of: text(tables.kernels(of)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
