@@ -10,7 +10,7 @@ from tritonddp.cli.comparison.values import (
     DIFFERENT,
     IDENTICAL,
     ROUNDING,
-    Capture,
+    Captured,
     Finding,
     capture,
     judge,
@@ -33,20 +33,20 @@ def model() -> nn.Linear:
     return linear
 
 
-def taken(model: nn.Module, folder: Path, others: tuple[str, ...] = ()) -> Capture:
+def taken(model: nn.Module, folder: Path, others: tuple[str, ...] = ()) -> Captured:
     path = folder / str(len(list(folder.iterdir())))
     found = capture([Wrapper(model)], "gradient", str(path))
-    digests = dict(enumerate([found["digest"], *(others or (found["digest"],))]))
-    return Capture(digests, found["checksums"], found["path"])
+    digests = others or (found["digest"],)
+    return {0: found, **{rank: {"digest": each} for rank, each in enumerate(digests, start=1)}}
 
 
 def judged(
-    *captures: Capture, title: str = "gradients of step 1", second: Capture | None = None
+    *captures: Captured, title: str = "gradients of step 1", second: Captured | None = None
 ) -> Finding:
     first, other = captures
     if second is None:
-        return judge(title, [first], [other], LABELS)
-    return judge(title, [first, second], [other, other], LABELS)
+        return judge(title, [(first, other)], LABELS)
+    return judge(title, [(first, other), (second, other)], LABELS)
 
 
 def test_the_same_bits(model: nn.Linear, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_is_wrong_in_one_launch_alone_is_found(model: nn.Linear, tmp_path: 
     right = taken(model, tmp_path)
     model.bias.grad.mul_(1.01)
     wrong = taken(model, tmp_path)
-    found = judge("gradients of step 1", [right] * 3, [right, right, wrong], LABELS)
+    found = judge("gradients of step 1", [(right, right)] * 2 + [(right, wrong)], LABELS)
     assert (found.state, list(found.names)) == (DIFFERENT, ["bias"])
 
 
@@ -140,7 +140,7 @@ def test_of_a_large_model_a_part_is_written(
 ) -> None:
     monkeypatch.setattr("tritonddp.cli.comparison.values._BYTES", 84)
     found = taken(model, tmp_path)
-    values = torch.load(found.path)
+    values = torch.load(found[0]["path"])
     assert sum(value.numel() for value in values.values()) == 19 + 1
     # 11 elements apart: no column of 20 is left out.
     assert torch.equal(values["weight"], model.weight.grad.flatten()[::11])

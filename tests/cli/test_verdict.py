@@ -3,11 +3,11 @@
 import json
 import math
 import random
-from dataclasses import asdict
 
 import pytest
 
-from tritonddp.cli.comparison.report import _of_part, _of_times, strict
+from tritonddp.cli.comparison.report import Comparison, _of_part, _of_times, as_json
+from tritonddp.cli.comparison.turns import Job, Plan, Played
 from tritonddp.cli.comparison.verdict import LEAST_LAUNCHES, Launch, Ratio, Verdict
 
 LAUNCHES, PAIRS = 6, 48  # the defaults
@@ -128,10 +128,16 @@ def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:
 
 
 def test_json_has_no_infinities() -> None:
-    verdict = Verdict.of(Ratio(1.0, 0.9, 0.0, math.inf), "stock", "ours", 2)
-    text = json.dumps(strict({"of": [asdict(verdict.ratio), (math.nan, 1, None)]}), allow_nan=False)
-    ratio = {"first": 1.0, "second": 0.9, "low": 0.0, "high": "inf"}
-    assert json.loads(text) == {"of": [ratio, ["nan", 1, None]]}
+    played = [[Played(blocks=[1.0]), Played(blocks=[0.9])]]
+    job, plan = Job(["script.py"], "tritonddp"), Plan.of(1.0)
+    found = as_json(Comparison("compare", job, plan, played, 2, "", 0.0, 1.0))
+    assert json.loads(json.dumps(found, allow_nan=False))["verdict"]["ratio"] == {
+        "first": pytest.approx(1.0),
+        "second": pytest.approx(0.9),
+        "low": 0.0,
+        "high": "Infinity",
+    }
+    assert found["launches"][0][1]["blocks"] == [0.9]
 
 
 def test_columns_and_ratio_do_not_contradict() -> None:

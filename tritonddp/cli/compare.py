@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from tritonddp.cli.comparison.turns import LEAST_WARMUP, Job, Launches, Played, ScriptError
+from tritonddp.cli.comparison.turns import Job, Launches, Played, ScriptError
 from tritonddp.cli.comparison.verdict import LEAST_LAUNCHES, Ratio
 from tritonddp.cli.terminal import RANKS, Progress, ranks, whole
 
@@ -35,13 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     several = "ranks, as torchrun takes it (default: %(default)s)"
     add("--nproc-per-node", "--nproc_per_node", type=ranks, default=RANKS, help=several)
-    add("--nnodes", default="1", help="only 1: both contenders run on this machine")
     seconds = "seconds for all, after the script has started the first time (default: %(default)s)"
     add("--seconds", type=whole(0), default=120, metavar="S", help=seconds)
     within = "percent to which the ratio is to be known; then it stops (default: %(default)s)"
     add("--within", type=whole(1), default=2, metavar="P", help=within)
-    warmup = "steps before any is timed (default: 20, fewer if they are long)"
-    add("--warmup", type=whole(LEAST_WARMUP), metavar="N", help=warmup)
     alone = "whole launches in turn, where there is no memory for two models: noisier"
     add("--one-at-a-time", action="store_true", help=alone)
     against = "what runs beside stock; stock itself tells what is noise (default: %(default)s)"
@@ -75,8 +72,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _obstacle(arguments: argparse.Namespace) -> str:
     """Why this cannot be carried out; empty if it can."""
-    if arguments.nnodes not in ("1", "1:1"):
-        return "--nnodes: it compares on one machine only"
     if not arguments.module and not Path(arguments.script).is_file():
         return f"there is no file {arguments.script}"
     if arguments.html is not None and not arguments.html.parent.is_dir():
@@ -94,11 +89,10 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     progress, (load, _, _) = Progress(), os.getloadavg()
     command = ["--nproc-per-node", arguments.nproc_per_node]
     command += ["-m"] * arguments.module + [arguments.script, *arguments.script_arguments]
-    second = "tritonddp" if arguments.against == "tritonddp" else "stock again"
-    job = Job(command, ("stock", second), ("stock", arguments.against), arguments.warmup)
+    job = Job(command, arguments.against)
     progress.say(
-        f"compare {arguments.script} with stock DDP and with {second}: gradients, and times in "
-        f"turns, {arguments.nproc_per_node} ranks each"
+        f"compare {arguments.script} with stock DDP and with {job.labels[1]}: gradients, and times "
+        f"in turns, {arguments.nproc_per_node} ranks each"
     )
     progress.say(
         f"about {LEAST_LAUNCHES} to 10 launches of both, until the ratio of their steps is known "

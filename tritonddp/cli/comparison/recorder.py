@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client
 from os import _exit as end_process  # public, for all its name: without cleaning up
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,7 @@ class Recorder:
         self._timed = 0  # the clock starts when so many are left
         self._began = 0.0
         self._probe: Parts | None = None
+        self._captures = False  # parameters, at the end of the order
         self._steps = 0
         self._backwards = 0  # since the order was given
         self._backward = torch.autograd.backward  # torch's own
@@ -146,7 +147,10 @@ class Recorder:
             self._start_clock()
         if self._left == 0:
             self._synchronize()
-            report = {"took": time.perf_counter() - self._began, "backwards": self._backwards}
+            took = time.perf_counter() - self._began
+            if self._captures:
+                self._capture("parameter", f"parameters after step {self._steps}")
+            report = {"took": took, "backwards": self._backwards, "peak": self._peak()}
             self._report(report | ({} if self._probe is None else self._probe.end()))
 
     def _counting_backward(self, *args: Any, **kwargs: Any) -> None:
@@ -171,22 +175,14 @@ class Recorder:
 
     def _report(self, content: Mapping[str, Any]) -> None:
         """Report the result of the last order, and wait for the next one that lets the rank run."""
-        self._probe = None
-        while True:
-            self._send({**content, "step": self._steps})
-            try:
-                order = json.loads(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                end_process(1)  # the launcher is gone
-            if order["do"] == "end":
-                self._end()
-            if order["do"] != "parameters":
-                break
-            self._capture("parameter", f"parameters after step {self._steps}")
-            content = {"peak": self._peak()}
-        if order["do"] == "parts":
-            self._probe = Parts(self._alive())
+        self._send({**content, "step": self._steps})
+        try:
+            order = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            end_process(1)  # the launcher is gone, or has what it wants
+        self._probe = Parts(self._alive()) if order["parts"] else None
         self._left, self._timed, self._backwards = order["count"], order["timed"], 0
+        self._captures = order["captures"]
         if self._left == self._timed:
             self._start_clock()
 
@@ -239,15 +235,9 @@ class Recorder:
                 json.dumps({"has_ended": True, "step": self._steps}).encode()
             )
 
-    def _stop(self, why: str) -> NoReturn:
-        self._send({"error": why})
-        self._end()
-
-    def _end(self) -> NoReturn:
-        """End the process now, without the end of the script."""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        end_process(0)
+    def _stop(self, why: str) -> None:
+        """Tell the launcher, which ends this process."""
+        self._report({"error": why})
 
 
 class Parts:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import tritonddp
 from tritonddp.cli.comparison.turns import Job, Plan, Played
-from tritonddp.cli.comparison.values import DIFFERENT, ROUNDING, Capture, Finding, judge
+from tritonddp.cli.comparison.values import DIFFERENT, ROUNDING, Finding, judge
 from tritonddp.cli.comparison.verdict import CONFIDENCE, Launch, Ratio, Verdict
 from tritonddp.cli.terminal import cpu_model
 from tritonddp.coordination.processes import usable_cores
@@ -73,22 +74,19 @@ class Comparison:
     @cached_property
     def findings(self) -> list[Finding]:
         """About the gradients of the first steps, and the parameters later."""
-        firsts, seconds = (
-            [each.captures for each in of] for of in zip(*self.launches, strict=True)
-        )
         found = []
-        for title in firsts[0]:
-            if all(0 in each.get(title, ()) for each in [*firsts, *seconds]):
-                first, second = (
-                    [Capture.of(of[title]) for of in each] for each in (firsts, seconds)
-                )
-                found.append(judge(title, first, second, self.job.labels))
+        for title in self.launches[0][0].captures:
+            pairs = [
+                (a.captures.get(title, {}), b.captures.get(title, {})) for a, b in self.launches
+            ]
+            if all(0 in each for pair in pairs for each in pair):
+                found.append(judge(title, pairs, self.job.labels))
         return found
 
     @cached_property
     def rows(self) -> list[Row]:
         """The step, its four parts, backwards and memory."""
-        steps = times(self.launches)
+        steps, why = times(self.launches), "the script ended before"
         backwards = self.launches[0][0].backwards
         one = f", 1 of {backwards:g} microbatches" if backwards > 1 else ""
         others = ", other microbatches" if backwards > 1 else ""
@@ -99,19 +97,16 @@ class Comparison:
             ("exposed", "exposed synchronisation"),
             ("rest", f"the rest: input, optimizer{others}"),
         ):
-            why = "the script ended before, or the wrapper noted no times"
             shares = [[each.shares.get(name) for each in launch] for launch in self.launches]
+            unknown = Row(label, "ms", why=f"{why}, or the wrapper noted no times")
             is_known = not any(None in each for each in shares)
-            rows.append(_of_part(label, steps, shares) if is_known else Row(label, "ms", why=why))
+            rows.append(_of_part(label, steps, shares) if is_known else unknown)
         backwards_of = [[each.backwards for each in launch] for launch in self.launches]
-        peaks = [[each.peak_bytes / 2**20 for each in launch] for launch in self.launches]
         rows.append(_of_counts("backwards a step", "", backwards_of))
-        is_known = min(map(min, peaks)) > 0
-        rows.append(
-            _of_counts("peak memory", "MiB", peaks)
-            if is_known
-            else Row("peak memory", "MiB", why="the script ended before")
-        )
+        label, unit = "peak memory", "MiB"
+        peaks = [[each.peak_bytes for each in launch] for launch in self.launches]
+        unknown, is_known = Row(label, unit, why=why), all(map(all, peaks))
+        rows.append(_of_counts(label, unit, peaks, 2**20) if is_known else unknown)
         return rows
 
     @property
@@ -153,8 +148,8 @@ def _of_part(label: str, steps: Sequence[Launch], shares: Sequence[Sequence[Any]
     return _of_counts(label, "ms", [(1e3 * a, 1e3 * b) for a, b in parts])
 
 
-def _of_counts(label: str, unit: str, launches: Sequence[Sequence[float]]) -> Row:
-    first, second = (fmean(each) for each in zip(*launches, strict=True))
+def _of_counts(label: str, unit: str, launches: Sequence[Sequence[float]], per: int = 1) -> Row:
+    first, second = (fmean(each) / per for each in zip(*launches, strict=True))
     return Row(label, unit, first, second)
 
 
@@ -206,26 +201,19 @@ def findings(comparison: Comparison) -> Iterator[str]:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """All figures; seconds and bytes, ratios with their interval.
 
-    What JSON has no number for is a string: "inf" for an end of an interval, or for the difference
-    of gradients of which only one is finite.
+    What JSON has no number for is a string: "Infinity" for an end of an interval, or for the
+    difference of gradients of which only one is finite.
     """
     verdict, correctness = comparison.verdict, comparison.findings
+    played = [[{**vars(each), "captures": None} for each in of] for of in comparison.launches]
     content = {
-        **asdict(comparison),
+        **asdict(replace(comparison, launches=[])),
+        "launches": played,
         "verdict": {**asdict(verdict), "value": verdict.ratio.value},
         "rows": [asdict(row) for row in comparison.rows],
         "correctness": [{**asdict(each), "is_wrong": each.is_wrong} for each in correctness],
     }
-    return strict(content)
-
-
-def strict(value: Any) -> Any:
-    """``value`` with ``str()`` of the numbers that are not finite, and without captures."""
-    if isinstance(value, dict):
-        return {name: strict(each) for name, each in value.items() if name != "captures"}
-    if isinstance(value, list | tuple):
-        return [strict(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(content), parse_constant=str)
 
 
 def _number(value: float | None) -> str:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tritonddp.cli.comparison.verdict import Launch
 from tritonddp.cli.injection import COMPARE, environment
 from tritonddp.cli.terminal import Progress
 
@@ -34,14 +33,16 @@ _FIRST = 1  # of these is not counted when they tell how long a step takes
 # A block lasts about so long, that there are enough of them, and has so many steps at most.
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
 _LONG_STEP = 0.5  # seconds; what caches held before makes no difference to it
-_PAIRS, _LEAST_PAIRS = 24, 6  # of blocks in a launch, fewer if steps are long
+_PAIRS, _LEAST_PAIRS = 32, 6  # of blocks in a launch, fewer if steps are long
 _PARTS, _LEAST_PARTS = 12, 4  # steps whose parts are noted
-# More pairs are made until the error of a launch's mean ratio is down to this, within _SECONDS. It
-# looks at how large the noise is and not at what comes out, so that no result is favoured.
-_ERROR = 0.005
 _LINES = 25  # of a log, when a script has failed
+# What a script says that cannot run twice at the same time, and why.
+_NEEDS_A_TURN = {
+    "out of memory": "a script that leaves no memory for a second model",
+    "address already in use": "a script with a fixed port",
+}
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-# Seconds for a launch to end. torchrun gives ranks that do not end when asked to 30 of them.
+# Seconds for torchrun to end with its script. It gives ranks that do not end when asked to 30.
 _ENDING = 40.0
 
 
@@ -63,15 +64,16 @@ class Job:
 
     Attributes:
         command: behind ``torchrun --standalone``.
-        labels: of the contenders, and
-        kinds: which class wraps in each: "stock" or "tritonddp".
-        warmup: steps before any is timed; None for as many as are useful.
+        against: which class wraps in the second contender, "stock" or "tritonddp".
     """
 
     command: Sequence[str]
-    labels: tuple[str, str]
-    kinds: tuple[str, str]
-    warmup: int | None = None
+    against: str
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The names of the contenders."""
+        return "stock", "stock again" if self.against == "stock" else self.against
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Plan:
         warmup: before any is timed.
         block: steps of a block that are counted, behind
         skipped: one that finds caches full of the other's data.
-        pairs: of blocks, at least.
+        pairs: of blocks.
         parts: steps whose parts are noted.
     """
 
@@ -93,13 +95,13 @@ class Plan:
     parts: int
 
     @classmethod
-    def of(cls, seconds: float, warmup: int | None) -> Plan:
+    def of(cls, seconds: float) -> Plan:
         """For steps that take so many seconds."""
         fitting = int(_SECONDS / seconds)
         block = max(1, min(_BLOCK_STEPS, round(_BLOCK_SECONDS / seconds)))
         skipped = 0 if seconds > _LONG_STEP else 1
         return cls(
-            warmup=warmup or max(LEAST_WARMUP, min(WARMUP, fitting)),
+            warmup=max(LEAST_WARMUP, min(WARMUP, fitting)),
             block=block,
             skipped=skipped,
             pairs=max(_LEAST_PAIRS, min(_PAIRS, fitting // (2 * (block + skipped)))),
@@ -153,7 +155,7 @@ class Contender:
             COMPARE,
             socket=str(address),
             contender=self.name,
-            kind=job.kinds[index],
+            kind=("stock", job.against)[index],
             seed=0,
             values=str(values),
             token=self._token,
@@ -174,18 +176,25 @@ class Contender:
         """All ranks wait before their first model."""
         return self.world_size > 0 and len(self.ranks) == self.world_size
 
-    def run(self, do: str, count: int, skipped: int = 0) -> list[dict[str, Any]]:
-        """Let all ranks make so many steps, of which the first are not timed; see :meth:`order`."""
-        return self.order(do, count=count, timed=count - skipped)
+    def run(
+        self, count: int, skipped: int = 0, *, parts: bool = False, captures: bool = False
+    ) -> list[dict[str, Any]]:
+        """Let all ranks make so many steps, and return what each reports, by rank.
 
-    def order(self, do: str, **content: Any) -> list[dict[str, Any]]:
-        """Give all ranks an order, and return what each reports, by rank.
+        Args:
+            count: of steps, of which so many are
+            skipped: the first ones; they are not timed.
+            parts: note the parts of each step.
+            captures: take the parameters at the end.
 
         Raises:
             ScriptEnded: a rank is gone, or the whole script.
             ScriptError: it cannot be compared.
         """
-        self._send({"do": do, **content})
+        order = {"count": count, "timed": count - skipped, "parts": parts, "captures": captures}
+        for to in self.ranks.values():
+            with suppress(OSError):  # a rank is gone: found when its report is read
+                to.send_bytes(json.dumps(order).encode())
         reports: dict[int, dict[str, Any]] = {}
         waiting = {connection: rank for rank, connection in self.ranks.items()}
         while waiting:
@@ -206,35 +215,23 @@ class Contender:
                     del waiting[connection]
         return [reports[rank] for rank in sorted(reports)]
 
-    def _send(self, order: Mapping[str, Any]) -> None:
-        for connection in self.ranks.values():
-            with suppress(OSError):  # a rank is gone: found when its report is read
-                connection.send_bytes(json.dumps(order).encode())
-
     def _receive(self, connection: Connection) -> dict[str, Any]:
         try:
             return json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             # The end of the script. The others may still be at it: torchrun knows how it ended.
-            raise ScriptEnded(self, self._exit_code(_ENDING) or 0) from None
-
-    def _exit_code(self, seconds: float) -> int | None:
-        """The exit code of torchrun, None if it is still there after so many seconds."""
-        end = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < end:
-            self._progress.tick()
-            time.sleep(0.05)
-        return self.process.returncode
+            end = time.monotonic() + _ENDING
+            while self.process.poll() is None and time.monotonic() < end:
+                self._progress.tick()
+                time.sleep(0.05)
+            raise ScriptEnded(self, self.process.returncode or 0) from None
 
     def error(self, what: str) -> ScriptError:
         """An error of its script, with the last lines that it has printed."""
         printed = self._log.read_text(errors="replace")
-        if "out of memory" in printed.lower():
-            what += " If there is no memory for two models, try --one-at-a-time."
-        elif "address already in use" in printed.lower():
-            what += (
-                " Both contenders run at once: a script with a fixed port needs --one-at-a-time."
-            )
+        for message, reason in _NEEDS_A_TURN.items():
+            if message in printed.lower():
+                what += f" Both contenders run at once: {reason} needs --one-at-a-time."
         # torchrun's own report of a failure says less than the script's, and is longer.
         before, found, _ = printed.partition(_TORCHRUNS)
         if found:
@@ -243,16 +240,6 @@ class Contender:
         last = "\n".join(lines[-_LINES:])
         return ScriptError(f"{self.label}'s script {what}\nThe last lines of {self.label}:\n{last}")
 
-    def end(self) -> None:
-        """End all its processes."""
-        self._send({"do": "end"})
-        if self._exit_code(_ENDING if self.ranks else 0.1) is None:
-            self.process.terminate()
-            self._exit_code(5)
-        for connection in self.ranks.values():
-            connection.close()
-        self.kill()
-
     def kill(self) -> None:
         """Kill its processes and all that they have started: their variables have the token."""
         token = self._token.encode()
@@ -260,9 +247,10 @@ class Contender:
             with suppress(OSError):
                 if token in entry.read_bytes():
                     os.kill(int(entry.parent.name), signal.SIGKILL)
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
+        for connection in self.ranks.values():
+            connection.close()
 
 
 class Launches:
@@ -330,14 +318,9 @@ class Launches:
                     contenders.append(Contender(self._job, index, *of))
                 self._gather(listener, contenders)
                 yield contenders
-            except BaseException:
+            finally:
                 for each in contenders:
                     each.kill()
-                raise
-            finally:
-                self._progress.stage = "the processes end"
-                for each in contenders:
-                    each.end()
                 address.unlink()
 
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
@@ -365,41 +348,34 @@ class Launches:
         """Warm up; the first time the length of a step decides what a launch is."""
         for each in contenders:
             self._progress.stage = f"{each.label} warms up"
-            reports = each.run("steps", LEAST_WARMUP, _FIRST)
+            reports = each.run(LEAST_WARMUP, _FIRST)
             if self.plan is None:
                 longest = max(report["took"] for report in reports)
                 seconds = max(longest / (LEAST_WARMUP - _FIRST), 1e-6)
-                self.plan = Plan.of(seconds, self._job.warmup)
+                self.plan = Plan.of(seconds)
                 self._progress.say(f"a step of {each.label} takes about {1e3 * seconds:.0f} ms")
             if self.plan.warmup > LEAST_WARMUP:
-                each.run("steps", self.plan.warmup - LEAST_WARMUP)
+                each.run(self.plan.warmup - LEAST_WARMUP)
 
     def _blocks(self, contenders: Sequence[Contender]) -> None:
-        order, plan, number = list(contenders), self.plan, 0
+        order, plan = list(contenders), self.plan
         assert plan is not None
-        end = time.monotonic() + _SECONDS
-        while number < plan.pairs or (time.monotonic() < end and _is_noisy(contenders)):
-            self._progress.stage = f"{number} pairs of blocks, of {plan.pairs} or more"
-            took = {}
-            for each in order:
-                steps = plan.skipped + plan.block
-                reports = each.run("steps", steps, plan.skipped)
-                took[each.name] = max(report["took"] for report in reports) / plan.block
+        steps = plan.skipped + plan.block
+        for number in range(plan.pairs):
+            self._progress.stage = f"{number} of {plan.pairs} pairs of blocks"
+            is_last = number == plan.pairs - 1
+            pair = [each.run(steps, plan.skipped, captures=is_last) for each in order]
+            for each, reports in zip(order, pair, strict=True):
+                each.played.blocks.append(max(report["took"] for report in reports) / plan.block)
                 each.played.backwards = reports[0]["backwards"] / steps
-            for each in order:
-                each.played.blocks.append(took[each.name])
+                each.played.peak_bytes = max(report["peak"] for report in reports)
             order.reverse()
-            number += 1
-            if number == plan.pairs:  # after the same steps in all launches
-                for each in order:
-                    reports = each.order("parameters")
-                    each.played.peak_bytes = max(report["peak"] for report in reports)
 
     def _probe(self, contender: Contender) -> None:
         """Note the parts of some steps, which are not timed."""
         assert self.plan is not None
         self._progress.stage = f"the parts of {contender.label}'s steps"
-        reports = contender.run("parts", self.plan.parts)
+        reports = contender.run(self.plan.parts, parts=True)
         by_rank = [report["parts"] for report in reports]
         if all(by_rank):
             shares = contender.played.shares
@@ -408,10 +384,3 @@ class Launches:
                 of_ranks = [fmean(step[name] for step in steps) for steps in by_rank]
                 shares[name] = fmean(of_ranks) / seconds
             shares["rest"] = max(0.0, 1 - sum(shares.values()))
-
-
-def _is_noisy(contenders: Sequence[Contender]) -> bool:
-    """Whether more pairs of blocks are wanted; never for a contender alone."""
-    if len(contenders) != 2:
-        return False
-    return Launch.of(*(each.played.blocks for each in contenders)).error > _ERROR

@@ -79,43 +79,21 @@ def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[st
     return {"digest": digest, "checksums": dict(zip(tensors, sums, strict=True)), "path": path}
 
 
-@dataclass(frozen=True)
-class Capture:
-    """What all ranks of one contender had at one point of one launch.
-
-    Attributes:
-        digests: by rank.
-        checksums: of rank 0, by the names of the parameters.
-        path: of rank 0's values.
-    """
-
-    digests: Mapping[int, str]
-    checksums: Mapping[str, int]
-    path: str
-
-    @classmethod
-    def of(cls, found: Mapping[int, Mapping[str, Any]]) -> Capture:
-        """From what :func:`capture` gave each rank; rank 0 is one of them."""
-        digests = {rank: each["digest"] for rank, each in found.items()}
-        return cls(digests, found[0]["checksums"], found[0]["path"])
-
-    @property
-    def is_shared(self) -> bool:
-        """All ranks had the same bits."""
-        return len(set(self.digests.values())) == 1
+# What all ranks of one contender had at one point of one launch: by rank, what capture() gave it.
+Captured = Mapping[int, Mapping[str, Any]]
 
 
-def _values(capture: Capture) -> dict[str, Tensor]:
-    return torch.load(capture.path, weights_only=True)
+def _values(of: Captured) -> dict[str, Tensor]:
+    return torch.load(of[0]["path"], weights_only=True)
 
 
-def _relative_differences(first: Capture, second: Capture) -> dict[str, float]:
-    """Of all parameters that are not the same to the bit, by name.
+def _relative_differences(first: Captured, second: Captured) -> dict[str, float]:
+    """Of all parameters that are not the same to the bit, by name, the largest first.
 
     It is the norm of the difference over the norm of the first one's.
     """
-    names = dict.fromkeys([*first.checksums, *second.checksums])
-    unequal = [n for n in names if first.checksums.get(n) != second.checksums.get(n)]
+    sums, others = first[0]["checksums"], second[0]["checksums"]
+    unequal = [name for name in {**sums, **others} if sums.get(name) != others.get(name)]
     if not unequal:
         return {}
     ours, theirs = _values(first), _values(second)
@@ -130,13 +108,12 @@ def _relative_differences(first: Capture, second: Capture) -> dict[str, float]:
             continue
         one, other = _wide(one), _wide(other)
         # A loss scale that is too large makes the same infinities in both.
-        if not torch.equal(one.isfinite(), other.isfinite()):
-            continue
-        one, other = _finite(one), _finite(other)
-        scale = max(one.norm().item(), floor * one.numel() ** 0.5)
-        apart = (one - other).norm().item()
-        by_name[name] = apart / scale if scale > 0 else float("inf" if apart else 0)
-    return by_name
+        if torch.equal(one.isfinite(), other.isfinite()):
+            one, other = _finite(one), _finite(other)
+            scale = max(one.norm().item(), floor * one.numel() ** 0.5)
+            apart = (one - other).norm().item()
+            by_name[name] = apart / scale if scale > 0 else float("inf" if apart else 0)
+    return dict(sorted(by_name.items(), key=lambda item: -item[1]))
 
 
 def _largest(differences: Mapping[str, float]) -> float:
@@ -182,25 +159,25 @@ class Finding:
 
 
 def judge(
-    title: str, first: Sequence[Capture], second: Sequence[Capture], labels: tuple[str, str]
+    title: str, launches: Sequence[tuple[Captured, Captured]], labels: tuple[str, str]
 ) -> Finding:
-    """Compare one point of the first contender's launches, at least one, with the second's."""
-    launches = map(_relative_differences, first, second)
-    found = max(launches, key=lambda each: (_largest(each), len(each)))
-    apart = (_largest(_relative_differences(first[0], each)) for each in first[1:])
+    """Compare one point of the contenders in each launch, at least one."""
+    differences = [_relative_differences(*pair) for pair in launches]
+    found = max(differences, key=lambda each: (_largest(each), len(each)))
+    of_first, *others = [first for first, _ in launches]
+    apart = (_largest(_relative_differences(of_first, each)) for each in others)
     of_stock = max(apart, default=None)
-    dtypes = {value.dtype for value in _values(first[0]).values()} if found else set()
+    dtypes = {value.dtype for value in _values(of_first).values()} if found else set()
     tolerance = max((_TOLERANCE.get(dtype, _COARSEST) for dtype in dtypes), default=0.0)
     if title.startswith("parameters"):
         tolerance = max(tolerance, _END)
     elif not title.endswith("step 1"):
         tolerance = min(tolerance * _LATER, _COARSEST)
     tolerance = max(tolerance, _BESIDE_STOCK * (of_stock or 0.0))
-    worst = sorted(found.items(), key=lambda item: -item[1])
-    names = [name for name, relative in worst if relative > tolerance]
+    names = [name for name, relative in found.items() if relative > tolerance]
     state = DIFFERENT if names else ROUNDING if found else IDENTICAL
     shared = {
-        label: all(capture.is_shared for capture in captures)
-        for label, captures in zip(labels, (first, second), strict=True)
+        label: all(len({each["digest"] for each in of.values()}) == 1 for of in captures)
+        for label, captures in zip(labels, zip(*launches, strict=True), strict=True)
     }
     return Finding(title, state, _largest(found), names, tolerance, of_stock, shared)

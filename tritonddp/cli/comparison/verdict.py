@@ -26,14 +26,8 @@ CONFIDENCE = "99 %"
 _NOTHING = 1.0  # an interval that reaches so far says nothing
 # With fewer launches no interval is narrow enough to stop.
 LEAST_LAUNCHES = 3
-# Student's t at 0.995, for 1 to 30 degrees of freedom; beyond that the normal's is near enough.
-_TABLE = """
-63.657 9.925 5.841 4.604 4.032 3.707 3.499 3.355 3.250 3.169
-3.106 3.055 3.012 2.977 2.947 2.921 2.898 2.878 2.861 2.845
-2.831 2.819 2.807 2.797 2.787 2.779 2.771 2.763 2.756 2.750
-"""
-_QUANTILES = [float(each) for each in _TABLE.split()]
-_NORMAL = 2.704  # that of 40 degrees
+# Student's t at 0.995, for 1 to 10 degrees of freedom; with more it is taken as with 10.
+_QUANTILES = (63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
 # Of the samples of a launch, at each end: a neighbour that begins or stops within a pair of blocks
 # makes samples that are far off, and as often to one side as to the other.
 _TRIMMED = 0.2
@@ -88,20 +82,17 @@ class Ratio:
         With one launch alone the interval is that of its blocks: others may differ.
         """
         count = len(launches)
-        differences = [launch.second - launch.first for launch in launches]
-        within = math.sqrt(fmean(launch.error**2 for launch in launches))
-        spread = max(stdev(differences), within) if count > 1 else within
-        half = _quantile(count - 1) if count > 1 else _QUANTILES[9]
-        half *= spread / math.sqrt(count)
-        mean = fmean(differences)
         first, second = (
-            math.exp(fmean(logarithms))
-            for logarithms in (
-                [each.first for each in launches],
-                [each.second for each in launches],
-            )
+            fmean(each.first for each in launches),
+            fmean(each.second for each in launches),
         )
-        return cls(first, second, _exp(mean - half), _exp(mean + half))
+        spread = math.sqrt(fmean(each.error**2 for each in launches))
+        if count > 1:
+            spread = max(spread, stdev(each.second - each.first for each in launches))
+        # The blocks of one launch are more than ten.
+        half = _QUANTILES[min(count - 2, 9) if count > 1 else 9] * spread / math.sqrt(count)
+        low, high = (_exp(second - first + end) for end in (-half, half))
+        return cls(math.exp(first), math.exp(second), low, high)
 
     @property
     def value(self) -> float:
@@ -146,26 +137,22 @@ class Verdict:
     def of(cls, ratio: Ratio, first: str, second: str, launches: int) -> Verdict:
         """From the ratio, the names of the contenders, and the number of launches."""
         alone = "" if launches > 1 else " One launch alone: others may differ from it by more."
-        interval = f"{CONFIDENCE}: {ratio.interval}"
-        excludes = ratio.high < 1 or ratio.low > 1
-        if excludes and abs(ratio.value - 1) > LEAST:
-            word = "faster" if ratio.value < 1 else "slower"
+        away, interval = ratio.value - 1, f"{CONFIDENCE}: {ratio.interval}"
+        is_different = (ratio.high < 1 or ratio.low > 1) and abs(away) > LEAST
+        if is_different:
+            word = "faster" if away < 0 else "slower"
             sentence = (
                 f"{second}'s steps take {ratio.value:.3f} of {first}'s time ({interval}): "
-                f"{word} by {100 * abs(1 - ratio.value):.0f} %.{alone}"
+                f"{word} by {100 * abs(away):.0f} %."
             )
-            return cls(ratio, True, sentence)
-        reach = max(LEAST, ratio.reach)
-        size = f"{math.ceil(100 * reach - 1e-9)} %" if reach < _NOTHING else "any size"
-        sentence = (
-            f"no difference in the time of a step (ratio {ratio.value:.3f}, {interval}; "
-            f"differences below {size} are not told apart).{alone}"
-        )
-        return cls(ratio, False, sentence)
-
-
-def _quantile(degrees: int) -> float:
-    return _QUANTILES[degrees - 1] if degrees <= len(_QUANTILES) else _NORMAL
+        else:
+            reach = max(LEAST, ratio.reach)
+            size = f"{math.ceil(100 * reach - 1e-9)} %" if reach < _NOTHING else "any size"
+            sentence = (
+                f"no difference in the time of a step (ratio {ratio.value:.3f}, {interval}; "
+                f"differences below {size} are not told apart)."
+            )
+        return cls(ratio, is_different, sentence + alone)
 
 
 def _exp(value: float) -> float:
