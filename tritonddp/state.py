@@ -19,11 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonddp._torch import current_graph_task_id, graph_is_retained, preserve_version_counters
+from tritonddp.buckets.formats import BucketFactory
+from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import Hook
+from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.compiled.operators import Traced
 from tritonddp.config import DDPConfig, sendable
+from tritonddp.coordination.agreement import Agreement
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, tell_failure, verify_same
@@ -40,11 +44,13 @@ from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
+from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
+from tritonddp.reducer.in_context import ContextReducer
 from tritonddp.reducer.reducer import Reducer
-from tritonddp.reducer.reductions import Reductions
+from tritonddp.reducer.requests import Requests
 
 
 @dataclass(eq=False)
@@ -70,6 +76,8 @@ class DDPState:
         counters: of what was sent.
         buffer_sync: synchronises buffers before forwards.
         core: reduces gradients.
+        requests: what users ask of it between steps.
+        contexts: reduces gradients in contexts of ``torch.distributed.autograd``.
         norms: norms of the gradients, and clipping.
         metrics: with ``metrics=True``, times the parts of a step.
         traced: forwards that ``torch.compile`` has traced into one graph.
@@ -99,6 +107,8 @@ class DDPState:
     counters: Counters = field(init=False)
     buffer_sync: BufferSync = field(init=False)
     core: Reducer = field(init=False)
+    requests: Requests = field(init=False)
+    contexts: ContextReducer = field(init=False)
     norms: GradientNorms = field(init=False)
     metrics: Metrics | None = field(init=False)
     traced: Traced = field(init=False)
@@ -205,22 +215,17 @@ class DDPState:
         former: Reducer | None = getattr(self, "core", None)  # of another process group
         self.counters, self.window, self.metrics = Counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
-        reductions = Reductions(
+        averager = Averager(
             self.parameters,
             group,
-            config.caps,
+            self._bucket_manager(),
+            Agreement(group, config.divide_factor),
+            self.counters,
             self.sync,
             broadcast if self.init_sync else None,
-            config.wire,
-            self.counters,
-            views=config.views,
-            lazy=config.lazy,
-            check_finite=config.check_finite is not None,
-            transport=config.transport,
-            is_in_place=config.in_place,
-            divide_factor=config.divide_factor,
         )
-        core = self.core = Reducer(reductions, counts_dropped=not finds_unused)
+        core = self.core = Reducer(averager, counts_dropped=not finds_unused)
+        self.requests, self.contexts = Requests(core), ContextReducer(core)
         if finds_unused is False:
             core.events.install(StrictUnused(self.parameters, group.rank, core.forwards))
         for extension in self._extensions(core):
@@ -240,7 +245,7 @@ class DDPState:
         self.norms = GradientNorms(core)
         core.finalize_manually(self.finalizes_manually)
         self.logger = Logger(wrapper)
-        core.options.log_errors(self.logger)
+        core.log_errors(self.logger.set_error_and_log)
         DDPState.live.add(self)
         # (In this order: a signal may come here. The ranks of a new group agree anew.)
         if DDPState.stop_requests or (former is not None and former.agreement.wants_stop):
@@ -255,6 +260,23 @@ class DDPState:
         if self.group.owners:  # a backward that broke off here may have ended on the other ranks
             self.group.recover()
         return self.core.agreement.should_stop(self.counters.reductions)
+
+    def _bucket_manager(self) -> BucketManager:
+        config, group, counters = self.config, self.group, self.counters
+        transport = ProcessGroupTransport(group, counters)
+        factory = BucketFactory(
+            config.wire,
+            group,
+            counters,
+            transport,
+            views=config.views,
+            lazy=config.lazy,
+            check_finite=config.check_finite is not None,
+            is_registered=config.transport.is_registered,
+            is_in_place=config.in_place,
+        )
+        memory = config.transport.memory(group, transport, counters)
+        return BucketManager(self.parameters, group, config.caps, factory, counters, memory)
 
     def _extensions(self, core: Reducer) -> Iterator[Extension]:
         config, parameters = self.config, self.parameters
@@ -285,7 +307,7 @@ class DDPState:
                 "gradient_divide_factor was given when the module was wrapped, and a communication "
                 "hook divides by itself: leave one of them out"
             )
-        self.core.register_comm_hook(state, hook)
+        self.requests.register_comm_hook(state, hook)
 
     def register_builtin_hook(self, kind: dist.BuiltinCommHookType, hook: Hook) -> None:
         """Have ``hook``, which does the same as torch's of this kind, reduce all buckets."""

@@ -39,9 +39,7 @@ from tritonddp.features.join import announce_forward, refuse_inside
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import OPTIMIZERS_IN_BACKWARD, step_in_backward
 from tritonddp.features.weighted_mean import weight_of
-from tritonddp.reducer.checkpoint import comm_state
 from tritonddp.reducer.graph.backward import tensors_in, watch
-from tritonddp.reducer.on_demand import reduce_given
 from tritonddp.state import DDPState
 
 
@@ -283,7 +281,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 forward = core.forwards.ended(core.counters.reductions, syncs)
                 watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
-                state.core.contexts.watch(state.core.reference, output, context, syncs)
+                state.contexts.watch(output, context, syncs)
         # As in stock: the next forward need not synchronise buffers if nothing made ranks differ.
         self.require_forward_param_sync = has_grad and syncs
         return output
@@ -399,11 +397,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
-            named, core = self._trainable(), self._ddp_state.core
-            return reduce_given(core.reductions, gradients, params, named, core.prepare_request)
+            return self._ddp_state.requests.reduce_given(gradients, params, self._trainable())
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
-        self._ddp_state.core.reduce_accumulated()
+        self._ddp_state.requests.reduce_accumulated()
         return None
 
     # Stopping together
@@ -464,7 +461,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             model.check_sync()  # once in some thousand steps
         """
         refuse_inside(self, "check_sync()")
-        check_sync(self.module, self._ddp_state.core, self.parameters_to_ignore, buffers, gradients)
+        requests = self._ddp_state.requests
+        check_sync(self.module, requests, self.parameters_to_ignore, buffers, gradients)
 
     def metrics(self) -> dict[str, float | int | None]:
         """How long steps take. Needs ``metrics=True``. No collective: any rank may call it.
@@ -571,8 +569,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             module.load_state_dict(saved["model"])  # in the next run, on each rank its own
             model.load_comm_state_dict(saved["comm"])
         """
-        self._ddp_state.core.settle()
-        return comm_state(self._ddp_state.core.reductions)
+        return self._ddp_state.requests.comm_state()
 
     def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
         """Continue a saved run: the next step has the same bits as the next step of that run.
@@ -594,7 +591,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ValueError: an entry is missing or out of range; or a parameter had another shape, and
                 its gradients have quantisation errors.
         """
-        self._ddp_state.core.load_comm_state(states)
+        self._ddp_state.requests.load_comm_state(states)
 
     # Communication hooks
 
@@ -674,7 +671,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or no reduction is under way, as under ``no_sync``.
         """
-        self._ddp_state.core.finalize_backward()
+        self._ddp_state.requests.finalize_backward()
 
 
 # Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo

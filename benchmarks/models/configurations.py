@@ -49,7 +49,8 @@ class Configuration:
         if self.is_compiled:
             wrapped.compile()
         if hasattr(wrapped, "_ddp_state") and not self.is_idle:  # ours, of whatever revision
-            wrapped._ddp_state.core.reductions.exchanges_alone = True
+            core = wrapped._ddp_state.core
+            getattr(core, "reductions", core).exchanges_alone = True
         return wrapped
 
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.graph.readiness import ReadyTracker
-from tritonddp.reducer.reductions import Reductions
+from tritonddp.reducer.reducer import Reducer
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def nothing_prepared() -> Iterator[None]:
     with (
         patch.object(ReadyTracker, "begin", begun),
         patch.object(Reduction, "_announce", announced),
-        patch.object(Reductions, "exchanges_alone", True),
+        patch.object(Reducer, "exchanges_alone", True),
     ):
         yield
 

@@ -9,7 +9,7 @@ from functools import cache
 # By file all nodes of its syntax tree.
 Nodes = dict[str, list[ast.AST]]
 # Records of facts and counts, whose attributes others write.
-RECORDS = {"Counters", "Statistics", "SyncState", "DDPState"}
+RECORDS = {"Counters", "SyncState", "DDPState"}
 
 
 @dataclass

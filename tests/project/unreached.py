@@ -101,8 +101,9 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "_raising_at_end": (ALL, ENGINE),
         "_raise": (ALL, ENGINE),
     },
-    "reducer/on_demand.py": {
-        "_reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
+    "reducer/requests.py": {
+        "Requests._reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
+        "Requests.finalize_backward": (2, DISAGREE),
     },
     "reducer/graph/participation.py": {
         "accumulating_nodes": (1, GUARD),
@@ -115,12 +116,11 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         ),
     },
     "reducer/graph/backward.py": {"Backward.still_runs": (2, GPU)},
-    "reducer/reductions.py": {
-        "Reductions.make_up": (2, DISAGREE),
-        "Reductions.check_pending": (1, GPU),
+    "reducer/averager.py": {
+        "Averager.make_up": (2, DISAGREE),
+        "Averager.check_pending": (1, GPU),
     },
     "reducer/reducer.py": {
-        "Reducer.finalize_backward": (2, DISAGREE),
         "Reducer.make_up": (1, "on_abort of a capture, which check_finite has"),
         "Reducer.on_backward": (1, "a backward while one waits for its end"),
         "Reducer.on_segment_ready": (1, GUARD),

@@ -41,8 +41,8 @@ class Broken(RuntimeError):
 
 @ranks(1)
 def test_what_a_wrapper_owes_in_a_context_comes_first_on_all_ranks() -> None:
-    core = wrap(layers())._ddp_state.core
-    assert core.contexts.order < core.order
+    state = wrap(layers())._ddp_state
+    assert state.contexts.order < state.core.order
 
 
 @ranks(2)

@@ -61,13 +61,13 @@ def branch_of(name: str) -> str:
 def test_the_switch_of_benchmarks_sends_all_gradients(view: bool) -> None:
     ddp = wrapped(linear(), gradient_as_bucket_view=view)
     gives(ddp, 1.0)  # its buckets are provisional
-    ddp._ddp_state.core.reductions.exchanges_alone = True
+    ddp._ddp_state.core.exchanges_alone = True
     counters = ddp.reducer.counters
     before = counters.collectives, counters.wire_bytes
     assert gives(ddp, 2.0) == 2 * 2.0
     assert counters.collectives == before[0] + 1
     assert counters.wire_bytes - before[1] >= sum(param.nbytes for param in ddp.parameters())
-    ddp._ddp_state.core.reductions.exchanges_alone = False
+    ddp._ddp_state.core.exchanges_alone = False
     gives(ddp, 3.0)
     assert counters.collectives == before[0] + 1
 

@@ -11,6 +11,7 @@ from tritonddp.coordination.collectives import Work
 
 if TYPE_CHECKING:
     from tritonddp.buckets.bucket import Bucket
+    from tritonddp.buckets.bucket_set import BucketSet
 
 
 class BucketExchange(Protocol):
@@ -95,3 +96,29 @@ class Transport(Protocol):
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """An exchange for each bucket of a set, in launch order."""
+
+
+class HostMemory(Protocol):
+    """Moves buckets to memory that the ranks of one host share.
+
+    Attributes:
+        refusal: why it does not; ``None`` if it does, or nobody has tried yet.
+    """
+
+    @property
+    def refusal(self) -> Any: ...
+
+    def begin(self, current: BucketSet) -> None:
+        """Buckets that have not moved yet are about to be reduced."""
+
+    def end(self) -> None:
+        """A mismatch has ended the last reduction on all ranks."""
+
+    def leave(self) -> None:
+        """Move no more buckets."""
+
+    def is_due(self, current: BucketSet) -> bool:
+        """Whether these have not moved yet."""
+
+    def move(self, current: BucketSet, where: str) -> None:
+        """Move them, where that is possible. All ranks call this at the same time."""

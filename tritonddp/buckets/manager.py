@@ -13,7 +13,7 @@ from tritonddp._modes import outside_modes
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.buckets.exchange import Transport
+from tritonddp.buckets.exchange import HostMemory, Transport
 from tritonddp.buckets.formats import BucketFactory
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.buckets.residuals import residuals_of
@@ -36,6 +36,7 @@ class BucketManager:
     Attributes:
         current: the current buckets.
         factory: makes the buckets of backwards.
+        memory: moves buckets to memory of the host; ``None`` if they stay with the process group.
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
         keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
@@ -52,8 +53,10 @@ class BucketManager:
         caps: BucketCaps,
         factory: BucketFactory,
         counters: Counters,
+        memory: HostMemory | None = None,
     ) -> None:
         self.factory = factory
+        self.memory = memory
         self._listener: Callable[[Sequence[int | None]], None] | None = None
         self._captured: list[Bucket | JointUnpack] = []
         self._of_temporary = factory.transport  # for temporary buckets
@@ -86,8 +89,13 @@ class BucketManager:
         With ``views``, ``.grad`` is replaced by views of them. ``sparse`` are the parameters with
         sparse gradients, by default those of the module.
         """
+        self.announce()
         factory = self.factory.temporary(self._of_temporary, views)
         return self._build(named_params, factory, sparse=sparse)
+
+    def where(self) -> str:
+        """This rank and its step, for messages."""
+        return f"rank {self._group.rank}, step {self._counters.reductions}"
 
     def notify(self, listener: Callable[[Sequence[int | None]], None]) -> None:
         """Call ``listener`` when the buckets are replaced.
@@ -109,7 +117,13 @@ class BucketManager:
         self._captured += [u for _, u in current.unpack_groups if u not in self._captured]
 
     def use(self, transport: Transport) -> None:
-        """Reduce backwards by ``transport`` from now on, but no temporary buckets."""
+        """Reduce backwards by ``transport`` from now on, but no temporary buckets.
+
+        Buckets do not move to memory of the host any more.
+        """
+        if self.memory is not None:
+            self.memory.leave()
+            self.memory = None
         self.factory.use(transport)
         if any(bucket.beside is not None for bucket in self.current.buckets):
             self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
@@ -126,6 +140,17 @@ class BucketManager:
         if not self.is_provisional:
             current = self.current
             self._replace(list(zip(current.names, current.params, strict=True)))
+            self.move()
+
+    def announce(self) -> None:
+        """Before a reduction of buckets that may still move: see :meth:`HostMemory.begin`."""
+        if self.memory is not None and self.is_provisional:
+            self.memory.begin(self.current)
+
+    def move(self) -> None:
+        """Move new buckets to memory of the host. All ranks call this at the same time."""
+        if self.memory is not None and self.memory.is_due(self.current):
+            self.memory.move(self.current, self.where())
 
     def _build(
         self,
@@ -140,7 +165,7 @@ class BucketManager:
         with outside_modes(param for _, param in named_params):
             built = BucketSet(named_params, caps, factory, former, sparse, is_temporary)
         if logger.isEnabledFor(logging.DEBUG):
-            where = f"rank {self._group.rank}, step {self._counters.reductions}"
+            where = self.where()
             for bucket in built.buckets:
                 params = bucket.params
                 numel = sum(param.numel() for param in params)
@@ -178,7 +203,7 @@ class BucketManager:
             return self.former_counts
         return [(bucket.params, bucket.rank_counts()) for bucket in self.current.buckets]
 
-    def agree_on_order(self, arrived: Sequence[int], where: str, source_rank: int) -> list[int]:
+    def agree_on_order(self, arrived: Sequence[int], source_rank: int) -> list[int]:
         """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
 
         If only some ranks have used a parameter, all keep the order of registration instead.
@@ -200,7 +225,8 @@ class BucketManager:
             self._order = self._registered_order()
             return missing
         order = torch.tensor([*arrived, *missing], device=self.current.params[0].device)
-        self._group.broadcast(order, source_rank, where, "broadcast of the order of gradients")
+        what = "broadcast of the order of gradients"
+        self._group.broadcast(order, source_rank, self.where(), what)
         self._counters.collective(order.nbytes, self._group.size)
         self._order = order.tolist()
         return missing
@@ -213,8 +239,11 @@ class BucketManager:
 
     def renew(self) -> None:
         """After a reduction: rebuild if the order has changed, or parameters were frozen."""
-        if self._order is None and not self.leaving:
-            return
+        if self._order is not None or self.leaving:
+            self._renew()
+        self.move()
+
+    def _renew(self) -> None:
         names, params = self.current.names, self.current.params
         order, self._order = self._order or range(len(params)), None
         kept = [(names[each], params[each]) for each in order if params[each] not in self.leaving]
@@ -233,8 +262,10 @@ class BucketManager:
         held = {param for _, param in self._parameters.params}
         pairs = zip(current.names, current.params, strict=True)
         self._replace([*(each for each in pairs if each[1] in held), *added])
+        if not self.is_provisional:
+            self.move()
 
-    def restore(self, order: Sequence[int], keeps_order: bool) -> bool:
+    def restore(self, order: Sequence[int], keeps_order: bool) -> None:
         """Restore the buckets of an earlier run. All ranks call this alike, between backwards.
 
         The next backward is observed like a first one, for gradients that the engine does not
@@ -244,9 +275,6 @@ class BucketManager:
             order: numbers of the module's parameters; trainable ones that are missing go last.
                 Frozen ones were trained in turns.
             keeps_order: its value in that run.
-
-        Returns:
-            Whether the buckets were replaced.
         """
         self.is_provisional, self._order, self._is_restored = True, None, True
         self.schema = self._parameters.schema
@@ -257,7 +285,8 @@ class BucketManager:
         self._in_turns = {name for name, param in named if not param.requires_grad}
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]
-        return self._replace(named)
+        if self._replace(named):
+            self.move()
 
     def _replace(self, named: Sequence[tuple[str, Parameter]]) -> bool:
         """Replace the current buckets by buckets of ``named``, if these differ."""
@@ -280,8 +309,7 @@ class BucketManager:
                     try:
                         bucket.check_dtype(slot)
                     except GradientError as error:
-                        where = f"rank {self._group.rank}, step {self._counters.reductions}"
-                        raise RuntimeError(f"{where}: {error}") from None
+                        raise RuntimeError(f"{self.where()}: {error}") from None
 
     def _rebuild(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.former_counts = [(params, counts.clone()) for params, counts in self.rank_counts()]

@@ -229,9 +229,7 @@ class ModuleParameters:
         self.sparse = {param for name, param in self.params if name in sparse_names}
         self._buffers_since_update = [(name, _table(each._buffers)) for name, each in modules]
         self.buffer_tables = [table for _, table in self._buffers_since_update]
-        method = getattr(module.named_buffers, "__func__", None)
-        self._overrides_buffers = method is not nn.Module.named_buffers
-        if self._overrides_buffers:  # it may yield others
+        if _overrides_buffers(module):  # it may yield others
             self.buffer_tables.append({"": None})
         self._places = {id(_table(each._parameters)) for _, each in modules}
         self._registered = []
@@ -242,9 +240,14 @@ class ModuleParameters:
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
         self.is_agreed = True
+        self._known = {param for _, param in self.params}
         if self._buffers is not self._buffers_since_update:
             self._buffers, self._buffer_places = self._buffers_since_update, []
             self.buffers()
+
+    def new(self) -> list[tuple[str, Parameter]]:
+        """Those of :attr:`unplaced` that came since :meth:`commit`: the ranks may differ there."""
+        return [each for each in self.unplaced if each[1] not in self._known]
 
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
@@ -308,7 +311,7 @@ class ModuleParameters:
             if not all(buffer.is_leaf for _, buffer in named):
                 return named  # not cached: a buffer with a graph would keep that graph alive
             self._named_buffers = named
-            if self.is_agreed and not self._overrides_buffers:
+            if self.is_agreed and not _overrides_buffers(self.module):
                 self._held_buffers, self._buffer_places = held, places
         return self._named_buffers
 
@@ -364,6 +367,11 @@ def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
 def _in_words(kind: tuple[Any, ...]) -> str:
     shape, dtype, device, layout = kind
     return f"{dtype} on {device}, {tuple(shape)}" + f" {layout}" * (layout is not torch.strided)
+
+
+def _overrides_buffers(module: nn.Module) -> bool:
+    method = getattr(module.named_buffers, "__func__", None)
+    return method is not nn.Module.named_buffers
 
 
 class _ScriptedTable(Mapping[str, Any]):

@@ -156,7 +156,7 @@ def _transport(device: torch.device) -> Transport:
     wrapped = DistributedDataParallel(nn.Linear(64, 64, device=device))
     for _ in range(2):
         wrapped(torch.ones(1, 64, device=device)).sum().backward()
-    memory = wrapped._ddp_state.core.reductions.memory
+    memory = wrapped._ddp_state.core.manager.memory
     if memory is None:
         on_gpu = "on GPUs there is no other"
         on_cpu = "it is not one of gloo, or TORCH_DISTRIBUTED_DEBUG is DETAIL"

@@ -73,6 +73,9 @@ class CommHook:
     whose ``.grad`` becomes NaN. Other exceptions (KeyboardInterrupt, SystemExit) are raised
     unchanged. A future that is not completed within the timeout of the process group is an error of
     the hook. A future holds one tensor with as many elements as the buffer, or a list of one.
+
+    Attributes:
+        hook: see above.
     """
 
     averages = False
@@ -81,7 +84,7 @@ class CommHook:
     after_unpack: Callable[[], None] | None = None
 
     def __init__(self, hook: Hook, state: Any, group: Group, counters: Counters) -> None:
-        self._hook = hook
+        self.hook = hook
         self._state = state
         self._group = group
         self._counters = counters
@@ -143,7 +146,7 @@ class CommHook:
     def call(self, bucket: Bucket, buffer: Tensor) -> Any:
         """Call the hook; returns its future."""
         is_last = bucket.index == self._last
-        future = self._hook(self._state, GradBucket(bucket.index, is_last, buffer, bucket.params))
+        future = self.hook(self._state, GradBucket(bucket.index, is_last, buffer, bucket.params))
         if not isinstance(future, FUTURE):
             raise TypeError(
                 "the DDP communication hook's callback must return a torch.futures.Future object, "

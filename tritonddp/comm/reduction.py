@@ -17,6 +17,7 @@ from tritonddp._device import read_together
 from tritonddp._torch import is_profiling
 from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack, Segment
 from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
@@ -62,7 +63,7 @@ class ReductionEvents:
     needs_buckets = False  # somebody is called for one of these
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Reduction:
     """The gradients of this rank become the mean over all ranks, once.
 
@@ -599,3 +600,53 @@ class Reduction:
 
     def _log(self, bucket: Bucket, what: str) -> None:
         logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)
+
+
+class ReductionFactory:
+    """The one place where reductions are made: those of one wrapper.
+
+    Args:
+        parameters: of the module.
+        agreement, events, counters: see :class:`Reduction`.
+        sync: its ``join`` is that of a reduction that begins.
+        where: returns this rank and its step.
+    """
+
+    def __init__(
+        self,
+        parameters: ModuleParameters,
+        agreement: Agreement,
+        events: ReductionEvents,
+        counters: Counters,
+        sync: Any,
+        where: Callable[[], str],
+    ) -> None:
+        self._parameters, self._sync, self._where = parameters, sync, where
+        self._shared: dict[str, Any] = {
+            "agreement": agreement,
+            "events": events,
+            "counters": counters,
+        }
+
+    def open(
+        self, bucket_set: BucketSet, source: GradSource, used: list[bool], **details: Any
+    ) -> Reduction:
+        """A reduction begins, which ``details`` describe further: attributes of it."""
+        join = self._sync.join
+        if join is not None and source is not GradSource.CHANGED:
+            join.reduction_begins()
+        details.setdefault("buckets", bucket_set.buckets)
+        details.setdefault("schema", self._parameters.schema)
+        details.setdefault("earlier", used)  # no gradient is of before it
+        if "where" not in details:
+            details["where"] = self._where()
+        return Reduction(
+            bucket_set=bucket_set,
+            source=source,
+            used=used,
+            join=join,
+            filled=[False] * len(bucket_set.segments),
+            unfilled=[0] * len(bucket_set.buckets),
+            **self._shared,
+            **details,
+        )

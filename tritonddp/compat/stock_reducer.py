@@ -60,7 +60,7 @@ class StockReducer:
         Raises:
             RuntimeError: a forward has run already.
         """
-        if self._core.statistics.forwards:
+        if self._core.counted_forwards:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
                 "starts and after DistributedDataParallel is constructed. Or wrap with "
@@ -72,16 +72,16 @@ class StockReducer:
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards on this rank have reached the same parameters."""
-        return self._core.statistics.is_static
+        return self._core.reentrant.is_static
 
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each trainable parameter: int32."""
         counts: dict[Parameter, int] = {}
-        alone = self._core.statistics.alone
+        alone = self._core.alone
         if alone is not None:
             counts = dict(zip(alone.bucket_set.params, map(int, alone.used), strict=True))
         for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
-            if index not in self._core.statistics.skipped and alone is None:
+            if index not in self._core.skipped and alone is None:
                 counts.update(zip(params, flags.tolist(), strict=True))
         params = [param for _, param in self._core.parameters.trainable]
         return torch.tensor(

@@ -122,7 +122,7 @@ class GraphGradients(Extension):
             return
         # finalize_backward() may be called in the backward, when all buckets have been launched.
         # Steps of optimizers in the backward could not be undone.
-        if core.options.finalizes_manually or core.options.steps_optimizers:
+        if core.finalizes_manually or core.steps_optimizers:
             return
         self._held = reduction.buckets[held]
         reduction.hold(held)  # until the end of the backward

@@ -179,9 +179,11 @@ class Mismatch(Exception):
         where: this rank and the step, if that is over; else empty.
         call_site: see :class:`RankHeader`, of this rank in that step.
         is_request: that step was a reduction on request, if it is over.
+        skipped: buckets that this rank has left out in it, if it is over.
     """
 
     where, call_site, is_request = "", b"", False
+    skipped: Sequence[int] = ()
 
 
 class Disagreement(Mismatch):
@@ -247,13 +249,14 @@ class _Sent(NamedTuple):
         header: of this rank.
         mine: its bytes.
         all_alike: fp32, the elements of all headers if all are the same.
-        over_present: see :meth:`Agreement.open`.
+        over_present, skipped: see :meth:`Agreement.open`.
     """
 
     header: RankHeader
     mine: bytes
     all_alike: Tensor
     over_present: bool
+    skipped: Sequence[int] = ()
 
 
 class _Pending(NamedTuple):
@@ -340,7 +343,7 @@ class Agreement:
         mine = self.encoded[rank * BYTES :][:BYTES]
         with outside_modes():
             all_alike = torch.tensor([*mine] * size, dtype=torch.float32, device="cpu")
-        self._sent = _Sent(header, mine, all_alike, over_present and self._is_mean)
+        self._sent = _Sent(header, mine, all_alike, over_present and self._is_mean, skipped)
         self.is_unanimous, self.last_headers = False, b""
         self.key = schema, source, weight, skipped, over_present, averages
         if self._asked_at != asked_at:
@@ -411,6 +414,7 @@ class Agreement:
                 except Mismatch as error:
                     error.where, error.call_site = where, sent.header.call_site
                     error.is_request = sent.header.source is GradSource.REQUEST
+                    error.skipped = sent.skipped
                     raise
                 is_steady = is_last and self.is_unanimous
                 self.last_headers = string_at(*readback.memory) if is_steady else b""

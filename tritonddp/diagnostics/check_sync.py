@@ -23,7 +23,7 @@ from tritonddp.coordination.collectives import all_gather, all_reduce
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, verify_same
 from tritonddp.diagnostics.checksum import checksums
-from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.requests import Requests
 
 # Most tensors in one error message, and most different contents of one; the rest is counted.
 _SHOWN = 10
@@ -43,7 +43,7 @@ class _Item:
 
 def check_sync(
     module: nn.Module,
-    reducer: Reducer,
+    requests: Requests,
     ignored: Collection[str],
     buffers: bool | None,
     gradients: bool | None,
@@ -52,7 +52,7 @@ def check_sync(
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
-    reduced = reducer.reduced_parameters()
+    reduced, reducer = requests.reduced_parameters(), requests.reducer
     group, device = reducer.group, reducer.manager.current.params[0].device
     where = f"{reducer.where()}, check_sync()"
     # (A module under tensor parallelism may have other tensors in the places of its parameters.)

@@ -101,9 +101,9 @@ class Logger:
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": _nbytes(params),
             "unused_parameter_size": _nbytes(
-                current.params[n] for n in reducer.statistics.missing or ()
+                current.params[n] for n in reducer.reentrant.missing or ()
             ),
-            "num_buckets_reduced": reducer.statistics.reduced,
+            "num_buckets_reduced": reducer.reduced,
             "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
             "has_error": "error" in self._noted or None,

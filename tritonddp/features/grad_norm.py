@@ -73,10 +73,10 @@ class GradientNorms:
     def _check_complete(self, what: str) -> None:
         """Raise a RuntimeError if the gradients are not complete now."""
         core = self._core
-        core.options.check_finalized(core.backward, core.where())
+        core.check_finalized()
         if core.backward_runs:
             raise RuntimeError(f"{core.where()}: {what} while a backward runs: wait for its end")
-        if core.options.steps_optimizers:
+        if core.steps_optimizers:
             raise RuntimeError(
                 f"{core.where()}: {what} where optimizers step in the backward: each drops its "
                 "gradients there, so that they never all exist. Use an optimizer that steps after "

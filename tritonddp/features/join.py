@@ -35,6 +35,7 @@ from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.reducer import capture
 from tritonddp.reducer.graph.backward import SyncState
 from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.requests import Requests
 
 # Flags of a rank's announcement. A rank without inputs sends 0.
 _PRESENT = 1
@@ -144,6 +145,7 @@ class State(Protocol):
     sync: SyncState
     device: torch.device
     core: Reducer
+    requests: Requests
     parameters: ModuleParameters
     counters: Counters
     state_broadcast: StateBroadcast
@@ -236,7 +238,7 @@ class ShadowHook(JoinHook):
             ddp._take_up_parameters()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
-            state.core.reductions.shadow_backward(GradSource.JOINED)
+            state.core.averager.shadow_backward(GradSource.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the rank that left last; the highest one if there are several."""
@@ -245,7 +247,7 @@ class ShadowHook(JoinHook):
         state.core.settle_and_refresh()
         for param, grad in self._own.items():
             param.grad = grad
-            state.core.statistics.own_gradients_at = state.counters.reductions
+            state.requests.gradients_are_own()
         where = f"{state.core.where()}, end of join()"
         state.sync.join.agree_on_last(where, is_last_joiner)
         ddp._authoritative_rank = state.sync.source_rank
@@ -265,7 +267,7 @@ def announce_forward(ddp: Wrapper) -> None:
     state = ddp._ddp_state
     message = "inside join() each forward asks the other ranks: leave it first"
     capture.refuse(state.core.manager.current, state.core.where(), message)
-    state.core.reductions.check_pending()  # as those without inputs have
+    state.core.averager.check_pending()  # as those without inputs have
     _make_up(ddp)
     protocol: JoinProtocol = state.sync.join
     # With throw_on_early_termination a rank without inputs makes this raise: keep that error as is.
@@ -305,7 +307,7 @@ def _make_up(ddp: Wrapper) -> None:
     """
     state = ddp._ddp_state
     if state.sync.join.is_due:
-        state.core.reductions.shadow_backward(GradSource.SKIPPED)
+        state.core.averager.shadow_backward(GradSource.SKIPPED)
 
 
 def _train_the_same(ddp: Wrapper, is_present: bool) -> None:

@@ -26,10 +26,10 @@ def step_in_backward(reducer: Reducer) -> None:
         for handle in handles_of.get(param, ()):
             handle.remove()
     if params:
-        hook = reducer.options.comm_hook  # may be torch's hook that steps optimizers itself
-        if not reducer.options.steps_optimizers and not (hook and steps_optimizers(hook[1])):
+        used = reducer.comm_hook  # may be torch's hook that steps optimizers itself
+        if not reducer.steps_optimizers and not (used and steps_optimizers(used.hook)):
             reducer.events.install(OptimizerSteps())
-        reducer.options.step_optimizers()
+        reducer.step_optimizers()
 
 
 class OptimizerStepError(LocalError):

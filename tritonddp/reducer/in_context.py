@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,20 +36,19 @@ from tritonddp._torch import (
 )
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
     FAILED,
     OVER,
     Backward,
     Forward,
-    Forwards,
     call_back,
     one_of_each_node,
     tensors_in,
 )
 from tritonddp.reducer.graph.participation import accumulating_nodes, distributed_engine_runs
-from tritonddp.reducer.on_demand import detached
-from tritonddp.reducer.options import ReducerOptions
-from tritonddp.reducer.reductions import Reductions
+from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.requests import detached
 
 logger = logging.getLogger("tritonddp.in_context")
 
@@ -79,20 +78,21 @@ class ContextBackward:
 
     def __init__(
         self,
-        reductions: Reductions,
+        averager: Averager,
         context: int,
         named_params: Iterable[tuple[str, Parameter]],
     ) -> None:
         origin = {detached(param): (name, param) for name, param in named_params}
         named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
-        of_module = reductions.parameters.sparse
+        of_module = averager.parameters.sparse
         sparse = {each for each, (_, param) in origin.items() if param in of_module}
-        bucket_set = reductions.temporary(named, sparse=sparse)
-        where = f"{reductions.where()}, torch.distributed.autograd"
+        bucket_set = averager.manager.temporary(named, sparse=sparse)
+        where = f"{averager.where()}, torch.distributed.autograd"
         self.context = context
         self.params = [origin[each][1] for each in bucket_set.params]
-        self.reduction = reductions.open(
-            bucket_set, [False] * len(named), GradSource.CONTEXT, where, of_backwards=False
+        used = [False] * len(named)
+        self.reduction = averager.open(
+            bucket_set, GradSource.CONTEXT, used, where=where, of_backwards=False
         )
         self.backward = Backward(where, bucket_set, (), self.reduction)
         self.unfilled = [len(bucket.params) for bucket in bucket_set.buckets]
@@ -136,43 +136,28 @@ class ContextBackward:
 
 
 class ContextReducer:
-    """Reduces the gradients in contexts, for one wrapper.
+    """Reduces gradients in contexts, beside the reducer of a wrapper, which does not know it."""
 
-    Args:
-        reductions, forwards, options: of the wrapper.
-        launching: held while buckets are launched.
-    """
-
-    def __init__(
-        self,
-        reductions: Reductions,
-        forwards: Forwards,
-        options: ReducerOptions,
-        launching: AbstractContextManager[Any],
-    ) -> None:
-        self._reductions = reductions
-        self._forwards = forwards
-        self._options = options
-        self._launching = launching
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer, self._averager = reducer, reducer.averager
         # The backward that is reduced, or has failed; and the id of the last backward that went
         # through an output, reduced or not.
         self._current: ContextBackward | None = None
         self._seen = -1
-        self._is_detached = False
-        self._group = reductions.group
+        self._group = reducer.group
+        self._group.join_forks(self)
         self._reference = weakref.ref(self, self._group.owners.discard)
         hash(self._reference)  # cached now: it cannot be computed after this object is freed
 
     @property
     def order(self) -> tuple[str, int, int]:
         """See :class:`~tritonddp.coordination.group.Owner`: before the reducer of the wrapper."""
-        return self._group.name, self._reductions.parameters.number, 0
+        return self._group.name, self._averager.parameters.number, 0
 
-    def watch(self, reducer: weakref.ref[Any], output: Any, context: int, syncs: bool) -> None:
+    def watch(self, output: Any, context: int, syncs: bool) -> None:
         """A forward in the context of this id has returned ``output``.
 
         Args:
-            reducer: is called back for a ``loss.backward()`` inside the context.
             output: what the forward returned.
             context: id of the context.
             syncs: the forward ran outside ``no_sync``.
@@ -180,10 +165,11 @@ class ContextReducer:
         Raises:
             RuntimeError: gradients in a context cannot be averaged as the user has asked for.
         """
-        if not self._is_detached:
+        if not self._reducer.is_detached:
             self._check()
         reference = self._reference
-        forward = self._forwards.ended(self._reductions.counters.reductions, syncs)
+        reducer: weakref.ref[Any] = self._reducer.reference  # called back for loss.backward()
+        forward = self._reducer.forwards.ended(self._averager.counters.reductions, syncs)
 
         def hook(gradient: Tensor) -> None:
             if distributed_engine_runs():
@@ -199,8 +185,8 @@ class ContextReducer:
             tensor.register_hook(hook)
 
     def _check(self) -> None:
-        inside = f"{self._reductions.where()}: inside torch.distributed.autograd.context()"
-        sync, options = self._reductions.sync, self._options
+        inside = f"{self._averager.where()}: inside torch.distributed.autograd.context()"
+        sync, reducer = self._averager.sync, self._reducer
         if sync.weight is not None:
             raise RuntimeError(f"{inside} a mean cannot be weighted by weighted(n): {_BY_HAND}")
         if sync.join is not None and sync.join.is_open:
@@ -208,14 +194,14 @@ class ContextReducer:
                 f"{inside} join() cannot be used, since ranks that have no inputs left cannot take "
                 "part in such a backward: leave join() out"
             )
-        if options.comm_hook is not None:
+        if reducer.comm_hook is not None:
             raise RuntimeError(f"{inside} no communication hook is called: {_BY_HAND}")
-        if options.steps_optimizers:
+        if reducer.steps_optimizers:
             raise RuntimeError(
                 f"{inside} no optimizer can step in the backward, since torch's "
                 "_apply_optimizer_in_backward waits for .grad: use a DistributedOptimizer"
             )
-        if options.finalizes_manually:
+        if reducer.finalizes_manually:
             raise RuntimeError(
                 f"{inside} finalize_backward() has nothing to wait for: set "
                 "require_manual_backward_finalization to False"
@@ -225,32 +211,32 @@ class ContextReducer:
 
     def _begin(self, context: int, forward: Forward) -> None:
         """A distributed backward goes through an output of a forward that ran in ``context``."""
-        group, reductions = self._group, self._reductions
-        if self._is_detached:
+        group, averager = self._group, self._averager
+        if self._reducer.is_detached:
             group.refuse_if_forked()
             return
-        with self._launching, torch.no_grad():
+        with self._reducer.launching, torch.no_grad():
             former, graph_task = self._current, current_graph_task_id()
             begun = None if former is None else former.backward.graph_task
             if graph_task in (self._seen, begun):
                 return  # already decided, at another output; this may have failed then
             self._seen = graph_task
-            source = self._forwards.decide(
-                forward, reductions.sync, reductions.counters.reductions, reductions.where
+            source = averager.forwards.decide(
+                forward, averager.sync, averager.counters.reductions, averager.where
             )
             if source is None:
                 return  # no_sync: the context keeps this rank's gradients
             if former is not None and former.backward.runs:
                 raise RuntimeError(
-                    f"{reductions.where()}: a backward in another torch.distributed.autograd "
+                    f"{averager.where()}: a backward in another torch.distributed.autograd "
                     "context still runs, and the order of the two may differ between ranks: run "
                     "one after the other"
                 )
             group.recover()
-            reductions.parameters.register()
-            current = reductions.manager.current
+            averager.parameters.register()
+            current = averager.manager.current
             begins = ContextBackward(
-                reductions, context, zip(current.names, current.params, strict=True)
+                averager, context, zip(current.names, current.params, strict=True)
             )
             self._current = begins
             try:
@@ -277,11 +263,11 @@ class ContextReducer:
         if current.backward.graph_task != current_graph_task_id():
             return  # this hook belongs to an earlier backward, which failed
         # Sends of a context may run on several threads.
-        with _raising_at_end(), self._launching, torch.no_grad():
+        with _raising_at_end(), self._reducer.launching, torch.no_grad():
             current.arrived[number] = has_gradient
             current.unfilled[current.bucket_of[number]] -= 1
             try:
-                current.send(self._reductions.where())
+                current.send(self._averager.where())
             except Exception:
                 current.backward.moves_to(FAILED)
                 raise
@@ -291,12 +277,12 @@ class ContextReducer:
     @torch.no_grad()
     def _end(self, current: ContextBackward) -> None:
         """The backward is over on this rank: write the means into the context."""
-        reduction, events = current.reduction, self._reductions.events
+        reduction, events = current.reduction, self._averager.events
         if not current.backward.runs:
             return
         try:
-            with self._launching:
-                current.send(self._reductions.where(), rest=True)
+            with self._reducer.launching:
+                current.send(self._averager.where(), rest=True)
             try:
                 with Uninterrupted():
                     reduction.finish()
@@ -304,7 +290,7 @@ class ContextReducer:
                         call(reduction)
                     current.write()
             except Mismatch as error:
-                self._reductions.raise_mismatch(error, reduction)
+                self._averager.raise_mismatch(error, reduction)
             finally:
                 self._leave(current)
             for call in events.on_end:
@@ -323,9 +309,16 @@ class ContextReducer:
     def finish_waiting(self) -> None:
         """See :class:`~tritonddp.coordination.group.Owner`: here the end itself waits."""
 
+    def detach(self) -> None:
+        """No collective is owed any more."""
+        self._group.owners.discard(self._reference)
+
     def make_up(self) -> None:
         """If a backward failed: take part in the collectives of the other ranks."""
         current = self._current
+        if self._reducer.is_detached:
+            self.detach()
+            return
         if current is None or current.backward.runs:
             return
         reduction = current.reduction
@@ -343,12 +336,7 @@ class ContextReducer:
                     reduction.break_off()
                 reduction.take_part()
             except Mismatch as error:
-                self._reductions.raise_mismatch(error, reduction)
-
-    def detach(self) -> None:
-        """Notice no backward any more."""
-        self._is_detached = True
-        self._group.owners.discard(self._reference)
+                self._averager.raise_mismatch(error, reduction)
 
 
 def _arrived(

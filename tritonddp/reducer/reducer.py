@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -30,11 +30,12 @@ from torch import Tensor
 from tritonddp._device import is_capturing
 from tritonddp._torch import COMPILED_AUTOGRAD, IN_COMPILED_AUTOGRAD, current_graph_task_id
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.comm.comm_hook import CommHook, Hook
+from tritonddp.comm.comm_hook import CommHook
 from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.reducer import capture, checkpoint, on_demand
+from tritonddp.reducer import capture
+from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
     COMPLETE,
     FAILED,
@@ -50,9 +51,6 @@ from tritonddp.reducer.graph.backward import (
 from tritonddp.reducer.graph.participation import as_trainable, is_of_others
 from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
 from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
-from tritonddp.reducer.in_context import ContextReducer
-from tritonddp.reducer.options import ReducerOptions, refuse_compiled_autograd
-from tritonddp.reducer.reductions import Reductions
 
 _grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
@@ -64,18 +62,14 @@ class Reducer:
     """Reduces the gradients of a module over a process group during each backward.
 
     Args:
-        reductions: opens reductions, and holds the buckets.
-        counts_dropped: see :class:`ReducerOptions`.
+        averager: opens reductions, and does what the ranks do alike.
+        counts_dropped: gradients that hooks drop count as zero: see :class:`Reduction`.
 
     Attributes:
-        reductions: see above.
-        counters, events, group, parameters, sync, agreement, manager: those of the reductions.
-        options: what users and features have asked for since construction.
-        statistics: what was observed so far.
-        forwards: decides which backwards are reduced.
+        averager: see above.
+        counters, events, group, parameters, sync, agreement, manager, forwards, reentrant: those of
+            ``averager``.
         tracker: knows which gradients have come.
-        reentrant: parameters whose gradients come without announcement.
-        contexts: backwards of ``torch.distributed.autograd``.
         backward: the backward that runs, has failed or waits for ``finalize_backward()``.
         unreduced: gradients that no reduction has taken yet.
         post_backward: the end of the next backward waits for these.
@@ -83,33 +77,43 @@ class Reducer:
         launching: held while a segment is packed: hooks of a multi-device module run on a thread
             per device.
         reference: a weak one, to this object.
+        comm_hook: reduces the buckets; ``None`` if the user has registered none.
+        steps_optimizers: optimizers step in the backward.
+        finalizes_manually: backwards end in ``finalize_backward()``.
+        counted_forwards: number of forwards with gradients.
+        skipped: indices of the buckets that the last reduction of a backward left out.
+        reduced: number of the buckets that it reduced.
+        alone: it, if it exchanged nothing, as there is only one rank.
     """
 
-    def __init__(self, reductions: Reductions, counts_dropped: bool = True) -> None:
-        self.reductions = reductions
-        self.counters = reductions.counters
-        self.events = reductions.events
-        self.group = group = reductions.group
-        self.parameters = reductions.parameters
-        self.sync = reductions.sync
-        self.agreement = reductions.agreement
-        self.manager = reductions.manager
-        self.where = reductions.where
-        self.options = ReducerOptions(counts_dropped)
-        self.statistics = reductions.statistics
-        self.forwards = reductions.forwards
-        self.reentrant = reductions.reentrant
+    # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
+    # and tests alone, which set it on one object: no user gains from it.
+    exchanges_alone = False
+
+    def __init__(self, averager: Averager, counts_dropped: bool = True) -> None:
+        self.averager = averager
+        self.counters, self.events = averager.counters, averager.events
+        self.group, self.parameters = averager.group, averager.parameters
+        self.sync, self.agreement = averager.sync, averager.agreement
+        self.manager, self.where = averager.manager, averager.where
+        self.forwards, self.reentrant = averager.forwards, averager.reentrant
         self.backward: Backward | None = None
         self.unreduced = Unreduced()
         self.post_backward: list[torch.futures.Future] = []
         self.is_detached = False
         self.launching = threading.RLock()
-        self.contexts = ContextReducer(reductions, self.forwards, self.options, self.launching)
-        self.reference = weakref.ref(self, group.owners.discard)
+        self.comm_hook: CommHook | None = None
+        self.steps_optimizers = self.finalizes_manually = False
+        self.counted_forwards = self.reduced = 0
+        self.skipped: Collection[int] = ()
+        self.alone: Reduction | None = None
+        self._counts_dropped = counts_dropped
+        self._log_error: Callable[[str], object] | None = None
+        self.reference = weakref.ref(self, self.group.owners.discard)
         hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
         self._others = WatchedParameters(self.reference)
-        group.join_forks(self)
+        self.group.join_forks(self)
         self.manager.notify(partial(_renumber, self.reference))
         self._track()
         self.unreduced.clear(self.manager.current.params)
@@ -143,14 +147,14 @@ class Reducer:
             return
         has_grad = torch.is_grad_enabled()
         if has_grad and self.backward is not None:
-            self.options.check_finalized(self.backward, self.where())
+            self.check_finalized()
         if self.group.owners:
             self.group.recover()
         if self.post_backward:
             self.wait_post_backward()
         if not has_grad:
             return
-        self.statistics.forwards += 1
+        self.counted_forwards += 1
         for call in self.events.on_forward:
             call()
         if self.forwards.was_local:
@@ -167,12 +171,12 @@ class Reducer:
         same before: it does so too on a rank whose next reduction is a backward. Else wait for
         :attr:`post_backward`, and look at once.
         """
-        self.options.check_finalized(self.backward, self.where())
+        self.check_finalized()
         if not reduces:
             self.wait_post_backward()
         self.group.recover()
         if not reduces:
-            self.reductions.check_pending()
+            self.averager.check_pending()
 
     def settle_and_refresh(self) -> None:
         """Call :meth:`settle`, and look for changed parameters."""
@@ -189,7 +193,7 @@ class Reducer:
     def take_up_parameters(self) -> None:
         """Parameters have come or gone, before a forward that other ranks run too."""
         if not (self.is_detached or self.backward_runs):
-            self.reductions.take_up_parameters()
+            self.averager.take_up_parameters()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
         """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
@@ -197,7 +201,7 @@ class Reducer:
         ``afterwards`` is called on all ranks when that is done.
         """
         self.forwards.count_any_call()
-        self.reductions.call_afterwards(afterwards)
+        self.averager.call_afterwards(afterwards)
         self.watch_others()
 
     def watch_others(self) -> None:
@@ -238,7 +242,7 @@ class Reducer:
         if forward is None and self.forwards.call_sites is not None:
             self.refresh_parameters()
             if not self.parameters.is_agreed:
-                self.reductions.take_up_parameters(in_backward=True)
+                self.averager.take_up_parameters(in_backward=True)
         tracker = self.tracker
         # A GPU alone has to be given work in time: elsewhere nothing is assumed.
         is_captured = self.manager.current.is_on_gpu and is_capturing()
@@ -251,17 +255,21 @@ class Reducer:
             if not any(reached) and is_of_others(self.manager.current.params):
                 return
             missing = {number for number, comes in enumerate(reached) if not comes}
-            if missing != self.statistics.missing:
+            if missing != self.reentrant.missing:
                 self.parameters.check_kinds(missing, self.where)
             if tracker.is_outdated(missing):
                 self._track()
                 return self.on_backward(forward)
         if self.backward is not None:
-            self.options.check_finalized(self.backward, self.where())
+            self.check_finalized()
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
-            refuse_compiled_autograd(self.where())
+            raise RuntimeError(
+                f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose hooks "
+                "need autograd's own engine: leave torch._dynamo.config.compiled_autograd at "
+                "False. torch.compile does not need it to compile a forward."
+            )
         if self.agreement.pending and self.events.needs_reached:
-            self.reductions.check_pending()
+            self.averager.check_pending()
         is_around = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is not None:
@@ -297,43 +305,37 @@ class Reducer:
         manager, tracker, group = self.manager, self.tracker, self.group
         current = manager.current
         if is_captured:
-            capture.begin(self.reductions, tracker.streams, missing, is_reduced=True)
+            capture.begin(self.averager, tracker.streams, missing, is_reduced=True)
         if noted:
             self.unreduced.reduced_backward_begins(current.params)
         if self.parameters.number < 0:
             self.parameters.register()
         if manager.former_counts or manager.schema is not self.parameters.schema:
             manager.reduction_begins()
-        if missing != self.statistics.missing:
-            self.statistics.note_missing(missing)
+        if missing != self.reentrant.missing:
+            self.reentrant.note_missing(missing)
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
-        is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
+        is_alone = group.size == 1 and self._needs_no_exchange()
         schema, site = self.parameters.schema, self.forwards.call_site
         if site is not None:
             schema += site.hash
-        reduction = Reduction(
+        reduction = self.averager.open(
             current,
-            () if is_alone else current.buckets,
-            self.agreement,
-            self.events,
-            self.counters,
-            used,
             source,
-            f"rank {group.rank}, step {self.counters.reductions + 1}",
-            schema,
-            self.sync.join,
-            [False] * len(current.segments),
-            [0] * len(current.buckets),
-            is_alone,
+            used,
+            buckets=() if is_alone else current.buckets,
+            where=f"rank {group.rank}, step {self.counters.reductions + 1}",
+            schema=schema,
+            is_alone=is_alone,
             is_captured=is_captured,
             earlier=left.used,
             arrived=tracker.log,
             has_unannounced=bool(missing),
-            counts_dropped=self.options.counts_dropped,
+            counts_dropped=self._counts_dropped,
         )
         is_provisional = manager.is_provisional
         backward = Backward(
@@ -341,10 +343,10 @@ class Reducer:
             current,
             reached,
             reduction,
-            is_late,
-            is_provisional,
-            left.used,
-            doubtful,
+            is_late=is_late,
+            is_provisional=is_provisional,
+            earlier=left.used,
+            doubtful=doubtful,
             creates_graph=torch.is_grad_enabled(),
         )
         # From here on the other ranks wait for the collectives of this reduction: see make_up.
@@ -352,8 +354,6 @@ class Reducer:
         self.counters.reductions += 1
         try:
             group.owners.add(self.reference)
-            if reduction.join is not None:
-                reduction.join.reduction_begins()
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.unfilled[:] = tracker.waiting
@@ -363,7 +363,7 @@ class Reducer:
                 backward.queue_end(partial(self._end), self._broke_off, local)
                 return
             if is_provisional:
-                self.reductions.announce_buckets()
+                manager.announce()
             for bucket in current.to_prepare:
                 bucket.prepare()
             grads = list(map(_grad_of, current.params))
@@ -378,12 +378,29 @@ class Reducer:
         if not is_provisional and not reduction.unfilled[0]:
             (self.on_gradients if is_late else tracker.tell_first)()
 
+    def _needs_no_exchange(self) -> bool:
+        """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
+        manager = self.manager
+        wire = manager.factory.wire
+        return (
+            not self.exchanges_alone
+            and self.agreement.divisor == 1
+            and self.comm_hook is None
+            and not self.finalizes_manually
+            and self.sync.join is None
+            and wire.reduce_dtype is None
+            and wire.compression is None
+            and not manager.is_provisional
+            and not self.events.needs_buckets
+            and not manager.current.needs_reduction
+        )
+
     def _open_local(
         self, forward: Forward | None, reached: list[bool], is_around: bool, is_captured: bool
     ) -> None:
         """A backward begins that only accumulates."""
         if is_captured:
-            capture.begin(self.reductions, self.tracker.streams, (), is_reduced=False)
+            capture.begin(self.averager, self.tracker.streams, (), is_reduced=False)
         may_be_reduced = self.sync.enabled and self.sync.join is None
         doubt = ""
         if self.group.size > 1 and self.sync.join is None:
@@ -493,7 +510,7 @@ class Reducer:
             if is_left:
                 with self.launching:
                     reduction.launch_ready(rest=True)
-            if self.options.finalizes_manually and any(reduction.works):
+            if self.finalizes_manually and any(reduction.works):
                 backward.moves_to(UNFINALIZED)
                 self.wait_post_backward()
                 return
@@ -524,7 +541,7 @@ class Reducer:
             reduction.note_used(tracker.arrivals(), self.unreduced.used)
         tracker.note_unannounced(reduction, self.reentrant)
         if missing := tracker.assumed_too_much():
-            self.statistics.note_missing(missing)
+            self.reentrant.note_missing(missing)
             self.reentrant.stayed_away(missing)
         tracker.learn()
 
@@ -553,7 +570,7 @@ class Reducer:
                         call(reduction)
                     if is_unusual:
                         arrived = self.tracker.arrivals() if manager.is_provisional else ()
-                        self.reductions.complete(reduction, arrived)
+                        self.averager.complete(reduction, arrived)
                     backward.moves_to(COMPLETE)
             else:
                 backward.moves_to(COMPLETE)
@@ -562,8 +579,8 @@ class Reducer:
         # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: make_up
         # waits for them.)
         self._close(backward)
-        if self.reductions.afterwards is not None and any(self.parameters.buffer_tables):
-            self.reductions.afterwards()
+        if self.averager.afterwards is not None and any(self.parameters.buffer_tables):
+            self.averager.afterwards()
         for call in self.events.on_end:
             call(reduction)
         if self.post_backward:
@@ -573,10 +590,11 @@ class Reducer:
         """The reduction of ``backward`` has ended with this error: raise it, with a message."""
         try:
             if isinstance(error, Mismatch):
-                self.reductions.raise_mismatch(error, backward.reduction)
+                self.averager.raise_mismatch(error, backward.reduction)
             raise error
         except RuntimeError as named:
-            self.options.log_error(str(named))
+            if self._log_error is not None:
+                self._log_error(str(named))
             # After a local error the other ranks go on: make_up waits for what is in flight.
             if not isinstance(named, LocalError):
                 for call in self.events.on_abort:
@@ -589,11 +607,11 @@ class Reducer:
         if backward.reduction is not None:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
-            reduction, current, facts = backward.reduction, self.manager.current, self.statistics
-            facts.skipped = reduction.skipped
+            reduction, current = backward.reduction, self.manager.current
+            self.skipped = reduction.skipped
             # (Its buckets may have been replaced.)
-            facts.reduced = len(reduction.unfilled) - len(reduction.skipped)
-            facts.alone = reduction if reduction.is_alone else None
+            self.reduced = len(reduction.unfilled) - len(reduction.skipped)
+            self.alone = reduction if reduction.is_alone else None
             for bucket in current.to_release:
                 bucket.release()
             if reduction.skipped or reduction.is_alone:
@@ -637,11 +655,11 @@ class Reducer:
                 bucket.discard()
             self._abort(backward)
             return
-        self.reductions.before_make_up(reduction)
+        self.averager.before_make_up(reduction)
         arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
         with Uninterrupted():  # whoever owes collectives is not forgotten before they are made
             try:
-                self.reductions.make_up(reduction, arrived)
+                self.averager.make_up(reduction, arrived)
             finally:
                 self._abort(backward)
 
@@ -655,7 +673,6 @@ class Reducer:
     def renumber(self, former: Sequence[int | None]) -> None:
         """Buckets are new: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
         self.reentrant.renumber(former)
-        self.statistics.renumber(former)
         self._track()
         self.unreduced.renumber(former, self.manager.current.params)
 
@@ -673,7 +690,7 @@ class Reducer:
         if former is not None:
             self.tracker.inherit(former)
 
-    # What users ask for
+    # What users and features ask for
 
     def settle_outside_backward(self, problem: str, reduces: bool = False) -> None:
         """Call :meth:`settle`; a RuntimeError that says ``problem`` if a backward runs."""
@@ -681,95 +698,54 @@ class Reducer:
             raise RuntimeError(f"{self.where()}: {problem}")
         self.settle(reduces)
 
-    def prepare_request(self, what: str = "reduced on request") -> None:
-        """The user asks for something that needs the gradients of the last backward.
+    def check_finalized(self) -> None:
+        """Raise a RuntimeError if a backward waits for ``finalize_backward()``."""
+        if self.backward is not None and self.backward.phase is UNFINALIZED:
+            raise RuntimeError(
+                f"{self.where()}: Expected to have finalized the prior backward pass before "
+                "starting a new one. Call finalize_backward() after backward() when "
+                "require_manual_backward_finalization is true."
+            )
+
+    def finalize_manually(self, required: bool) -> None:
+        """Whether backwards end in ``finalize_backward()``, not by themselves.
 
         Raises:
-            RuntimeError: gradients cannot be ``what`` now.
+            RuntimeError: a backward runs, or waits for that.
         """
-        message = f"gradients are not {what} in a replay: do it without a graph"
-        capture.refuse(self.manager.current, self.where(), message)
-        problem = f"gradients cannot be {what} while a backward runs: wait for its end"
-        self.settle_outside_backward(problem, reduces=True)
+        # (A backward that failed is over: the next forward makes up for it.)
+        waits = self.backward is not None and self.backward.phase is UNFINALIZED
+        if waits or self.backward_runs:
+            raise RuntimeError(
+                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
+                "while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
+        self.finalizes_manually = required
 
-    def reduce_accumulated(self) -> None:
-        """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
-        self.prepare_request()
-        self.parameters.register()
-        self.refresh_parameters()
-        if not self.parameters.is_agreed:
-            current = self.manager.current
-            placed = list(zip(current.names, current.params, strict=True))
-            self.reductions.take_up_parameters(requested=placed)
-        last = on_demand.reduce_accumulated(self.reductions, self.unreduced.used)
-        self.statistics.own_gradients_at = -1  # requests are no reductions that are counted
+    def use(self, hook: CommHook) -> None:
+        """Reduce the buckets of backwards by ``hook`` from now on."""
+        self.comm_hook = hook
+        self.manager.use(hook)
+
+    def step_optimizers(self) -> None:
+        """Optimizers step in the backward from now on."""
+        self.steps_optimizers = True
+
+    def log_errors(self, log: Callable[[str], object]) -> None:
+        """Call ``log`` with the message of each error that ends a backward."""
+        self._log_error = log
+
+    def requested(self, reduction: Reduction) -> None:
+        """A reduction on request is over, of all gradients in ``.grad``."""
         self.forwards.reduction_begins()
         self.unreduced.clear(self.manager.current.params)
         for close in self.events.on_close:
-            close(last)
-        if self.reductions.afterwards is not None:
-            self.reductions.afterwards()
+            close(reduction)
+        if self.averager.afterwards is not None:
+            self.averager.afterwards()
         for end in self.events.on_end:
-            end(last)
-
-    def reduced_parameters(self) -> set[Tensor]:
-        """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
-        self.prepare_request("compared")
-        self.reductions.check_pending()
-        self.wait_post_backward()
-        if self.is_detached or self.counters.reductions == self.statistics.own_gradients_at:
-            return set()
-        pairs = zip(self.manager.current.params, self.unreduced.used, strict=True)
-        owners = self.manager.factory.owners
-        return {param for param, accumulated in pairs if not accumulated and param not in owners}
-
-    def load_comm_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from this state; see :func:`checkpoint.load_comm_state`."""
-        self.settle_outside_backward(
-            "load_comm_state_dict() was called while a backward runs: call it between two steps"
-        )
-        if not self.is_detached:
-            checkpoint.load_comm_state(self.reductions, states)
-
-    def finalize_manually(self, required: bool) -> None:
-        """Whether backwards end in :meth:`finalize_backward`, not by themselves."""
-        waits = self.backward is not None and self.backward.phase is UNFINALIZED
-        self.options.finalize_manually(required, self.backward_runs or waits, self.where())
-
-    @torch.no_grad()
-    def finalize_backward(self) -> None:
-        """Wait for the buckets of a backward that is over, or has launched all of them.
-
-        Raises:
-            RuntimeError: there is no such backward; or see :meth:`finish_ended`.
-        """
-        self.options.check_may_finalize()
-        backward = self.backward
-        if backward is not None and backward.phase is UNFINALIZED:
-            self.finish_ended()
-            return
-        reduction = None if backward is None else backward.reduction
-        if reduction is not None and self.backward_runs:
-            self.options.check_launched(reduction, self.where())
-            if any(reduction.works):
-                try:
-                    reduction.finish()  # the end of the backward does the rest
-                except Mismatch as error:
-                    self.reductions.raise_mismatch(error, reduction)
-                return
-        self.options.refuse_to_finalize(self.where())
-
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Have ``hook`` reduce the buckets of all backwards from now on.
-
-        See :class:`~tritonddp.comm.comm_hook.CommHook`, and for what it raises the method of the
-        wrapper.
-        """
-        self.settle_outside_backward("a communication hook cannot be registered during a backward")
-        factory = self.manager.factory
-        self.options.use_comm_hook(state, hook, factory.wire.compression, bool(factory.owners))
-        self.reductions.stay_with_process_group()
-        self.manager.use(CommHook(hook, state, self.group, self.counters))
+            end(reduction)
 
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""
@@ -778,7 +754,6 @@ class Reducer:
         self._others.watch(())
         self.group.owners.discard(self.reference)
         self.backward = None
-        self.contexts.detach()
 
 
 def _renumber(reference: weakref.ref[Reducer], former: Sequence[int | None]) -> None:

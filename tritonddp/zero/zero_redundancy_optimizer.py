@@ -243,7 +243,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.optim.step(**kwargs)
         if self._masters is not None:
             self._masters.after_step()
-        core.reductions.owners_have_stepped()
+        self._state.requests.owners_have_stepped()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._values.exchange(f"{core.where()}, optimizer step")
@@ -370,10 +370,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
-        self._reduced = core.reduced_parameters()  # (it leaves out those that have owners)
+        self._reduced = (
+            self._state.requests.reduced_parameters()
+        )  # (it leaves out those that have owners)
         former = core.manager.factory.owners
         left = [name for name, p in self._named(former) if p not in params and p.grad is not None]
-        if left and core.reductions.stepped_at < core.counters.reductions:
+        if left and self._state.requests.stepped_at < core.counters.reductions:
             raise ValueError(
                 f"{core.where()}: the earlier ZeroRedundancyOptimizer has {listed(left)}, and the "
                 "gradients are on the owners alone: step it and call zero_grad(), or give this "
@@ -389,7 +391,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         for param in self._reduced:
             if self._owners.get(param, rank) != rank:
                 param.grad = None
-        self._core.reductions.own(self._owners)
+        self._core.manager.own(self._owners)
         ranks = range(self._group.size)
         named = self._named(self._all_params())
         of_ranks = [[each for each in named if self._owners[each[1]] == rank] for rank in ranks]
@@ -574,7 +576,7 @@ def _check(state: DDPState, named: Sequence[tuple[str, Tensor]]) -> None:
     in_backward = [name for name, param in named if optimizers_in_backward(param)]
     reasons = {
         "compression='int8' has no owners: use reduce_dtype": wire.compression is not None,
-        "a communication hook reduces the gradients": core.options.comm_hook is not None,
+        "a communication hook reduces the gradients": core.comm_hook is not None,
         "the wrapper has mixed_precision: use torch.autocast": state.low_precision is not None,
         f"gradients of {listed(sparse)} are sparse: use sparse=False": bool(sparse),
         f"optimizers step {listed(in_backward)} in the backward": bool(in_backward),

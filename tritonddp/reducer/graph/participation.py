@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -193,13 +193,26 @@ class ReentrantGrads:
     missing parameter may get a gradient.
 
     Parameters are given by their numbers.
+
+    Attributes:
+        missing: in the last reduced backward; ``None`` before the first.
+        is_static: all reduced backwards have reached the same parameters.
+        has_come: a gradient has come from an inner backward.
+        suspected: see above.
     """
 
     def __init__(self) -> None:
-        self.has_come = False  # a gradient has come from an inner backward
+        self.missing: Collection[int] | None = None
+        self.is_static = True
+        self.has_come = False
         self._seen: set[int] = set()
         self._stayed_away: set[int] = set()
-        self.suspected: set[int] = set()  # missing in this backward for the first time
+        self.suspected: set[int] = set()
+
+    def note_missing(self, missing: Collection[int]) -> None:
+        """A reduced backward does not reach the same parameters as the one before."""
+        self.is_static = self.is_static and self.missing is None
+        self.missing = missing
 
     def may_come(self, missing: set[int]) -> set[int]:
         """Numbers that may get a gradient in a backward that announces all but ``missing``."""
@@ -225,3 +238,5 @@ class ReentrantGrads:
         """Update numbers: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
         self._seen = {new for new, old in enumerate(former) if old in self._seen}
         self._stayed_away = {new for new, old in enumerate(former) if old in self._stayed_away}
+        if self.missing:
+            self.missing = {new for new, old in enumerate(former) if old in self.missing}

@@ -1,26 +1,20 @@
-"""The reductions of one wrapper: what all of them need, whether a backward runs or not."""
+"""What the ranks of one wrapper do alike, whether a backward runs or not."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._device import is_capturing
 from tritonddp._torch import preserve_version_counters
-from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast, bytes_of
-from tritonddp.comm.process_group import ProcessGroupTransport
-from tritonddp.comm.reduction import Reduction
-from tritonddp.comm.transport import TransportChoice
+from tritonddp.comm.reduction import Reduction, ReductionFactory
 from tritonddp.coordination.agreement import (
     NOTHING,
     Agreement,
@@ -29,7 +23,6 @@ from tritonddp.coordination.agreement import (
     GradSource,
     Mismatch,
     SkippedMismatch,
-    Weight,
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
@@ -39,180 +32,60 @@ from tritonddp.reducer import capture
 from tritonddp.reducer.extension import Events
 from tritonddp.reducer.graph.backward import Forwards, SyncState
 from tritonddp.reducer.graph.participation import ReentrantGrads
-from tritonddp.reducer.options import ReducerOptions
-from tritonddp.reducer.statistics import Statistics
 
 logger = logging.getLogger("tritonddp.in_step")
 
 
-class Reductions:
-    """Opens reductions, and does what follows one: new buckets, added parameters, errors.
+class Averager:
+    """What the ranks do alike: opens the reductions of one wrapper, and does what follows one.
+
+    That is new buckets, parameters that come and go, the rest of a reduction that failed here, and
+    errors if the ranks do not reduce the same.
 
     Args:
         parameters: of the module, the same on every rank.
         group: the ranks to average over.
-        caps: bucket sizes.
+        manager: holds the buckets.
+        agreement: writes and compares the headers of the ranks.
+        counters: count launches and bytes sent.
         sync: settings of the next backward, written by the wrapper.
         broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
             its own.
-        wire: the dtype and the compression in which gradients are sent.
-        counters: count launches and bytes sent.
-        views: ``.grad`` tensors are views of the buckets.
-        lazy: buckets have memory during backwards only.
-        check_finite: buckets record which gradients are not finite.
-        transport: how gradients travel; by default through the process group.
-        is_in_place: large gradients are reduced where they lie, where that is possible.
-        divide_factor: sums of gradients are divided by it; ``None`` for the number of ranks.
 
     Attributes:
-        parameters, group, sync, counters: see above.
+        parameters, group, manager, agreement, counters, sync: see above.
         events: callbacks of extensions.
-        agreement: writes and compares the headers of the ranks.
-        manager: holds the buckets.
-        memory: moves buckets to memory of the host; ``None`` if they stay with the process group.
-        reentrant: parameters whose gradients come without announcement.
-        statistics: facts about the steps so far.
+        open: makes a reduction, see :meth:`ReductionFactory.open`.
+        reentrant: parameters that backwards do not reach, or whose gradients come without
+            announcement.
         forwards: decides which backwards are reduced.
         afterwards: see :meth:`call_afterwards`.
-        stepped_at: number of reductions when the owners of parameters have stepped last.
     """
-
-    # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
-    # and tests alone, which set it on one object: no user gains from it.
-    exchanges_alone = False
 
     def __init__(
         self,
         parameters: ModuleParameters,
         group: Group,
-        caps: BucketCaps,
+        manager: BucketManager,
+        agreement: Agreement,
+        counters: Counters,
         sync: SyncState,
         broadcast: StateBroadcast | None = None,
-        wire: WireFormat | None = None,
-        counters: Counters | None = None,
-        views: bool = False,
-        lazy: bool = False,
-        check_finite: bool = False,
-        transport: TransportChoice | None = None,
-        is_in_place: bool = False,
-        divide_factor: float | None = None,
     ) -> None:
-        self.counters = counters = counters or Counters()
-        self.parameters = parameters
-        self.group = group
-        self.sync = sync
+        self.parameters, self.group, self.manager = parameters, group, manager
+        self.agreement, self.counters, self.sync = agreement, counters, sync
+        self.where = manager.where
         self.events = Events()
-        self.agreement = Agreement(group, divide_factor)
-        wire = wire or WireFormat()
-        transport = transport or TransportChoice()
-        by_group = ProcessGroupTransport(group, counters)
-        factory = BucketFactory(
-            wire,
-            group,
-            counters,
-            by_group,
-            views,
-            lazy,
-            check_finite,
-            transport.is_registered,
-            is_in_place,
-        )
-        self.manager = BucketManager(parameters, group, caps, factory, counters)
-        self.memory = transport.memory(group, by_group, counters)
+        make = ReductionFactory(parameters, agreement, self.events, counters, sync, self.where)
+        self.open = make.open
         self.reentrant = ReentrantGrads()
-        self.statistics = Statistics()
         self.forwards = Forwards()
         self._broadcast = broadcast
-        self._known = {param for _, param in parameters.params}  # the ranks had them alike
         self.afterwards: Callable[[], None] | None = None
-        self.stepped_at = -1
-
-    def owners_have_stepped(self) -> None:
-        """The owners of parameters have used all gradients that are reduced."""
-        self.stepped_at = self.counters.reductions
 
     def call_afterwards(self, function: Callable[[], None]) -> None:
         """Call this on all ranks whenever a backward is reduced, or made up for."""
         self.afterwards = function
-
-    def where(self) -> str:
-        """This rank and its step, for messages."""
-        return f"rank {self.group.rank}, step {self.counters.reductions}"
-
-    def open(
-        self,
-        bucket_set: BucketSet,
-        used: list[bool],
-        source: GradSource,
-        where: str = "",
-        weight: Weight | None = None,
-        schema: bytes | None = None,
-        of_backwards: bool = True,
-    ) -> Reduction:
-        """A reduction that no running backward makes; see :class:`Reduction`."""
-        if self.sync.join is not None and source is not GradSource.CHANGED:
-            self.sync.join.reduction_begins()
-        return Reduction(
-            bucket_set,
-            bucket_set.buckets,
-            self.agreement,
-            self.events,
-            self.counters,
-            used,
-            source,
-            where or self.where(),
-            self.parameters.schema if schema is None else schema,
-            self.sync.join,
-            [False] * len(bucket_set.segments),
-            [0] * len(bucket_set.buckets),
-            weight=weight,
-            of_backwards=of_backwards,
-            earlier=used,  # no gradient is of before it
-        )
-
-    def temporary(
-        self,
-        named_params: Sequence[tuple[str, Parameter]],
-        views: bool = False,
-        sparse: Collection[Tensor] | None = None,
-    ) -> BucketSet:
-        """See :meth:`BucketManager.temporary`."""
-        self.announce_buckets()
-        return self.manager.temporary(named_params, views, sparse)
-
-    def own(self, owners: Mapping[Tensor, int]) -> None:
-        """See :meth:`BucketManager.own`."""
-        self.manager.own(owners)
-        if not self.manager.is_provisional:
-            self.move_buckets()
-
-    def stay_with_process_group(self) -> None:
-        """Do not move buckets to memory of the host any more."""
-        if self.memory is not None:
-            self.memory.leave()
-            self.memory = None
-
-    def announce_buckets(self) -> None:
-        """Before a reduction of buckets that may still move: see :meth:`PeerMemory.begin`."""
-        if self.memory is not None and self.manager.is_provisional:
-            self.memory.begin(self.manager.current)
-
-    def need_no_exchange(self, options: ReducerOptions) -> bool:
-        """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
-        manager = self.manager
-        wire = manager.factory.wire
-        return (
-            not self.exchanges_alone
-            and self.agreement.divisor == 1
-            and options.comm_hook is None
-            and not options.finalizes_manually
-            and self.sync.join is None
-            and wire.reduce_dtype is None
-            and wire.compression is None
-            and not manager.is_provisional
-            and not self.events.needs_buckets
-            and not manager.current.needs_reduction
-        )
 
     # After a reduction
 
@@ -232,17 +105,11 @@ class Reductions:
         manager = self.manager
         missing: Collection[int] | None = None
         if manager.is_provisional:
-            missing = manager.agree_on_order(arrived, self.where(), self.sync.source_rank)
+            missing = manager.agree_on_order(arrived, self.sync.source_rank)
             if reduction.source.is_empty:  # no backward of this rank could show what is missing
                 missing = ()
         self.reentrant.stayed_away(missing)
         manager.renew()
-        self.move_buckets()
-
-    def move_buckets(self) -> None:
-        """Move new buckets to memory of the host. All ranks call this at the same time."""
-        if self.memory is not None and self.memory.is_due(self.manager.current):
-            self.memory.move(self.manager.current, self.where())
 
     # Parameters that come and go
 
@@ -272,16 +139,17 @@ class Reductions:
         )
         capture.refuse(manager.current, self.where(), f"{message} without a graph before")
         parameters.register()
-        self.announce_buckets()
+        manager.announce()
         with Uninterrupted():
             if self.group.size > 1:
-                current = manager.current if requested is None else self.temporary(requested)
+                current = manager.current if requested is None else manager.temporary(requested)
                 asks = self.open(
                     current,
-                    [False] * len(current.params),
                     GradSource.CHANGED,
+                    [False] * len(current.params),
                     # (A backward counts when it begins, a request not at all.)
-                    f"rank {self.group.rank}, step {self.counters.reductions + (not requested)}",
+                    where=f"rank {self.group.rank}, "
+                    f"step {self.counters.reductions + (not requested)}",
                     schema=parameters.schema_of_change(),
                 )
                 try:
@@ -293,14 +161,10 @@ class Reductions:
                     except Mismatch:
                         self.raise_mismatch(error, asks, requested)
                     return  # on a GPU
-                new = [each for each in parameters.unplaced if each[1] not in self._known]
-                if self._broadcast is not None and new:
+                if self._broadcast is not None and (new := parameters.new()):
                     self._send_values(new, in_backward)
-            self._known = {param for _, param in parameters.params}
             parameters.commit()
             manager.place()
-            if not manager.is_provisional:
-                self.move_buckets()
 
     def _send_values(self, named: Sequence[tuple[str, Parameter]], are_used: bool) -> None:
         params = [param for _, param in named]
@@ -359,7 +223,7 @@ class Reductions:
         try:
             if not reduction.works:
                 reduction.break_off()
-                self.announce_buckets()
+                self.manager.announce()
             reduction.take_part()
             reduction.break_off()
             self.complete(reduction, arrived)
@@ -385,9 +249,9 @@ class Reductions:
         self.parameters.register()
         self.counters.reductions += 1
         self.manager.reduction_begins()
-        self.announce_buckets()
+        self.manager.announce()
         current = self.manager.current
-        shadow = self.open(current, [False] * len(current.params), source, weight=NOTHING)
+        shadow = self.open(current, source, [False] * len(current.params), weight=NOTHING)
         try:
             with Uninterrupted(), torch.no_grad():
                 shadow.reduce_now()
@@ -442,7 +306,7 @@ class Reductions:
         if requested is None and error.is_request:
             requested = self.parameters.params
         if isinstance(error, SkippedMismatch):  # collectives in flight may never end
-            skipped = self.statistics.skipped if reduction is None else reduction.skipped
+            skipped = error.skipped if reduction is None else reduction.skipped
             buckets = self.manager.current.buckets
             here = [bucket.title for bucket in buckets if bucket.index in skipped]
             raise RuntimeError(
@@ -464,8 +328,8 @@ class Reductions:
             reduction.abort(str(error) or "the ranks reduce different parameters")
         if isinstance(error, Disagreement):
             raise RuntimeError(f"{where}, bucket 0: {error}") from None
-        if self.memory is not None:  # all ranks come here, and wait for each other in verify()
-            self.memory.end()
+        if self.manager.memory is not None:  # all ranks come here, and wait in verify()
+            self.manager.memory.end()
         site = self.forwards.call_site
         for each in (self.forwards.call_sites or {}).values():
             if each.hash == error.call_site:
