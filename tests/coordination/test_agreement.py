@@ -89,15 +89,15 @@ def test_another_collective_in_the_place_of_a_bucket_is_named(content: float, sa
     exchanging = dist.ProcessGroup(0, 3)  # not one of Python, which may give back what it got
     group: Any = SimpleNamespace(rank=0, size=3, process_group=exchanging)
     agreement = Agreement(group)
-    agreement.open(HERE, GradSource.FORWARD, None, (), False, True)
-    mine = torch.tensor([*agreement.encoded]).float()
+    agreement.open(HERE, GradSource.FORWARD, None, (), False, True, bytes(3))
+    mine = torch.tensor([*agreement.sent.encoded]).float()
     everyones = sum(torch.roll(mine, rank * BYTES) for rank in range(3))
-    agreement.read(everyones, "here")
-    assert agreement.is_unanimous
+    agreement.check(everyones, "here")
+    assert agreement.expected
     foreign = torch.full_like(mine, content)
     with pytest.raises(Displaced, match=said):
-        agreement.read(mine + foreign, "here")
-    agreement.read(everyones, "here")
+        agreement.check(mine + foreign, "here")
+    agreement.check(everyones, "here")
 
 
 def test_other_parameters_are_a_mismatch_whatever_else():

@@ -22,7 +22,7 @@ from tritonddp.coordination.agreement import (
 )
 
 HERE = schema_hash(["here"])
-KEY = HERE, GradSource.FORWARD, None, (), False, True
+KEY = HERE, GradSource.FORWARD, None, (), False, True, bytes(3)
 
 
 def of_rank(rank: int, world_size: int, **more: Any) -> Agreement:
@@ -33,7 +33,7 @@ def of_rank(rank: int, world_size: int, **more: Any) -> Agreement:
 def asks(agreement: Agreement) -> bool:
     """Whether the header of this rank, as it is sent now, asks all to stop."""
     begin = agreement.group.rank * BYTES
-    (header,) = decode(torch.tensor([*agreement.encoded[begin:][:BYTES]]).float())
+    (header,) = decode(torch.tensor([*agreement.sent.encoded[begin:][:BYTES]]).float())
     return header.stops
 
 
@@ -42,7 +42,7 @@ def exchange(*agreements: Agreement, key: Any = KEY, dtype: Any = torch.float32)
     for each in agreements:
         if each.key != key:
             each.open(*key)
-    return sum(torch.tensor([*each.encoded], dtype=dtype) for each in agreements)
+    return sum(torch.tensor([*each.sent.encoded], dtype=dtype) for each in agreements)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -68,31 +68,31 @@ def test_all_ranks_stop_after_the_reduction_that_carries_it(
     def reduce() -> list[bool]:
         headers = exchange(*agreements, key=key)
         for each in agreements:
-            each.read(headers, "here")
+            each.check(headers, "here")
         return [each.is_stopped for each in agreements]
 
     assert reduce() == [False] * 3
-    steady = [each.encoded for each in agreements]
+    steady = [each.sent.encoded for each in agreements]
     for rank in asking:
         agreements[rank].request_stop(1)
     assert [each.is_stopped for each in agreements] == [False] * 3
     assert reduce() == [True] * 3
-    assert not any(each.is_unanimous or each.last_headers for each in agreements)
+    assert not any(each.expected for each in agreements)
     for rank in range(3):  # too late to matter
         agreements[rank].request_stop(2)
     for _ in range(2):
         assert reduce() == [True] * 3
-        assert [each.encoded for each in agreements] == steady, "it is not sent again"
-        assert all(each.is_unanimous and each.last_headers for each in agreements)
+        assert [each.sent.encoded for each in agreements] == steady, "it is not sent again"
+        assert all(each.expected for each in agreements)
 
 
 def test_a_request_is_no_mismatch_between_weights_and_an_empty_rank() -> None:
     one, two = of_rank(0, 2), of_rank(1, 2)
     two.request_stop(0)
-    one.open(HERE, GradSource.FORWARD, Weight(3.0), (), False, True)
-    two.open(HERE, GradSource.JOINED, Weight(0.0), (), False, True)
-    headers = torch.tensor([*one.encoded]).float() + torch.tensor([*two.encoded]).float()
-    factors = [each.read(headers, "here") for each in (one, two)]
+    one.open(HERE, GradSource.FORWARD, Weight(3.0), (), False, True, bytes(3))
+    two.open(HERE, GradSource.JOINED, Weight(0.0), (), False, True, bytes(3))
+    headers = torch.tensor([*one.sent.encoded]).float() + torch.tensor([*two.sent.encoded]).float()
+    factors = [each.check(headers, "here") for each in (one, two)]
     assert [float(factor) for factor in factors] == [2 * 16 / 3] * 2  # type: ignore[arg-type]
     assert one.is_stopped
     assert two.is_stopped
@@ -103,10 +103,10 @@ def test_a_mean_over_those_that_are_there_counts_a_rank_that_asks_as_what_it_is(
     for each in agreements:
         each.request_stop(0)
         source = GradSource.JOINED if each.group.rank == 1 else GradSource.FORWARD
-        each.open(HERE, source, None, (), True, True)
-    headers = sum(torch.tensor([*each.encoded]).float() for each in agreements)
+        each.open(HERE, source, None, (), True, True, bytes(3))
+    headers = sum(torch.tensor([*each.sent.encoded]).float() for each in agreements)
     for each in agreements:
-        assert each.read(headers, "here").tolist() == [1.5]  # type: ignore[union-attr]
+        assert each.check(headers, "here").tolist() == [1.5]  # type: ignore[union-attr]
         assert each.is_stopped
 
 
@@ -115,14 +115,14 @@ def test_ranks_that_differ_do_not_stop_by_what_may_be_no_headers() -> None:
     two.request_stop(0)
     one.open(*KEY)
     two.open(schema_hash(["there"]), *KEY[1:])
-    headers = torch.tensor([*one.encoded]).float() + torch.tensor([*two.encoded]).float()
+    headers = torch.tensor([*one.sent.encoded]).float() + torch.tensor([*two.sent.encoded]).float()
     for each in (one, two):
         with pytest.raises(SchemaMismatch):
-            each.read(headers, "here")
+            each.check(headers, "here")
         assert not each.is_stopped
     both = exchange(one, two)
     for each in (one, two):
-        each.read(both, "here")
+        each.check(both, "here")
         assert each.is_stopped, "it is asked for again"
 
 
@@ -134,7 +134,7 @@ def test_a_backend_that_exchanges_nothing_brings_this_ranks_own_request(asking: 
     if 0 in asking:
         alone.request_stop(0)
         alone.open(*KEY)
-    alone.read(torch.tensor([*alone.encoded]).float(), "here")
+    alone.check(torch.tensor([*alone.sent.encoded]).float(), "here")
     assert alone.is_stopped == (0 in asking)
 
 
@@ -191,5 +191,5 @@ def test_a_request_between_any_two_instructions_of_open_is_not_lost(is_first: bo
             assert asks(agreement)
         assert agreement.key == KEY, "a steady step does not make it anew"
         number += 1
-    assert number > 100
+    assert number > 50
     assert 0 < in_the_same < number

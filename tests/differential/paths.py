@@ -21,7 +21,7 @@ def nothing_prepared() -> Iterator[None]:
         self._usual[:] = [None] * len(self._usual)
 
     def announced(self: Reduction) -> None:
-        _set(self.agreement, key=None, last_headers=b"")
+        _set(self.agreement, key=None, expected=b"")
         for bucket in self.buckets:
             if bucket.flat is not None:
                 _set(bucket.flat, encoded=None, batched=None, last_flags=(b"", ()))

@@ -216,8 +216,8 @@ def test_ranks_that_reduce_other_parameters_are_told_without_a_collective() -> N
     with running(PROGRAMS["copies"]) as run:
         run.step()
         run.step()  # the first one looks at its headers itself
-        run.net._ddp_state.core.agreement.last_headers = b""  # what has come is something else
-        with mock.patch.object(Agreement, "_check", side_effect=SchemaMismatch):
+        run.net._ddp_state.core.agreement.expected = b""  # what has come is something else
+        with mock.patch.object(Agreement, "_look", side_effect=SchemaMismatch):
             said = "the ranks reduce different parameters. Run one step without a graph"
             with pytest.raises(RuntimeError, match=said):
                 capture_a_step(run)

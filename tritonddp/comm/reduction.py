@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
@@ -83,7 +82,8 @@ class Reduction:
         used: for each parameter, whether this rank has a gradient for it.
         source: where the gradients come from.
         where: this rank and its step, for messages.
-        schema: hash of its parameters; behind it that of a call site, if any.
+        schema: hash of its parameters.
+        call_site: see :class:`~tritonddp.coordination.agreement.RankHeader`.
         join: the join protocol inside ``join()``, else ``None``.
         is_alone: there is only one rank, and no bucket is needed.
         of_backwards: its gradients are in ``.grad``, where backwards have accumulated them. Else
@@ -116,6 +116,7 @@ class Reduction:
     source: GradSource
     where: str
     schema: bytes
+    call_site: bytes = bytes(3)
     join: Any
     filled: list[bool]
     unfilled: list[int]
@@ -184,11 +185,12 @@ class Reduction:
         if self.join is not None:
             # Communication hooks divide by a number of ranks themselves.
             over_present = self.join.mean_over_present and averages
-        key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
+        skipped, site = tuple(self.skipped), self.call_site
+        key = self.schema, self.source, weight, skipped, over_present, averages, site
         # (The unit of weights may have changed.)
         if key != agreement.key or (weight is not None and weight.scale):
             agreement.open(*key)
-        self.header = agreement.encoded
+        self.header = agreement.sent.encoded
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
         if is_profiling() or self.bucket_set.spans is not None:
             self.bucket_set.renew_spans()
@@ -364,7 +366,7 @@ class Reduction:
                 :func:`tritonddp.coordination.agreement.check`.
             LocalError: user code failed on this rank.
         """
-        events, works, agreement = self.events, self.works, self.agreement
+        events, works = self.events, self.works
         groups: Iterable[tuple[Bucket, JointUnpack | None]] = ()
         if not discards and any(map(_wants_flags, self.buckets)):
             self._read_flags()
@@ -385,16 +387,7 @@ class Reduction:
             except RuntimeError as error:
                 self._wait_failed(bucket, error, discards)
             if not self._has_headers:  # those of the first bucket: it comes first
-                headers, last_headers = self.buckets[0].flat.headers, agreement.last_headers
-                if not headers.is_cpu and last_headers and not self.is_captured:
-                    agreement.read_later(headers, self.where)
-                elif not (
-                    headers.is_cpu
-                    and agreement.is_unanimous
-                    and string_at(headers.data_ptr(), headers.nbytes) == last_headers
-                ):
-                    self._read_headers()
-                self._has_headers = True  # or they are those of the last step
+                self._check_headers()
             if joint is not None:
                 joint.unpack(self.factor)
                 works[: bucket.index] = [None] * bucket.index
@@ -416,8 +409,8 @@ class Reduction:
             if joint is None and not discards:
                 for call in events.on_reduced:
                     call(self, bucket)
-        if agreement.pending and not self.is_captured:
-            agreement.check_pending(but_last=True)
+        if self.agreement.pending and not self.is_captured:
+            self.agreement.check_pending(but_last=True)
 
     def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:
         """The exchange of ``bucket`` has raised this error: raise it, with an explanation.
@@ -431,17 +424,17 @@ class Reduction:
             raise self.group.explain(where, error.what, cause) from cause
         if not isinstance(error, LocalError):
             raise self.explain(bucket, error) from error
-        self._read_headers()
+        self._check_headers()
         self._exchange_rows(discards)
         if not discards:
             raise error if cause is None or isinstance(cause, Exception) else cause
 
-    def _read_headers(self) -> None:
-        """Read the headers of all ranks in the first bucket, once; see :meth:`Agreement.read`."""
-        if self._has_headers:
-            return
-        self.factor = self.agreement.read(self.buckets[0].flat.headers, self.where)
-        self._has_headers = True
+    def _check_headers(self) -> None:
+        """Check the headers of all ranks in the first bucket, once; see :meth:`Agreement.check`."""
+        if not self._has_headers:
+            headers = self.buckets[0].flat.headers
+            self.factor = self.agreement.check(headers, self.where, self.is_captured)
+            self._has_headers = True  # after a mismatch they are looked at again
 
     def _exchange_rows(self, discards: bool) -> None:
         """The second step of sparse gradients, once: for all, whose buffers it waits for."""
@@ -489,7 +482,7 @@ class Reduction:
                     bucket.exchange.wait(bucket, work)
                 except RuntimeError as error:
                     self._wait_failed(bucket, error)
-        self._read_headers()  # on their way to the host before that waits
+        self._check_headers()  # on their way to the host before that waits
         flags = read_together([bucket.flat.flags for bucket in asking])
         for bucket, each in zip(asking, flags, strict=True):
             bucket.set_flags(each.tolist())
@@ -556,7 +549,7 @@ class Reduction:
             first.exchange.wait(first, self.works[0])
         except RuntimeError as error:
             self._wait_failed(first, error, discards=True)
-        self._read_headers()
+        self._check_headers()
         self.agreement.check_pending()
         for bucket in sent:
             bucket.discard()

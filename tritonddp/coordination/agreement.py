@@ -25,19 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._device import Readback, is_capturing
-from tritonddp._modes import outside_modes
 from tritonddp.coordination.group import Group, group_backend
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
-# fp64 weight, hash of the schema, hash of the skipped buckets, source. Without a weight that is a
-# NaN, which has room for the hash of a call site in its first bytes. In the byte of the source the
-# highest bit is set if the rank asks all to stop.
-_FORMAT = struct.Struct("<8s3s2sB")
-_WEIGHT = struct.Struct("<d")
-_NAN = _WEIGHT.pack(math.nan)
+# fp64 weight, NaN without one; hashes of the schema, of the call site, of the skipped buckets;
+# whether the rank asks all to stop; source.
+_FORMAT = struct.Struct("<d3s3s2sBB")
 BYTES = _FORMAT.size
-_STOPS = 0x80
 
 # Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
 # samples and some thousands of tokens both differ from it by a factor of 100 at most, and fp16 has
@@ -110,7 +105,7 @@ class RankHeader:
         skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
         stops: it asks all ranks to stop.
         call_site: of a module that is replicated in place: hash of the place that has called the
-            backward, 3 bytes. Sent without a weight. Else zeros.
+            backward, 3 bytes. Else zeros.
     """
 
     schema: bytes
@@ -121,19 +116,19 @@ class RankHeader:
     call_site: bytes = bytes(3)
 
     @classmethod
-    def of(cls, weight: bytes, schema: bytes, skipped: bytes, source: int) -> RankHeader:
-        """The header with these fields; a ValueError if there is no such source."""
-        (number,) = _WEIGHT.unpack(weight)
-        kind, stops = GradSource(source & ~_STOPS), bool(source & _STOPS)
-        if math.isnan(number):
-            return cls(schema, kind, None, skipped, stops, weight[:3])
-        return cls(schema, kind, number, skipped, stops)
+    def decode(cls, header: bytes) -> RankHeader:
+        """The header of which these are the bytes; a ValueError if there is no such header."""
+        weight, schema, site, skipped, stops, source = _FORMAT.unpack(header)
+        if stops > 1:
+            raise ValueError
+        number = None if math.isnan(weight) else weight
+        return cls(schema, GradSource(source), number, skipped, bool(stops), site)
 
     def encode(self, rank: int, world_size: int) -> bytes:
         """The elements that ``rank`` writes: its own header, and zeros for all other ranks."""
-        weight = self.call_site + _NAN[3:] if self.weight is None else _WEIGHT.pack(self.weight)
-        source = self.source | _STOPS if self.stops else self.source
-        mine = _FORMAT.pack(weight, self.schema, self.skipped, source)
+        weight = math.nan if self.weight is None else self.weight
+        flags = self.stops, self.source
+        mine = _FORMAT.pack(weight, self.schema, self.call_site, self.skipped, *flags)
         return bytes(rank * BYTES) + mine + bytes((world_size - rank - 1) * BYTES)
 
 
@@ -158,7 +153,7 @@ def decode(headers: Tensor) -> list[RankHeader]:
         content = bytes(map(int, elements))
         if [*content] != elements:
             raise SchemaMismatch
-        return [RankHeader.of(*fields) for fields in _FORMAT.iter_unpack(content)]
+        return [RankHeader.decode(content[i : i + BYTES]) for i in range(0, len(content), BYTES)]
     except (ValueError, OverflowError):
         raise SchemaMismatch from None
 
@@ -176,14 +171,12 @@ class Mismatch(Exception):
     """The ranks do not reduce the same.
 
     Attributes:
+        sent: what this rank has sent, if that was found in headers.
         where: this rank and the step, if that is over; else empty.
-        call_site: see :class:`RankHeader`, of this rank in that step.
-        is_request: that step was a reduction on request, if it is over.
-        skipped: buckets that this rank has left out in it, if it is over.
     """
 
-    where, call_site, is_request = "", b"", False
-    skipped: Sequence[int] = ()
+    sent: Sent | None = None
+    where = ""
 
 
 class Disagreement(Mismatch):
@@ -216,7 +209,7 @@ def check(headers: Sequence[RankHeader]) -> None:
         raise SkippedMismatch
     exempt = (GradSource.BROKEN, GradSource.JOINED)
     whole = {rank: each for rank, each in enumerate(headers) if each.source not in exempt}
-    if len({each.call_site for each in whole.values() if each.weight is None}) > 1:
+    if len({each.call_site for each in whole.values()}) > 1:
         raise SchemaMismatch
     sources = {each.source for each in whole.values()}
     pairs = ({GradSource.ELSEWHERE, GradSource.FORWARD}, {GradSource.ELSEWHERE, GradSource.AGAIN})
@@ -242,28 +235,27 @@ def _by_rank(words: dict[int, str]) -> str:
     return "; ".join(f"rank {rank}: {what}" for rank, what in words.items())
 
 
-class _Sent(NamedTuple):
-    """What this rank tells the others in a reduction, and expects of them.
+class Sent(NamedTuple):
+    """What this rank tells the others in a reduction.
 
     Attributes:
         header: of this rank.
-        mine: its bytes.
-        all_alike: fp32, the elements of all headers if all are the same.
-        over_present, skipped: see :meth:`Agreement.open`.
+        encoded: the bytes that it writes into the trailer of the first bucket.
+        skipped: indices of the buckets that are not sent.
+        over_present: see :meth:`Agreement.open`.
     """
 
     header: RankHeader
-    mine: bytes
-    all_alike: Tensor
+    encoded: bytes
+    skipped: Sequence[int]
     over_present: bool
-    skipped: Sequence[int] = ()
 
 
 class _Pending(NamedTuple):
     """Headers on their way to the host, what was sent with them, and in which step."""
 
     readback: Readback
-    sent: _Sent
+    sent: Sent
     where: str
 
 
@@ -273,16 +265,14 @@ class Agreement:
     Attributes:
         group: the ranks.
         key: the last arguments of :meth:`open`. With the same arguments the header is the same.
-        encoded: the bytes that this rank writes into the trailer of the first bucket.
-        is_unanimous: all headers were equal, and had no weights. While they stay so, the host need
-            not look at them.
+        sent: what they have led to.
         divisor: what the sum is divided by: the number of ranks, or a number of the user's, which
             then is that of a mean over the ranks with inputs too.
         scale: factor of the gradients before the sum: the weight (else 1), divided by
             :attr:`divisor` unless that is divided by later.
         unit: weights are divided by it before the sum: near the last weights that all ranks know.
-        last_headers: bytes of the reduced headers of the last reduction, if they were unanimous.
-            On the CPU those who find the same need not call :meth:`read`.
+        expected: bytes of the reduced headers of the last reduction, if all headers were equal, and
+            had no weights: while they stay so, the host need not look at them. Else empty.
         pending: on a GPU: headers that are not checked yet, oldest first, as the host did not wait
             for them. They are at the end of the next reduction, when the device has all of that to
             do. (All ranks have to find a mismatch, and a request to stop, at the same place. So
@@ -296,14 +286,11 @@ class Agreement:
         self.divisor = group.size if divide_factor is None else divide_factor
         self._is_mean = divide_factor is None
         self.key: object = None
-        self.encoded = b""
-        self.is_unanimous = False
+        self.sent = Sent(RankHeader(bytes(3), GradSource.BROKEN), b"", (), False)
         self.scale = 1.0 / self.divisor
         self.unit = self._next_unit = _FIRST_UNIT
         self.pending: list[_Pending] = []
-        self.last_headers = b""
-        nothing = RankHeader(bytes(3), GradSource.BROKEN)
-        self._sent = _Sent(nothing, b"", torch.empty(0, device="cpu"), False)  # last
+        self.expected = b""
         self._readbacks: list[Readback] = []  # not in use
         self._is_alone = False  # the group exchanges nothing; this was logged
         self._has_heard = False  # headers of all ranks have come
@@ -319,11 +306,12 @@ class Agreement:
         skipped: tuple[int, ...],
         over_present: bool,
         averages: bool,
+        call_site: bytes,
     ) -> None:
         """A reduction begins whose header differs from the last one: make it.
 
         Args:
-            schema, source: see :class:`RankHeader`; behind the schema the call site, if any.
+            schema, source, call_site: see :class:`RankHeader`.
             weight: the weight of the gradients, ``None`` if the mean is not weighted.
             skipped: indices of the buckets that are not sent.
             over_present: a mean without weights is that over the ranks that still have inputs.
@@ -333,91 +321,86 @@ class Agreement:
         self.key = None  # an interrupt below leaves no key without its header
         asked_at = self._asked_at  # once: a signal handler may ask while this runs
         stops = asked_at >= 0 and not self._has_stop
-        items, site = None if weight is None else weight.items, schema[3:] or bytes(3)
-        header = RankHeader(schema[:3], source, items, skipped_hash(skipped), stops, site)
+        items = None if weight is None else weight.items
+        header = RankHeader(schema, source, items, skipped_hash(skipped), stops, call_site)
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
             self.scale /= self.divisor
-        rank, size = self.group.rank, self.group.size
-        self.encoded = header.encode(rank, size)
-        mine = self.encoded[rank * BYTES :][:BYTES]
-        with outside_modes():
-            all_alike = torch.tensor([*mine] * size, dtype=torch.float32, device="cpu")
-        self._sent = _Sent(header, mine, all_alike, over_present and self._is_mean, skipped)
-        self.is_unanimous, self.last_headers = False, b""
-        self.key = schema, source, weight, skipped, over_present, averages
+        encoded = header.encode(self.group.rank, self.group.size)
+        self.sent = Sent(header, encoded, skipped, over_present and self._is_mean)
+        self.expected = b""
+        self.key = schema, source, weight, skipped, over_present, averages, call_site
         if self._asked_at != asked_at:
             self.key = None  # it was asked for after that: the next header has it
 
-    def read(self, headers: Tensor, where: str) -> Tensor | None:
-        """Compute the factor of a weighted mean, and check that all ranks reduce the same.
+    def check(self, headers: Tensor, where: str, is_captured: bool = False) -> Tensor | None:
+        """The first bucket is reduced: find out whether all ranks reduce the same.
+
+        On a GPU the host does not wait for the headers: :meth:`check_pending` looks at them.
 
         Args:
-            headers: the reduced headers of all ranks.
+            headers: those of all ranks.
             where: this rank and step, for messages.
+            is_captured: a CUDA graph is captured, whose replays the host does not see.
 
         Returns:
             The factor by which the sum over ranks has to be multiplied, fp64 ``(1,)``; ``None``
             for 1.
 
         Raises:
-            Mismatch: see :func:`check`. On a GPU :meth:`check_pending` raises it.
+            Mismatch: see :func:`check`.
         """
-        header, size = self._sent.header, self.group.size
-        factor: Tensor | None = None
-        if self._sent.over_present:
-            sources = headers.view(-1, BYTES)[:, BYTES - 1].remainder(_STOPS)
-            have_inputs = sources != GradSource.JOINED
-            factor = (size / have_inputs.sum().to(torch.float64)).view(1)
-        if header.weight is not None:
-            total = total_weight(headers).view(1)
-            # If all weights are zero, the mean shall be zero.
-            weighted = torch.where(total == 0, total, size * self.unit / total)
-            if header.source.is_empty:  # the other ranks may use no weights
-                without = torch.ones_like(total) if factor is None else factor
-                weighted = torch.where(total.isnan(), without, weighted)
-            factor = weighted
-        if headers.device.type == "cpu":
-            self._check(headers, self._sent, where)
+        sent, is_on_cpu = self.sent, headers.is_cpu
+        if is_on_cpu and string_at(headers.data_ptr(), headers.nbytes) == self.expected:
+            return None
+        is_scaled = sent.over_present or sent.header.weight is not None
+        factor = self._factor(headers, sent) if is_scaled else None
+        if is_on_cpu:
+            is_steady = self._look(headers, sent, where)
+            self.expected = string_at(headers.data_ptr(), headers.nbytes) if is_steady else b""
             self.is_stopped, self.unit = self._has_stop, self._next_unit
-            if self.is_unanimous:
-                self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
-        elif not is_capturing():  # the host does not wait for the device here
-            self.read_later(headers, where)
+        elif not is_captured:
+            self.is_stopped, self.unit = self._has_stop, self._next_unit
+            readback = self._readbacks.pop() if self._readbacks else Readback()
+            readback.start(headers)
+            self.pending.append(_Pending(readback, sent, where))
         return factor
 
-    def read_later(self, headers: Tensor, where: str) -> None:
-        """On a GPU: start to copy headers, which :meth:`check_pending` looks at."""
-        self.is_stopped, self.unit = self._has_stop, self._next_unit
-        readback = self._readbacks.pop() if self._readbacks else Readback()
-        readback.start(headers)
-        self.pending.append(_Pending(readback, self._sent, where))
+    def _factor(self, headers: Tensor, sent: Sent) -> Tensor:
+        """The factor of a mean that is weighted, or over the ranks with inputs."""
+        size, factor = self.group.size, torch.ones(1, dtype=torch.float64, device=headers.device)
+        if sent.over_present:
+            have_inputs = headers.view(-1, BYTES)[:, BYTES - 1] != GradSource.JOINED
+            factor = (size / have_inputs.sum().to(torch.float64)).view(1)
+        if sent.header.weight is None:
+            return factor
+        total = total_weight(headers).view(1)
+        # If all weights are zero, the mean shall be zero.
+        weighted = torch.where(total == 0, total, size * self.unit / total)
+        if sent.header.source.is_empty:  # the other ranks may use no weights
+            weighted = torch.where(total.isnan(), factor, weighted)
+        return weighted
 
     def check_pending(self, but_last: bool = False) -> None:
-        """Wait for headers that are not checked yet, and check them: raises as :meth:`read`.
+        """Wait for headers that are not checked yet, and check them: raises as :meth:`check`.
 
         What raises stays pending. With ``but_last``, at the end of a reduction of all ranks, those
         of that are left out.
         """
         while len(self.pending) > but_last:
             readback, sent, where = self.pending[0]
-            is_last = sent is self._sent
+            is_last = sent is self.sent
             # (In the usual case the device is that far, and the host does not ask it.)
-            if not (
-                is_last and self.last_headers and string_at(*readback.memory) == self.last_headers
-            ):
+            if not (is_last and string_at(*readback.memory) == self.expected):
                 headers = readback.peek() if is_capturing() else readback.wait()
                 if headers is None:
                     return
                 try:
-                    self._check(headers, sent, where)
+                    is_steady = self._look(headers, sent, where) and is_last
                 except Mismatch as error:
-                    error.where, error.call_site = where, sent.header.call_site
-                    error.is_request = sent.header.source is GradSource.REQUEST
-                    error.skipped = sent.skipped
+                    error.where = where
                     raise
-                is_steady = is_last and self.is_unanimous
-                self.last_headers = string_at(*readback.memory) if is_steady else b""
+                self.expected = string_at(*readback.memory) if is_steady else b""
             del self.pending[0]
             self._readbacks.append(readback)
         if but_last:
@@ -455,20 +438,20 @@ class Agreement:
         """Go on with the :attr:`unit` of an earlier run."""
         self.unit = self._next_unit = unit
 
-    def _check(self, headers: Tensor, sent: _Sent, where: str) -> None:
-        """On the host: check the headers."""
-        header = sent.header
-        if header.weight is None and torch.equal(headers.float(), sent.all_alike):
-            self.is_unanimous, self._has_heard = not sent.over_present, True
+    def _look(self, headers: Tensor, sent: Sent, where: str) -> bool:
+        """On the host: check the headers. Returns whether the same ones need no second look."""
+        header, found = sent.header, headers.tolist()
+        rank, size = self.group.rank, self.group.size
+        mine = sent.encoded[rank * BYTES :][:BYTES]
+        if header.weight is None and found == [*mine] * size:
+            self._has_heard = True
             if header.stops:
-                self._stop_is_asked(range(self.group.size))
-            return
-        self.is_unanimous = False
+                self._stop_is_asked(range(size))
+            return not (sent.over_present or header.stops)
         # Only this rank's own header has arrived: the backend exchanges nothing, as torch's
         # ``fake`` backend does by design. (The header of a rank that takes part is all zeros in one
         # case of 16 million.)
-        rank, size = self.group.rank, self.group.size
-        is_alone = size > 1 and headers.tolist() == list(header.encode(rank, size))
+        is_alone = size > 1 and found == [*sent.encoded]
         # (A group written in Python may give back what it got, as torchft's after an error.)
         if is_alone and not (
             self._has_heard and type(self.group.process_group) is dist.ProcessGroup
@@ -483,9 +466,13 @@ class Agreement:
                 )
             if header.stops:
                 self._stop_is_asked([rank])
-            return
-        decoded = self._decode_heard(headers) if self._has_heard else decode(headers)
-        check(decoded)
+            return False
+        try:
+            decoded = self._decode_heard(headers) if self._has_heard else decode(headers)
+            check(decoded)
+        except Mismatch as error:
+            error.sent = sent
+            raise
         self._has_heard = True
         if asking := [rank for rank, each in enumerate(decoded) if each.stops]:
             self._stop_is_asked(asking)
@@ -501,6 +488,7 @@ class Agreement:
         weights = [each.weight for each in decoded if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
         self._next_unit = 2.0 ** round(math.log2(mean))
+        return False
 
     def _decode_heard(self, headers: Tensor) -> list[RankHeader]:
         """See :func:`decode`, in a group whose ranks have exchanged headers before."""
@@ -522,4 +510,3 @@ class Agreement:
             )
         self._has_stop = True
         self.key = None  # the next header is without the request
-        self.is_unanimous, self.last_headers = False, b""  # and the next headers are read

@@ -302,12 +302,12 @@ class Averager:
         reduction on request.
         """
         self.agreement.pending.clear()  # what follows on it means nothing
-        where = error.where or self.where()
-        if requested is None and error.is_request:
+        where, sent = error.where or self.where(), error.sent
+        if requested is None and sent is not None and sent.header.source is GradSource.REQUEST:
             requested = self.parameters.params
+        buckets = self.manager.current.buckets
         if isinstance(error, SkippedMismatch):  # collectives in flight may never end
-            skipped = error.skipped if reduction is None else reduction.skipped
-            buckets = self.manager.current.buckets
+            skipped = () if sent is None else sent.skipped
             here = [bucket.title for bucket in buckets if bucket.index in skipped]
             raise RuntimeError(
                 f"{where}, bucket 0: skip_all_reduce_unused_params=True needs the same "
@@ -317,7 +317,7 @@ class Averager:
             ) from None
         if isinstance(error, Displaced):  # likewise
             raise RuntimeError(
-                f"{where}, {self.manager.current.buckets[0].title}: {error}. Another "
+                f"{where}, {buckets[0].title}: {error}. Another "
                 "collective of the program has run in the place of this bucket: its order among "
                 "the buckets is not the same on all ranks. That is so where layers make "
                 "collectives in the backward, and some ranks leave a parameter unused. Give your "
@@ -332,6 +332,6 @@ class Averager:
             self.manager.memory.end()
         site = self.forwards.call_site
         for each in (self.forwards.call_sites or {}).values():
-            if each.hash == error.call_site:
+            if sent is not None and each.hash == sent.header.call_site:
                 site = each
         self.parameters.verify(where, requested, "" if site is None else site.name)

@@ -320,16 +320,14 @@ class Reducer:
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.size == 1 and self._needs_no_exchange()
-        schema, site = self.parameters.schema, self.forwards.call_site
-        if site is not None:
-            schema += site.hash
+        site = self.forwards.call_site
         reduction = self.averager.open(
             current,
             source,
             used,
             buckets=() if is_alone else current.buckets,
             where=f"rank {group.rank}, step {self.counters.reductions + 1}",
-            schema=schema,
+            call_site=bytes(3) if site is None else site.hash,
             is_alone=is_alone,
             is_captured=is_captured,
             earlier=left.used,
