@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
@@ -431,10 +432,13 @@ class Reduction:
 
     def _check_headers(self) -> None:
         """Check the headers of all ranks in the first bucket, once; see :meth:`Agreement.check`."""
-        if not self._has_headers:
-            headers = self.buckets[0].flat.headers
-            self.factor = self.agreement.check(headers, self.where, self.is_captured)
-            self._has_headers = True  # after a mismatch they are looked at again
+        if self._has_headers:
+            return
+        headers, agreement = self.buckets[0].flat.headers, self.agreement
+        is_on_cpu = headers.is_cpu  # where they are those expected in most steps
+        if not is_on_cpu or string_at(headers.data_ptr(), headers.nbytes) != agreement.expected:
+            self.factor = agreement.check(headers, self.where, self.is_captured)
+        self._has_headers = True  # after a mismatch they are looked at again
 
     def _exchange_rows(self, discards: bool) -> None:
         """The second step of sparse gradients, once: for all, whose buffers it waits for."""

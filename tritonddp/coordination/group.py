@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,25 +29,21 @@ class Owner(Protocol):
     def order(self) -> tuple[str, int, int]:
         """Where it is in an order of all owners that is the same on all ranks."""
 
-    def finish_waiting(self) -> None:
-        """If a backward has ended, make what is left of its collectives."""
-
     def make_up(self) -> None:
-        """If a backward has failed, make what is left of its collectives."""
+        """If a backward has ended, or failed, make what is left of its collectives."""
 
 
 @dataclass
 class _Shared:
     """State that exists once per process group. It must not keep the group alive.
 
-    (What is in ``owing`` does, until the next collective; :func:`_forget_destroyed` is for groups
+    (What is in ``owners`` does, until the next collective; :func:`_forget_destroyed` is for groups
     that make none.)
     """
 
     history: History = field(default_factory=History)
-    owners: set[ref[Any]] = field(default_factory=set)
+    owners: set[Owner] = field(default_factory=set)
     members: WeakSet[Any] = field(default_factory=WeakSet)
-    owing: set[Any] = field(default_factory=set)
     wrappers: Iterator[int] = field(default_factory=count)
     tags: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
@@ -83,11 +79,10 @@ class Group(FailureReport):
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        # Weak references to owners of backwards that have begun and not ended. Collectives are
-        # matched by their order, so any other collective of the group must come after theirs.
+        # Owners of backwards that have begun and not ended. Collectives are matched by their order,
+        # so any other collective of the group must come after theirs. (Their wrappers may be freed
+        # before a backward that has failed is made up for.)
         self.owners = shared.owners
-        # Those whose backward has failed: their wrapper may be freed before it is made up for.
-        self.owing = shared.owing
 
     @property
     def name(self) -> str:
@@ -160,15 +155,8 @@ class Group(FailureReport):
             return
         self._shared.recovered_in = graph_task
         self.refuse_if_forked()
-        for owner in self._living_owners():
-            owner.finish_waiting()
-        for owner in sorted(self._living_owners(), key=lambda each: each.order):
+        for owner in sorted(self.owners, key=lambda each: each.order):
             owner.make_up()
-        self.owing.clear()
-
-    def _living_owners(self) -> list[Owner]:
-        found = [reference() for reference in list(self.owners)]
-        return [owner for owner in found if owner is not None]
 
     # Forks
 
@@ -194,8 +182,8 @@ class Group(FailureReport):
 def _forget_destroyed() -> None:
     """Free reducers that owe collectives to a group that does not exist any more."""
     for group, shared in list(_shared.items()):
-        if shared.owing and group not in process_groups():
-            shared.owing.clear()
+        if shared.owners and group not in process_groups():
+            shared.owners.clear()
 
 
 def _inherit() -> None:

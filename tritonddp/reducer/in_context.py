@@ -146,8 +146,7 @@ class ContextReducer:
         self._seen = -1
         self._group = reducer.group
         self._group.join_forks(self)
-        self._reference = weakref.ref(self, self._group.owners.discard)
-        hash(self._reference)  # cached now: it cannot be computed after this object is freed
+        self._reference = weakref.ref(self)
 
     @property
     def order(self) -> tuple[str, int, int]:
@@ -240,7 +239,7 @@ class ContextReducer:
             )
             self._current = begins
             try:
-                group.owners.add(self._reference)
+                group.owners.add(self)
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, self._reference, number))
@@ -300,18 +299,15 @@ class ContextReducer:
 
     def _leave(self, current: ContextBackward) -> None:
         self._current = None
-        self._group.owners.discard(self._reference)
+        self._group.owners.discard(self)
         for hook in current.hooks:
             hook.remove()
 
     # After a backward that broke off
 
-    def finish_waiting(self) -> None:
-        """See :class:`~tritonddp.coordination.group.Owner`: here the end itself waits."""
-
     def detach(self) -> None:
         """No collective is owed any more."""
-        self._group.owners.discard(self._reference)
+        self._group.owners.discard(self)
 
     def make_up(self) -> None:
         """If a backward failed: take part in the collectives of the other ranks."""

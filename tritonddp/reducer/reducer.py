@@ -109,8 +109,7 @@ class Reducer:
         self.alone: Reduction | None = None
         self._counts_dropped = counts_dropped
         self._log_error: Callable[[str], object] | None = None
-        self.reference = weakref.ref(self, self.group.owners.discard)
-        hash(self.reference)  # cached now: it cannot be computed after this object is freed
+        self.reference = weakref.ref(self)
         self._broke_off = partial(_broke_off, self.reference)
         self._others = WatchedParameters(self.reference)
         self.group.join_forks(self)
@@ -351,7 +350,7 @@ class Reducer:
         self.backward = backward
         self.counters.reductions += 1
         try:
-            group.owners.add(self.reference)
+            group.owners.add(self)
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.unfilled[:] = tracker.waiting
@@ -420,7 +419,7 @@ class Reducer:
         )
         self.backward = backward
         try:
-            self.group.owners.add(self.reference)
+            self.group.owners.add(self)
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
                 call(backward)
@@ -510,6 +509,7 @@ class Reducer:
                     reduction.launch_ready(rest=True)
             if self.finalizes_manually and any(reduction.works):
                 backward.moves_to(UNFINALIZED)
+                self.group.owners.discard(self)  # nobody may call finalize_backward()
                 self.wait_post_backward()
                 return
         backward.wait(self, self._broke_off)
@@ -618,17 +618,9 @@ class Reducer:
         for call in self.events.on_close:
             call(backward.reduction)
         self.backward = None
-        self.group.owners.discard(self.reference)
+        self.group.owners.discard(self)
 
     # After a backward that failed on this rank: all ranks still make the same collectives
-
-    def finish_waiting(self) -> None:
-        """If the engine has not yet called for the end of a backward that has ended: do it now.
-
-        That is so if a callback of a user, at the end of a backward, runs another forward.
-        """
-        if self.backward is not None:
-            self.backward.finish_waiting()
 
     def make_up(self) -> None:
         """If the last backward failed with an exception: make its remaining collectives.
@@ -637,9 +629,12 @@ class Reducer:
         launches those that it has not launched yet, with NaN, so that later collectives match
         again.
         """
+        if self.backward is not None:
+            # (A callback of a user, at the end of a backward, runs another forward.)
+            self.backward.finish_waiting()
         backward = self.backward
         if backward is None:
-            self.group.owners.discard(self.reference)
+            self.group.owners.discard(self)
             return
         reduction = backward.reduction
         if backward.phase is UNFINALIZED or backward.still_runs(self.manager.current.is_on_gpu):
@@ -750,7 +745,7 @@ class Reducer:
         self.is_detached = True
         self.tracker.remove()
         self._others.watch(())
-        self.group.owners.discard(self.reference)
+        self.group.owners.discard(self)
         self.backward = None
 
 
@@ -766,8 +761,6 @@ def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
     reducer = reference()
     if reducer is not None and reducer.backward is not None:
         reducer.backward.has_failed()
-        if reference in reducer.group.owners:
-            reducer.group.owing.add(reducer)
         reducer.tracker.stop()
         for call in reducer.events.on_abort:
             call(reducer.backward.reduction)
