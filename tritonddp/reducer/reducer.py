@@ -37,7 +37,6 @@ from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture
 from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
-    COMPLETE,
     FAILED,
     OPENING,
     OVER,
@@ -488,7 +487,6 @@ class Reducer:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._end()
-        backward.moves_to(OVER)
         arrived_as_usual = self.tracker.stop()
         for call in self.events.on_compute_end:
             call(backward)
@@ -560,18 +558,12 @@ class Reducer:
                 reduction.bucket_set.make_views()
             reduction.finish()
             is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
-            if reduction.is_captured:
-                backward.moves_to(COMPLETE)
-            elif is_unusual or self.events.on_reduced_all:
-                with Uninterrupted():
-                    for call in self.events.on_reduced_all:
-                        call(reduction)
-                    if is_unusual:
-                        arrived = self.tracker.arrivals() if manager.is_provisional else ()
-                        self.averager.complete(reduction, arrived)
-                    backward.moves_to(COMPLETE)
-            else:
-                backward.moves_to(COMPLETE)
+            if not reduction.is_captured:
+                for call in self.events.on_reduced_all:
+                    call(reduction)
+                if is_unusual:
+                    arrived = self.tracker.arrivals() if manager.is_provisional else ()
+                    self.averager.complete(reduction, arrived)
         except (RuntimeError, Mismatch) as error:
             self._fail(backward, error)
         # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: make_up
@@ -601,7 +593,9 @@ class Reducer:
             raise
 
     def _close(self, backward: Backward) -> None:
-        """The backward is over, with or without an error. (After Ctrl-C it is closed again.)"""
+        """The backward is over, with or without an error, and owes no collectives."""
+        self.backward = None
+        self.group.owners.discard(self)
         if backward.reduction is not None:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
@@ -617,8 +611,6 @@ class Reducer:
                     bucket.forget_before()
         for call in self.events.on_close:
             call(backward.reduction)
-        self.backward = None
-        self.group.owners.discard(self)
 
     # After a backward that failed on this rank: all ranks still make the same collectives
 
@@ -639,7 +631,7 @@ class Reducer:
         reduction = backward.reduction
         if backward.phase is UNFINALIZED or backward.still_runs(self.manager.current.is_on_gpu):
             return
-        if reduction is None or backward.phase is COMPLETE:
+        if reduction is None:
             self._close(backward)
             return
         self.tracker.stop()

@@ -217,13 +217,12 @@ class Phase(enum.Enum):
     RUNNING = enum.auto()  # gradients come
     WAITING = enum.auto()  # it has ended; the engine's last callback waits for the buckets
     UNFINALIZED = enum.auto()  # it has ended; finalize_backward() will wait for the buckets
-    OVER = enum.auto()  # nothing comes any more; its reduction may have to be completed
-    COMPLETE = enum.auto()  # no collective is left to be made
+    OVER = enum.auto()  # nothing comes any more, but sums are waited for
     FAILED = enum.auto()  # like OVER, after an error: the engine has dropped the callback
 
 
 # (Reading a member from its class costs a call in Python 3.10.)
-OPENING, RUNNING, WAITING, UNFINALIZED, OVER, COMPLETE, FAILED = Phase
+OPENING, RUNNING, WAITING, UNFINALIZED, OVER, FAILED = Phase
 
 
 @dataclass(eq=False)
