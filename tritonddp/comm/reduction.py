@@ -83,8 +83,8 @@ class Reduction:
         used: for each parameter, whether this rank has a gradient for it.
         source: where the gradients come from.
         where: this rank and its step, for messages.
-        schema: hash of its parameters.
-        call_site: see :class:`~tritonddp.coordination.agreement.RankHeader`.
+        hashes: of its parameters, and of where it was called: ``schema`` and ``call_site`` of
+            :class:`~tritonddp.coordination.agreement.RankHeader`.
         join: the join protocol inside ``join()``, else ``None``.
         is_alone: there is only one rank, and no bucket is needed.
         of_backwards: its gradients are in ``.grad``, where backwards have accumulated them. Else
@@ -116,8 +116,7 @@ class Reduction:
     used: list[bool]
     source: GradSource
     where: str
-    schema: bytes
-    call_site: bytes = bytes(3)
+    hashes: tuple[bytes, bytes]
     join: Any
     filled: list[bool]
     unfilled: list[int]
@@ -186,8 +185,8 @@ class Reduction:
         if self.join is not None:
             # Communication hooks divide by a number of ranks themselves.
             over_present = self.join.mean_over_present and averages
-        skipped, site = tuple(self.skipped), self.call_site
-        key = self.schema, self.source, weight, skipped, over_present, averages, site
+        (schema, site), skipped = self.hashes, tuple(self.skipped)
+        key = schema, self.source, weight, skipped, over_present, averages, site
         # (The unit of weights may have changed.)
         if key != agreement.key or (weight is not None and weight.scale):
             agreement.open(*key)
@@ -201,7 +200,7 @@ class Reduction:
                 self.where,
                 self.source.words,
                 "no weight" if weight is None else f"weight {weight.items:g}",
-                self.schema.hex(),
+                schema.hex(),
                 list(self.skipped) or "none",
             )
 
@@ -626,14 +625,19 @@ class ReductionFactory:
         }
 
     def open(
-        self, bucket_set: BucketSet, source: GradSource, used: list[bool], **details: Any
+        self,
+        bucket_set: BucketSet,
+        source: GradSource,
+        used: list[bool],
+        schema: bytes | None = None,
+        call_site: bytes = bytes(3),
+        **details: Any,
     ) -> Reduction:
         """A reduction begins, which ``details`` describe further: attributes of it."""
         join = self._sync.join
         if join is not None and source is not GradSource.CHANGED:
             join.reduction_begins()
         details.setdefault("buckets", bucket_set.buckets)
-        details.setdefault("schema", self._parameters.schema)
         details.setdefault("earlier", used)  # no gradient is of before it
         if "where" not in details:
             details["where"] = self._where()
@@ -641,6 +645,7 @@ class ReductionFactory:
             bucket_set=bucket_set,
             source=source,
             used=used,
+            hashes=(schema or self._parameters.schema, call_site),
             join=join,
             filled=[False] * len(bucket_set.segments),
             unfilled=[0] * len(bucket_set.buckets),
