@@ -552,6 +552,7 @@ class Reducer:
             return
         reduction, manager = backward.reduction, self.manager
         assert reduction is not None
+        self.group.owners.add(self)  # again, if finalize_backward() has been called
         backward.moves_to(OVER)
         try:
             if reduction.is_alone:
