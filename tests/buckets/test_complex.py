@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
-from oracle import Alone, assert_mean, in_step, one_per_rank, seed
+from distributed import ranks
+from oracle import Alone, in_step, one_per_rank, seed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
-from training import train_step, wrap
+from training import wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -77,66 +75,6 @@ def test_the_mean_of_complex_gradients(dtype: torch.dtype, cap: float | None, vi
     assert all(len(each) == 1 for each in dtypes)
     assert ddp.module.mix.grad.dtype == dtype
     assert not ddp.module.conjugate.grad.is_conj()
-
-
-@ranks(2, views=True)
-def test_bit_equal_to_stock(rank: int, view: bool) -> None:
-    options: dict[str, Any] = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
-    # Not a copy: that of `sliced` has other strides, with which some CPUs round products otherwise.
-    torch.manual_seed(0)
-    ours = DistributedDataParallel(Complex(torch.complex64), **options)
-    torch.manual_seed(0)
-    nets = ours, Stock(Complex(torch.complex64), **options)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
-    for step in range(4):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            optimizer.zero_grad()
-            train(net, rank, step, torch.complex64, no_sync=False)
-            optimizer.step()
-        real = [
-            [torch.view_as_real(each) if each.is_complex() else each for each in net.parameters()]
-            for net in nets
-        ]
-        assert_same_bits(*real, f"parameters in step {step}")
-
-
-@ranks(2, views=True)
-def test_weighted_and_on_request(view: bool) -> None:
-    model = Complex()
-    alone = one_per_rank(model)
-    ddp = wrap(model, view)
-    for reduction in ("mean", "sum"):
-        for net in (*alone, ddp):
-            net.zero_grad()
-
-        def step(net: Any, rank: int, reduction: str = reduction) -> None:
-            for number, local in enumerate((True, True, False)):
-                seed(rank, number)
-                net.require_backward_grad_sync = not local
-                with net.weighted(1 + 2 * rank + number, reduction):
-                    net(Complex.batch(), sometimes=rank == 1).backward()
-
-        step(ddp, dist.get_rank())
-        for rank, net in enumerate(alone):
-            step(net, rank)
-        assert_mean(ddp, alone, reduction)
-    params = [param for param in ddp.module.parameters() if param is not ddp.module.never]
-    loss = ddp.module(Complex.batch())
-    means = ddp.reduce_gradients(torch.autograd.grad(loss, params), params)
-    assert_same_on_all_ranks(list(means))
-    assert means[1].dtype == torch.complex128
-
-
-@ranks(2, views=True)
-def test_bucket_views_are_complex(view: bool) -> None:
-    ddp = wrap(Complex(), view)
-    for _ in range(3):
-        train_step(ddp, Complex.batch(), loss=torch.sum)
-    storages = {b.flat.data.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
-    for name in ("mix", "transposed", "conjugate", "scalar"):
-        grad = getattr(ddp.module, name).grad
-        assert (grad.untyped_storage().data_ptr() in storages) is view
-        assert grad.stride() == getattr(ddp.module, name).stride()
 
 
 @ranks(2)

@@ -4,25 +4,19 @@ Large gradients, into which the ranks of a host sum straight, and small ones, wh
 """
 
 import contextlib
-import copy
-import io
-import pickle
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from distributed import assert_same_bits, ranks
-from modules import linears
 from torch import Tensor, nn
 from training import beside_stock, drawn, gradients, raises_if, train_step
 
 from tritonddp.comm.host.rank_buffers import RankBuffers
 
 SIZE = 10_000  # elements of a gradient that is large
-SIZES = pytest.mark.parametrize("size", [SIZE, 100], ids=["large", "small"])
 
 
 class Branches(nn.Module):
@@ -35,17 +29,6 @@ class Branches(nn.Module):
     def forward(self, x: Tensor, without: tuple[int, ...] = ()) -> Tensor:
         used = [vector for i, vector in enumerate(self.vectors) if i not in without]
         return torch.stack([(vector * vector * x[: len(vector)]).sum() for vector in used]).sum()
-
-
-class Matrices(nn.Module):
-    """Weights and biases whose number of bytes is no multiple of 64."""
-
-    def __init__(self, width: int = 129) -> None:
-        super().__init__()
-        self.layers, self.width = linears(*[width] * 4), width
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x[: 4 * self.width].view(4, -1)).square().mean()
 
 
 def batch(step: int) -> Tensor:
@@ -63,124 +46,6 @@ def same_steps(ours: nn.Module, stock: nn.Module, *numbers: int) -> None:
         step(ours, number)
         step(stock, number)
         assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
-
-
-def for_both(function: Callable[[nn.Module], Any], module: nn.Module) -> None:
-    """``function`` returns the same for a model of ours and one of stock."""
-    ours, stock = beside_stock(module)
-    mine, theirs = function(ours), function(stock)
-    assert mine == theirs
-
-
-@SIZES
-@ranks(2)
-def test_a_gradient_is_the_tensor_that_autograd_made_with_its_marks(size: int) -> None:
-    seen: dict[Tensor, Tensor] = {}
-
-    def mark(param: Tensor) -> None:
-        param.grad.rate = 0.1
-        seen[param] = param.grad
-
-    class Marked(Tensor):
-        pass
-
-    def replace(param: Tensor) -> None:
-        param.grad = param.grad.as_subclass(Marked)
-
-    def found(model: nn.Module) -> list[Any]:
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(mark)
-        model.module.vectors[1].register_post_accumulate_grad_hook(replace)
-        rows = []
-        for number in range(3):
-            step(model, number)
-            for param in model.parameters():
-                grad = param.grad
-                same = grad is seen[param]
-                rows.append((same, grad.rate if same else type(grad).__name__, grad._is_view()))
-                rows.append((grad._version, grad.sum().item()))
-        return rows
-
-    for_both(found, Branches(size=size))
-
-
-@SIZES
-@ranks(2)
-def test_a_copy_and_a_pickle_of_a_gradient_hold_that_alone(size: int) -> None:
-    def found(model: nn.Module) -> list[int]:
-        for number in range(3):
-            step(model, number)
-        grad, saved = model.module.vectors[2].grad, io.BytesIO()
-        torch.save(grad, saved)
-        copied = copy.deepcopy(grad)
-        return [
-            grad.untyped_storage().nbytes(),
-            copied.untyped_storage().nbytes(),
-            len(pickle.dumps(grad)),
-            len(saved.getvalue()),
-        ]
-
-    for_both(found, Branches(size=size))
-
-
-@SIZES
-@ranks(2)
-def test_a_gradient_may_be_freed_or_shared_between_processes(size: int) -> None:
-    ours, stock = beside_stock(Branches(size=size))
-    for number in range(5):
-        for model in (ours, stock):
-            step(model, number)
-            model.module.vectors[0].grad.share_memory_()
-            model(batch(number)).backward()  # adds to it
-        assert_same_bits(gradients(ours), gradients(stock))
-        for model in (ours, stock):
-            for param in model.parameters():
-                param.grad.untyped_storage().resize_(0)
-                param.grad = None
-
-
-@pytest.mark.parametrize("width", [129, 33], ids=["large", "small"])
-@ranks(2)
-def test_gradients_are_aligned_as_those_of_stock(width: int) -> None:
-    """So that products of matrices, as Shampoo and SOAP make them, have the same bits."""
-
-    ours, stock = beside_stock(Matrices(width))
-    for number in range(4):
-        for model in (ours, stock):
-            step(model, number)
-            assert {param.grad.data_ptr() % 64 for param in model.parameters()} == {0}
-        for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-            if a.dim() == 2:
-                assert_same_bits(a.grad @ a.grad.T, b.grad @ b.grad.T, "product")
-                assert_same_bits(
-                    a.grad[:, :2].clone().view(torch.int64).sum(),
-                    b.grad[:, :2].clone().view(torch.int64).sum(),
-                    "words",
-                )
-
-
-@pytest.mark.parametrize("how", ["itself", "detached", "a slice", "numpy"])
-@SIZES
-@ranks(2)
-def test_who_holds_a_gradient_from_a_hook_on_sees_the_mean(size: int, how: str) -> None:
-    ours, stock = beside_stock(Branches(size=size))
-    held: list[Any] = []
-    look: dict[str, Callable[[Tensor], Any]] = {
-        "itself": lambda grad: grad,
-        "detached": lambda grad: grad.detach(),
-        "a slice": lambda grad: grad[5:],
-        "numpy": lambda grad: grad.numpy(),
-    }
-    for model in (ours, stock):
-        param = model.module.vectors[1]
-        param.register_post_accumulate_grad_hook(lambda param: held.append(look[how](param.grad)))
-    for number in range(3):
-        held.clear()
-        for model in (ours, stock):
-            step(model, number)
-        mine, theirs = map(torch.as_tensor, held)
-        assert_same_bits(mine, theirs, "held gradient")
-        assert_same_bits(mine, ours.module.vectors[1].grad[-len(mine) :], "held gradient")
 
 
 @pytest.mark.parametrize("how", ["itself", "detached", "a slice", "numpy", "in a graph"])
@@ -209,69 +74,12 @@ def test_a_gradient_that_is_held_stays_what_it_is(how: str) -> None:
 
 
 @ranks(2)
-def test_a_gradient_that_was_there_before_is_written_to_in_place() -> None:
-    ours, stock = beside_stock(Branches())
-    same_steps(ours, stock, *range(3))
-    for param, other in zip(ours.parameters(), stock.parameters(), strict=True):
-        param.grad = torch.full((SIZE,), 2.0)
-        other.grad = torch.full((SIZE,), 2.0)
-    mine = [param.grad for param in ours.parameters()]
-    for number in range(3, 6):
-        ours(batch(number)).backward()
-        stock(batch(number)).backward()
-        assert_same_bits(gradients(ours), gradients(stock))
-    assert all(a is b.grad for a, b in zip(mine, ours.parameters(), strict=True))
-
-
-@ranks(2)
-def test_a_gradient_that_a_hook_keeps_or_replaces_is_reduced_in_place() -> None:
-    ours, stock = beside_stock(Branches())
-    kept: list[Tensor] = []
-    mine = torch.empty(SIZE)
-
-    def replace(param: Tensor) -> None:
-        mine.copy_(param.grad)
-        param.grad = mine
-
-    ours.module.vectors[0].register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
-    ours.module.vectors[1].register_post_accumulate_grad_hook(replace)
-    for number in range(4):
-        kept.clear()
-        same_steps(ours, stock, number)
-        assert kept[0] is ours.module.vectors[0].grad
-        assert mine is ours.module.vectors[1].grad
-
-
-@ranks(2)
 def test_a_graph_of_gradients_keeps_them_as_they_are() -> None:
     ours, _ = beside_stock(Branches())
     for _ in range(3):
         ours.zero_grad()
         ours(batch(0)).backward(create_graph=True)
         assert all(param.grad.requires_grad for param in ours.parameters())
-
-
-@pytest.mark.parametrize("find", [None, False, True])
-@ranks(2, views=True)
-def test_a_gradient_that_a_hook_drops_counts_as_under_stock(
-    rank: int, view: bool, find: bool | None
-) -> None:
-    """As zeros; with ``find_unused_parameters=True`` as that of an unused parameter."""
-    model = Branches()
-    options = {} if find is None else {"find_unused_parameters": find}
-    ours, stock = beside_stock(model, gradient_as_bucket_view=view, **options)
-
-    def drop(param: Tensor) -> None:
-        param.grad = None
-
-    for each in (ours, stock):
-        each.module.vectors[0].register_post_accumulate_grad_hook(drop)  # on all ranks
-        if rank == 0:
-            each.module.vectors[1].register_post_accumulate_grad_hook(drop)
-    for number in range(4):
-        for each in (ours, stock):
-            step(each, number)
-        assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
 
 
 @ranks(2)

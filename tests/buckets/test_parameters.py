@@ -13,11 +13,9 @@ from oracle import assert_mean, one_per_rank
 from torch import nn
 from torch.nn import Parameter
 from training import (
-    assert_gradients_alike,
     assert_mean_of,
     breaking_off,
     drawn,
-    raises_if,
     train_step,
     wrap,
 )
@@ -177,23 +175,6 @@ def test_freezing_in_turns_costs_collectives_and_new_buckets_in_the_first_turns_
     assert ddp.reducer.buckets == buckets
 
 
-@ranks(2, views=True)
-def test_a_module_frozen_as_a_whole_is_still_passed_through(view: bool) -> None:
-    """As the discriminator of a GAN in the generator's turn."""
-    ddp = wrap(net(), view)
-    check_step(ddp, 0)
-    ddp.zero_grad()
-    ddp.requires_grad_(False)
-    for step in range(4):
-        x = batch(step).requires_grad_()
-        ddp(x).sum().backward()
-        assert x.grad is not None
-    assert all(param.grad is None for param in ddp.parameters())
-    ddp.requires_grad_(True)
-    check_step(ddp, 1)
-    check_step(ddp, 2)
-
-
 @pytest.mark.parametrize("local", [False, True], ids=["", "no_sync"])
 @ranks(2, views=True)
 def test_what_is_added_has_the_values_of_rank_0_in_its_first_forward(
@@ -245,17 +226,6 @@ def test_a_stale_gradient_of_an_unfrozen_parameter_that_nobody_uses_stays(
 
 
 @ranks(2, views=True)
-def test_frozen_between_forward_and_backward(view: bool) -> None:
-    ddp = wrap(net(), view)
-    loss = ddp(batch(0)).sum()
-    ddp.module.layers["c"].requires_grad_(False)
-    loss.backward()
-    check_step(ddp, 1)
-    ddp.module.layers["c"].requires_grad_(True)
-    check_step(ddp, 2)
-
-
-@ranks(2, views=True)
 def test_a_backward_that_breaks_while_parameters_are_taken_up(rank: int, view: bool) -> None:
     ddp = wrap(net(), view, bucket_cap_mb=1e-4)
     check_step(ddp, 0)
@@ -267,21 +237,6 @@ def test_a_backward_that_breaks_while_parameters_are_taken_up(rank: int, view: b
         loss.backward()
     if rank == 0:
         assert ddp.module.layers["d"].weight.grad.isnan().all()
-    check_step(ddp, 2)
-
-
-@ranks(2, views=True)
-def test_an_added_parameter_that_one_rank_cannot_reduce_is_named_and_the_others_go_on(
-    rank: int, view: bool
-) -> None:
-    ddp = wrap(net(), view, bucket_cap_mb=1e-4)
-    check_step(ddp, 0)
-    ddp.module.table = nn.Embedding(3, 4).double()
-    ddp(batch(1))
-    ddp.module.table.sparse = rank == 0
-    loss = ddp(batch(1)).sum() + ddp.module.table(torch.tensor([1])).sum()
-    with raises_if(rank == 0, RuntimeError, match=r"rank 0, step 2: .*'table\.weight'.*sparse"):
-        loss.backward()
     check_step(ddp, 2)
 
 
@@ -301,23 +256,6 @@ def test_a_head_that_is_added_to_a_frozen_model_and_called_beside_it(rank: int, 
 
 
 @ranks(2, views=True)
-def test_a_forward_of_one_rank_alone_with_everything_frozen_for_once(rank: int, view: bool) -> None:
-    """For a saliency map, say. When buckets are made anew depends on reductions only."""
-    ddp = wrap(net(), view, bucket_cap_mb=1e-4)
-    check_step(ddp, 0)
-    freeze(ddp.module)
-    for step in range(1, 5):
-        check_step(ddp, step)
-        if rank == 0 and step == 3:
-            trainable = [param for param in ddp.parameters() if param.requires_grad]
-            ddp.requires_grad_(False)
-            ddp.forward_sync_buffers = False
-            ddp(batch(0, 0).requires_grad_())
-            for param in trainable:
-                param.requires_grad_(True)
-
-
-@ranks(2, views=True)
 def test_tensors_that_stand_in_for_some_parameters_change_nothing(rank: int, view: bool) -> None:
     ddp = wrap(net(), view)
     ddp.module.layers["b"].requires_grad_(True)
@@ -331,22 +269,6 @@ def test_tensors_that_stand_in_for_some_parameters_change_nothing(rank: int, vie
     fast = {name: 2 * param for name, param in alone.named_parameters() if "a." in name}
     torch.func.functional_call(alone, fast, (x,)).sum().backward()
     assert_mean_of(ddp, alone)
-
-
-@ranks(2, views=True)
-def test_buffers_that_go_in_a_step_that_breaks_off_go_on_all_ranks(rank: int, view: bool) -> None:
-    model = net()
-    model.layers["n"] = nn.BatchNorm1d(4).double()
-    ddp = wrap(model, view)
-    x = torch.randn(3, 4, dtype=torch.float64)
-    ddp(x).sum().backward()
-    del model.layers["n"]
-    loss = ddp(x + rank).sum()
-    with breaking_off(model.layers["a"].bias, rank == 0):
-        loss.backward()
-    for _ in range(2):  # a broadcast on one rank alone would hang
-        train_step(ddp, x + rank, loss=torch.sum)
-        assert_gradients_alike(ddp)
 
 
 @ranks(1)

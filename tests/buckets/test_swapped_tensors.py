@@ -119,58 +119,6 @@ def test_views_of_buckets_whose_data_was_set_are_led_back() -> None:
             param.grad.data = param.grad.data * 2
 
 
-@pytest.mark.parametrize("swaps", [False, True])
-@ranks(2, views=True)
-def test_while_gradients_accumulate(swaps: bool, view: bool) -> None:
-    ddp = wrap(Layers("abc").double(), view)
-    check(ddp, 0)
-    ddp.zero_grad()
-    alone = one_per_rank(ddp.module)
-    for step in (1, 2, 3):
-        with nullcontext() if step == 3 else ddp.no_sync():
-            ddp(batch(step)).sum().backward()
-        if step < 3:
-            move(swaps)(ddp.module)
-        for rank, each in enumerate(alone):
-            each(batch(step, rank)).sum().backward()
-    columns = zip(*map(nn.Module.parameters, alone), strict=True)
-    for param, (one, other) in zip(ddp.parameters(), columns, strict=True):
-        mean = (one.grad + other.grad) / 2
-        torch.testing.assert_close(param.grad, mean, rtol=1e-5, atol=1e-5)
-
-
-OPTIONS = {
-    "int8": {"compression": "int8"},
-    "lazy": {"lazy_bucket_allocation": True},
-    "process group": {"transport": "process_group"},
-    "skip": {"skip_all_reduce_unused_params": True},
-    "strict": {"find_unused_parameters": False},
-    "delayed": {},
-    "hook": {},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@ranks(2)
-def test_whatever_the_options(option: str) -> None:
-    for change in ("all", "moved by data"):
-        module = Layers("abc").double()
-        options = dict(OPTIONS[option])
-        if option == "delayed":
-            options["delay_all_reduce_named_params"] = [
-                ("layers.a.weight", module.layers["a"].weight)
-            ]
-            options["param_to_hook_all_reduce"] = module.layers["b"].weight
-        if option == "int8":
-            options["compression"] = tritonddp.Int8(exact="layers.*")
-        ddp = wrap(module, bucket_cap_mb=1e-4, **options)
-        for step in range(6):
-            ddp.zero_grad()
-            check(ddp, step)
-            if step % 2:
-                CHANGES[change](ddp.module)
-
-
 @pytest.mark.parametrize("change", ["one", "all"])
 @ranks(2, 3, views=True)
 def test_one_rank_alone_may_do_it(rank: int, change: str, view: bool) -> None:
