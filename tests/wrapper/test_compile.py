@@ -154,19 +154,6 @@ def test_a_compiled_function_may_look_at_the_wrapped_module() -> None:
 
 
 @ranks(2, timeout=300)
-def test_no_sync_around_a_compiled_step(rank: int) -> None:
-    with fresh_dynamo():
-        module = layers()
-        original = copy.deepcopy(module)
-        ddp, step = compiled("the wrapper", module, backend="aot_eager")
-        with ddp.no_sync():
-            step(batch(rank, 0))
-        step(batch(rank, 1))
-    expected = [sum(pair) for pair in zip(means(original, 0), means(original, 1), strict=True)]
-    torch.testing.assert_close(gradients(ddp), expected)
-
-
-@ranks(2, timeout=300)
 def test_a_compiled_backward_is_refused(rank: int) -> None:
     with fresh_dynamo(compiled_autograd=True):
         ddp, step = compiled("a step", nn.Linear(WIDTH, 1), backend="aot_eager")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
-from launched import printed
 from modules import normed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -488,32 +487,6 @@ def test_ignored_parameters_and_buffers_are_left_alone(rank: int) -> None:
 
 
 # Importing
-
-
-def test_importing_needs_neither_triton_nor_a_group_and_wrapping_needs_no_triton() -> None:
-    code = """
-        import sys
-        sys.modules["triton"] = None  # importing it fails
-        import torch, tritonddp
-        import torch.distributed as dist
-        assert not dist.is_initialized()
-        from tritonddp.kernels.dispatch import select
-        try:
-            select(torch.device("cuda"))
-        except RuntimeError as error:
-            print(error)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
-        for _ in range(2):
-            ddp(torch.ones(1, 2)).sum().backward()
-        print(ddp.module.bias.grad.tolist())
-        dist.destroy_process_group()
-    """
-    output = printed(code, CUDA_VISIBLE_DEVICES="")
-    error, grads = output.splitlines()
-    assert "needs Triton for 'cuda' tensors" in error
-    assert "pip install" in error
-    assert grads == "[2.0, 2.0]"
 
 
 @ranks(2)

@@ -91,21 +91,6 @@ def test_bit_equal_to_stock_on_two_ranks(view: bool) -> None:
             compare_with_stock(model, view, set_to_none)
 
 
-@ranks(2, views=True)
-def test_bit_equal_to_stock_with_a_list_of_bucket_sizes(view: bool) -> None:
-    kib = 1 / 1024
-    ddp = compare_with_stock("transformer", view, bucket_cap_mb_list=[kib / 4, 2 * kib, 5 * kib])
-    sizes = [
-        [param.numel() * param.element_size() for param in bucket.params]
-        for bucket in ddp.reducer.buckets
-    ]
-    for bucket, limit in zip(sizes, [256, 2048] + [5120] * len(sizes), strict=False):
-        assert sum(bucket[:-1]) < limit, "a bucket went on after it had reached its limit"
-    for bucket, limit in zip(sizes[:-1], [256, 2048] + [5120] * len(sizes), strict=False):
-        assert sum(bucket) >= limit, "a bucket was closed before it had reached its limit"
-    assert len(sizes) >= 4
-
-
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
 @ranks(2, views=True)
 def test_nan_and_inf_of_one_rank_reach_every_rank(rank: int, special: float, view: bool) -> None:

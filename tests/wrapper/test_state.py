@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed import (
     assert_same_bits,
-    assert_same_on_all_ranks,
     gather,
     ranks,
     recorded_collectives,
@@ -24,10 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import (
-    assert_gradients_alike,
     assert_right_step,
     breaking_off,
-    delayed,
     drawn,
     gradients,
     train_step,
@@ -177,54 +174,6 @@ def test_loading_needs_a_process_group_and_says_so() -> None:
     saved = run_ranks(pickled, 2)
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         pickle.loads(saved[0])
-
-
-@ranks(2)
-def test_a_state_can_be_taken_at_any_time() -> None:
-    """dynamo's guards ask for it in the middle of a forward."""
-
-    class Asks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 2)
-            self.seen: list[int] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen.append(len(pickle.dumps(wrappers[0].__getstate__())))
-            return self.inner(x)
-
-    globals()["Asks"] = Asks
-    Asks.__qualname__ = "Asks"
-    wrappers: list[DistributedDataParallel] = [DistributedDataParallel(Asks())]
-    net = wrappers[0]
-    with net.weighted(3), net.no_sync():
-        net(batch(0)).sum().backward()
-    with net.weighted(3):
-        net(batch(0)).sum().backward()
-        copied = copy.deepcopy(net)
-    assert len(net.module.seen) == 2
-    step(copied, 1)  # without the weight that the original has at this moment
-    assert_gradients_alike(copied)
-
-
-@COPY
-@ranks(2)
-def test_delayed_parameters_and_joining_belong_to_each_copy(
-    rank: int, make_copy: Callable[[Any], Any]
-) -> None:
-    model = layers()
-    net = wrap(model, **delayed(model, "0.weight", until=model[0].bias))
-    with net.join():
-        assert_averages(net, 0)
-        other = make_copy(net)
-    assert not other._join_config.enable, "its forwards would tell the ranks of another wrapper"
-    assert other._ddp_state.config.delay.until is other.module[0].bias
-    for seed in range(1, 4):
-        assert_averages(other, seed)
-    with other.join():
-        for seed in range(2 + rank):
-            step(other, seed)
-    assert_same_on_all_ranks(list(other.state_dict().values()))
 
 
 # The state of the module
