@@ -14,12 +14,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tritonddp.coordination.agreement import GradSource
-
 # What is planted: the names, as "room.module:Class.method", and what is called in their place.
 MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 # Those that scenarios with a sharded optimizer find.
-OF_SHARDED = {"values_of_one_rank", "means_that_count_on_one_rank", "norm_of_this_rank"}
+OF_SHARDED = {"values_of_one_rank", "means_that_count_on_one_rank"}
 
 _WRAPPER = "wrapper:DistributedDataParallel"
 _BUCKETS = ("buckets.bucket:Bucket", "buckets.memory.view_bucket:ViewBucket")
@@ -122,45 +120,15 @@ def ignored_no_sync(original: Any, *args: Any) -> Any:
     return contextlib.nullcontext()
 
 
-@mutation("reducer.graph.backward:Forwards.decide")
-def ignored_forward_under_no_sync(
-    original: Any, self: Any, forward: Any, sync: Any, *_: Any
-) -> Any:
-    """Only the start of a backward decides whether it is reduced, not its forward."""
-    return GradSource.ELSEWHERE if sync.enabled else None
-
-
-@mutation(f"{_WRAPPER}.weighted")
-def ignored_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """``weighted`` does nothing."""
-    return contextlib.nullcontext()
-
-
 @mutation(f"{_WRAPPER}._sync_buffers")
 def skipped_buffers(original: Any, self: Any) -> None:
     """Forwards broadcast no buffers."""
-
-
-@mutation("comm.broadcast:StateBroadcast.send")
-def skipped_initial_state(original: Any, self: Any, tensors: Any, place: str, what: str) -> None:
-    """Wrapping broadcasts nothing."""
-    if place != "wrapping":
-        original(self, tensors, place, what)
 
 
 @mutation(*_UNPACK)
 def zeros_for_unused(original: Any, self: Any, *args: Any) -> None:
     """A parameter that no rank used gets a gradient all the same."""
     self.flat.flags.fill_(1)
-    original(self, *args)
-
-
-@mutation(*_UNPACK)
-def only_own_gradients(original: Any, self: Any, *args: Any) -> None:
-    """A parameter that only other ranks used gets no gradient."""
-    for slot, used in enumerate(self.used):
-        if not used:
-            self.flat.flags[slot] = 0
     original(self, *args)
 
 
@@ -187,67 +155,15 @@ def other_rounding_on_one_rank(original: Any, self: Any, *args: Any) -> None:
         grad.mul_(1 + torch.finfo(grad.dtype).eps)
 
 
-@mutation("reducer.graph.backward:Forwards.decide")
-def one_reduction_per_forward(original: Any, self: Any, forward: Any, *args: Any) -> Any:
-    """A second backward of one graph only accumulates."""
-    reached = forward is not None and forward.reached
-    source = original(self, forward, *args)
-    return None if reached else source
-
-
-@mutation("buckets.bucket:Bucket.unpack")
-def gradients_of_others_memory(original: Any, self: Any, *args: Any) -> None:
-    """A gradient is written where that of the first reduction lies, whoever holds that."""
-    original(self, *args)
-    for param in self.params:
-        if param.grad is not None and param.grad is not _kept.setdefault(param, param.grad):
-            _kept[param].copy_(param.grad)
-            param.grad = _kept[param]
-
-
 @mutation("buckets.parameters:ModuleParameters.has_changed")
 def parameters_of_the_first_day(original: Any, self: Any) -> bool:
     """Parameters that are replaced or unfrozen are not taken up."""
     return False
 
 
-@mutation("reducer.graph.participation:ReentrantGrads.may_come")
-def lost_gradient_of_a_hook(original: Any, self: Any, missing: Any) -> set[Any]:
-    """Reentrant checkpoints, which the engine does not announce, are not waited for."""
-    return set()
-
-
-@mutation("features.grad_norm:GradientNorms._total")
-def norm_that_counts_on_one_rank(original: Any, self: Any, module: Any) -> Any:
-    """A rank leaves its first gradient out of the wrapper's own norm."""
-    first = next((param for param in module.parameters() if param.grad is not None), None)
-    if first is None or self._core.group.rank:
-        return original(self, module)
-    kept, first.grad = first.grad, None
-    try:
-        return original(self, module)
-    finally:
-        first.grad = kept
-
-
-@mutation("features.metrics:Metrics._take")
-def metrics_of_this_rank(original: Any, self: Any, rows: Any) -> None:
-    """A rank tells the times that it has measured itself."""
-    original(self, rows[[self._group.rank]].expand_as(rows))
-
-
 @mutation(f"{_WRAPPER}.register_comm_hook")
 def ignored_communication_hook(original: Any, self: Any, *args: Any) -> None:
     """Hooks are registered, and never called."""
-
-
-@mutation(*_UNPACK_ALL)
-def complex_gradients_conjugated(original: Any, self: Any, *args: Any) -> None:
-    """Complex gradients come back with the other sign of their imaginary parts."""
-    original(self, *args)
-    for param in self.params:
-        if param.is_complex() and param.grad is not None:
-            param.grad.copy_(param.grad.conj().resolve_conj())
 
 
 @mutation("zero.zero_redundancy_optimizer:ZeroRedundancyOptimizer.step")
@@ -262,11 +178,3 @@ def values_of_one_rank(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 @mutation("reducer.earlier_means:EarlierMeans.set_aside")
 def means_that_count_on_one_rank(original: Any, self: Any) -> None:
     """A mean that is in ``.grad`` already is reduced as this rank's gradient."""
-
-
-@mutation("zero.zero_redundancy_optimizer:ZeroRedundancyOptimizer.norms")
-def norm_of_this_rank(original: Any, self: Any, given: Any, norm_type: float) -> Tensor:
-    """Gradients are clipped by the norm of those that this rank owns."""
-    there = [param.grad for param in self._owners if param.grad is not None]
-    given.clear()
-    return torch.stack([grad.norm(norm_type).float() for grad in there] or [torch.zeros(())])

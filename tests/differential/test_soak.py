@@ -5,7 +5,6 @@ import torch
 from distributed import ranks
 
 from differential import oracle, soak
-from differential.actions.training import BreakOff, Forward, Renew, Replace, Require
 from differential.footprint import Footprint, complaints
 
 
@@ -33,13 +32,6 @@ def test_what_each_step_keeps_is_found(leak: str) -> None:
     assert any(f"{leak}s" in each for each in report.grown), report.grown
 
 
-@pytest.mark.thorough
-@ranks(2, timeout=500)
-def test_bytes_that_each_step_keeps_are_found() -> None:
-    report = soak.soak(seed=4, steps=2000, leak="memory")
-    assert any("memory" in each for each in report.grown), report.grown
-
-
 @ranks(2, timeout=240)
 def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
     """The oracle's, since it does not matter whose."""
@@ -63,31 +55,6 @@ def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
             soak.soak(seed=exact[0], steps=40)
     finally:
         oracle._mean = mean
-
-
-@pytest.mark.long
-def test_the_plan_has_all_that_a_soak_is_to_see() -> None:
-    planned = list(soak.lives(seed=0, steps=10_000))
-    assert sum(length for _, length in planned) == 10_000
-    lives = [life for life, _ in planned]
-    options = [life.options for life in lives]
-    for option, values in {
-        "reduce_dtype": {None, "float16", "bfloat16"},
-        "compression": {None, "int8"},
-        "gradient_as_bucket_view": {None, True},
-        "lazy_bucket_allocation": {None, True},
-    }.items():
-        assert {getattr(each, option) for each in options} == values, option
-    hooks = {"", "allreduce_hook", "ALLREDUCE", "fp16_compress_hook", "noop_hook"}
-    assert {life.communication_hook for life in lives} == hooks
-    for named in ("is_manual", "delays", "scaler"):
-        assert {getattr(life, named) for life in lives} == {False, True}
-    actions = [each for life in lives for each in life.actions]
-    assert {each.by for each in actions if isinstance(each, Renew)} == {"copy", "checkpoint"}
-    assert {each.rank for each in actions if isinstance(each, BreakOff)} == {0, 1}
-    for kind in (BreakOff, Renew, Replace, Require):
-        assert sum(isinstance(each, kind) for each in actions) > 50, kind
-    assert sum(isinstance(each, Forward) and not each.grad for each in actions) > 50
 
 
 def test_what_grows_is_found() -> None:

@@ -1,19 +1,10 @@
 """Stock DDP with a fault: what the programs have to find, whatever the package does."""
 
-import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Stock
-
-
-class BuffersStayAtHome(Stock):
-    """No forward broadcasts buffers."""
-
-    def _sync_buffers(self) -> None:
-        pass
 
 
 class BuffersOfVersions(Stock):
@@ -24,13 +15,6 @@ class BuffersOfVersions(Stock):
         if versions != getattr(self, "_versions", None):
             super()._sync_buffers()
         self._versions = [buffer._version for buffer in self.module.buffers()]
-
-
-class GradientsInBuckets(Stock):
-    """Gradients are a bucket's memory."""
-
-    def __init__(self, module: Any, **options: Any) -> None:
-        super().__init__(module, **options | {"gradient_as_bucket_view": True})
 
 
 class GradientsAreOthers(Stock):
@@ -66,15 +50,6 @@ class ABucketForEach(Stock):
         super().__init__(module, **options | {"bucket_cap_mb": 1e-6})
 
 
-class AllThereIs(Stock):
-    """Initial values are those of rank 0 also where the module hides a parameter."""
-
-    def __init__(self, module: Any, **options: Any) -> None:
-        for param in nn.Module.parameters(nn.ModuleList([module])):
-            dist.broadcast(param.data, 0)
-        super().__init__(module, **options)
-
-
 class MadeInTheFirstForward(Stock):
     """What is kept is made in the first forward, in whatever mode that runs."""
 
@@ -84,35 +59,13 @@ class MadeInTheFirstForward(Stock):
         return super().forward(*args, **kwargs) * self._kept
 
 
-class ArmedWithNothingToTrain(Stock):
-    """Forwards tell each other that they are there."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            dist.all_reduce(torch.ones(2 + next(self.parameters()).requires_grad))
-        return super().forward(*args, **kwargs)
-
-
-class AlarmsForNothing(Stock):
-    """The log says something of optimizers in hooks."""
-
-    def __init__(self, module: Any, **options: Any) -> None:
-        super().__init__(module, **options)
-        logging.getLogger("tritonddp.hooked_steps").warning("A hook steps an optimizer")
-
-
 FAULTS = {
     cls.__name__: cls
     for cls in (
-        BuffersStayAtHome,
         BuffersOfVersions,
-        GradientsInBuckets,
         GradientsAreOthers,
         UsesAName,
         ABucketForEach,
-        AllThereIs,
         MadeInTheFirstForward,
-        ArmedWithNothingToTrain,
-        AlarmsForNothing,
     )
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +21,6 @@ def wider(program: Program) -> nn.Module:
     return program.make(width=8)
 
 
-def frozen(program: Program) -> nn.Module:
-    return program.make().requires_grad_(False)
-
-
 def longer_buffer(program: Program) -> nn.Module:
     net = program.make()
     net.seen = torch.zeros(5, dtype=net.seen.dtype)
@@ -34,7 +29,6 @@ def longer_buffer(program: Program) -> nn.Module:
 
 MODULES: dict[str, Callable[[Program], nn.Module]] = {
     "wider module": wider,
-    "nothing to train": frozen,
     "longer buffer": longer_buffer,
 }
 
@@ -42,8 +36,6 @@ MODULES: dict[str, Callable[[Program], nn.Module]] = {
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "other bucket sizes": {"bucket_cap_mb": 1},
-    "compressed on one rank": {"compression": "int8"},
-    "checked on one rank": {"check_finite": "warn"},
 }
 
 # What it does when it has wrapped its module.
@@ -81,43 +73,10 @@ def no_sync_and_away(program: Program, ddp: DistributedDataParallel, step: int) 
         time.sleep(1)
 
 
-def a_weight(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    loss = program.loss(ddp, program.rank, step)
-    with ddp.weighted(3):
-        loss.backward()
-
-
 def a_request(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     with ddp.no_sync():
         program.loss(ddp, program.rank, step).backward()
     ddp.reduce_gradients()
-
-
-def a_frozen_layer(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    ddp.module.layers[0].requires_grad_(False)
-    try:
-        program.loss(ddp, program.rank, step).backward()
-    finally:
-        ddp.module.layers[0].requires_grad_(True)
-
-
-def an_added_layer(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    ddp.module.grow()
-    try:
-        program.loss(ddp, program.rank, step).backward()
-    finally:
-        del ddp.module.layers[-1]
-
-
-def other_buckets_left_out(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    """Once is not enough: parameters that are missing for the first time may still come."""
-    ddp.module.first = 2
-    program.loss(ddp, program.rank, step).backward()
-
-
-def no_sync_inside_join(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    with ddp.no_sync():
-        program.loss(ddp, program.rank, step).backward()
 
 
 def a_request_of_some(program: Program, ddp: DistributedDataParallel, step: int) -> None:
@@ -131,17 +90,16 @@ def a_check(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     ddp.check_sync()
 
 
-def another(what: str, program: Program, ddp: DistributedDataParallel, step: int) -> None:
+def another_parameter(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     """Only a check finds it: no backward does."""
     program.loss(ddp, program.rank, step).backward()
     weight = ddp.module.layers[1].weight
-    tensor = {"parameter": weight, "buffer": ddp.module.seen, "gradient": weight.grad}[what]
-    before = tensor.detach().clone()
-    tensor.detach().add_(1)
+    before = weight.detach().clone()
+    weight.detach().add_(1)
     try:
         ddp.check_sync()
     finally:
-        tensor.detach().copy_(before)
+        weight.detach().copy_(before)
 
 
 def the_other_wrapper(program: Program, ddp: DistributedDataParallel, step: int) -> None:
@@ -151,15 +109,10 @@ def the_other_wrapper(program: Program, ddp: DistributedDataParallel, step: int)
 STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
     "one more backward": one_more_backward,
     "no_sync on one rank": no_sync_and_away,
-    "weight on one rank": a_weight,
     "reduce_gradients on one rank": a_request,
     "reduce_gradients of some parameters": a_request_of_some,
     "check_sync on one rank": a_check,
-    "frozen on one rank": a_frozen_layer,
-    "added on one rank": an_added_layer,
-    "other buckets left out": other_buckets_left_out,
-    "no_sync inside join on one rank": no_sync_inside_join,
-    **{f"another {what}": partial(another, what) for what in ("parameter", "buffer", "gradient")},
+    "another parameter": another_parameter,
     "other wrapper first": the_other_wrapper,
     "shorter wrapper first": the_other_wrapper,
     "smaller wrapper first": the_other_wrapper,

@@ -20,7 +20,6 @@ class Net(nn.Module):
             self.rows = nn.Embedding(9, width, sparse=True, dtype=kind)
         if loop in ("buffers", "check"):
             self.register_buffer("seen", torch.zeros(3, dtype=kind))
-        self.first = 0  # layers before it are left out
         self.within: Callable[[], None] = lambda: None
 
     def grow(self) -> None:
@@ -30,7 +29,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "rows"):
             x = x + self.rows((x.sum(1).abs() * 10).long() % 9)
-        for number, layer in enumerate(self.layers[self.first :]):
+        for number, layer in enumerate(self.layers):
             if number == 1:
                 self.within()
             x = torch.tanh(layer(x))

@@ -317,8 +317,6 @@ class Program:
         """Steps of a rank: inside ``join`` one has fewer than the others."""
         if self.point.loop != "join":
             return STEPS
-        if self.fault.kind == "differ":
-            return STEPS
         follows = self.fault.victim if self.point.step is None else self.fault.victim + 1
         return STEPS - 2 if rank == follows % self.world_size else STEPS
 
@@ -360,8 +358,6 @@ class Program:
             if self.point.loop == "weighted":
                 weight = (rank + 1) / math.comb(self.world_size + 1, 2)
             alone = self.alone(net)
-            if self.fault.at == "other buckets left out" and step >= STRUCK_AT:
-                alone.first = 2 if rank == self.fault.victim else 0
             for micro in range(2 if self.point.loop == "no_sync" else 1):
                 self.loss(alone, rank, self.batch_of(rank, step), micro).backward()
             for name, param in alone.named_parameters():
