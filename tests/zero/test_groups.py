@@ -65,44 +65,6 @@ def test_the_learning_rate_may_be_a_tensor(rank: int) -> None:
 
 
 @ranks(2)
-def test_means_that_were_asked_for_are_the_owners_when_a_group_is_added(rank: int) -> None:
-    pair = Pair(
-        mlp(4, 8, 8, 2),
-        torch.optim.SGD,
-        params=lambda net: list(net.module[4].parameters()),
-        tolerance={"rtol": 1e-4, "atol": 1e-5},
-    )
-    for number in range(4):
-        for net, optimizer in pair.each():
-            with net.no_sync():
-                squares(net(drawn(5, 4, step=number))).backward()
-            net.reduce_gradients()
-            if not number:
-                optimizer.add_param_group({"params": list(net.module[0].parameters())})
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.check(f"step {number}")
-
-
-@ranks(2)
-def test_a_group_that_is_refused_leaves_no_trace(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 8, 2), params=lambda net: list(net.module[4].parameters()))
-    other = nn.Parameter(torch.ones(3))
-    for net, optimizer in pair.each():
-        with pytest.raises(ValueError, match=r"duplicate|more than one|some parameters appear"):
-            optimizer.add_param_group({"params": [net.module[4].weight]})
-    with pytest.raises(ValueError, match="same wrapper"):
-        pair.optimizer.add_param_group({"params": [other]})
-    for net, optimizer in pair.each():
-        optimizer.add_param_group({"params": net.module[0].weight})
-    for number in range(4):
-        pair.step(drawn(5, 4, step=number))
-        pair.zero.zero_grad()
-        pair.plain.zero_grad()
-    assert len(pair.optimizer.param_groups) == 2
-
-
-@ranks(2)
 def test_parameters_may_come_with_their_names(rank: int) -> None:
     pair = Pair(mlp(4, 8, 2), params=lambda net: net.named_parameters())
     for number in range(3):
@@ -187,25 +149,6 @@ def test_hooks_of_a_step_run_once(rank: int) -> None:
         pair.step(drawn(5, 4, step=number))
     assert [*map(len, seen.values())] == [6, 6]
     assert {*map(tuple, seen.values())} == {("pre", "post") * 3}
-
-
-@ranks(2)
-def test_the_state_of_a_parameter_is_on_its_owner(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 2))
-    for number in range(3):
-        pair.step(drawn(5, 4, step=number))
-    pairs = zip(pair.zero.parameters(), pair.plain.parameters(), strict=True)
-    for mine, theirs in pairs:
-        if owner_of(pair.optimizer, mine) == rank:
-            assert_same_bits(pair.optimizer.state[mine], pair.oracle.state[theirs])
-        else:
-            assert not pair.optimizer.state[mine]
-    # Who looks one up on another rank leaves nothing in a checkpoint.
-    pair.optimizer.consolidate_state_dict(0)
-    if rank == 0:
-        for number, state in pair.optimizer.state_dict()["state"].items():
-            assert_same_bits(state, pair.oracle.state_dict()["state"][number])
-    pair.step(drawn(5, 4, step=3))
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from beside_replicated import TRANSPORTS, Pair
 from distributed import ranks
 from modules import linears, mlp
-from torch import nn
-from training import counted, delayed, drawn, squares
+from training import counted, drawn, squares
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all used": {"find_unused_parameters": False},
@@ -31,18 +30,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_the_options_of_a_wrapper_mean_what_they_do_without_it(transport: str, option: str) -> None:
     pair = Pair(mlp(4, 8, 8, 8, 2), wrapper={**TRANSPORTS[transport], **OPTIONS[option]})
     for number in range(6):
-        pair.step(drawn(5, 4, step=number))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2, views=True)
-def test_delayed_gradients_reach_their_owner(view: bool, transport: str) -> None:
-    def options(module: nn.Module) -> dict[str, Any]:
-        late = delayed(module, "0.weight", "2.bias", until=module[4].weight)
-        return {**TRANSPORTS[transport], "gradient_as_bucket_view": view, **late}
-
-    pair = Pair(mlp(4, 8, 8, 2), wrapper=options, lr=0.1)
-    for number in range(5):
         pair.step(drawn(5, 4, step=number))
 
 

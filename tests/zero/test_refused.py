@@ -216,25 +216,6 @@ def test_a_step_during_a_backward(rank: int) -> None:
 
 
 @ranks(2)
-def test_a_constructor_during_a_backward(rank: int) -> None:
-    net = wrap(mlp(4, 8, 2))
-    errors = []
-
-    def make(grad: Any) -> None:
-        try:
-            ZeroRedundancyOptimizer(net.parameters(), AdamW)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    handle = net.module[2].weight.register_hook(make)
-    squares(net(drawn(5, 4))).backward()
-    handle.remove()
-    assert "backward" in errors[0]
-    trains(net)
-    ZeroRedundancyOptimizer(net.parameters(), AdamW)
-
-
-@ranks(2)
 def test_a_matrix_optimizer_with_vectors_is_refused_on_all_ranks(rank: int) -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")

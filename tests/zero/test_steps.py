@@ -72,22 +72,6 @@ def test_an_optimizer_that_looks_at_whole_matrices_steps_them(transport: str) ->
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, 3, views=True)
-def test_gradients_travel_in_bf16(view: bool, transport: str) -> None:
-    wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
-    within = {"rtol": 2e-2, "atol": 2e-2} if tolerance(transport) else None
-    pair = Pair(
-        mlp(4, 16, 16, 2),
-        torch.optim.SGD,
-        wrapper={**wrapper, "reduce_dtype": torch.bfloat16},
-        tolerance=within,
-        lr=0.001,
-    )
-    for number in range(6):
-        pair.step(drawn(5, 4, step=number))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2, 3, views=True)
 def test_a_gradient_is_there_on_its_owner_alone(view: bool, transport: str) -> None:
     wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
     pair = Pair(linears(4, 8, 8, 2), wrapper=wrapper)
@@ -104,24 +88,6 @@ def test_a_gradient_is_there_on_its_owner_alone(view: bool, transport: str) -> N
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2)
-def test_large_and_tiny_parameters_are_whole(transport: str) -> None:
-    """One that is larger than a bucket, and others of one element and of none."""
-    pair = Pair(
-        Squares((700, 500), (), (0,), (1,), (3, 3)),
-        torch.optim.SGD,
-        wrapper={**TRANSPORTS[transport], "bucket_cap_mb": 0.5},
-        lr=0.25,
-    )
-    for number in range(4):
-        for net, optimizer in pair.each():
-            net(0.5 + dist.get_rank() + number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.check(f"step {number}")
-
-
 @pytest.mark.parametrize("shapes", [[(3,)], [(40, 40)], [(2,), (3,)]], ids=["one", "huge", "two"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(3)
@@ -136,36 +102,6 @@ def test_there_may_be_fewer_parameters_than_ranks(transport: str, shapes: Any) -
             optimizer.step()
             optimizer.zero_grad()
         pair.check(f"step {number}")
-
-
-class Mixed(nn.Module):
-    """Parameters of four dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.single, self.wide = nn.Linear(3, 5), nn.Linear(5, 4).double()
-        self.low = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        self.phase = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.wide(self.single(x).double().tanh()) * self.low
-        return y.abs().mean() + (self.phase * (1 + 2j)).real.square().sum()
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "momentum"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2, 3, views=True)
-def test_dtypes_may_be_mixed(view: bool, transport: str, kind: str) -> None:
-    optimizer_class, options = CLASSES[kind]
-    pair = Pair(
-        Mixed(),
-        optimizer_class,
-        wrapper={**TRANSPORTS[transport], "gradient_as_bucket_view": view},
-        tolerance={"rtol": 2e-2, "atol": 2e-2} if tolerance(transport) else None,
-        **{**options, "lr": 1e-4},
-    )
-    for number in range(5):
-        pair.step(drawn(5, 3, step=number))
 
 
 @ranks(1)

@@ -69,30 +69,6 @@ def test_a_parameter_that_nobody_uses_keeps_its_value_and_has_no_state(transport
 
 
 @ranks(2)
-def test_steps_without_a_gradient_change_nothing(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 2))
-    for number in range(4):
-        for net, optimizer in pair.each():
-            if number % 2:
-                squares(net(drawn(5, 4, step=number))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.check(f"step {number}")
-
-
-@ranks(2)
-def test_several_steps_may_follow_one_backward(rank: int) -> None:
-    pair = Pair(mlp(4, 8, 2))
-    for number in range(4):
-        for net, optimizer in pair.each():
-            squares(net(drawn(5, 4, step=number))).backward()
-            optimizer.step()
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.check(f"step {number}")
-
-
-@ranks(2)
 def test_the_optimizer_may_be_made_after_some_steps(rank: int) -> None:
     """Then buckets exist already, and their order is known."""
     pair: Any = Pair.__new__(Pair)
