@@ -242,3 +242,23 @@ def test_a_layer_that_was_added_has_an_owner_before_its_first_forward(first: str
         optimizer.step()
     assert all(not torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
     assert_same_on_all_ranks([*net.parameters()])
+
+
+@ranks(2)
+def test_means_that_were_asked_for_are_the_owners_when_a_group_is_added(rank: int) -> None:
+    pair = Pair(
+        mlp(4, 8, 8, 2),
+        torch.optim.SGD,
+        params=lambda net: list(net.module[4].parameters()),
+        tolerance={"rtol": 1e-4, "atol": 1e-5},
+    )
+    for number in range(4):
+        for net, optimizer in pair.each():
+            with net.no_sync():
+                squares(net(drawn(5, 4, step=number))).backward()
+            net.reduce_gradients()
+            if not number:
+                optimizer.add_param_group({"params": list(net.module[0].parameters())})
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check(f"step {number}")
