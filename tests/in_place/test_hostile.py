@@ -113,20 +113,6 @@ class Scaled(Net):
 
 
 @ranks(2)
-def test_a_second_backward_of_a_graph_has_the_buffers_of_its_forward() -> None:
-    net, wrapped = replicate(Scaled()), DistributedDataParallel(Scaled())
-    for number in range(4):
-        for each in (net, wrapped):
-            each.zero_grad()
-            output = each(drawn(5, 4, step=number))
-            output.square().sum().backward(retain_graph=True)
-            output.sum().backward()
-            assert_same_on_all_ranks(gradients(each))
-        assert_same_bits(gradients(net), gradients(wrapped))
-        assert_same_on_all_ranks(list(net.buffers()))
-
-
-@ranks(2)
 def test_the_next_forward_has_the_buffers_of_rank_0_if_all_graphs_are_retained(rank: int) -> None:
     net, wrapped = replicate(Scaled()), DistributedDataParallel(Scaled())
     for number in range(4):
@@ -172,23 +158,6 @@ def test_a_worker_of_a_data_loader_may_run_it(method: str, rank: int) -> None:
 
 
 @ranks(2)
-def test_a_part_that_is_added_is_averaged_when_nothing_else_is_used(rank: int) -> None:
-    net: Any = replicate(Net())
-    train_step(net, drawn(5, 4))
-    for step in range(3):
-        torch.manual_seed(step)
-        net.head = nn.Sequential()  # replaced, the second time
-        net.head.append(nn.Linear(4, 2))
-        net.gain = nn.Parameter(torch.ones(2))
-        for number in range(3):
-            net.zero_grad()
-            features = net(drawn(5, 4, step=number)).detach() if step == 1 else drawn(5, 4)
-            (net.head(features) * net.gain).square().sum().backward()
-            assert net.gain.grad is not None
-            assert_same_on_all_ranks(gradients(net))
-
-
-@ranks(2)
 def test_a_module_in_place_has_all_methods_that_it_promises(rank: int) -> None:
     net: Any = replicate(Net())
     promised = re.findall(
@@ -219,20 +188,6 @@ def test_a_class_that_takes_no_subclass_is_an_error_that_says_what_to_do() -> No
 
 
 @ranks(2)
-def test_a_backward_that_reaches_no_parameter_stays_on_its_rank(rank: int) -> None:
-    net = replicate(Net())
-    for number in range(4):
-        train_step(net, drawn(5, 4, step=number))
-        assert_same_on_all_ranks(gradients(net))
-        if rank == 0:  # a saliency map
-            net.requires_grad_(False)
-            x = drawn(2, 4).requires_grad_()
-            net(x).sum().backward()
-            net.requires_grad_(True)
-            assert x.grad is not None
-
-
-@ranks(2)
 def test_what_is_not_used_any_more_is_no_obstacle(rank: int) -> None:
     gc.disable()
     try:
@@ -243,3 +198,20 @@ def test_what_is_not_used_any_more_is_no_obstacle(rank: int) -> None:
     finally:
         gc.enable()
     assert_same_on_all_ranks(gradients(head))
+
+
+@ranks(2)
+def test_a_part_that_is_added_is_averaged_when_nothing_else_is_used(rank: int) -> None:
+    net: Any = replicate(Net())
+    train_step(net, drawn(5, 4))
+    for step in range(3):
+        torch.manual_seed(step)
+        net.head = nn.Sequential()  # replaced, the second time
+        net.head.append(nn.Linear(4, 2))
+        net.gain = nn.Parameter(torch.ones(2))
+        for number in range(3):
+            net.zero_grad()
+            features = net(drawn(5, 4, step=number)).detach() if step == 1 else drawn(5, 4)
+            (net.head(features) * net.gain).square().sum().backward()
+            assert net.gain.grad is not None
+            assert_same_on_all_ranks(gradients(net))

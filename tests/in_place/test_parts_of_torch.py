@@ -144,18 +144,6 @@ def test_a_sliced_module_keeps_its_parameters_and_its_checkpoints(wrap: Any) -> 
 
 
 @ranks(4)
-def test_a_part_of_a_sliced_module_is_averaged_when_it_is_called_alone() -> None:
-    net, _, mesh = sliced(replicate)
-    for number in range(3):
-        torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
-        net.zero_grad()
-        squares(net.head(net.encoder(torch.randn(3, 4)))).backward()
-        grads = gather(gradients(net))
-        assert_same_bits(grads[0], grads[2])
-        assert_same_bits(grads[1], grads[3])
-
-
-@ranks(4)
 def test_an_optimizer_of_the_replaced_parameters_is_an_error_when_it_steps() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
