@@ -139,12 +139,9 @@ def test_a_slow_rank_still_reads_what_the_others_packed(rank: int) -> None:
             assert_same_bits(gradients(ours), grads, "gradient")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("fails_in", [0, 3])
 @ranks(2)
-def test_after_a_sum_that_broke_off_all_go_on(
-    rank: int, fails_in: int, error: type[BaseException]
-) -> None:
+def test_after_a_sum_that_broke_off_all_go_on(rank: int, fails_in: int) -> None:
     """In the first bucket, or when the last is summed, on one rank; the others do not wait."""
     ours, stock = beside_stock(Branches(), bucket_cap_mb=3e-2)
     same_steps(ours, stock, 0, 1)
@@ -154,13 +151,13 @@ def test_after_a_sum_that_broke_off_all_go_on(
     def fails(self: RankBuffers, grads: Any, factor: Any = None) -> None:
         calls.append(self)
         if len(calls) == 1 + fails_in:
-            raise error("amid a sum")
+            raise RuntimeError("amid a sum")
         sum_into(self, grads, factor)
 
     fails_here = rank == 1
     with (
         mock.patch.object(RankBuffers, "sum_into", fails if fails_here else sum_into),
-        raises_if(fails_here, error),
+        raises_if(fails_here, RuntimeError),
     ):
         step(ours, 2)
     same_steps(ours, stock, 3, 4, 5)

@@ -184,28 +184,6 @@ def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
     assert reducer() is None
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@ranks(2)
-def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(
-    rank: int, at_once: bool
-) -> None:
-    for number, error in enumerate([KeyboardInterrupt, SystemExit, KeyboardInterrupt]):
-        now: list[int] = []
-
-        def hook(state: None, bucket: GradBucket) -> Any:
-            if now == [number] and rank == 1 and bucket.index() == 1:  # noqa: B023
-                now.clear()  # noqa: B023
-                raise error("what the user said")  # noqa: B023
-            return default_hooks.allreduce_hook(None, bucket)
-
-        model, reference = hooked(hook, at_once)
-        for step in range(4):
-            now[:] = [step]
-            backwards(model, reference, step, number, error, "what the user said")
-            if step != number:
-                torch.testing.assert_close(gradients(model), gradients(reference))
-
-
 @ranks(2)
 def test_a_lost_all_reduce_of_the_flags_behind_hooks_is_explained_once() -> None:
     group = dist.new_group()

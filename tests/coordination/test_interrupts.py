@@ -17,16 +17,12 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from modules import linears
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from training import assert_close, assert_mean_of, breaking_off, drawn, raises_if, train_step
+from training import assert_mean_of, breaking_off, drawn, train_step
 
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.comm.all_reduce import DirectSum
-from tritonddp.comm.host.memory_exchange import MemoryExchange
+from tritonddp.buckets.manager import BucketManager
+from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.reduction import Reduction
-from tritonddp.coordination import collectives
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture
 
@@ -58,48 +54,60 @@ def after(call: Callable[..., Any], number: int) -> Callable[..., Any]:
     return interrupted
 
 
-PROCESS_GROUP, VIEWS = {"transport": "process_group"}, {"gradient_as_bucket_view": True}
-POINTS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
-    "begun": (Reduction, "_announce", 0, {}),
-    "first bucket issued": (DirectSum, "launch", 0, PROCESS_GROUP),
-    "third bucket issued": (DirectSum, "launch", 2, PROCESS_GROUP | VIEWS),
-    "last bucket issued": (DirectSum, "launch", 3, PROCESS_GROUP),
-    "first bucket packed": (MemoryExchange, "launch", 0, VIEWS),
-    "last bucket packed": (MemoryExchange, "launch", 3, {}),
-    "quantised bucket issued": (collectives, "send", 0, {"compression": "int8"}),
-    "a result is there": (Reduction, "finish", 0, {}),
-    "hooked bucket issued": (dist, "all_reduce", 1, {"hook": True}),
-    "flags behind hooks issued": (collectives, "all_reduce", 0, {"hook": True}),
+# By point where Ctrl-C comes: what is called there, and how often it is before.
+POINTS: dict[str, tuple[Any, str, int]] = {
+    "first bucket": (AllReduce, "launch", 0),
+    "last bucket": (AllReduce, "launch", 3),
+    "wait": (AllReduce, "wait", 1),
+    "result": (Reduction, "finish", 0),
+    "order of gradients": (BucketManager, "agree_on_order", 0),
 }
 
 
-@pytest.mark.parametrize("point", list(POINTS))
-@ranks(2)
-def test_after_an_interrupt_in_a_backward_the_ranks_are_in_step(rank: int, point: str) -> None:
-    owner, name, number, options = POINTS[point]
-    options = dict(options)
-    hooked = options.pop("hook", False)
-    torch.manual_seed(0)
-    net = linears(64, 64, 64, 64, 64, bias=False)
-    alone = copy.deepcopy(net)
-    ddp = DistributedDataParallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, **options)
-    if hooked:
-        ddp.register_comm_hook(None, allreduce_hook)
+@pytest.mark.parametrize("point", POINTS)
+@ranks(1)
+def test_after_an_interrupt_in_a_reduction_the_group_refuses_further_use(point: str) -> None:
+    group = dist.new_group()
+    nets = [
+        DistributedDataParallel(
+            linears(64, 64, 64, 64, 64), process_group=group, bucket_cap_mb=0.01
+        )
+        for _ in range(2)
+    ]
+    for each in nets:
+        each._ddp_state.core.exchanges_alone = True  # as with many ranks
+    inputs = drawn(3, 64)
+    owner, name, number = POINTS[point]
+    if point != "order of gradients":  # of the first reduction
+        train_step(nets[0], inputs)
+    struck = mock.patch.object(owner, name, after(getattr(owner, name), number))
+    with handled(), struck, pytest.raises(KeyboardInterrupt):
+        train_step(nets[0], inputs)
+    refused = r"rank 0: Ctrl-C .* cannot be used any more\. Start the processes of all ranks again"
+    for use in (
+        lambda: train_step(nets[0], inputs),
+        lambda: train_step(nets[1], inputs),
+        lambda: torch.no_grad()(nets[0])(inputs),
+        nets[0].reduce_gradients,
+        nets[0].should_stop,
+        lambda: DistributedDataParallel(linears(4, 4), process_group=group),
+    ):
+        with pytest.raises(RuntimeError, match=refused):
+            use()
+    other = DistributedDataParallel(linears(64, 4), process_group=dist.new_group())
+    train_step(other, inputs)
 
-    def step(each: nn.Module, seed: int) -> None:
-        train_step(each, drawn(3, 64, step=seed))
 
-    for seed in range(2):
-        step(ddp, seed)
-    assert len(ddp.reducer.buckets) == 4
-    call = getattr(owner, name)
-    struck = mock.patch.object(owner, name, after(call, number) if rank == 1 else call)
-    with handled(), struck, raises_if(rank == 1, KeyboardInterrupt):
-        step(ddp, 2)
-    for seed in (3, 4):
-        step(ddp, seed)
-        step(alone, seed)
-        assert_mean_of(ddp, alone, within=0.1 if "compression" in options else 0.0)
+@ranks(1)
+def test_after_an_interrupt_in_a_reduction_on_request_the_group_refuses_further_use() -> None:
+    net = DistributedDataParallel(linears(4, 4), process_group=dist.new_group())
+    with net.no_sync():
+        train_step(net, drawn(3, 4))
+    struck = mock.patch.object(AllReduce, "launch", after(AllReduce.launch, 0))
+    with handled(), struck, pytest.raises(KeyboardInterrupt):
+        net.reduce_gradients()
+    with pytest.raises(RuntimeError, match="Start the processes of all ranks again"):
+        net.reduce_gradients()
 
 
 IN_STEP = logging.getLogger("tritonddp.in_step")
@@ -126,55 +134,6 @@ def test_collectives_that_were_not_made_up_for_are_still_owed(rank: int, cut: st
         for each in (ddp, alone):
             train_step(each, drawn(3, 64, step=seed))
         assert_mean_of(ddp, alone)
-
-
-class Tables(nn.Module):
-    """Two tables with sparse gradients in front of a dense layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(8, 4, sparse=True)
-        self.more = nn.Embedding(8, 4, sparse=True)
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.last(self.words(rows) * self.more(rows + 1)).square().sum()
-
-
-@pytest.mark.parametrize("place", ["before", "behind"])
-@pytest.mark.parametrize("table", [0, 1])
-@ranks(2)
-def test_rows_that_have_come_when_an_interrupt_does_are_not_exchanged_again(
-    rank: int, table: int, place: str
-) -> None:
-    ddp = DistributedDataParallel(Tables().double())
-    alone = copy.deepcopy(ddp.module)
-    unpack = SparseBucket.unpack
-    calls = iter(range(1_000))
-
-    def interrupted(*args: Any) -> None:
-        is_it = next(calls) == table
-        if is_it and place == "before":
-            interrupt()
-        unpack(*args)
-        if is_it and place == "behind":
-            interrupt()
-
-    for step in range(5):
-        rows = [torch.tensor([step, step + number]) for number in range(2)]
-        alone.zero_grad()
-        for each in rows:
-            (alone(each) / 2).backward()
-        is_struck = step == 2 and rank == 1
-        with (
-            handled(),
-            mock.patch.object(SparseBucket, "unpack", interrupted if is_struck else unpack),
-            raises_if(is_struck, KeyboardInterrupt),
-        ):
-            train_step(ddp, rows[rank], loss=torch.sum)
-        if not is_struck:
-            dense = [[param.grad.to_dense() for param in net.parameters()] for net in (ddp, alone)]
-            assert_close(*dense, f"step {step}")
 
 
 def test_an_interrupt_waits_for_the_end_and_a_second_one_does_not() -> None:

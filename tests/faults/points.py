@@ -72,7 +72,7 @@ POINTS = {
     ),
     "last gradient": Point("plain", "gradient of the first layer", "kill 1/2 views, raise 1/2"),
     "flatten": Point("plain", f"{RUN}.pack", "kill 2/3", call=2),
-    "launch": Point("plain", f"{TRANSPORT}.launch", "kill 0/4, stop 0/2, interrupt 2/3", call=1),
+    "launch": Point("plain", f"{TRANSPORT}.launch", "kill 0/4, stop 0/2", call=1),
     "end of backward": Point("plain", f"{TRANSPORT}.wait", "kill 1/3 views, stop 1/4"),
     "between two results": Point("plain", f"{TRANSPORT}.wait", "kill 0/2", call=2),
     "order of gradients": Point(
@@ -121,7 +121,7 @@ POINTS = {
     "message through memory": Point(
         "plain",
         f"{MEMORY}.launch",
-        "kill 2/3 views, stop 0/2 views, leave 1/2, interrupt 1/3",
+        "kill 2/3 views, stop 0/2 views, leave 1/2",
         call=2,
     ),
     "wait for a message": Point(
@@ -134,9 +134,7 @@ POINTS = {
         "kill 1/2, stop 0/3",
         call=1,
     ),
-    "share of a sum": Point(
-        "shares", f"{MEMORY}.sum_share", "kill 2/4, stop 0/3, interrupt 0/3", call=1
-    ),
+    "share of a sum": Point("shares", f"{MEMORY}.sum_share", "kill 2/4, stop 0/3", call=1),
     "word of a share": Point("shares", f"{MEMORY}._say_summed", "kill 1/3, loop 1/4", call=1),
     "line between hosts": Point("hosts", f"{CROSS_HOST}.start", "kill 3/4, stop 1/4", call=1),
     "sum over hosts": Point("hosts", f"{CROSS_HOST}.finish", "kill 0/4, stop 2/4", call=1),
@@ -163,10 +161,8 @@ POINTS = {
         "kill 2/3, kill 0/3 group, stop 0/2 group, raise 1/2, interrupt 0/3, interrupt 1/2 group",
     ),
     "loan of memory for values": Point("sharded", f"{SHARED}._lend", "kill 1/2", step=0),
-    "values in memory": Point(
-        "sharded", f"{SHARED}._show", "kill 0/3, stop 0/2, interrupt 1/2", step=3
-    ),
-    "wait for values": Point("sharded", f"{SHARED}._take", "kill 2/3, interrupt 2/3", step=3),
+    "values in memory": Point("sharded", f"{SHARED}._show", "kill 0/3, stop 0/2", step=3),
+    "wait for values": Point("sharded", f"{SHARED}._take", "kill 2/3", step=3),
     "arrival of values": Point(
         "sharded", f"{VALUES}._wait", "kill 1/3 group, loop 1/2 group", call=1
     ),

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.host.memory import Memory
-from tritonddp.coordination.host.peers import SEEN, SHOWN, Peer, WaitPoint
+from tritonddp.coordination.host.peers import Peer
 
 
 def batch_norms() -> nn.Module:
@@ -224,46 +224,6 @@ def test_where_memory_cannot_be_had_all_ranks_take_the_process_group(
 
 
 # Ctrl-C, and ranks that are gone
-
-
-class Interrupted:
-    """``WaitPoint.wait_for``, with Ctrl-C in the first wait for messages of this kind."""
-
-    def __init__(self, kind: int) -> None:
-        self.kind, self.came = kind, False
-        self.function = WaitPoint.wait_for
-
-    def of(self, point: WaitPoint, kind: int, waits: bool = True, source: Any = None) -> None:
-        if kind == self.kind and waits and not self.came:
-            self.came = True
-            raise KeyboardInterrupt
-        self.function(point, kind, waits, source)
-
-
-@pytest.mark.parametrize(
-    ("kind", "who"), [(SHOWN, [1]), (SHOWN, [0, 1, 2]), (SEEN, [0])], ids=["one", "all", "source"]
-)
-@ranks(3)
-def test_after_ctrl_c_in_a_wait_for_buffers_the_forward_may_be_repeated(
-    rank: int, kind: int, who: list[int]
-) -> None:
-    ddp = trained()
-    interrupted = Interrupted(kind)
-    is_due = rank in who
-    wait_for = (lambda *args, **options: interrupted.of(*args, **options)) if is_due else None
-    with mock.patch.object(WaitPoint, "wait_for", wait_for or WaitPoint.wait_for):
-        if rank == 0:
-            time.sleep(0.1)  # so that the others wait
-        for _ in range(2):
-            try:
-                step(ddp, batch(), 0)
-                break
-            except KeyboardInterrupt:
-                pass
-    waits = rank > 0 if kind == SHOWN else True
-    assert interrupted.came is (is_due and waits)
-    assert_forwards_have_those_of_rank_0(ddp)
-    assert goes_through_memory(ddp)
 
 
 @ranks(3)

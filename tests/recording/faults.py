@@ -125,9 +125,9 @@ def the_host_asks_for_a_flag(wait: Any, self: Any, bucket: Any, work: Any) -> No
 
 
 @fault("copies", AllReduce, "launch", is_wait=True)
-def the_host_waits_for_the_stream(launch: Any, *args: Any) -> None:
+def the_host_waits_for_the_stream(launch: Any, *args: Any) -> Any:
     torch.cuda.current_stream().synchronize()
-    launch(*args)
+    return launch(*args)
 
 
 # Work on another stream
@@ -169,11 +169,8 @@ def addresses_are_those_of_the_step_before(change: Any, self: Any, *args: Any) -
 
 @fault("copies", AllReduce, "launch")
 @fault("int8", QuantizedAllReduce, "launch")
-def the_sum_is_not_waited_for(
-    launch: Any, self: Any, bucket: Any, works: list[Any], *args: Any
-) -> None:
-    launch(self, bucket, works, *args)
-    works[-1] = _Never(works[-1])
+def the_sum_is_not_waited_for(launch: Any, *args: Any) -> Any:
+    return _Never(launch(*args))
 
 
 @fault("int8", dist, "all_to_all_single")
@@ -190,7 +187,7 @@ def buckets_that_are_dropped_give_their_memory_back(_: Any, *memory: Tensor) -> 
 
 
 @fault("lazy buckets", AllReduce, "launch")
-def a_buffer_goes_before_its_sum_is_there(launch: Any, self: Any, bucket: Any, *args: Any) -> None:
+def a_buffer_goes_before_its_sum_is_there(launch: Any, self: Any, bucket: Any, *args: Any) -> Any:
     with _side():
         torch.empty_like(bucket.flat.data).copy_(bucket.flat.data)
-    launch(self, bucket, *args)
+    return launch(self, bucket, *args)

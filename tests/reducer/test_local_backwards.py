@@ -5,7 +5,6 @@ import io
 import logging
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from training import (
 
 from tritonddp import DistributedDataParallel
 from tritonddp.reducer.graph.unreduced import noted
-from tritonddp.reducer.reducer import Reducer
 
 
 def net() -> OnDemand:
@@ -348,35 +346,6 @@ def test_an_output_is_saved_without_a_warning() -> None:
     ddp = DistributedDataParallel(net())
     with unwarned():
         torch.save(ddp(filled(2, 4)), io.BytesIO())
-
-
-@ranks(2)
-def test_after_ctrl_c_in_the_end_of_one_wrapper_the_next_step_of_both_is_right() -> None:
-    """Also while somebody keeps the traceback, and with it what the end was about to do."""
-    nets = [DistributedDataParallel(net()) for _ in range(2)]
-    core, finish, kept = nets[0]._ddp_state.core, Reducer.finish_ended, None
-
-    def interrupted(reducer: Any) -> None:
-        if reducer is core:
-            raise KeyboardInterrupt
-        finish(reducer)
-
-    for step in range(4):
-        for each in nets:
-            each.zero_grad()
-        loss = sum(each(filled(2, 4)).sum() for each in nets)
-        if step == 2:
-            with mock.patch.object(Reducer, "finish_ended", interrupted):
-                try:
-                    loss.backward()
-                except KeyboardInterrupt as error:
-                    kept = error
-            continue
-        loss.backward()
-        for each in nets:
-            assert_gradients_alike(each, f"step {step}")
-    assert kept is not None
-    assert [reductions(each) for each in nets] == [4, 4]
 
 
 @ranks(2)

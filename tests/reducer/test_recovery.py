@@ -208,26 +208,3 @@ def test_a_backward_right_after_a_broken_one_is_reduced(local: bool, view: bool)
         net.zero_grad()
         output.pow(2).sum().backward()
     assert_mean_of(ddp, alone)
-
-
-@ranks(2, views=True)
-def test_an_interrupt_at_the_end_of_a_backward_leaves_nothing_on_its_way(
-    rank: int, view: bool
-) -> None:
-    ddp = wrap(layers(), view, bucket_cap_mb=1e-5)
-
-    def interrupted(bucket: Any, work: Any) -> Any:
-        if bucket.index == 1:
-            raise KeyboardInterrupt
-        return wait(bucket, work)
-
-    for number in (0, 10):  # the first reduction ends with the order of gradients
-        exchange: Any = ddp.reducer.buckets[1].exchange
-        wait = exchange.wait
-        if rank == 0:
-            exchange.wait = interrupted
-        with raises_if(rank == 0, KeyboardInterrupt):
-            train_step(ddp, batch(number))
-        exchange.wait = wait
-        assert_right_step(ddp, batch(number + 1))
-        assert_right_step(ddp, batch(number + 2))

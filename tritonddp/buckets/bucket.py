@@ -490,7 +490,7 @@ class Bucket:
             self._kernels.unflatten(self.flat, grads, factor)
         for slot, grad in made.items():
             self.params[slot].grad = grad
-        # References here would outlive zero_grad. (Until now: what Ctrl-C cuts short is repeated.)
+        # References here would outlive zero_grad.
         self._grads, self.before, self.wants_flags = [None] * len(grads), {}, False
         if self.owned is not None:
             self._drop_others()

@@ -33,15 +33,11 @@ class BucketExchange(Protocol):
     @property
     def after_unpack(self) -> Callable[[], None] | None: ...
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
-        """Begin to reduce the bucket, which is packed, and append the work to ``works``.
-
-        Nothing may come between the two, not even a KeyboardInterrupt: otherwise this rank would
-        reduce the bucket again, and its collectives would no longer match those of the others.
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
+        """Begin to reduce the bucket, which is packed; returns the work.
 
         Args:
             bucket: the bucket. (It holds this object, which therefore does not hold it.)
-            works: of the buckets before this one, in launch order.
             is_broken: the bucket holds NaN instead of gradients.
 
         Raises:
@@ -51,7 +47,8 @@ class BucketExchange(Protocol):
     def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
         """Wait until the sum is in the bucket: on a GPU the current stream does, not the host.
 
-        May be called again for the same work.
+        May be called again for the same work: used flags on a GPU, and row counts of sparse
+        gradients, are needed before the buckets are unpacked.
 
         Returns:
             A factor of this bucket's sum alone, fp64 ``(1,)``; ``None`` for 1.
@@ -72,7 +69,7 @@ class LargeSums(Protocol):
     """What an exchange has left to :meth:`Bucket.unpack`: the sums of large gradients."""
 
     def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None = None) -> None:
-        """Write the sums, times ``factor``, fp64 ``(1,)``, into ``grads``. May be repeated."""
+        """Write the sums, times ``factor``, fp64 ``(1,)``, into ``grads``."""
 
 
 class Transport(Protocol):

@@ -15,7 +15,6 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.point_to_point import SumOfParts
 
 
@@ -47,7 +46,7 @@ class AllReduce:
         # A plain process group is called without Python code, and its work objects need no wrapper.
         self._is_plain = type(self._group) is dist.ProcessGroup
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
         counters, nbytes, size = self._counters, bucket.nbytes, self._size
         counters.collectives += 1
@@ -55,15 +54,10 @@ class AllReduce:
         counters.sent_bytes -= -2 * (size - 1) * nbytes // size
         data, group = bucket.flat.data, self._group
         if bucket.beside is not None:
-            tensors = [data, *bucket.beside]
-            works.extend(map(group.allreduce_coalesced, (tensors,), (self._grouped,)))
-        elif self._is_plain:
-            # Python handles signals between two instructions. So one instruction both launches the
-            # collective and appends its work.
-            works.extend(map(group.allreduce, ([data],), (self._options,)))
-        else:
-            with Uninterrupted():
-                works.append(collectives.all_reduce(data, group))
+            return group.allreduce_coalesced([data, *bucket.beside], self._grouped)
+        if self._is_plain:
+            return group.allreduce([data], self._options)
+        return collectives.all_reduce(data, group)
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.wait`."""
@@ -93,8 +87,8 @@ class DirectSum:
         self._counters = counters
         self._received: Tensor | None = None  # a row from each rank
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
-        """See :meth:`BucketExchange.launch`, and for the one instruction :class:`AllReduce`."""
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
+        """See :meth:`BucketExchange.launch`."""
         counters, nbytes, size, data = self._counters, bucket.nbytes, self._size, bucket.flat.data
         counters.collectives += 1
         counters.wire_bytes += nbytes
@@ -102,8 +96,7 @@ class DirectSum:
         sent, received = data.new_empty(2, size, data.numel()).unbind()
         sent.copy_(data)
         self._received = received
-        all_to_all = getattr(self._group, ALL_TO_ALL_SINGLE)
-        works.extend(map(all_to_all, (received,), (sent,), ([],), ([],), (self._options,)))
+        return getattr(self._group, ALL_TO_ALL_SINGLE)(received, sent, [], [], self._options)
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.wait`."""
@@ -140,7 +133,7 @@ class ReduceToOwners:
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group, self._counters = group, counters
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
         assert bucket.owned is not None
         flat, counters, group = bucket.flat, self._counters, self._group
@@ -148,9 +141,8 @@ class ReduceToOwners:
         parts = [flat.data[a:b] for a, b in bucket.owned.elements(flat)]
         counters.collective(flat.payload.nbytes, group.size)
         counters.collective(trailer.nbytes, group.size, passes=2)
-        with Uninterrupted():
-            first = self._reduce_scatter(parts)
-            works.append(_Both(first, collectives.all_reduce(trailer, group.process_group)))
+        first = self._reduce_scatter(parts)
+        return _Both(first, collectives.all_reduce(trailer, group.process_group))
 
     def _reduce_scatter(self, parts: list[Tensor]) -> Work | SumOfParts:
         group, mine = self._group, parts[self._group.rank]

@@ -35,7 +35,6 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.interrupts import Uninterrupted
 
 # Holds flags and headers of every wire dtype exactly.
 _TRAILERS = torch.float32
@@ -93,7 +92,6 @@ class CommHook:
         self._last = 0  # index of the last bucket that goes through the hook
         # Of one reduction.
         self._calls: list[_Call] = []  # for all buckets so far
-        self._trailers: tuple[Tensor, Work] | None = None  # of all buckets, in flight
         # By bucket index, after the last all-reduce.
         self._factors: dict[int, Tensor | None] | None = None
         self._failure: HookError | None = None  # on this rank, to be raised
@@ -103,23 +101,22 @@ class CommHook:
         self._last = max((bucket.index for bucket in those_of_hooks(buckets)), default=0)
         return [self] * len(buckets)
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
         if bucket.index == 0:  # a reduction begins
-            self._calls, self._trailers, self._factors, self._failure = [], None, None, None
+            self._calls, self._factors, self._failure = [], None, None
         if is_broken:
             bucket.flat.payload.zero_()
         holds = bucket.names, bucket.flat.layout.shapes
         if self._held.setdefault(bucket.index, holds) != holds:
             self._held[bucket.index] = holds
             _forget(self._state, bucket.index)
-        with Uninterrupted():
-            call = _Call(bucket, is_broken, self)
-            self._calls.append(call)
-            works.append(call)
-            device = bucket.flat.data.device
-            if self._issues_one or backend_name(self._group.process_group, device) == "nccl":
-                call.begin()
+        call = _Call(bucket, is_broken, self)
+        self._calls.append(call)
+        device = bucket.flat.data.device
+        if self._issues_one or backend_name(self._group.process_group, device) == "nccl":
+            call.begin()
+        return call
 
     def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
         """See :meth:`BucketExchange.wait`.
@@ -127,13 +124,12 @@ class CommHook:
         Raises:
             HookError: the hook failed on this rank, for any bucket. (Raised once.)
         """
-        with Uninterrupted():
-            for call in self._calls:  # in order, up to this bucket
-                call.end()
-                if call is work:
-                    break
-            if self._factors is None:
-                self._agree()
+        for call in self._calls:  # in order, up to this bucket
+            call.end()
+            if call is work:
+                break
+        if self._factors is None:
+            self._agree()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -185,19 +181,15 @@ class CommHook:
         group, size = self._group.process_group, self._group.size
         if backend_name(group, device) == "gloo":
             _last_group[:] = [group]
-        if self._trailers is None:
-            # Nothing here may make the host wait for the device.
-            broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
-            for number, call in enumerate(calls):
-                if call.is_broken:
-                    broken[number].fill_(torch.nan)
-            message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
-            let_go(*(call.trailer for call in calls))  # allocated on the streams of gradients
+        # Nothing here may make the host wait for the device.
+        broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
+        for number, call in enumerate(calls):
+            if call.is_broken:
+                broken[number].fill_(torch.nan)
+        message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
+        let_go(*(call.trailer for call in calls))  # allocated on the streams of gradients
         try:
-            if self._trailers is None:
-                self._trailers = message, self._send(message)
-            message, work = self._trailers
-            work.wait()
+            self._send(message).wait()
         except RuntimeError as error:
             raise ExchangeError(
                 f"buckets up to {calls[-1].bucket.title}",
@@ -229,7 +221,7 @@ class CommHook:
         return collectives.all_reduce(message, self._group.process_group)
 
 
-def _named(where: str, bucket: Bucket, error: BaseException) -> HookError:
+def _named(where: str, bucket: Bucket, error: Exception) -> HookError:
     what = f"the communication hook failed: {type(error).__name__}: {error}"
     failure = HookError(f"{where}, {bucket.title}: {what}")
     failure.__cause__ = error
@@ -244,7 +236,7 @@ class _Call:
         self.is_broken = is_broken  # its gradients do not count
         # Of this rank. Saved before the call: a hook may resize the buffer, and so overwrite it.
         self.trailer = bucket.flat.tail.to(_TRAILERS, copy=True)
-        self.error: BaseException | None = None  # what the hook raised on this rank
+        self.error: Exception | None = None  # what the hook raised on this rank
         self._hook = hook
         self._has_begun = False
         self._buffer: Tensor | None = None
@@ -277,7 +269,7 @@ class _Call:
         try:
             self._buffer = buffer_of(self.bucket)
             self._future = self._hook.call(self.bucket, self._buffer)
-        except BaseException as error:
+        except Exception as error:
             self._failed(error)
 
     def end(self) -> None:
@@ -287,7 +279,7 @@ class _Call:
             try:
                 result = self._hook.result(self._future, self._buffer)
                 write_back(result, self._buffer, self.bucket)
-            except BaseException as error:
+            except Exception as error:
                 self._failed(error)
             # Drop the references: a bucket whose memory is still referenced at the next backward
             # has to leave it to the holder.
@@ -295,7 +287,7 @@ class _Call:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: Exception) -> None:
         self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None

@@ -29,7 +29,6 @@ from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import close_connections
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.point_to_point import MessagesUnderWay
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
@@ -56,14 +55,13 @@ class QuantizedAllReduce:
         self._counters = counters
         self._second_step = second_step
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
         flat: QuantizedBuffer = bucket.flat
         is_direct = flat.message_layout.is_direct
         for message in (flat.received,) if is_direct else (flat.received, flat.gathered):
             self._counters.collective(message.nbytes, self._size)
-        with Uninterrupted():
-            works.append(self._second_step.begin(flat))
+        return self._second_step.begin(flat)
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.wait`."""

@@ -25,7 +25,6 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import PeerError
-from tritonddp.coordination.interrupts import Uninterrupted
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 begin_logger = logging.getLogger("tritonddp.in_step")
@@ -34,10 +33,7 @@ _wants_flags = attrgetter("wants_flags")
 
 
 class LocalError(RuntimeError):
-    """User code (a hook, for example) failed on this rank. The other ranks finish the backward.
-
-    If that raised no Exception but a KeyboardInterrupt, for example, users get that instead.
-    """
+    """User code (a hook, for example) failed on this rank. The other ranks finish the backward."""
 
 
 class ExchangeError(RuntimeError):
@@ -264,7 +260,7 @@ class Reduction:
             ):
                 # As launch_ready() does, which has more to look at.
                 try:
-                    bucket.exchange.launch(bucket, works)
+                    works.append(bucket.exchange.launch(bucket))
                 except RuntimeError as error:
                     raise self.explain(bucket, error) from error
                 if bucket is self.buckets[-1] or self.unfilled[index + 1]:
@@ -301,7 +297,7 @@ class Reduction:
             if self._is_logged:
                 self._log_launch(bucket, is_spoiled)
             try:
-                bucket.exchange.launch(bucket, works, is_spoiled)
+                works.append(bucket.exchange.launch(bucket, is_spoiled))
             except RuntimeError as error:
                 raise self.explain(bucket, error) from error
 
@@ -348,7 +344,7 @@ class Reduction:
                 if (before_pack := bucket.exchange.before_pack) is not None:
                     before_pack()
                 bucket.fill_nan(b"" if bucket.index else self.header)
-                bucket.exchange.launch(bucket, self.works, is_broken=True)
+                self.works.append(bucket.exchange.launch(bucket, is_broken=True))
             except RuntimeError as error:
                 raise self.explain(bucket, error) from error
 
@@ -427,7 +423,7 @@ class Reduction:
         self._check_headers()
         self._exchange_rows(discards)
         if not discards:
-            raise error if cause is None or isinstance(cause, Exception) else cause
+            raise error
 
     def _check_headers(self) -> None:
         """Check the headers of all ranks in the first bucket, once; see :meth:`Agreement.check`."""
@@ -441,7 +437,7 @@ class Reduction:
 
     def _exchange_rows(self, discards: bool) -> None:
         """The second step of sparse gradients, once: for all, whose buffers it waits for."""
-        if self._has_exchanged:  # perhaps before an interrupt
+        if self._has_exchanged:
             return
         buckets = [
             bucket
@@ -459,9 +455,8 @@ class Reduction:
         if self._has_exchanged:  # there
             return
         try:
-            with Uninterrupted():
-                exchange_rows(buckets, self.group.process_group, self.counters)
-                self._has_exchanged = True
+            exchange_rows(buckets, self.group.process_group, self.counters)
+            self._has_exchanged = True
         except RuntimeError as error:
             names = listed([name for bucket in buckets for name in bucket.names])
             last = f"s up to {buckets[-1].index}" if len(buckets) > 1 else f" {buckets[0].index}"
@@ -524,7 +519,7 @@ class Reduction:
         try:
             for bucket in self.buckets:
                 self.launch_now(bucket)
-        except BaseException:
+        except Exception:
             self.launch_nan()
             self.discard()
             raise

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
@@ -31,6 +31,23 @@ class Owner(Protocol):
 
     def make_up(self) -> None:
         """If a backward has ended, or failed, make what is left of its collectives."""
+
+
+class _Interrupted:
+    """An owner of collectives that no rank can make up for: Ctrl-C has cut one short."""
+
+    order = "", -1, 0
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def make_up(self) -> NoReturn:
+        """Raise a RuntimeError."""
+        raise RuntimeError(
+            f"rank {self._rank}: Ctrl-C (KeyboardInterrupt) came in the midst of an exchange with "
+            "the other ranks, and nobody can know how far it had come: this process group cannot "
+            "be used any more. Start the processes of all ranks again, from a checkpoint"
+        )
 
 
 @dataclass
@@ -124,6 +141,19 @@ class Group(FailureReport):
             yield
         except RuntimeError as error:
             raise self.explain(where, what, error) from error
+
+    def refuse_further_use(self) -> None:
+        """Ctrl-C has cut a collective short on this rank: :meth:`recover` raises from now on."""
+        self.owners.add(_Interrupted(self.rank))
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Context for collectives: a KeyboardInterrupt inside is the end of the group's use."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.refuse_further_use()
+            raise
 
     # Small collectives, whose errors name the missing rank
 

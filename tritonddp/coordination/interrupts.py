@@ -14,10 +14,9 @@ set_signal_handler = _signal.signal
 class Uninterrupted:
     """Context: a KeyboardInterrupt inside is raised at the end; a second one is raised at once.
 
-    Python handles signals between any two instructions of the main thread, so also between the
-    launch of a collective and the note that it was launched. The rank would then launch it a second
-    time, and its collectives would never match those of the other ranks again. Does nothing on
-    other threads, which handle no signals, and inside another such context. Takes 1 us.
+    For what is done for another process group than the one that the rank uses, and waits in: that
+    does not hear of the interrupt (see ``Group.uninterrupted``). Does nothing on other threads,
+    which handle no signals, and inside another such context. Takes 1 us.
     """
 
     __slots__ = ("_former", "_pending")

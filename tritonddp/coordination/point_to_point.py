@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tritonddp._torch import timeout_of
 from tritonddp.coordination import collectives
-from tritonddp.coordination.interrupts import Uninterrupted
 
 # Tags of messages: the first one, how many an exchange may use (its steps), and how many exchanges
 # may be in flight. Exchanges through the process group use the first two, see Group.next_tag(),
@@ -60,9 +59,7 @@ class MessagesUnderWay:
         works = [collectives.receive(received[r], group, r, tag) for r in _others(received, group)]
         works += [collectives.send(sent[r], group, r, tag) for r in _others(sent, group)]
         self._group = group
-        # A work can be waited for only once: one call in C both takes it from the list and waits,
-        # so that Ctrl-C cannot come in between.
-        self._works: Iterator[Any] = iter(works)
+        self._works: Iterator[Any] = iter(works)  # each can be waited for only once
         self._failure: RuntimeError | None = None
 
     def wait(self) -> None:
@@ -112,21 +109,14 @@ class SumOfParts:
         others = [rank for rank in ranks if rank != own]
         received = dict(zip(others, self._rows, strict=True))
         self.messages = MessagesUnderWay(group, tag, received, parts)
-        self._is_added = False
 
     def wait(self) -> None:
-        """Wait until the sum is in the own part.
+        """Wait until the sum is in the own part. To be called once.
 
         Raises:
             RuntimeError: as :meth:`MessagesUnderWay.wait`.
         """
         self.messages.wait()
-        with Uninterrupted():  # it adds in place, so it must not run twice
-            if not self._is_added:
-                self._is_added = True
-                self._add()
-
-    def _add(self) -> None:
         mine, own, rows = self._mine, self._own, self._rows
         if own > 0:
             # The ranks before this one, in the memory of the first of them.

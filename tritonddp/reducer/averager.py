@@ -27,7 +27,6 @@ from tritonddp.coordination.agreement import (
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture
 from tritonddp.reducer.extension import Events
 from tritonddp.reducer.graph.backward import Forwards, SyncState
@@ -140,7 +139,7 @@ class Averager:
         capture.refuse(manager.current, self.where(), f"{message} without a graph before")
         parameters.register()
         manager.announce()
-        with Uninterrupted():
+        with self.group.uninterrupted():
             if self.group.size > 1:
                 current = manager.current if requested is None else manager.temporary(requested)
                 asks = self.open(
@@ -218,7 +217,7 @@ class Averager:
 
         The other ranks will launch, or have launched, all collectives of that step. This rank
         launches those that it has not launched yet, with NaN, so that later collectives match
-        again. See also :meth:`complete`. The caller delays Ctrl-C.
+        again. See also :meth:`complete`.
         """
         try:
             if not reduction.works:
@@ -253,7 +252,7 @@ class Averager:
         current = self.manager.current
         shadow = self.open(current, source, [False] * len(current.params), weight=NOTHING)
         try:
-            with Uninterrupted(), torch.no_grad():
+            with self.group.uninterrupted(), torch.no_grad():
                 shadow.reduce_now()
                 self.complete(shadow)
         except Mismatch as error:

@@ -35,7 +35,6 @@ from tritonddp._torch import (
     values_of_rrefs,
 )
 from tritonddp.coordination.agreement import GradSource, Mismatch
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
     FAILED,
@@ -266,7 +265,8 @@ class ContextReducer:
             current.arrived[number] = has_gradient
             current.unfilled[current.bucket_of[number]] -= 1
             try:
-                current.send(self._averager.where())
+                with self._group.uninterrupted():
+                    current.send(self._averager.where())
             except Exception:
                 current.backward.moves_to(FAILED)
                 raise
@@ -280,10 +280,10 @@ class ContextReducer:
         if not current.backward.runs:
             return
         try:
-            with self._reducer.launching:
+            with self._reducer.launching, self._group.uninterrupted():
                 current.send(self._averager.where(), rest=True)
             try:
-                with Uninterrupted():
+                with self._group.uninterrupted():
                     reduction.finish()
                     for call in events.on_reduced_all:
                         call(reduction)
@@ -325,7 +325,7 @@ class ContextReducer:
             len(reduction.buckets) - len(reduction.works),
             len(reduction.buckets),
         )
-        with Uninterrupted(), torch.no_grad():  # not forgotten before its collectives are made
+        with self._group.uninterrupted(), torch.no_grad():
             self._leave(current)
             try:
                 if not reduction.header:  # it was not prepared yet

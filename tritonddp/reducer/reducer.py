@@ -33,7 +33,6 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.comm_hook import CommHook
 from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture
 from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
@@ -440,7 +439,7 @@ class Reducer:
         """A gradient has come: launch the buckets at the front that wait for none."""
         reduction = None if self.backward is None else self.backward.reduction
         if reduction is not None:
-            with torch.no_grad(), self.launching:
+            with torch.no_grad(), self.launching, self.group.uninterrupted():
                 reduction.launch_ready()
 
     def _note_early(self, param: Tensor) -> None:
@@ -462,10 +461,14 @@ class Reducer:
                 return self.on_segment_ready(number)
         if self.tracker.is_assumed and current_graph_task_id() != backward.graph_task:
             return self.tracker.wait_for_end()
-        with self.launching:
-            if self.tracker.streams_beside:
-                self.tracker.join_streams(number)
-            reduction.pack(number, launches=True, incoming=incoming)
+        try:
+            with self.launching:
+                if self.tracker.streams_beside:
+                    self.tracker.join_streams(number)
+                reduction.pack(number, launches=True, incoming=incoming)
+        except KeyboardInterrupt:
+            self.group.refuse_further_use()
+            raise
 
     def on_unusual_order(self, number: int) -> None:
         """Gradients came in another order than last time: launch the segment if it is full."""
@@ -503,7 +506,7 @@ class Reducer:
             if self.tracker.streams and (is_new or is_left):
                 self.tracker.join_streams()
             if is_left:
-                with self.launching:
+                with self.launching, self.group.uninterrupted():
                     reduction.launch_ready(rest=True)
             if self.finalizes_manually and any(reduction.works):
                 backward.moves_to(UNFINALIZED)
@@ -567,8 +570,9 @@ class Reducer:
                     self.averager.complete(reduction, arrived)
         except (RuntimeError, Mismatch) as error:
             self._fail(backward, error)
-        # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: make_up
-        # waits for them.)
+        except KeyboardInterrupt:
+            self.group.refuse_further_use()
+            raise
         self._close(backward)
         if self.averager.afterwards is not None and any(self.parameters.buffer_tables):
             self.averager.afterwards()
@@ -643,11 +647,11 @@ class Reducer:
             return
         self.averager.before_make_up(reduction)
         arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
-        with Uninterrupted():  # whoever owes collectives is not forgotten before they are made
-            try:
+        try:
+            with self.group.uninterrupted():
                 self.averager.make_up(reduction, arrived)
-            finally:
-                self._abort(backward)
+        finally:
+            self._abort(backward)
 
     def _abort(self, backward: Backward) -> None:
         for call in self.events.on_abort:

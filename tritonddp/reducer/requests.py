@@ -14,7 +14,6 @@ from tritonddp.buckets.parameters import schema_of
 from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer import capture, checkpoint
@@ -166,7 +165,7 @@ class Requests:
         self, reduction: Reduction, named_params: Sequence[tuple[str, Parameter]]
     ) -> None:
         try:
-            with Uninterrupted():
+            with self._averager.group.uninterrupted():
                 reduction.reduce_now()
         except Mismatch as error:
             for call in self._averager.events.on_abort:
@@ -258,7 +257,8 @@ class Requests:
                 )
             if any(reduction.works):
                 try:
-                    reduction.finish()  # the end of the backward does the rest
+                    with self._averager.group.uninterrupted():
+                        reduction.finish()  # the end of the backward does the rest
                 except Mismatch as error:
                     self._averager.raise_mismatch(error, reduction)
                 return

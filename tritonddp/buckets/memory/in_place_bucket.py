@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from tritonddp._device import let_go
 from tritonddp._torch import is_shared
 from tritonddp.buckets.bucket import Bucket, Segment
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.kernels.dispatch import Kernels, gradient_dtype
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
@@ -84,7 +83,7 @@ class InPlaceBucket(Bucket):
             if source is None:
                 sent = self._empty_gradient(slot).zero_()
             elif (
-                scale != 1  # what Ctrl-C cuts short is repeated
+                scale != 1
                 or self._copies_next
                 or not self.used[slot]
                 or source.requires_grad  # a graph of its own may hold it
@@ -150,13 +149,12 @@ class InPlaceBucket(Bucket):
     def finish_beside(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
         """See :meth:`Bucket.finish_beside`. ``flags`` are needed where a gradient is missing."""
         if factor is not None or self._copies:
-            with Uninterrupted():  # what was multiplied once must not be again
-                if factor is not None:
-                    # With a dimension: else torch rounds it to the dtype of the gradients first.
-                    factor = factor.to(torch.promote_types(self.gradient_dtype, torch.float32))
-                for slot, sent in zip(self._large, self.beside, strict=False):
-                    self._finish(slot, sent, factor, flags)
-                self._drop()
+            if factor is not None:
+                # With a dimension: else torch rounds it to the dtype of the gradients first.
+                factor = factor.to(torch.promote_types(self.gradient_dtype, torch.float32))
+            for slot, sent in zip(self._large, self.beside, strict=False):
+                self._finish(slot, sent, factor, flags)
+            self._drop()
         self.beside = ()
 
     def _finish(

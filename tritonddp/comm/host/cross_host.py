@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.point_to_point import MessagesUnderWay, SumOfParts, tag_of
 
 # Steps of an exchange, for the tags of their messages: see point_to_point.py.
@@ -74,12 +73,10 @@ class CrossHost:
         assert self._sum is not None
         self._sum.wait()
         if len(self._partners) > 2:
-            with Uninterrupted():
-                if self._sent is None:
-                    # (The others have already received the parts of this rank that these replace.)
-                    mine = dict.fromkeys(self._parts, self._parts[self._own])
-                    tag = tag_of(self._number, _SUMS)
-                    self._sent = MessagesUnderWay(self._group, tag, self._parts, mine)
+            # (The others have already received the parts of this rank that these replace.)
+            mine = dict.fromkeys(self._parts, self._parts[self._own])
+            tag = tag_of(self._number, _SUMS)
+            self._sent = MessagesUnderWay(self._group, tag, self._parts, mine)
             self._sent.wait()
 
     def _wait_for_former(self) -> None:

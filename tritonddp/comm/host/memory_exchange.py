@@ -214,7 +214,7 @@ class MemoryExchange(WaitPoint):
             self.wait_for(READ)
             progress.free = progress.read  # the last sum of that reduction
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
         sums, peers, counters, nbytes = self._sums, self.peers, self._counters, bucket.nbytes
         counters.collectives += 1
@@ -227,19 +227,12 @@ class MemoryExchange(WaitPoint):
         try:
             for send in peers.sends:
                 send(message)
-            self.number = self._progress.last = sums.launched = number
-            works.append(self)
-        except BaseException as error:
-            # Ctrl-C; a full socket buffer; or a rank that is gone, which the wait will report.
-            with Uninterrupted():
-                if len(works) == bucket.index:
-                    peers.send(message)
-                    self.number = self._progress.last = sums.launched = number
-                    works.append(self)
-            if not isinstance(error, OSError):
-                raise
+        except OSError:  # a full socket buffer; or a rank that is gone, which the wait will report
+            peers.send(message)
+        self.number = self._progress.last = sums.launched = number
         if self.has_shares:
             sums.begin_shares(self)
+        return self
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.wait`."""
@@ -312,7 +305,7 @@ class MemoryExchange(WaitPoint):
         """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
         if any(peer.announced.get(self.number) != self.content for peer in self.peers.others):
             return  # not packed yet; or another bucket, for which wait() raises
-        with Uninterrupted():  # it adds in place, so it must not run twice
+        with Uninterrupted():  # it adds in place, perhaps in a wait of another group
             self.buffers.sum_share(self.peers.local_rank)
             self.started = self.number
             if self._cross_host is None:
@@ -327,9 +320,8 @@ class MemoryExchange(WaitPoint):
             self._say_summed()
 
     def _say_summed(self) -> None:
-        with Uninterrupted():
-            self.summed = self.number
-            self.peers.say(SUMMED, *self.content[:2], self.number)
+        self.summed = self.number
+        self.peers.say(SUMMED, *self.content[:2], self.number)
 
     def _refuse(self, peer: Peer) -> NoReturn:
         """Raise: ``peer`` has announced another bucket under the number of this sum.
@@ -371,11 +363,10 @@ class Announced:
         self._exchange, self._peers, self._sums = exchange, peers, HostSums.of(peers)
         self.before_pack, self.after_unpack = exchange.before_pack, exchange.after_unpack
 
-    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
-        with Uninterrupted():
-            self._sums.goes_elsewhere(bucket, self._peers)
-            self._exchange.launch(bucket, works, is_broken)
+        self._sums.goes_elsewhere(bucket, self._peers)
+        return self._exchange.launch(bucket, is_broken)
 
     def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
         """See :meth:`BucketExchange.wait`."""

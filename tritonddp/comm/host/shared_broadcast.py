@@ -31,7 +31,6 @@ from tritonddp.coordination.host.peers import (
     Peers,
     WaitPoint,
 )
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.kernels.flat_buffer import round_up
 
 logger = logging.getLogger("tritonddp.buffers")
@@ -132,11 +131,12 @@ class SharedBroadcast:
             RuntimeError: a rank is missing, or has other tensors; the message names it.
         """
         number = max(self._over + 1, step << 32)
-        if self._group.rank == source:
-            self._show(part, number, by_group)
-        else:
-            peer = next(each for each in self._peers.others if each.rank == source)
-            self._take(part, number, peer, by_group)
+        with self._group.uninterrupted():
+            if self._group.rank == source:
+                self._show(part, number, by_group)
+            else:
+                peer = next(each for each in self._peers.others if each.rank == source)
+                self._take(part, number, peer, by_group)
 
     def _wait_for(self, kind: int, number: int, part: Part, source: Peer | None = None) -> None:
         try:
@@ -167,10 +167,9 @@ class SharedBroadcast:
             self._wait_for(SEEN, self._over, part)
         for address, start, nbytes in differing:
             ctypes.memmove(start, address, nbytes)
-        with Uninterrupted():  # a content that was shown is written no more until it was seen
-            self._peers.say(SHOWN, self.number, layout, number, part.nbytes)
-            self._shown.append(number)
-            self._over, self._layout = number, layout
+        self._peers.say(SHOWN, self.number, layout, number, part.nbytes)
+        self._shown.append(number)
+        self._over, self._layout = number, layout
         self._peers.flush()
         if memory is None:
             by_group()
@@ -238,9 +237,8 @@ class SharedBroadcast:
                     ctypes.memmove(address, start, size)
                 for message in part.messages:
                     message.copy_back()
-        with Uninterrupted():
-            self._peers.answer(source, SEEN, self.number, 0, number)
-            self._over = source.seen[self.number] = number
+        self._peers.answer(source, SEEN, self.number, 0, number)
+        self._over = source.seen[self.number] = number
         self._peers.flush()
         if not is_alike:
             raise RuntimeError(
