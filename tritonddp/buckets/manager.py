@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import NoneType
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -57,7 +60,7 @@ class BucketManager:
     ) -> None:
         self.factory = factory
         self.memory = memory
-        self._listener: Callable[[Sequence[int | None]], None] | None = None
+        self._listener: Callable[[], Any] = NoneType
         self._captured: list[Bucket | JointUnpack] = []
         self._of_temporary = factory.transport  # for temporary buckets
         self._parameters = parameters
@@ -97,8 +100,8 @@ class BucketManager:
         """This rank and its step, for messages."""
         return f"rank {self._group.rank}, step {self._counters.reductions}"
 
-    def notify(self, listener: Callable[[Sequence[int | None]], None]) -> None:
-        """Call ``listener`` when the buckets are replaced.
+    def notify(self, listener: WeakMethod[Callable[[Sequence[int | None]], None]]) -> None:
+        """Call ``listener``, if it is still there, when the buckets are replaced.
 
         It gets, for each parameter, the former number, ``None`` if it is new.
         """
@@ -321,5 +324,5 @@ class BucketManager:
             # The remaining ones belong to gradients that are not quantised any more. They are
             # views, and would keep the residuals of whole buckets alive.
             self.factory.keep({})
-        if self._listener is not None:
-            self._listener([number_of.get(param) for param in self.current.params])
+        if (listener := self._listener()) is not None:
+            listener([number_of.get(param) for param in self.current.params])

@@ -111,7 +111,7 @@ class Reducer:
         self._broke_off = partial(_broke_off, self.reference)
         self._others = WatchedParameters(self.reference)
         self.group.join_forks(self)
-        self.manager.notify(partial(_renumber, self.reference))
+        self.manager.notify(weakref.WeakMethod(self.renumber))
         self._track()
         self.unreduced.clear(self.manager.current.params)
 
@@ -744,13 +744,6 @@ class Reducer:
         self._others.watch(())
         self.group.owners.discard(self)
         self.backward = None
-
-
-def _renumber(reference: weakref.ref[Reducer], former: Sequence[int | None]) -> None:
-    """The manager has made new buckets."""
-    reducer = reference()
-    if reducer is not None:
-        reducer.renumber(former)
 
 
 def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
