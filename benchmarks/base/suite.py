@@ -62,8 +62,9 @@ def run(
             traceback.print_exc()
             failed[group] = f"{type(error).__name__}: {error}"
         output.write({"benchmarks": rows, "failed": failed})
-    output.say(*show(Result(output.content)))
-    output.say(*(f"FAILED {group}: {why}" for group, why in failed.items()))
+    output.say(
+        *show(Result(output.content)), *(f"FAILED {group}: {why}" for group, why in failed.items())
+    )
     return 1 if failed else 0
 
 

@@ -21,6 +21,8 @@ PACKAGE, BASE = "tritonddp", "tritonddp_base"
 _FROM = re.compile(rf"^([ \t]*from[ \t]+){PACKAGE}(?=[ \t.])", re.MULTILINE)
 _AS = re.compile(rf"^([ \t]*import[ \t]+){PACKAGE}(?=[\w.]*[ \t]+as[ \t])", re.MULTILINE)
 _LIBRARY = re.compile(rf"(torch\.library\.Library\(\"|torch\.ops\.){PACKAGE}(?=[\".])")
+# Names of modules that are imported when they are needed, and of operators.
+_STRING = re.compile(rf"(?<=[\"']){PACKAGE}(?=\.|::)")
 _PLAIN = re.compile(rf"^([ \t]*import[ \t]+){PACKAGE}(?=[ \t]*(?:#.*)?$)", re.MULTILINE)
 
 
@@ -51,7 +53,7 @@ def load(commit: str, folder: Path, repository: Path = ROOT) -> ModuleType:
     The folder is to stay while the package is used: it imports some of its modules late.
 
     Raises:
-        RevisionError: the commit has no tritonddp, or one whose imports cannot be renamed.
+        RevisionError: the commit has no tritonddp, or one whose imports are not all renamed.
     """
     archive = subprocess.run(
         ["git", "-C", str(repository), "archive", commit, PACKAGE], capture_output=True
@@ -68,9 +70,13 @@ def load(commit: str, folder: Path, repository: Path = ROOT) -> ModuleType:
         path.write_text(renamed(path.read_text(), f"{commit}:{path.relative_to(folder)}"))
     sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(BASE)
+        module = importlib.import_module(BASE)
+        found = module.DistributedDataParallel.__module__
     finally:
         sys.path.remove(str(folder))
+    if not found.startswith(f"{BASE}."):
+        raise RevisionError(f"{commit} has its class from {found}, which is the present tree's")
+    return module
 
 
 def renamed(source: str, where: str) -> str:
@@ -82,6 +88,7 @@ def renamed(source: str, where: str) -> str:
     source = _FROM.sub(rf"\1{BASE}", source)
     source = _AS.sub(rf"\1{BASE}", source)
     source = _LIBRARY.sub(rf"\1{BASE}", source)  # a process registers its operators once
+    source = _STRING.sub(BASE, source)
     source = _PLAIN.sub(rf"\1{BASE} as {PACKAGE}", source)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -195,6 +195,9 @@ def test_imports_of_a_revision_are_renamed_or_refused() -> None:
     source = "from tritonddp.bucket import B\nimport tritonddp\nimport tritonddp_other\n"
     renamed = "from tritonddp_base.bucket import B\nimport tritonddp_base as tritonddp\n"
     assert revision.renamed(source, "here") == f"{renamed}import tritonddp_other\n"
+    lazily = 'import_module("tritonddp.wrapper"), "tritonddp", "tritonddp_other.x"\n'
+    expected = lazily.replace('"tritonddp.', '"tritonddp_base.')
+    assert revision.renamed(lazily, "here") == expected
     with pytest.raises(revision.RevisionError, match=r"^abc:x\.py, line 2: `import .*` cannot"):
         revision.renamed("x = 1\nimport tritonddp.bucket\n", "abc:x.py")
 
