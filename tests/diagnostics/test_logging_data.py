@@ -1,6 +1,5 @@
 """What ``_get_ddp_logging_data()`` tells is what has happened, and taking times leaves no trace."""
 
-import copy
 import itertools
 from typing import Any
 from unittest import mock
@@ -10,11 +9,9 @@ import torch
 from distributed import ranks
 from modules import Two
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import breaking_off, train_step
 
-import tritonddp
 from tritonddp import DistributedDataParallel
 
 TIMES = ["forward_compute_time", "backward_compute_time", "backward_comm_time"]
@@ -102,31 +99,6 @@ def test_the_values_follow_what_happens() -> None:
     assert net._get_ddp_logging_data()["broadcast_buffers"] == 0
 
 
-@ranks(2)
-def test_an_error_at_the_end_of_a_backward_is_noted(rank: int) -> None:
-    net = DistributedDataParallel(Two())
-    step(net)
-    net.module.first.weight.requires_grad_(rank == 0)
-    with pytest.raises(RuntimeError) as caught:
-        step(net)
-    assert net._get_ddp_logging_data()["error"] == str(caught.value)
-
-
-@ranks(2)
-def test_hooks_and_joining_are_named_also_of_a_copy() -> None:
-    net = DistributedDataParallel(Two())
-    assert not {"comm_hook", "join_uneven_inputs"} & net._get_ddp_logging_data().keys()
-    with pytest.raises(TypeError, match="must be callable"):
-        net.register_comm_hook(None, "no function")
-    assert "must be callable" in net._get_ddp_logging_data()["error"]
-    net.register_comm_hook(None, default_hooks.allreduce_hook)
-    with net.join():
-        step(net)
-    for each in (net, copy.deepcopy(net)):
-        assert each._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
-    assert net._get_ddp_logging_data()["join_uneven_inputs"] == 1
-
-
 # Times
 
 
@@ -151,27 +123,6 @@ def test_times_are_those_of_the_parts_of_a_step() -> None:
         assert data["avg_backward_comm_time"] == 1  # 1.5, in whole nanoseconds
         first = data[STAMPS[0]]
         assert [data[name] - first for name in STAMPS] == [0, 2, 3, 4, 5]
-
-
-@ranks(2)
-def test_with_manual_finalisation_communication_ends_when_that_does() -> None:
-    def times() -> list[int]:
-        net(torch.randn(4, 3))  # the times of a step are there when the next one has begun
-        data = net._get_ddp_logging_data()
-        return times_of(data)
-
-    with clock():
-        net = DistributedDataParallel(Two())
-        net.require_manual_backward_finalization = True
-        step(net)
-        tritonddp._device.time.perf_counter_ns()  # communication goes on
-        net.finalize_backward()
-        assert times() == [1, 1, 2, 0]
-        x = torch.randn(4, 3, requires_grad=True)
-        middle = x * 1
-        middle.register_hook(lambda _: net.finalize_backward())
-        net(middle).sum().backward()
-        assert times() == [1, 3, 1, 2]
 
 
 @ranks(2)
