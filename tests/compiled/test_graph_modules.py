@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, ranks
 from one_graph import (
     SMALL,
@@ -38,18 +37,6 @@ def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
         with torch.no_grad():
             for each in (net.ddp.eval(), twin.eval()):
                 each(batch(0, 0))
-
-
-@ranks(2, timeout=300)
-def test_join() -> None:
-    with one_graph() as net:
-        steps = 0
-        with net.ddp.join():
-            for number in range(3 + 2 * dist.get_rank()):
-                net.step(number)
-                steps += 1
-        assert steps == 3 + 2 * dist.get_rank()
-    assert_same_on_all_ranks([param.detach() for param in net.ddp.parameters()])
 
 
 @ranks(2, timeout=300)
@@ -151,18 +138,6 @@ def test_the_module_is_what_it_is_without() -> None:
                 param.zero_()
         assert other(batch(0, 0))["x"].abs().max() == 0
         assert ddp(batch(0, 0))["x"].abs().max() > 0
-
-
-@ranks(2, timeout=300)
-def test_two_wrappers_of_a_module_and_a_copy() -> None:
-    with one_graph() as net:
-        other = Net(copy.deepcopy(net.ddp))
-        for each in (net, other):
-            for number in range(3):
-                each.step(number)
-                each.assert_means(number)
-        numbers = {int(each.ddp._ddp_state.traced.number) for each in (net, other)}
-        assert len(numbers) == 2
 
 
 @ranks(2, timeout=300)
