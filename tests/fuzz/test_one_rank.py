@@ -5,7 +5,6 @@ After each call the next correct step gives the gradients of an unwrapped module
 
 import copy
 import os
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,12 +14,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from fuzz import contract
 from fuzz.arguments import Net, absurd, batch, modules
 from fuzz.calls import CALLS, OPTIONS, constructor_options
-from fuzz.contract import Undocumented, only_documented
+from fuzz.contract import only_documented
 from tritonddp import DistributedDataParallel
 
 # TRITONDDP_FUZZ=2000 draws as many in each test, others each time. CI draws a few, always the same.
@@ -95,26 +92,3 @@ def test_call(data: st.DataObject, call: str, options: dict[str, Any], steps: in
     CALLS[call](ddp, data.draw)
     if call not in STAYS:
         assert_right(ddp)
-
-
-def test_docstrings_announce_what_is_read_from_them() -> None:
-    announced = contract.raises(DistributedDataParallel)
-    assert announced == (NotImplementedError, RuntimeError, TypeError, ValueError)
-    assert contract.raises(DistributedDataParallel.no_sync) == ()
-
-
-def test_an_accident_and_what_is_not_announced_are_found() -> None:
-    def announces() -> None:
-        """Do.
-
-        Raises:
-            TypeError: always.
-        """
-
-    unannounced = pytest.raises(Undocumented, match="announces TypeError, but raised KeyError")
-    with unannounced, only_documented(announces):
-        {}["a"]
-    with pytest.raises(Undocumented, match="by accident"), only_documented(announces):
-        len(3)  # type: ignore[arg-type]
-    with only_documented(DistributedDataParallel), warnings.catch_warnings():
-        DistributedDataParallel(nn.Linear)  # type: ignore[arg-type]

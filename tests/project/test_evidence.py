@@ -44,33 +44,6 @@ def test_scripts_are_short_know_nothing_of_tritonddp_and_name_a_thread() -> None
         assert re.search(r"[\w.-]+/[\w.-]+#\d+[^(]* \(202[56]", source), path.name
 
 
-def test_lines_of_tritonddp_take_the_place_of_those_below_them(runner: ModuleType) -> None:
-    source = "a = 1\nif a:\n    # tritonddp: a = 2\n    a = 3\n    a = 4\n"
-    assert runner.with_lines(source) == ("a = 1\nif a:\n    a = 2\n    a = 4\n", ["a = 2"])
-    for path in SCRIPTS:
-        text, lines = runner.with_lines(path.read_text())
-        ast.parse(text)
-        assert len(lines) == path.read_text().count("# tritonddp:"), path.name
-        assert all(line in text for line in lines)
-
-
 def test_the_page_has_every_script() -> None:
     page = (ROOT / "docs" / "evidence.md").read_text()
     assert not [path.stem for path in SCRIPTS if f"\n| [{path.stem}](" not in page]
-
-
-def test_a_miss_is_printed_as_a_miss(runner: ModuleType) -> None:
-    ways = ("stock", runner.AS_IT_IS, runner.WITH_LINES)
-    words = {
-        "mended": ("hung", "wrong", "right"),
-        "never one": ("right", "right"),
-        "missed": ("wrong", "wrong", "error"),
-        "skipped": ("skipped", "skipped"),
-    }
-    found = {
-        name: {way: runner.Outcome(word, "", 1.0) for way, word in zip(ways, each, strict=False)}
-        for name, each in words.items()
-    }
-    assert runner.missed(found) == ["missed"]
-    *_, last = runner.summary(found)
-    assert last == "Missed: missed."
