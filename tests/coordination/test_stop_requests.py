@@ -12,13 +12,10 @@ from tritonddp.coordination.agreement import (
     BYTES,
     Agreement,
     GradSource,
-    RankHeader,
     SchemaMismatch,
     Weight,
-    check,
     decode,
     schema_hash,
-    total_weight,
 )
 
 HERE = schema_hash(["here"])
@@ -43,18 +40,6 @@ def exchange(*agreements: Agreement, key: Any = KEY, dtype: Any = torch.float32)
         if each.key != key:
             each.open(*key)
     return sum(torch.tensor([*each.sent.encoded], dtype=dtype) for each in agreements)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("source", GradSource)
-def test_the_bit_changes_nothing_else_of_a_header(dtype: torch.dtype, source: GradSource) -> None:
-    headers = [RankHeader(HERE, source, 0.5 * rank, stops=rank == 1) for rank in range(3)]
-    total = torch.zeros(3 * BYTES, dtype=dtype)
-    for rank, header in enumerate(headers):
-        total += torch.tensor([*header.encode(rank, 3)], dtype=dtype)
-    assert decode(total) == headers
-    assert total_weight(total).item() == 1.5
-    check(headers)
 
 
 @pytest.mark.parametrize("asking", [[0], [2], [0, 1], [0, 1, 2]])

@@ -1,11 +1,7 @@
 """Buckets leave as they fill, and gradients that no engine announces are waited for or found."""
 
-import contextlib
 import random
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -17,7 +13,7 @@ from modules import Layers
 from oracle import Alone, Net, assert_mean, in_step, one_per_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import delayed, filled, raises_if, train_step, wrap
+from training import delayed, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.reducer.graph.readiness import ReadyTracker
@@ -177,72 +173,3 @@ def test_a_layer_that_is_back_has_the_mean_in_that_very_step(view: bool) -> None
             alone,
             number,
         )
-
-
-class Lines:
-    """For ``sys.settrace``: the lines of a function that run, and Ctrl-C in one of them.
-
-    Args:
-        function: which one.
-        strikes_at: number of the line before which Ctrl-C comes, by the order in which they run.
-    """
-
-    def __init__(self, function: Callable[..., Any], strikes_at: int | None = None) -> None:
-        self.seen: list[int] = []
-        self._code = function.__code__
-        self._strikes_at = strikes_at
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._in_function if frame.f_code is self._code else None
-
-    def _in_function(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and frame.f_lineno not in self.seen:
-            if len(self.seen) == self._strikes_at:
-                raise KeyboardInterrupt
-            self.seen.append(frame.f_lineno)
-        return self._in_function
-
-
-@contextlib.contextmanager
-def traced(lines: Lines) -> Iterator[None]:
-    former = sys.gettrace()
-    sys.settrace(lines)
-    try:
-        yield
-    finally:
-        sys.settrace(former)
-
-
-@ranks(2)
-def test_what_an_interrupt_leaves_half_made_is_made_again(rank: int) -> None:
-    """Before each line in turn of what is prepared for other layers than those of the last step."""
-    layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
-    layers.forward = lambda x, used: sum(each(x).sum() for each in layers[:used])  # type: ignore
-    ddp = DistributedDataParallel(layers, bucket_cap_mb=1e-6)
-    prepare = ReadyTracker._expect
-
-    def step(used: int) -> None:
-        train_step(ddp, filled(2, 4), used, loss=torch.sum)
-
-    def right_step(used: int, where: str) -> None:
-        step(used)
-        for layer in layers[:used]:
-            torch.testing.assert_close(layer.weight.grad, torch.full((3, 4), 3.0), msg=where)
-            torch.testing.assert_close(layer.bias.grad, torch.full((3,), 2.0), msg=where)
-        assert used == 2 or layers[1].weight.grad is None, where
-
-    for used in (2, 1, 1, 2, 1):
-        right_step(used, "before any interrupt")
-    with traced(lines := Lines(prepare)):
-        step(2)
-    assert len(lines.seen) > 5
-    for number, line in enumerate(lines.seen):
-        where = f"behind an interrupt before line {line}"
-        right_step(1, where)
-        strikes = traced(Lines(prepare, number)) if rank == 1 else contextlib.nullcontext()
-        with raises_if(rank == 1, KeyboardInterrupt), strikes:
-            step(2)
-        if rank == 0:
-            assert all(param.grad.isnan().all() for param in ddp.parameters()), where
-        for used in (1 + number % 2, 2, 1):
-            right_step(used, where)
