@@ -365,7 +365,7 @@ ddp = DistributedDataParallel(torch.nn.Linear(64, 64), compression="int8")
 ddp(torch.randn(4, 64)).sum().backward()
 if sys.argv[1] != "idle":
     if sys.argv[1] == "in vain" and dist.get_rank() == 0:
-        ddp._ddp_state.group.next_tag()  # as if it had made one more
+        ddp._ddp_state.group.next_exchange()  # as if it had made one more
     ddp.require_manual_backward_finalization = True
     ddp(torch.randn(4, 64)).sum().backward()  # nobody waits for it
 print("ended", flush=True)

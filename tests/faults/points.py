@@ -163,9 +163,7 @@ POINTS = {
     "loan of memory for values": Point("sharded", f"{SHARED}._lend", "kill 1/2", step=0),
     "values in memory": Point("sharded", f"{SHARED}._show", "kill 0/3, stop 0/2", step=3),
     "wait for values": Point("sharded", f"{SHARED}._take", "kill 2/3", step=3),
-    "arrival of values": Point(
-        "sharded", f"{VALUES}._wait", "kill 1/3 group, loop 1/2 group", call=1
-    ),
+    "arrival of values": Point("sharded", f"{VALUES}._wait", "kill 1/3 group, loop 1/2 group"),
     "norms of owners": Point(
         "clipped", f"{OPTIMIZER}:ZeroRedundancyOptimizer.norms", "kill 1/2, stop 0/3"
     ),

@@ -15,7 +15,7 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.point_to_point import SumOfParts
+from tritonddp.coordination.point_to_point import TO_OWNERS, SumOfParts, tag_of
 
 
 class AllReduce:
@@ -148,11 +148,10 @@ class ReduceToOwners:
         group, mine = self._group, parts[self._group.rank]
         if not mine.is_cpu:
             return collectives.reduce_scatter(mine, parts, group.process_group)
+        tag = tag_of(group.next_exchange(), TO_OWNERS)
         rows = mine.new_empty(group.size - 1, len(mine))
         of_ranks = dict(enumerate(parts))
-        return SumOfParts(
-            group.process_group, range(group.size), of_ranks, group.rank, rows, group.next_tag()
-        )
+        return SumOfParts(group.process_group, range(group.size), of_ranks, group.rank, rows, tag)
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`BucketExchange.wait`."""

@@ -29,7 +29,7 @@ from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import close_connections
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.point_to_point import MessagesUnderWay
+from tritonddp.coordination.point_to_point import PARTS, SUMS, MessagesUnderWay, tag_of
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
@@ -89,7 +89,7 @@ class SecondStep:
 
     def _start_on_host(self, flat: QuantizedBuffer) -> Work:
         group = self._group.process_group
-        messages = _Messages(flat, group, self._group.next_tag())
+        messages = _Messages(flat, group, self._group.next_exchange())
         if flat.message_layout.is_direct:
             return messages  # nothing follows
         if self._queue is None:
@@ -154,11 +154,11 @@ def _end_threads() -> None:
 class _Messages:
     """The :class:`Work` of one bucket over gloo. The constructor issues the first messages.
 
-    A second step has the tag behind ``tag``.
+    ``number`` is that of the exchange, the same on all ranks.
     """
 
-    def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, tag: int) -> None:
-        self._flat, self._group, self._tag = flat, group, tag
+    def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, number: int) -> None:
+        self._flat, self._group, self._number = flat, group, number
         self._error: BaseException | None = None
         self._is_reduced = threading.Event()  # set when the all-gather is issued, or on failure
         self._waiting = threading.Lock()
@@ -173,8 +173,8 @@ class _Messages:
             gathered = dict(enumerate(flat.gathered.view(size, -1)))
             # Receive already now: on a slow line the message that this rank is ready to receive
             # would queue behind the data it sends, and the others wait for that message.
-            self._sums.append(MessagesUnderWay(group, tag + 1, gathered, {}))
-        self._parts = MessagesUnderWay(group, tag, received, sent)
+            self._sums.append(MessagesUnderWay(group, tag_of(number, SUMS), gathered, {}))
+        self._parts = MessagesUnderWay(group, tag_of(number, PARTS), received, sent)
         if self._sums:
             received[rank].copy_(sent[rank])
 
@@ -185,7 +185,8 @@ class _Messages:
             self._parts.wait()
             select_quantized(flat.data.device).reduce_parts(flat)
             sent = dict.fromkeys(range(size), flat.reduced)
-            self._sums.append(MessagesUnderWay(self._group, self._tag + 1, {}, sent))
+            tag = tag_of(self._number, SUMS)
+            self._sums.append(MessagesUnderWay(self._group, tag, {}, sent))
             flat.gathered.view(size, -1)[rank].copy_(flat.reduced)
         except BaseException as error:  # wait() raises it
             self._error = error

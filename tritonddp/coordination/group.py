@@ -19,7 +19,6 @@ from torch import Tensor
 from tritonddp._torch import process_groups
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import FailureReport, History
-from tritonddp.coordination.point_to_point import tag_of
 
 
 class Owner(Protocol):
@@ -62,7 +61,7 @@ class _Shared:
     owners: set[Owner] = field(default_factory=set)
     members: WeakSet[Any] = field(default_factory=WeakSet)
     wrappers: Iterator[int] = field(default_factory=count)
-    tags: Iterator[int] = field(default_factory=count)
+    exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
     recovered_in: int = -1  # the backward in which Group.recover() was called last; -1 for none
     is_inherited: bool = False  # this process was forked from the rank that made the group
@@ -125,12 +124,9 @@ class Group(FailureReport):
         """The number of the next wrapper in the group: alike on all ranks."""
         return next(self._shared.wrappers)
 
-    def next_tag(self) -> int:
-        """Tag of the next messages between ranks of the group, alike on all ranks.
-
-        The tag behind it is for a second step of the same exchange.
-        """
-        return tag_of(next(self._shared.tags))
+    def next_exchange(self) -> int:
+        """The number of the next exchange by messages between ranks: alike on all ranks."""
+        return next(self._shared.exchanges)
 
     # Failures, see FailureReport
 

@@ -22,16 +22,19 @@ from torch import Tensor
 from tritonddp._torch import timeout_of
 from tritonddp.coordination import collectives
 
-# Tags of messages: the first one, how many an exchange may use (its steps), and how many exchanges
-# may be in flight. Exchanges through the process group use the first two, see Group.next_tag(),
-# those between hosts of sums in memory the other two.
-_FIRST_TAG, _STEPS, _IN_FLIGHT = 0x7D100000, 4, 4_096
+# The steps of all exchanges. Each has tags of its own: where ranks make different exchanges, no
+# message is taken for one of another step. (gloo ends the process if sizes differ.)
+PARTS, SUMS = range(2)  # of quantised buckets
+TO_OWNERS, FROM_OWNERS = range(2, 4)
+SHARES, SUMS_OF_SHARES = range(4, 6)  # of sums in memory, between hosts
+# The first tag, the room for steps, and how many exchanges may be in flight.
+_FIRST_TAG, _STEPS, _IN_FLIGHT = 0x7D100000, 8, 4_096
 
 _CPU = torch.device("cpu")
 
 
-def tag_of(number: int, step: int = 0) -> int:
-    """The tag of a step of exchange ``number``, which counts the exchanges alike on all ranks."""
+def tag_of(number: int, step: int) -> int:
+    """The tag of a step of exchange ``number``, which counts exchanges alike on all ranks."""
     return _FIRST_TAG + _STEPS * (number % _IN_FLIGHT) + step
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.point_to_point import MessagesUnderWay
+from tritonddp.coordination.point_to_point import FROM_OWNERS, MessagesUnderWay, tag_of
 
 # Bytes of a message with several parameters, which are packed. A larger one is a message of its
 # own, and arrives in its own memory; collectives send it in pieces.
@@ -64,8 +63,6 @@ class OwnedValues:
         self._others = [p for rank, named in numbered if rank != group.rank for _, p in named]
         self._has_memory = False
         self._number = 0
-        self._arrivals: deque[_Arrival] = deque()  # after an interrupted wait, those that are left
-        self._messages: list[list[Message]] = []  # of each rank
 
     @torch.no_grad()
     def exchange(self, where: str) -> None:
@@ -74,7 +71,6 @@ class OwnedValues:
         Raises:
             RuntimeError: a rank is missing; the message names it.
         """
-        self._wait(where)
         self._number += 1
         if not self._has_memory and self._transport.peers(self._group) is not None:
             self._has_memory = all(e.has_memory(self._group.next_wrapper()) for e in self._to_all)
@@ -97,33 +93,28 @@ class OwnedValues:
                 each.messages(tensors, _MAX_BYTES)
                 for each, tensors in zip(self._to_all, values, strict=True)
             ]
-            with self._group.guard(where, self._what(self._group.rank)):
+            with self._group.uninterrupted(), self._group.guard(where, self._what()):
                 for message in messages[self._group.rank]:
                     message.fill()
                 by = self._send if self._device.type == "cpu" else self._gather
-                self._arrivals.extend(by(messages))
-            self._messages = messages
-            self._wait(where)
+                for arrival in list(by(messages)):  # all are on their way before one is waited for
+                    self._wait(arrival, messages)
         torch.autograd.graph.increment_version(self._others)
 
-    def _wait(self, where: str) -> None:
-        """Wait for all messages; on a GPU, have the current stream wait."""
-        while self._arrivals:
-            works, ended = self._arrivals[0]
-            with self._group.guard(where, self._what(self._group.rank)):
-                for work in works:
-                    work.wait()
-            for rank, number in ended:
-                if rank != self._group.rank:
-                    self._messages[rank][number].unpack()
-            self._arrivals.popleft()
+    def _wait(self, arrival: _Arrival, messages: list[list[Message]]) -> None:
+        """Wait for messages; on a GPU, have the current stream wait."""
+        for work in arrival.works:
+            work.wait()
+        for rank, number in arrival.ended:
+            if rank != self._group.rank:
+                messages[rank][number].unpack()
 
     def _send(self, messages: list[list[Message]]) -> list[_Arrival]:
         """Exchange the messages of all ranks over gloo: each rank sends its own to each other one.
 
         (Of two large broadcasts in opposite directions gloo makes one after the other.)
         """
-        group, tag = self._group, self._group.next_tag()
+        group, tag = self._group, tag_of(self._group.next_exchange(), FROM_OWNERS)
         self._counters.collective(sum(self._nbytes), group.size)
         arrivals: list[_Arrival] = []
         for number in range(max(map(len, messages))):
@@ -169,6 +160,6 @@ class OwnedValues:
             counters.collective(len(piece), group.size)
         return [collectives.broadcast(each, group.process_group, r) for r, each in pieces.items()]
 
-    def _what(self, rank: int) -> str:
-        names = listed([name for name, _ in self._of_ranks[rank]])
+    def _what(self) -> str:
+        names = listed([name for name, _ in self._of_ranks[self._group.rank]])
         return f"exchange of new values of parameters (of this rank: {names})"

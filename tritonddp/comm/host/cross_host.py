@@ -13,10 +13,13 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.coordination.point_to_point import MessagesUnderWay, SumOfParts, tag_of
-
-# Steps of an exchange, for the tags of their messages: see point_to_point.py.
-_SHARES, _SUMS = 2, 3
+from tritonddp.coordination.point_to_point import (
+    SHARES,
+    SUMS_OF_SHARES,
+    MessagesUnderWay,
+    SumOfParts,
+    tag_of,
+)
 
 
 class CrossHost:
@@ -60,7 +63,7 @@ class CrossHost:
         """
         self._wait_for_former()
         self._number = number
-        tag = tag_of(number, _SHARES)
+        tag = tag_of(number, SHARES)
         self._sum = SumOfParts(self._group, self._partners, self._parts, self._own, self._rows, tag)
         self._sent = None
 
@@ -75,7 +78,7 @@ class CrossHost:
         if len(self._partners) > 2:
             # (The others have already received the parts of this rank that these replace.)
             mine = dict.fromkeys(self._parts, self._parts[self._own])
-            tag = tag_of(self._number, _SUMS)
+            tag = tag_of(self._number, SUMS_OF_SHARES)
             self._sent = MessagesUnderWay(self._group, tag, self._parts, mine)
             self._sent.wait()
 
