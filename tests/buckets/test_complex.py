@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ranks
-from oracle import Alone, in_step, one_per_rank, seed
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, ranks
+from oracle import Alone, assert_mean, in_step, one_per_rank, seed
 from torch import Tensor, nn
 from training import wrap
 
@@ -95,3 +96,30 @@ def test_layers_with_complex_parameters_may_be_added() -> None:
     ddp.module.chalf = nn.Parameter(torch.zeros(2, dtype=torch.complex32))
     with pytest.raises(NotImplementedError, match=r"'chalf'.*complex32"):
         ddp(torch.ones(2))
+
+
+@ranks(2, views=True)
+def test_weighted_and_on_request(view: bool) -> None:
+    model = Complex()
+    alone = one_per_rank(model)
+    ddp = wrap(model, view)
+    for reduction in ("mean", "sum"):
+        for net in (*alone, ddp):
+            net.zero_grad()
+
+        def step(net: Any, rank: int, reduction: str = reduction) -> None:
+            for number, local in enumerate((True, True, False)):
+                seed(rank, number)
+                net.require_backward_grad_sync = not local
+                with net.weighted(1 + 2 * rank + number, reduction):
+                    net(Complex.batch(), sometimes=rank == 1).backward()
+
+        step(ddp, dist.get_rank())
+        for rank, net in enumerate(alone):
+            step(net, rank)
+        assert_mean(ddp, alone, reduction)
+    params = [param for param in ddp.module.parameters() if param is not ddp.module.never]
+    loss = ddp.module(Complex.batch())
+    means = ddp.reduce_gradients(torch.autograd.grad(loss, params), params)
+    assert_same_on_all_ranks(list(means))
+    assert means[1].dtype == torch.complex128

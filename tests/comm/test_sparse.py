@@ -12,7 +12,7 @@ from distributed import assert_same_bits, ranks
 from modules import TiedTable
 from oracle import assert_mean, mean_over_ranks, one_per_rank, play
 from torch import Tensor, nn
-from training import assert_close, counted, train_step, wrap
+from training import assert_close, breaking_off, counted, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import SparseBucket
@@ -257,3 +257,27 @@ def test_a_dense_mean_has_the_memory_order_of_a_table_that_is_not_row_major(
         expected[1] += 1
         assert table.weight.grad.stride() == table.weight.stride()
         assert_same_bits(table.weight.grad, expected)
+
+
+def plain(net: Any, rank: int, step: int) -> None:
+    net(2 + rank + step).backward()
+
+
+@ranks(2, views=True)
+def test_a_backward_that_broke_off_is_seen_by_the_others_and_the_next_is_right(
+    rank: int, view: bool
+) -> None:
+    module = Tables()
+    alone = one_per_rank(module)
+    ddp = wrap(module, view, bucket_cap_mb=1e-4)
+    for step in range(5):
+        for net in (ddp, *alone):
+            net.zero_grad()
+        breaks = step in (1, 3)
+        at = [module.late.weight, module.words.weight][step // 2 % 2]
+        with breaking_off(at, breaks and rank == 1):
+            play(partial(plain, step=step), ddp, alone, step)
+        if not breaks:
+            assert_mean(ddp, alone, f"step {step}")
+        elif rank == 0:
+            assert module.words.weight.grad.coalesce().values().isnan().all()

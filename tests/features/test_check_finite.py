@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import gather, ranks
 from distributed import recorded_collectives as recorded
 from modules import Kinds, linears
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training import (
     assert_gradients_alike,
     breaking_off,
@@ -212,3 +214,31 @@ def test_of_many_places_the_first_are_named_and_the_others_counted() -> None:
     ddp = wrap(linears(*[4] * 8), check_finite="raise", bucket_cap_mb=1e-5)
     with pytest.raises(FloatingPointError, match=r"; and in \d+ more places\."):
         (ddp(torch.ones(1, 4)) * math.nan).sum().backward()
+
+
+@pytest.mark.parametrize("is_too_late", [False, True])
+@ranks(2)
+def test_a_communication_hook_that_fails_is_laid_at_its_rank(rank: int, is_too_late: bool) -> None:
+    _, ddp = net()
+    step = 0
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        fails = step in (1, 2) and rank == 1 and bucket.buffer().any()
+        if fails and not is_too_late:
+            raise ZeroDivisionError
+        future = allreduce_hook(None, bucket)
+        if fails:
+            raise ZeroDivisionError
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(4):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(4, 40)).sum()
+        if step in (1, 2) and rank == 1:
+            with pytest.raises(RuntimeError, match="hook failed: ZeroDivisionError"):
+                loss.backward()
+            continue
+        names = [bucket.names[0] for bucket in ddp.reducer.buckets]
+        on_rank_1 = dict.fromkeys(names, "rank 1")
+        assert found(outcome(loss)) == (on_rank_1 if step in (1, 2) else {})

@@ -302,3 +302,19 @@ def test_sparse_gradients(rank: int, is_recomputed: bool, view: bool) -> None:
         assert grad.is_sparse is not is_dense
         torch.testing.assert_close(grad.to_dense(), means, rtol=1e-2, atol=1e-2)
     assert ddp.module.table.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@ranks(2)
+def test_a_copy_runs_in_low_precision_too(way: str) -> None:
+    ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
+    grads = []
+    twin = copy.deepcopy(ddp) if way == "deepcopy" else pickle.loads(pickle.dumps(ddp))
+    for each in ddp, twin:
+        for _ in range(2):
+            loss = each(torch.ones(2, 4))
+            loss.backward()
+        assert loss.dtype == torch.bfloat16
+        grads.append([param.grad for param in each.parameters()])
+    for grad, want in zip(*grads, strict=True):
+        assert_same_bits(grad, want)

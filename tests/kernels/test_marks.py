@@ -10,7 +10,7 @@ from quantized_ranks import exchange, quantized_buffers
 from tritonddp.kernels import flatten as flatten_module
 from tritonddp.kernels import reference
 from tritonddp.kernels.complex import ComplexBuffer, on_real_parts
-from tritonddp.kernels.flat_buffer import Layout, Marks
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized import quantize as quantize_module
 from tritonddp.kernels.quantized import reference as quantize_reference
 
@@ -69,3 +69,11 @@ def test_a_part_of_a_quantised_buffer_marks_slots_of_its_own(kernels):
         kernels.quantize(part, grads[first:last], [True] * 3, 1.0)
     exchange([flat])
     assert flat.marked() == {0: [0], 4: [0]}
+
+
+def test_a_buffer_of_headers_alone_marks_nothing():
+    layout = Layout.of([], [], 1, 2, Marks(0, 1))
+    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    reference.flatten(flat, [], [], 1.0, [3, 4])
+    assert flat.marked() == {}
+    assert flat.headers.tolist() == [3, 4]

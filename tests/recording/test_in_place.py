@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
-from training import drawn, gradients
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from training import breaking_off, drawn, gradients
 
 from benchmarks.models.architectures import ARCHITECTURES, Llama3Layer
 from recording import kernels
@@ -335,3 +336,45 @@ def test_buckets_are_ordinary_with(name: str) -> None:
         run.step()
         assert not any(bucket.beside is not None for bucket in run.net.reducer.buckets)
         torch.cuda.synchronize()
+
+
+@ranks(2, interprets=True)
+def test_a_rank_whose_backward_fails_sends_nan_and_keeps_its_gradients(rank: int) -> None:
+    with in_place():
+        net = wrap(Vectors(count=3))
+        x = drawn(64).to("cuda")
+        net(x).backward()
+        first, _, third, _ = net.module.vectors
+        first.grad = third.grad = None
+        with breaking_off(first, rank == 0):
+            net(x).backward()
+        if rank:
+            assert first.grad.isnan().all()
+            assert third.grad.isnan().all()
+        else:
+            assert first.grad is None
+            assert third.grad is None or not third.grad.isnan().any()
+        net.zero_grad()
+        net(x).backward()
+        expected = torch.stack([drawn(64, rank=each) for each in range(2)]).mean(0)
+        assert_same_bits(first.grad.cpu(), expected)
+
+
+@ranks(2, interprets=True)
+def test_a_communication_hook_gets_all_gradients_also_after_some_steps() -> None:
+    seen: list[int] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.buffer().numel())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    with in_place():
+        net = wrap(Vectors(count=2))
+        x = drawn(64).to("cuda")
+        net(x).backward()
+        net.register_comm_hook(None, hook)
+        net.zero_grad()
+        net(x).backward()
+        expected = torch.stack([drawn(64, rank=each) for each in range(2)]).mean(0)
+        assert_same_bits(net.module.vectors[0].grad.cpu(), expected)
+        assert seen == [2 * 64 + 4]

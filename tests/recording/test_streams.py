@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recording.device import recording
 from recording.recorder import Recorder
-from tritonddp import DistributedDataParallel, _device
+from tritonddp import DistributedDataParallel, _device, _torch
 
 
 @pytest.fixture
@@ -105,3 +105,15 @@ def test_gradients_of_a_side_stream_are_written_like_an_optimizer_reads_them(
             torch._foreach_norm([param.grad for param in net.parameters()])
         torch.cuda.synchronize()
         assert bool(recorder.races) == (not waits and not view), recorder.report()
+
+
+def test_without_the_calls_in_c_streams_are_the_same(recorder: Recorder) -> None:
+    side = torch.cuda.Stream()
+    with (
+        mock.patch.object(_torch, "raw_current_stream", None),
+        mock.patch.object(_torch, "raw_set_stream", None),
+        _device.on_stream(side),
+    ):
+        assert recorder.current is side.timeline
+        assert _device.current_stream(side.device) == side
+    assert recorder.current is recorder.default
