@@ -613,37 +613,37 @@ class ReductionFactory:
         where: Callable[[], str],
     ) -> None:
         self._parameters, self._sync, self._where = parameters, sync, where
-        self._shared: dict[str, Any] = {
-            "agreement": agreement,
-            "events": events,
-            "counters": counters,
-        }
+        self._agreement, self._events, self._counters = agreement, events, counters
 
     def open(
         self,
         bucket_set: BucketSet,
         source: GradSource,
         used: list[bool],
-        schema: bytes | None = None,
+        buckets: Sequence[Bucket] | None = None,
+        where: str = "",
+        schema: bytes = b"",
         call_site: bytes = bytes(3),
+        earlier: Sequence[bool] | None = None,
         **details: Any,
     ) -> Reduction:
         """A reduction begins, which ``details`` describe further: attributes of it."""
         join = self._sync.join
         if join is not None and source is not GradSource.CHANGED:
             join.reduction_begins()
-        details.setdefault("buckets", bucket_set.buckets)
-        details.setdefault("earlier", used)  # no gradient is of before it
-        if "where" not in details:
-            details["where"] = self._where()
         return Reduction(
             bucket_set=bucket_set,
-            source=source,
+            buckets=bucket_set.buckets if buckets is None else buckets,
+            agreement=self._agreement,
+            events=self._events,
+            counters=self._counters,
             used=used,
+            source=source,
+            where=where or self._where(),
             hashes=(schema or self._parameters.schema, call_site),
             join=join,
             filled=[False] * len(bucket_set.segments),
             unfilled=[0] * len(bucket_set.buckets),
-            **self._shared,
+            earlier=used if earlier is None else earlier,  # no gradient is of before it
             **details,
         )
