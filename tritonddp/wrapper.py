@@ -67,8 +67,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         process_group: the ranks to average over; the default group if ``None``.
         bucket_cap_mb: bucket size in MiB of gradients. By default on CUDA devices 25, smaller to
             both ends (``docs/gpus.md``); with ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all
-            others. By default on the CPU 25, through the process group 4, and 1 for the first
-            bucket; with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, and 8.
+            others. By default on the CPU 25, and 1 for the first bucket; with ``reduce_dtype`` or
+            ``compression`` 1, 1, 2, 4, and 8.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
             with ``True`` in stock's buckets. ``False``: one is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves a copy and memory.

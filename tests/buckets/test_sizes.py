@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from benchmarks.models.architectures import ARCHITECTURES
 from benchmarks.models.cases import ManyParameters
-from tritonddp import DistributedDataParallel
 from tritonddp.buckets.assignment import MIB, BucketCaps, assign_buckets
 
 NCCL, STOCK = BucketCaps.for_nccl(), BucketCaps.of(None, None)
@@ -110,33 +105,6 @@ def test_the_users_sizes_hold_and_the_cpu_keeps_stocks() -> None:
     assert on_cuda(2, None, finds_unused=True) == BucketCaps((2 * MIB,), is_registered=True)
     # Quantised gradients go over lines that are slow.
     assert on_cuda(None, None, few_bytes=True).limits[:3] == (MIB, MIB, 2 * MIB)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"transport": "process_group"}, [1, 4, 4, 2]),
-        ({"transport": "auto"}, [1, 10]),  # through memory of the host
-        ({"transport": "process_group", "find_unused_parameters": True}, [10, 1]),
-        ({"transport": "process_group", "bucket_cap_mb": 6}, [6, 5]),
-        ({"transport": "process_group", "hook": allreduce_hook}, [1, 10]),
-    ],
-)
-@ranks(2)
-def test_buckets_are_small_where_gradients_go_through_sockets(
-    options: dict[str, Any], expected: list[int]
-) -> None:
-    """From the second step on: before it the ranks do not know how they reach each other."""
-    options = dict(options)
-    hook = options.pop("hook", None)
-    ddp = DistributedDataParallel(ManyParameters(11, MIB // 4), **options)  # of 1 MiB
-    if hook is not None:
-        ddp.register_comm_hook(None, hook)
-    for _ in range(3):
-        ddp(torch.ones(MIB // 4)).backward()
-    sizes = [sum(param.nbytes for param in bucket.params) / MIB for bucket in ddp.reducer.buckets]
-    assert sizes == expected
-    assert ddp.bucket_bytes_cap_default is ("bucket_cap_mb" not in options)
 
 
 def test_buckets_by_registration_are_those_of_stock() -> None:

@@ -22,10 +22,6 @@ MIB = 1024 * 1024
 # 206 ms a step instead of 231. On the CPU the limit is lower: work on the last bucket, above all
 # quantising, takes long, and no backward hides it.
 _SIZES = (1, 25)
-# Through sockets of the CPU: what a collective adds up and hands back is then still in the cache,
-# and less is left to exchange when the backward ends. Measured on two ranks of one host, 96 MB:
-# 0.75 of the time of buckets of 25 MiB.
-_SIZES_OF_SOCKETS = (1, 4)
 _SIZES_OF_FEW_BYTES = {"cpu": (1, 1, 2, 4, 8), "cuda": (1, 1, 2, 4, 8, 16, 25)}
 
 
@@ -109,7 +105,7 @@ class BucketCaps:
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")
             if not 0 < size < float("inf"):
                 raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
-        limits = _in_bytes(sizes)
+        limits = tuple(max(1, int(size * MIB)) for size in sizes)
         caps = cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
         return caps.registered() if finds_unused else caps
 
@@ -121,14 +117,8 @@ class BucketCaps:
         same layers on all ranks, whichever of them a rank uses. So it leaves at the same place
         among the collectives that layers of the module make in the backward, as under stock.
         """
-        limits = _in_bytes(_SIZES) if self.tapers else self.limits
+        limits = tuple(size * MIB for size in _SIZES) if self.tapers else self.limits
         return replace(self, limits=limits, tapers=False, is_registered=True)
-
-    def of_sockets(self) -> BucketCaps:
-        """Where nothing is given: sizes for gradients on CPUs that go through the process group."""
-        if self.limits != _in_bytes(_SIZES) or self.is_list or self.is_registered:
-            return self
-        return replace(self, limits=_in_bytes(_SIZES_OF_SOCKETS))
 
     def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
         """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
@@ -151,10 +141,6 @@ class BucketCaps:
                 room -= sizes[index]
             rest -= sizes[index]
         return buckets
-
-
-def _in_bytes(sizes: Iterable[float]) -> tuple[int, ...]:
-    return tuple(max(1, int(size * MIB)) for size in sizes)
 
 
 UNLIMITED = BucketCaps((sys.maxsize,))

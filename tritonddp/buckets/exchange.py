@@ -114,9 +114,6 @@ class HostMemory(Protocol):
     def leave(self) -> None:
         """Move no more buckets."""
 
-    def connects(self, where: str) -> bool:
-        """Connect the ranks of this host, the first time; whether that is possible. Collective."""
-
     def is_due(self, current: BucketSet) -> bool:
         """Whether these have not moved yet."""
 

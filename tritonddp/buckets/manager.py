@@ -213,16 +213,6 @@ class BucketManager:
         ``arrived`` are numbers of parameters in the order in which their gradients came on this
         rank. Returns the numbers of parameters whose gradients did not come; these go last.
         """
-        missing = self._agree_on_order(arrived, source_rank)
-        current, memory = self.current, self.memory
-        # (Communication hooks keep the buckets that they would have under stock.)
-        may_be_small = self._group.size > 1 and current.averages and not current.is_on_gpu
-        if may_be_small and (memory is None or not memory.connects(self.where())):
-            self._cut_by(self._caps.of_sockets())
-            self._order = self._order or [*range(len(current.params))]
-        return missing
-
-    def _agree_on_order(self, arrived: Sequence[int], source_rank: int) -> list[int]:
         self.is_provisional = False
         arrived = list(dict.fromkeys(arrived))
         self.ready_order = [self.current.names[number] for number in arrived]

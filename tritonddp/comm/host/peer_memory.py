@@ -35,8 +35,6 @@ logger = logging.getLogger("tritonddp.comm.peer_memory")
 # An environment variable: 0 disables this transport.
 _VARIABLE = "TRITONDDP_PEER_MEMORY"
 
-# What fails if a collective does.
-_AGREEMENT = "agreement to exchange through memory"
 # Alignment of buckets in shared memory, in bytes.
 _ALIGNMENT = 4096
 
@@ -92,11 +90,6 @@ class PeerMemory:
         """Move no more buckets: no rank waits for announcements any more."""
         self._transport.announce(None)
 
-    def connects(self, where: str) -> bool:
-        """See :class:`~tritonddp.buckets.exchange.HostMemory`."""
-        with self._group.guard(where, _AGREEMENT), outside_modes():
-            return self.refusal is None and self._connect(where) is None
-
     def is_due(self, current: BucketSet) -> bool:
         """Whether :meth:`move` was not called for these buckets yet."""
         return self._moved() is not current
@@ -112,7 +105,8 @@ class PeerMemory:
         self._moved = ref(current)
         if self.refusal is not None:
             return
-        with self._group.guard(where, _AGREEMENT), outside_modes(current.params):
+        guard = self._group.guard(where, "agreement to exchange through memory")
+        with guard, outside_modes(current.params):
             refusal = self._connect(where) or self._share(current)
         if refusal is None:
             return
