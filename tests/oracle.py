@@ -154,6 +154,10 @@ def terms_of_mean(
     """
     is_mean = bool(windows) and not windows[0][0].is_sum
     counts = [window.items for window in windows[0]] if is_mean else [1.0] * len(params)
+    pairs = zip(params, windows[0] if windows else (), strict=bool(windows))
+    is_used = any(param in window.sums for param, window in pairs)
+    if len(windows) == 1 and is_used and not any(window.items for window in windows[0]):
+        counts = [0.0] * len(params)  # all weigh nothing: nothing is left
     total = sum(counts) if is_mean else size
     terms = [
         _wide(param.grad.detach()) * (count / total if total else 0.0)
