@@ -121,11 +121,11 @@ class Simulated(all_reduce.AllReduce):
 
     line: Line
 
-    def launch(self, bucket: Any, works: list[Any], is_broken: bool = False) -> None:
-        super().launch(bucket, works, is_broken)
+    def launch(self, bucket: Any, is_broken: bool = False) -> Any:
+        work = super().launch(bucket, is_broken)
         self.line.carried["ours"] += 1
         sent = (bucket.flat.data, *(bucket.beside or ()))
-        works[-1] = Carried(self.line.carry(*sent, behind=works[-1]))
+        return Carried(self.line.carry(*sent, behind=work))
 
 
 def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:

@@ -61,11 +61,9 @@ def measure(nbytes: int, ranks: Ranks) -> dict[str, float]:
     reduced = bucket.flat.data[: len(values)] if buffers is None else torch.empty_like(values)
 
     def through_memory() -> None:
-        works: list[Any] = []
         exchange.before_pack()
         packed.copy_(values)
-        exchange.launch(bucket, works)
-        exchange.wait(bucket, works[0])
+        exchange.wait(bucket, exchange.launch(bucket))
         if buffers is not None:
             buffers.sum_into([reduced], None)
             exchange.after_unpack()
