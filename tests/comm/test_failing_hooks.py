@@ -70,6 +70,10 @@ def _raises(_: Any) -> Any:
     raise KeyError("what the user said")
 
 
+def _exits(_: Any) -> Any:
+    raise SystemExit(3)
+
+
 def _raises_too_late(bucket: GradBucket) -> Any:
     reduced(bucket).wait()
     raise KeyError("what the user said")
@@ -88,6 +92,7 @@ FAILURES: list[tuple[Callable[[GradBucket], Any], str]] = [
         r"TypeError: .*callback must return a torch\.futures\.Future object, but got",
     ),
     (_raises, "KeyError: 'what the user said'"),
+    (_exits, "SystemExit: 3"),
     (_raises_too_late, "KeyError: 'what the user said'"),
     (then(_raises), "what the user said"),
     (then(lambda done: done.value()[1:]), "tensor like the bucket's buffer"),

@@ -188,6 +188,28 @@ def in_two_threads(rank_program: Callable[[int, Any], None]) -> None:
     in_threads(*(partial(run, rank) for rank in range(2)))
 
 
+@ranks(2)
+def test_a_new_wrapper_makes_up_for_a_backward_that_failed_in_a_group_in_python(rank: int) -> None:
+    """Torch does not know the group, which is no sign that it was destroyed."""
+    group = InPython(HasNoFuture, dist.group.WORLD)
+    model = wrap(net(), process_group=group)
+
+    def fails(_: Tensor) -> None:
+        raise ValueError("on this rank")
+
+    for number in range(3):
+        loss = model(drawn(2, 4, step=number)).sum()
+        if number == 2 and rank == 0:
+            model.module[3].bias.register_post_accumulate_grad_hook(fails)
+            with pytest.raises(ValueError, match="on this rank"):
+                loss.backward()
+        else:
+            loss.backward()
+    other = wrap(net(), process_group=group)
+    train(other, rank)
+    other.check_sync()
+
+
 @VIEW
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "in futures"])
 @pytest.mark.parametrize("work", [WantsTimeout, WaitsByFuture])

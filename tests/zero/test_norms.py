@@ -207,3 +207,32 @@ def test_all_ranks_skip_a_step_in_which_one_owner_overflows(count: int, unscales
         found.append(torch.tensor(scalers[0].get_scale()))
     assert_same_on_all_ranks(found)
     assert len({each.item() for each in found}) > 2
+
+
+@pytest.mark.parametrize("what", ["norm", "torch's norm", "state"])
+@ranks(2)
+def test_collectives_come_behind_those_of_a_backward_that_failed(what: str, rank: int) -> None:
+    """The ranks would take one for the other, and gloo end the process."""
+
+    def fails(_: Tensor) -> None:
+        raise ValueError("on this rank")
+
+    net = wrap(mlp(4, 8, 2), transport="process_group")
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        loss = squares(net(drawn(5, 4, step=number)))
+        if number == 2 and rank == 0:
+            net.module[0].weight.register_post_accumulate_grad_hook(fails)
+            with pytest.raises(ValueError, match="on this rank"):
+                loss.backward()
+        else:
+            loss.backward()
+        if number < 2:
+            optimizer.step()
+    if what == "state":
+        optimizer.consolidate_state_dict(to=0)
+    elif what == "norm":
+        net.clip_grad_norm_(1.0)
+    else:
+        clip_grad_norm_(net.parameters(), 1.0)

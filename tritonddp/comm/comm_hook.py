@@ -69,9 +69,9 @@ class CommHook:
     An error in a hook is raised after the hook has been called for all buckets, so that the
     collectives of the ranks match. A rank whose hook or backward failed takes part with zeros,
     since NaN would stay in the state of hooks with error feedback. It flags this to the others,
-    whose ``.grad`` becomes NaN. Other exceptions (KeyboardInterrupt, SystemExit) are raised
-    unchanged. A future that is not completed within the timeout of the process group is an error of
-    the hook. A future holds one tensor with as many elements as the buffer, or a list of one.
+    whose ``.grad`` becomes NaN. A KeyboardInterrupt is raised unchanged. A future that is not
+    completed within the timeout of the process group is an error of the hook. A future holds one
+    tensor with as many elements as the buffer, or a list of one.
 
     Attributes:
         hook: see above.
@@ -221,7 +221,7 @@ class CommHook:
         return collectives.all_reduce(message, self._group.process_group)
 
 
-def _named(where: str, bucket: Bucket, error: Exception) -> HookError:
+def _named(where: str, bucket: Bucket, error: BaseException) -> HookError:
     what = f"the communication hook failed: {type(error).__name__}: {error}"
     failure = HookError(f"{where}, {bucket.title}: {what}")
     failure.__cause__ = error
@@ -236,7 +236,7 @@ class _Call:
         self.is_broken = is_broken  # its gradients do not count
         # Of this rank. Saved before the call: a hook may resize the buffer, and so overwrite it.
         self.trailer = bucket.flat.tail.to(_TRAILERS, copy=True)
-        self.error: Exception | None = None  # what the hook raised on this rank
+        self.error: BaseException | None = None  # what the hook raised on this rank
         self._hook = hook
         self._has_begun = False
         self._buffer: Tensor | None = None
@@ -269,7 +269,9 @@ class _Call:
         try:
             self._buffer = buffer_of(self.bucket)
             self._future = self._hook.call(self.bucket, self._buffer)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._failed(error)
 
     def end(self) -> None:
@@ -279,7 +281,9 @@ class _Call:
             try:
                 result = self._hook.result(self._future, self._buffer)
                 write_back(result, self._buffer, self.bucket)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._failed(error)
             # Drop the references: a bucket whose memory is still referenced at the next backward
             # has to leave it to the holder.
@@ -287,7 +291,7 @@ class _Call:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None

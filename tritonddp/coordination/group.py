@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ class _Shared:
     exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
     recovered_in: int = -1  # the backward in which Group.recover() was called last; -1 for none
+    is_registered: bool = False  # torch has known the group; one written in Python it may not know
     is_inherited: bool = False  # this process was forked from the rank that made the group
 
 
@@ -79,7 +81,9 @@ def _let_threads_drop_tensors() -> None:
     a global of a script keeps its group, and the threads, although the group was destroyed.
     """
     if _shared:
-        time.sleep(0.01)
+        gc.collect()  # a wrapper that is garbage
+    if _shared:
+        time.sleep(0.1)  # on a busy machine a thread may be late
 
 
 class Group(FailureReport):
@@ -91,6 +95,7 @@ class Group(FailureReport):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         _forget_destroyed()
         shared = self._shared = _shared.setdefault(process_group, _Shared())
+        shared.is_registered |= process_group in process_groups()
         super().__init__(process_group, shared.history)
         self.process_group = process_group
         self.rank: int = process_group.rank()
@@ -132,9 +137,13 @@ class Group(FailureReport):
 
     @contextmanager
     def guard(self, where: str, what: str) -> Iterator[None]:
-        """Context for one collective: if it fails, it raises what :meth:`explain` returns."""
+        """Context for one collective: if it fails, it raises what :meth:`explain` returns.
+
+        A KeyboardInterrupt inside is the end of the group's use, see :meth:`refuse_further_use`.
+        """
         try:
-            yield
+            with self.uninterrupted():
+                yield
         except RuntimeError as error:
             raise self.explain(where, what, error) from error
 
@@ -208,7 +217,7 @@ class Group(FailureReport):
 def _forget_destroyed() -> None:
     """Free reducers that owe collectives to a group that does not exist any more."""
     for group, shared in list(_shared.items()):
-        if shared.owners and group not in process_groups():
+        if shared.owners and shared.is_registered and group not in process_groups():
             shared.owners.clear()
 
 

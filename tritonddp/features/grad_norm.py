@@ -67,6 +67,7 @@ class GradientNorms:
         square = _total_of(mine).double().square()
         sums = torch.stack([square, torch.full_like(square, is_double)])
         sums = sums.to(core.manager.current.params[0].device)
+        core.group.recover()
         core.group.all_reduce(sums, core.where(), "sum of the squares of all owners' gradients")
         return sums[0].sqrt().to(torch.float64 if sums[1] else torch.float32)
 

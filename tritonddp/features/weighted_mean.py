@@ -118,7 +118,8 @@ class AccumulationWindow(Extension):
             return
         weight, factor = self.weight, reduction.factor
         if weight is not None and not (weight.items or self._has_warned or factor is None):
-            self._has_warned = not factor.any()
+            # (On a GPU the host would wait for the device here.)
+            self._has_warned = factor.is_cpu and not factor.any()
             if self._has_warned:
                 logger.warning(
                     "%s: all ranks have given this backward the weight 0, so its gradients are "

@@ -568,12 +568,12 @@ class Reducer:
                 if is_unusual:
                     arrived = self.tracker.arrivals() if manager.is_provisional else ()
                     self.averager.complete(reduction, arrived)
+            self._close(backward)
         except (RuntimeError, Mismatch) as error:
             self._fail(backward, error)
         except KeyboardInterrupt:
             self.group.refuse_further_use()
             raise
-        self._close(backward)
         if self.averager.afterwards is not None and any(self.parameters.buffer_tables):
             self.averager.afterwards()
         for call in self.events.on_end:

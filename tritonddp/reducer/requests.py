@@ -73,6 +73,7 @@ class Requests:
                 f"{gradients!r}"
             )
         if params is not None:  # ranks with different sizes would crash in the collective
+            self._prepare()
             named = _named(params, named)
             described = describe(named, [], {"gradients": "of reduce_gradients()"})
             device = self._averager.manager.current.params[0].device

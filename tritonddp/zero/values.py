@@ -77,23 +77,24 @@ class OwnedValues:
         # (Users may have given a parameter other memory since the last step, by ``.data``.)
         values = [[param.detach() for _, param in named] for named in self._of_ranks]
         if self._has_memory:
-            for rank, named in enumerate(self._of_ranks):
-                if named:
-                    self._to_all[rank].send(
-                        named,
-                        values[rank],
-                        self._number,
-                        rank,
-                        where,
-                        max_bytes=_MAX_BYTES,
-                        uses_memory=True,
-                    )
+            with self._group.uninterrupted():
+                for rank, named in enumerate(self._of_ranks):
+                    if named:
+                        self._to_all[rank].send(
+                            named,
+                            values[rank],
+                            self._number,
+                            rank,
+                            where,
+                            max_bytes=_MAX_BYTES,
+                            uses_memory=True,
+                        )
         else:
             messages = [
                 each.messages(tensors, _MAX_BYTES)
                 for each, tensors in zip(self._to_all, values, strict=True)
             ]
-            with self._group.uninterrupted(), self._group.guard(where, self._what()):
+            with self._group.guard(where, self._what()):
                 for message in messages[self._group.rank]:
                     message.fill()
                 by = self._send if self._device.type == "cpu" else self._gather

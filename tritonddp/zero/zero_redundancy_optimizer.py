@@ -288,6 +288,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if not 0 <= to < self._group.size:
             raise ValueError(f"there are {self._group.size} ranks, but to={to}")
         params = self._all_params()
+        self._group.recover()
         with self._group.guard(self._core.where(), "consolidate_state_dict(), gather of the state"):
             found = self._owned.gather(params, to, self._device)
         self._consolidated = None if found is None else without_idle_copies(found, params)
@@ -474,6 +475,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
             norms[:, list(mine)] = torch.stack([found, torch.ones_like(found)])
         what = "sum of the norms of all owners' gradients"
+        self._group.recover()
         self._group.all_reduce(norms, self._core.where(), what)
         is_there = norms[1] != 0
         # As torch's: that of the gradients that there are, on any rank.
@@ -485,6 +487,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Whether a gradient of any owner is not finite, by device: alike on all ranks."""
         if not found:  # this rank owns no gradient
             found = {default.device: default}
+        self._group.recover()
         for each in found.values():
             what = "agreement on whether gradients are finite"
             self._group.all_reduce(each, self._core.where(), what, dist.ReduceOp.MAX)
