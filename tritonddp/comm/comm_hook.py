@@ -208,10 +208,10 @@ class CommHook:
             factor: Tensor | None = None
             if factors is not None and (not is_whole or call.bucket.is_sparse):
                 factor = factors[number : number + 1].to(flat.data.device)
-            if factor is not None and call.bucket.is_sparse:
-                factor = (
-                    factor / size
-                )  # of a sum; hooks divide what they get by the number of ranks
+                if (
+                    call.bucket.is_sparse
+                ):  # a sum; hooks divide what they get by the number of ranks
+                    factor = factor / size
             found[call.bucket.index] = factor
         self._factors = found
         calls.clear()  # so that they do not keep old buckets alive
@@ -269,8 +269,6 @@ class _Call:
         try:
             self._buffer = buffer_of(self.bucket)
             self._future = self._hook.call(self.bucket, self._buffer)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             self._failed(error)
 
@@ -281,8 +279,6 @@ class _Call:
             try:
                 result = self._hook.result(self._future, self._buffer)
                 write_back(result, self._buffer, self.bucket)
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:
                 self._failed(error)
             # Drop the references: a bucket whose memory is still referenced at the next backward
@@ -292,6 +288,8 @@ class _Call:
             self._ended.set_result(None)
 
     def _failed(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):  # it ends the use of the group
+            raise error
         self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None

@@ -142,8 +142,10 @@ class Group(FailureReport):
         A KeyboardInterrupt inside is the end of the group's use, see :meth:`refuse_further_use`.
         """
         try:
-            with self.uninterrupted():
-                yield
+            yield
+        except KeyboardInterrupt:
+            self.refuse_further_use()
+            raise
         except RuntimeError as error:
             raise self.explain(where, what, error) from error
 

@@ -425,7 +425,7 @@ def watch(wrapper: Wrapper) -> None:
 
 
 def _end() -> None:
-    """Ends the thread before the interpreter does: it may drop the last reference to a group.
+    """End the thread before the interpreter does: it may drop the last reference to a group.
 
     The destructor of a group waits for the interpreter, which ends a thread that waits for it then,
     inside C++: the process aborts.
