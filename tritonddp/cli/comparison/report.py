@@ -116,10 +116,10 @@ class Comparison:
 
     def method(self) -> str:
         """How it was measured, on what."""
-        blocks = [len(first.blocks) for first, _ in self.launches]
+        pairs = len(self.launches[0][0].blocks)  # as planned, in each launch
         parts = [
-            f"launches: {len(blocks)}, of {self.world_size} ranks",
-            f"in each {min(blocks)} to {max(blocks)} pairs of blocks; steps in a block: "
+            f"launches: {len(self.launches)}, of {self.world_size} ranks",
+            f"in each {pairs} pairs of blocks; steps in a block: "
             f"{self.plan.block}, to warm up: {self.plan.warmup}",
             f"{cpu_model()}, {usable_cores()} cores, load average {self.load:.1f} before",
             f"torch {torch.__version__}, tritonddp {tritonddp.__version__}",
