@@ -554,9 +554,9 @@ def sequence_number(group: Any = None) -> int:
 def in_rings(module: Any, **options: Any) -> Any:
     """The module wrapped, so that gloo reduces all buckets, also small ones, and in a ring."""
     from tritonddp import DistributedDataParallel
-    from tritonddp.comm import process_group
+    from tritonddp.coordination import group
 
-    with mock.patch.object(process_group, "_DIRECT", 0):
+    with mock.patch.object(group, "_DIRECT", 0):
         return DistributedDataParallel(module, transport="process_group", **options)
 
 

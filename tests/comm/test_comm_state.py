@@ -121,7 +121,7 @@ def test_rank_0_decides_on_all_ranks_also_on_those_that_have_no_state(rank: int)
     assert other.reducer.placement.names != state["bucket_order"], "nothing to prove"
     with recorded_collectives() as calls:
         other.load_comm_state_dict(*([state] if rank < 2 else []))
-    assert calls.names == ["all_reduce"]
+    assert calls.names == ["all_to_all_single"]
     assert other.comm_state_dict() == state
     before = other.reducer.counters.collectives
     step(other, 1, False)

@@ -195,7 +195,7 @@ def test_a_lost_all_reduce_of_the_flags_behind_hooks_is_explained_once() -> None
     model = OURS(net(), process_group=group)
     model.register_comm_hook(group, default_hooks.allreduce_hook)
     train(model, 1)
-    lost = mock.patch.object(collectives, "all_reduce", side_effect=RuntimeError("it is lost"))
+    lost = mock.patch.object(collectives, "sum_directly", side_effect=RuntimeError("it is lost"))
     said = r"buckets up to .*, behind the communication hooks failed: RuntimeError: it is lost"
     with lost, pytest.raises(RuntimeError, match=said) as raised:
         train(model, 1)

@@ -25,6 +25,7 @@ from training import assert_close, assert_gradients_alike, drawn, gradients, tra
 from tritonddp import DistributedDataParallel
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.comm.host.memory_exchange import MemoryExchange
+from tritonddp.coordination.group import Group
 from tritonddp.coordination.host import connect, peers
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -284,7 +285,7 @@ def test_options_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="transport should be one of 'auto', 'process_group'"):
         net(transport="memory")
     with (
-        mock.patch("tritonddp.comm.transport.goes_by_messages", return_value=False),
+        mock.patch.object(Group, "sends_messages", False),
         pytest.raises(ValueError, match="transport='peer_memory' needs a process group of gloo"),
     ):
         net(transport="peer_memory")

@@ -40,7 +40,6 @@ from differential.trace import Entry, Trace
 from differential.wrappers import FAULTS
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.memory import in_place_bucket
-from tritonddp.comm import process_group
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import metrics
 from tritonddp.integrations.in_place import behind
@@ -413,7 +412,7 @@ def configured(
     if thresholds:
         sizes = dict(zip(("_SMALL", "_SEGMENT"), thresholds, strict=True))
         stack.enter_context(patch.multiple(reference, **sizes))
-    stack.enter_context(patch.object(process_group, "_DIRECT", (0, 400, 2**20)[seed % 3]))
+    stack.enter_context(patch("tritonddp.coordination.group._DIRECT", (0, 400, 2**20)[seed % 3]))
     if seed % 4 < 2:
         shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 200}
         stack.enter_context(patch.multiple(memory_exchange, **shares))

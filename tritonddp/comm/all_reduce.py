@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import ALL_TO_ALL_SINGLE
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
@@ -68,51 +66,16 @@ class AllReduce:
         work.wait()
 
 
-class DirectSum:
-    """The sum of a small bucket on the CPU: each rank sends it to every other rank directly.
-
-    gloo's all-reduce is a ring of ``2 * (world_size - 1)`` rounds, each of which waits for a thread
-    of another process to wake. The time of a small bucket is that of the rounds alone. Here there
-    is one round, after which all ranks add in the same order. While in flight, the bucket takes
-    ``2 * world_size`` times its memory.
-    """
-
-    before_pack: Callable[[], None] | None = None
-    after_unpack: Callable[[], None] | None = None
-
-    def __init__(self, group: Group, counters: Counters) -> None:
-        self._group = group.process_group
-        self._options = dist.AllToAllOptions()
-        self._size = group.size
-        self._counters = counters
-        self._received: Tensor | None = None  # a row from each rank
+class DirectSum(AllReduce):
+    """The sum of a small bucket on the CPU, by one round of messages."""
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
-        counters, nbytes, size, data = self._counters, bucket.nbytes, self._size, bucket.flat.data
+        counters, nbytes = self._counters, bucket.nbytes
         counters.collectives += 1
         counters.wire_bytes += nbytes
-        counters.sent_bytes += (size - 1) * nbytes
-        sent, received = data.new_empty(2, size, data.numel()).unbind()
-        sent.copy_(data)
-        self._received = received
-        return getattr(self._group, ALL_TO_ALL_SINGLE)(received, sent, [], [], self._options)
-
-    def wait(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.wait`."""
-        work.wait()
-        if self._received is not None:
-            data = bucket.flat.data
-            first, second, *others = self._received.unbind()
-            torch.add(first, second, out=data)
-            for other in others:
-                data.add_(other)
-            self._received = None
-
-    def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`."""
-        work.wait()
-        self._received = None
+        counters.sent_bytes += (self._size - 1) * nbytes
+        return collectives.sum_directly(bucket.flat.data, self._group)
 
 
 class ReduceToOwners:
@@ -142,7 +105,7 @@ class ReduceToOwners:
         counters.collective(flat.payload.nbytes, group.size)
         counters.collective(trailer.nbytes, group.size, passes=2)
         first = self._reduce_scatter(parts)
-        return _Both(first, collectives.all_reduce(trailer, group.process_group))
+        return _Both(first, group.begin_sum(trailer))
 
     def _reduce_scatter(self, parts: list[Tensor]) -> Work | SumOfParts:
         group, mine = self._group, parts[self._group.rank]

@@ -31,7 +31,6 @@ from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.grad_bucket import GradBucket, buffer_of, result_of, those_of_hooks, write_back
 from tritonddp.comm.reduction import ExchangeError, LocalError
-from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -218,7 +217,7 @@ class CommHook:
 
     def _send(self, message: Tensor) -> Work:
         self._counters.collective(message.nbytes, self._group.size, passes=2)
-        return collectives.all_reduce(message, self._group.process_group)
+        return self._group.begin_sum(message)
 
 
 def _named(where: str, bucket: Bucket, error: BaseException) -> HookError:

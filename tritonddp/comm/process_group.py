@@ -8,19 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from tritonddp._torch import backend_name, is_checked
+from tritonddp._torch import backend_name
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.comm.all_reduce import AllReduce, DirectSum, ReduceToOwners
 from tritonddp.comm.quantized import QuantizedAllReduce, SecondStep
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-
-# Up to so many bytes two ranks send each other a bucket directly. Above, the ring is no slower: it
-# adds half as much on each rank. The limit holds for the last buckets together, whose exchange no
-# backward hides, so that memory is bounded; and for the first bucket, whose headers show whether
-# the ranks agree, alone.
-_DIRECT = 256 * 1024
 
 _OFF = ("0", "n", "no", "f", "false", "off", "")  # of an environment variable
 
@@ -33,7 +27,8 @@ class ProcessGroupTransport:
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group, self._counters = group, counters
         self._all_reduce = AllReduce(group, counters)
-        self._most_direct = _DIRECT // (group.size - 1) ** 2 if goes_by_messages(group) else 0
+        self._direct_sum = DirectSum(group, counters)
+        self._most_direct = group.most_direct
         self._second_step: SecondStep | None = None  # of quantised buckets
         self._announced: Callable[[BucketExchange], BucketExchange] | None = None
 
@@ -83,20 +78,9 @@ class ProcessGroupTransport:
             return QuantizedAllReduce(self._group, self._counters, self._second_step)
         if bucket.owned is not None:
             return ReduceToOwners(self._group, self._counters)
+        # The limit holds for the last buckets together, whose exchange no backward hides, so that
+        # memory is bounded; and for the first bucket, whose headers show whether the ranks agree,
+        # alone.
         if nbytes <= self._most_direct and bucket.params[0].is_cpu:
-            return DirectSum(self._group, self._counters)
+            return self._direct_sum
         return self._all_reduce
-
-
-def goes_by_messages(group: Group) -> bool:
-    """Whether direct messages may replace all-reduces on the CPU; the same on all ranks.
-
-    (In debug mode they may not: torch then compares sizes between ranks, of all-reduces only.)
-    """
-    process_group, device = group.process_group, torch.device("cpu")
-    return (
-        group.size > 1
-        and type(process_group) is dist.ProcessGroup
-        and backend_name(process_group, device) == "gloo"
-        and not is_checked(process_group, device)
-    )

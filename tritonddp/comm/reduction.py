@@ -455,7 +455,7 @@ class Reduction:
         if self._has_exchanged:  # there
             return
         try:
-            exchange_rows(buckets, self.group.process_group, self.counters)
+            exchange_rows(buckets, self.group, self.counters)
             self._has_exchanged = True
         except RuntimeError as error:
             names = listed([name for bucket in buckets for name in bucket.names])

@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._device import let_go
 from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket
-from tritonddp.coordination.collectives import all_gather_into, all_reduce
 from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
 from tritonddp.kernels.flat_buffer import round_up
 
 # Bytes to which the parts of a message are aligned: at least the largest element.
@@ -70,9 +69,7 @@ class _Rows:
 
 
 @torch.no_grad()
-def exchange_rows(
-    buckets: Iterable[SparseBucket], group: dist.ProcessGroup, counters: Counters
-) -> None:
+def exchange_rows(buckets: Iterable[SparseBucket], group: Group, counters: Counters) -> None:
     """Give these buckets, whose buffers are reduced, the sums of the sparse gradients of all ranks.
 
     A collective for as many as fit into a message, none for those of which no rank has rows. The
@@ -87,8 +84,8 @@ def exchange_rows(
         rows = _Rows(bucket, announced)
         if any(each.kind is Kind.DENSE for each in announced):
             total = bucket.take_dense()
-            counters.collective(total.nbytes, group.size(), passes=2)
-            all_reduce(torch.view_as_real(total) if total.is_complex() else total, group).wait()
+            counters.collective(total.nbytes, group.size, passes=2)
+            group.begin_sum(torch.view_as_real(total) if total.is_complex() else total).wait()
             if rows.is_broken:
                 total.fill_(torch.nan)
             bucket.receive_dense(total)
@@ -105,17 +102,17 @@ def exchange_rows(
         _gather(gathered, group, counters)
 
 
-def _gather(tables: Sequence[_Rows], group: dist.ProcessGroup, counters: Counters) -> None:
+def _gather(tables: Sequence[_Rows], group: Group, counters: Counters) -> None:
     """Exchange the rows of these tables in one message of each rank."""
     sizes = [each.nbytes for each in tables]
     size = sum(sizes)
     message = torch.zeros(size, dtype=torch.uint8, device=tables[0].device)
     for table, part in zip(tables, message.split_with_sizes(sizes), strict=True):
         table.write(part)
-    gathered = message.new_empty(size * group.size())
-    counters.collective(gathered.nbytes, group.size())
-    all_gather_into(gathered, message, group).wait()
-    parts = gathered.view(-1, size).split_with_sizes(sizes, dim=1)
+    gathered = message.new_empty(group.size, size)
+    counters.collective(gathered.nbytes, group.size)
+    group.begin_gather(gathered, message).wait()
+    parts = gathered.split_with_sizes(sizes, dim=1)
     for table, theirs in zip(tables, parts, strict=True):
         table.read(theirs)
 

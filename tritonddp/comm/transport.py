@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tritonddp.buckets.formats import registering
 from tritonddp.comm.host.peer_memory import PeerMemory
-from tritonddp.comm.process_group import ProcessGroupTransport, goes_by_messages
+from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import Peers
@@ -71,7 +71,7 @@ class TransportChoice:
                 "transport='peer_memory' needs parameters on the CPU; on GPUs NCCL does the same: "
                 "use 'auto' or 'registered_memory'"
             )
-        if transport == _PEER_MEMORY and group.size() > 1 and not goes_by_messages(Group(group)):
+        if transport == _PEER_MEMORY and group.size() > 1 and not Group(group).sends_messages:
             raise ValueError(
                 "transport='peer_memory' needs a process group of gloo, without "
                 f"TORCH_DISTRIBUTED_DEBUG=DETAIL, but the group is {group.name()}: use 'auto'"
@@ -87,7 +87,7 @@ class TransportChoice:
         self, group: Group, by_group: ProcessGroupTransport, counters: Counters
     ) -> PeerMemory | None:
         """Moves buckets to memory of the host; ``None`` if they stay with ``by_group``."""
-        if not self.shares_memory or self.is_quantized or not goes_by_messages(group):
+        if not self.shares_memory or self.is_quantized or not group.sends_messages:
             return None
         return PeerMemory(group, by_group, counters, self.is_required)
 

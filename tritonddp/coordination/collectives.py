@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import AllgatherOptions, all_gather_single
+from tritonddp._torch import ALL_TO_ALL_SINGLE, AllgatherOptions, all_gather_single
 
 # torch's own classes read this as "the timeout of the group".
 _NO_TIMEOUT = timedelta(0)
@@ -40,6 +40,34 @@ def all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return _known(group.allreduce([tensor], options), tensor)
+
+
+def sum_directly(tensor: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to sum a small contiguous tensor on the CPU in place, by :func:`gather_directly`.
+
+    All ranks add in the same order. While in flight, the tensor takes ``2 * world_size`` times its
+    memory.
+    """
+    total = tensor.view(-1)
+    rows = total.new_empty(group.size(), len(total))
+    return _DirectSum(gather_directly(rows, total, group), rows, total)
+
+
+def gather_directly(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to gather small tensors on the CPU: each rank sends its own to each other rank.
+
+    gloo's collectives are rings of ``world_size - 1`` rounds, an all-reduce has two. Each round
+    waits for a thread of another process to wake, which takes the time of a small tensor. Here
+    there is one round.
+
+    Args:
+        rows: what the ranks send, contiguous, ``(world_size, n)``.
+        tensor: of this rank, ``(n,)``.
+        group: the process group, of gloo.
+    """
+    sent = tensor.expand_as(rows).contiguous()
+    options = dist.AllToAllOptions()
+    return getattr(group, ALL_TO_ALL_SINGLE)(rows, sent, [], [], options)
 
 
 def reduce_scatter(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> Work:
@@ -92,6 +120,28 @@ def _known(work: Any, tensor: Tensor | None = None) -> Work:
     if work is None:  # the group has waited already
         return _Done()
     return _PythonWork(work, tensor) if isinstance(type(work).wait, FunctionType) else work
+
+
+class _DirectSum:
+    """The work of :func:`sum_directly`."""
+
+    def __init__(self, work: Any, rows: Tensor, total: Tensor) -> None:
+        self._work, self._total = work, total
+        self._rows: Tensor | None = rows
+
+    def wait(self) -> None:
+        """Wait for the messages, and add them up, once."""
+        self._work.wait()
+        if self._rows is not None:
+            first, second, *others = self._rows.unbind()
+            torch.add(first, second, out=self._total)
+            for other in others:
+                self._total.add_(other)
+            self._rows = None
+
+    def get_future(self) -> torch.futures.Future:
+        """The future of the messages."""
+        return self._work.get_future()
 
 
 class _Done:

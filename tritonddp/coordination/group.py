@@ -10,16 +10,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import process_groups
+from tritonddp._torch import backend_name, is_checked, process_groups
 from tritonddp.coordination import collectives
+from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.failures import FailureReport, History
+
+# Up to so many bytes two ranks send each other a tensor directly. Above, the ring of an all-reduce
+# is no slower: it adds half as much on each rank.
+_DIRECT = 256 * 1024
 
 
 class Owner(Protocol):
@@ -164,12 +171,46 @@ class Group(FailureReport):
 
     # Small collectives, whose errors name the missing rank
 
+    @cached_property
+    def sends_messages(self) -> bool:
+        """Whether direct messages may replace collectives on the CPU; the same on all ranks.
+
+        (In debug mode they may not: torch then compares sizes between ranks, of all-reduces only.)
+        """
+        group, device = self.process_group, torch.device("cpu")
+        return (
+            self.size > 1
+            and type(group) is dist.ProcessGroup
+            and backend_name(group, device) == "gloo"
+            and not is_checked(group, device)
+        )
+
+    @cached_property
+    def most_direct(self) -> int:
+        """Up to so many bytes :func:`collectives.sum_directly` is quicker than an all-reduce."""
+        return _DIRECT // (self.size - 1) ** 2 if self.sends_messages else 0
+
+    def begin_sum(self, tensor: Tensor) -> Work:
+        """Begin to sum ``tensor`` in place over all ranks."""
+        if tensor.is_cpu and tensor.nbytes <= self.most_direct:
+            return collectives.sum_directly(tensor, self.process_group)
+        return collectives.all_reduce(tensor, self.process_group)
+
+    def begin_gather(self, rows: Tensor, tensor: Tensor) -> Work:
+        """Begin to gather the ``tensor`` of each rank, ``(n,)``, in ``rows``, by rank."""
+        if tensor.is_cpu and tensor.nbytes <= self.most_direct:
+            return collectives.gather_directly(rows, tensor, self.process_group)
+        return collectives.all_gather_into(rows.view(-1), tensor, self.process_group)
+
     def all_reduce(
         self, tensor: Tensor, where: str, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
         """Reduce ``tensor`` in place, and wait for it; see :meth:`guard`."""
         with self.guard(where, what):
-            collectives.all_reduce(tensor, self.process_group, op).wait()
+            if op == dist.ReduceOp.SUM:
+                self.begin_sum(tensor).wait()
+            else:
+                collectives.all_reduce(tensor, self.process_group, op).wait()
 
     def broadcast(self, tensor: Tensor, source: int, where: str, what: str) -> None:
         """Overwrite ``tensor`` with that of rank ``source``, and wait for it; see :meth:`guard`."""
