@@ -264,13 +264,15 @@ class DDPState:
     def _bucket_manager(self) -> BucketManager:
         config, group, counters = self.config, self.group, self.counters
         transport = ProcessGroupTransport(group, counters)
+        # Of one rank gradients stay where autograd has put them, and buckets need no memory.
+        is_alone = group.size == 1 and not Reducer.exchanges_alone
         factory = BucketFactory(
             config.wire,
             group,
             counters,
             transport,
-            views=config.views,
-            lazy=config.lazy,
+            views=config.views and not is_alone,
+            lazy=config.lazy or is_alone,
             check_finite=config.check_finite is not None,
             is_registered=config.transport.is_registered,
             is_in_place=config.in_place,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -45,7 +48,13 @@ class Configuration:
         """The model as this configuration trains it; collective."""
         if self.wrapper is None:
             return model
-        wrapped: Any = self.wrapper(Network(model) if self.is_compiled else model, **self.options)
+        reducer: Any = sys.modules.get("tritonddp.reducer.reducer")
+        as_with_many: Any = nullcontext()
+        if reducer is not None and not self.is_idle:
+            as_with_many = patch.object(reducer.Reducer, "exchanges_alone", True)
+        with as_with_many:
+            module = Network(model) if self.is_compiled else model
+            wrapped: Any = self.wrapper(module, **self.options)
         if self.is_compiled:
             wrapped.compile()
         if hasattr(wrapped, "_ddp_state") and not self.is_idle:  # ours, of whatever revision

@@ -90,7 +90,7 @@ class BucketSet:
             for bucket in self.buckets:
                 bucket.compile_kernels(bool(self.unpack_groups))
         self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
-        self.needs_reduction = any(b.is_lazy or b.is_sparse for b in self.buckets)
+        self.needs_reduction = any(bucket.is_sparse for bucket in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
 
     def use(self, transport: Transport) -> None:
@@ -112,16 +112,6 @@ class BucketSet:
         for _, unpack in self.unpack_groups:
             unpack.let_go()
         self.unpack_groups = ()
-
-    def make_views(self) -> None:
-        """Make gradients views of their buckets, where those want it and nothing is exchanged."""
-        for bucket in self.buckets:
-            if bucket.has_views:
-                header = bytes(bucket.flat.layout.headers)
-                for segment in bucket.segments:
-                    bucket.pack(segment, [True] * len(segment.params), 1.0, header)
-                if bucket.wants_flags:  # else it holds nothing
-                    bucket.discard()
 
     def mend_views(self) -> None:
         """Lead gradients that were moved, as by ``module.to()``, back to the memory of buckets."""

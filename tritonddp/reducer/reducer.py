@@ -558,8 +558,6 @@ class Reducer:
         self.group.owners.add(self)  # again, if finalize_backward() has been called
         backward.moves_to(OVER)
         try:
-            if reduction.is_alone:
-                reduction.bucket_set.make_views()
             reduction.finish()
             is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
             if not reduction.is_captured:
