@@ -130,7 +130,9 @@ class Simulated(all_reduce.AllReduce):
 
 def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:
     wrapped = StockDDP(model, **options)
-    wrapped.register_comm_hook(torch.distributed.group.WORLD, line.hook)
+    # (Stock takes no annotation for GradBucket but the class itself: a lambda has none.)
+    group = torch.distributed.group.WORLD
+    wrapped.register_comm_hook(group, lambda group, bucket: line.hook(group, bucket))
     return wrapped
 
 

@@ -1,1 +1,0 @@
-"""How cost grows with parameters and ranks, see growth.py."""
