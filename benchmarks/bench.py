@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import signal
 import sys
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,34 +114,28 @@ def run(part: Part, end: float, out: Path) -> str:
     result = out / f"{part.name}.json"
     result.unlink(missing_ok=True)  # that of an earlier run is not to pass for this one's
     start = time.monotonic()
-    reading, writing = os.pipe()
-    last: deque[str] = deque(["it said nothing"], maxlen=1)
-    reader = threading.Thread(target=_echo, args=(reading, last), daemon=True)
-    reader.start()
-    with os.fdopen(writing, "wb") as output:
-        command = [
-            each.replace("{here}", str(HERE)).replace("{out}", str(out))
-            for each in shlex.split(part.command)
-        ]
-        # The least that a part does may take longer than it has. What takes even longer hangs.
-        codes = processes.run(
-            [sys.executable, *command],
-            1.5 * seconds + LEAST_SECONDS,
-            output,
-            part.ranks,
-            {**ENVIRONMENT, deadline.VARIABLE: str(end)},
-        )
-    reader.join(5)  # not forever: what has left its process group may hold the pipe open
+    command = [
+        each.replace("{here}", str(HERE)).replace("{out}", str(out))
+        for each in shlex.split(part.command)
+    ]
+    # The least that a part does may take longer than it has. What takes even longer hangs.
+    codes, text = processes.read(
+        [sys.executable, *command],
+        1.5 * seconds + LEAST_SECONDS,
+        ranks=part.ranks,
+        environment={**ENVIRONMENT, deadline.VARIABLE: str(end)},
+    )
+    last = (text.strip() or "it said nothing").splitlines()[-1].strip()
     if _result(result) is None:
         result.unlink(missing_ok=True)  # pytest opens it before there is anything
-    took = f"{time.monotonic() - start:.0f} s{_rounds(result)}"
+    took = f"{time.monotonic() - start:.0f} s"
     if not any(codes) and None not in codes:
         return f"ok, {took}"
     if codes == [CANNOT_RUN]:
-        return f"not run: {last[0]}"
+        return f"not run: {last}"
     if set(codes) <= {0, None}:
         return f"failed: cut off after {took}; what it had written is kept"
-    return f"failed: exit status {next(code for code in codes if code)}, see above: {last[0]}"
+    return f"failed: exit status {next(code for code in codes if code)}, see above: {last}"
 
 
 def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
@@ -166,30 +158,12 @@ def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
         yield "make figures FROM=local takes these results over."
 
 
-def _rounds(result: Path) -> str:
-    found = _result(result)
-    taken = verdicts.rounds(found) if found is not None else []
-    if not taken:
-        return ""
-    fewest, most = min(taken), max(taken)
-    return f", {fewest} rounds" if fewest == most else f", {fewest} to {most} rounds"
-
-
 def _result(path: Path) -> Result | None:
     """A result file; ``None`` if there is none, or only half of one."""
     try:
         return Result(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-
-
-def _echo(pipe: int, last: deque[str]) -> None:
-    """Print lines as they come; keep the last that says something."""
-    with os.fdopen(pipe, errors="replace") as lines:
-        for line in lines:
-            print(line, end="", flush=True)
-            if line.strip():
-                last.append(line.strip())
 
 
 def _has_gpu() -> bool:

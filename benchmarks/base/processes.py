@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,27 @@ def run(
         return [process.poll() for process in processes]
     finally:
         _end(processes)
+
+
+def read(
+    command: Sequence[str], limit: float, aloud: bool = True, **more: Any
+) -> tuple[list[int | None], str]:
+    """The same, and what the processes have printed, which ``aloud`` is printed as it comes."""
+    reading, writing = os.pipe()
+    lines: list[str] = []
+
+    def copy() -> None:
+        with os.fdopen(reading, errors="replace") as output:
+            for line in output:
+                lines.append(line)
+                print(line if aloud else "", end="", flush=True)
+
+    reader = threading.Thread(target=copy, daemon=True)
+    reader.start()
+    with os.fdopen(writing, "wb") as output:
+        codes = run(command, limit, output, **more)
+    reader.join(5)  # not forever: what has left its process group may hold the pipe open
+    return codes, "".join(lines)
 
 
 def run_ranks(ranks: int, *arguments: object, limit: float = 1200.0) -> Any:

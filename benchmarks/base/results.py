@@ -52,9 +52,8 @@ class Result:
     def models(self) -> dict[str, Record]:
         """Of steps, by name; ``error`` says why one was not timed.
 
-        ``compared`` are its comparisons of ours with stock's best (see ``step/comparison.py``) in
-        which both sides sent something. (Before November 25, 2026, a world of one of ours was held
-        against stock's exchange.) ``rounds`` are those of all builds together.
+        ``compared`` are its comparisons of ours with stock's best (see ``step/comparison.py``);
+        ``rounds`` are those of all builds together.
         """
         return {name: _model(name, one) for name, one in (self.content.models or {}).items()}
 
@@ -75,17 +74,8 @@ class Result:
 
     @property
     def rows(self) -> list[Record]:
-        """Of kernels and the host (``base/suite.py``), but for kernels that are taken out.
-
-        Where the host's rows have none that is called idle, those of before November 25, 2026,
-        ours was: it sent nothing.
-        """
-        rows = [Record(row.extra_info, group=row.group) for row in self.content.benchmarks]
-        rows = [row for row in rows if row.direction not in _TAKEN_OUT]
-        if not any("idle" in (row.configuration or "") for row in rows):
-            for row in rows:
-                row["configuration"] = _IDLE.get(row.configuration, row.configuration)
-        return rows
+        """Of kernels and the host (``base/suite.py``)."""
+        return [Record(row.extra_info, group=row.group) for row in self.content.benchmarks]
 
     def part(self, name: str) -> Result | None:
         """What a part of `make gpu` has found; ``None`` if nothing."""
@@ -99,10 +89,6 @@ class Result:
         return {name: each for name, each in parts.items() if each is not None}
 
 
-_TAKEN_OUT = ("reduce_unflatten",)
-_IDLE = {"ours": "ours idle", "ours views": "ours idle views"}
-
-
 def is_step(part: str) -> bool:
     """Whether a part of `make gpu` measures steps beside stock's: not graphs, nor what compiles."""
     others = ("variants", "graphs", "compiled", "training", "simulated", "cards", "bus")
@@ -111,23 +97,14 @@ def is_step(part: str) -> bool:
 
 
 def _model(name: str, content: Record) -> Record:
-    sent = content.wire_bytes or {}
-    compared = [
-        Record(one, name=name)
-        for one in _compared(content.comparisons or {})
-        if sent.get(one.contender, True) and sent.get(one.best, True)
-    ]
+    compared = [Record(one, name=name) for one in _compared(content.comparisons or Record())]
     # What has no figures is shown as nothing, not as an error.
     empty = ("seconds", "step_seconds", "overhead_seconds", "exposed_seconds", "wire_bytes")
     more = {"compared": compared, "rounds": rounds_of(content)}
     return Record({**{each: Record() for each in (*empty, "launches")}, **content, **more})
 
 
-def _compared(found: Any) -> Iterator[Record]:
-    """By family, or a list as in detection.json."""
-    if isinstance(found, list):
-        yield from found
-        return
+def _compared(found: Record) -> Iterator[Record]:
     for family, one in found.items():  # a file may not name the contender
         contender = "ours views" if family == "views" else "ours"
         yield Record({"gradients": family, "contender": contender, **one})

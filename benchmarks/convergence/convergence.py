@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -42,7 +42,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "int8": {"compression": "int8"},
     "int8 without feedback": {"compression": Int8(error_feedback=False)},
 }
-NAME, STEPS, LR, MOMENTUM, EVALUATIONS = "opposed", 600, 0.05, 0.9, 20
+NAME, STEPS, LR, MOMENTUM = "opposed", 600, 0.05, 0.9
 
 
 class Opposed(nn.Sequential):
@@ -72,7 +72,7 @@ class Contender:
     """What one wire makes of one seed.
 
     Attributes:
-        losses: on the held-out data, in nats per target, at each evaluation.
+        loss: on the held-out data, in nats per target, at the end.
         sent_bytes: of a rank in the last step, see
             :class:`tritonddp.coordination.counters.Counters`.
     """
@@ -80,7 +80,7 @@ class Contender:
     ddp: Any
     optimizer: Any
     schedule: Any
-    losses: list[float] = field(default_factory=list)
+    loss: float = 0.0
     sent_bytes: int = 0
 
     @classmethod
@@ -97,12 +97,11 @@ def main() -> None:
     parser.add_argument("--steps", type=command.positive, default=STEPS)
     options = parser.parse_args()
     steps, task = options.steps, digits()
-    at = sorted({steps * (i + 1) // EVALUATIONS for i in range(EVALUATIONS)} - {0})
     with process_group("gloo") as ranks:
         more = {"world_size": ranks.world_size, "backend": ranks.backend, "seeds": options.seeds}
         output = Output("convergence", options.out, ranks.rank == 0, **more)
-        by_seed = [train(task, seed, at, ranks) for seed in options.seeds]
-        losses = {wire: [seed[wire].losses for seed in by_seed] for wire in WIRES}
+        by_seed = [train(task, seed, steps, ranks) for seed in options.seeds]
+        losses = {wire: [seed[wire].loss for seed in by_seed] for wire in WIRES}
         found = {
             "target": task.target,
             "parameters": sum(each.numel() for each in Opposed().parameters()),
@@ -113,16 +112,15 @@ def main() -> None:
             "same_bits_after_steps": steps * len(options.seeds),  # of each wire; else it has ended
             "sent_bytes": {wire: by_seed[0][wire].sent_bytes for wire in WIRES},
             "comparisons": compared(losses),
-            "evaluated_after": at,
-            "losses": losses,  # wire, seed, evaluation
+            "losses": losses,  # wire, seed
         }
         output.write({"tasks": {NAME: found}})
         output.say(*text(tables.convergence(output.only("tasks", NAME))))
         output.end()
 
 
-def compared(losses: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, dict[str, Any]]:
-    """Final losses of all wires, of each seed the last, against those of the first wire.
+def compared(finals: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Final losses of all wires, by seed, against those of the first wire.
 
     Returns:
         By wire the final losses' ``mean``, ``low`` and ``high`` over the seeds, their
@@ -130,7 +128,6 @@ def compared(losses: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, dict[
         mean lies ``"within"`` the first wire's losses of all seeds, ``"below"`` or ``"above"``
         them. A mean that is no number is above.
     """
-    finals = {wire: [curve[-1] for curve in curves] for wire, curves in losses.items()}
     first, reference = next(iter(finals.items()))
 
     def verdict(value: float) -> str:
@@ -150,15 +147,15 @@ def compared(losses: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, dict[
     }
 
 
-def train(task: Task, seed: int, at: Sequence[int], ranks: Ranks) -> dict[str, Contender]:
-    """Train all wires side by side; the held-out loss is taken after the steps ``at``.
+def train(task: Task, seed: int, steps: int, ranks: Ranks) -> dict[str, Contender]:
+    """Train all wires side by side.
 
     Raises:
         RuntimeError: after some step a parameter is not the same on all ranks.
     """
-    contenders = {wire: Contender.of(wire, seed, at[-1]) for wire in WIRES}
+    contenders = {wire: Contender.of(wire, seed, steps) for wire in WIRES}
     batches = shards(len(task.inputs), task.batch_size, ranks.rank, ranks.world_size, seed)
-    for step in progress(at[-1], f"{NAME}, seed {seed}, {len(WIRES)} wires"):
+    for step in progress(steps, f"{NAME}, seed {seed}, {len(WIRES)} wires"):
         indices = next(batches)
         for each in contenders.values():
             counters = each.ddp.reducer.counters
@@ -179,9 +176,8 @@ def train(task: Task, seed: int, at: Sequence[int], ranks: Ranks) -> dict[str, C
                 f"seed {seed}: after step {step + 1} the ranks do not hold the same bits of "
                 f"{difference}"
             )
-        if step + 1 in at:
-            for each in contenders.values():
-                each.losses.append(evaluate(task, each.ddp, ranks.device)[0])
+    for each in contenders.values():
+        each.loss = evaluate(task, each.ddp, ranks.device)[0]
     return contenders
 
 

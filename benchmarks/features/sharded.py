@@ -1,7 +1,7 @@
-"""A sharded optimizer beside a replicated one, and beside torch's with stock DDP: time and memory.
+"""A sharded optimizer beside a replicated one, and beside torch's with stock DDP.
 
     python benchmarks/features/sharded.py [--over host | line] [--rate BITS]
-        [--only OPTIMIZER] [--rounds N] [--memory] [--out FILE]
+        [--only OPTIMIZER] [--rounds N] [--out FILE]
 
 An MLP of 25 million parameters on two ranks over gloo, with AdamW and with Muon. *replicated*: this
 package's wrapper, each rank steps all parameters. *sharded*: its ZeroRedundancyOptimizer. *torch*:
@@ -9,9 +9,7 @@ torch's of that name, with stock DDP. All are timed in turns, in the same proces
 with the forward before it, and the step with its exchange.
 
 The ranks are on this ``host``, or on two hosts (namespaces.py) with a ``line`` of ``--rate`` bit/s,
-whose interfaces count the bytes of a step. With ``--memory``: the peak memory of a rank at 2, 3 and
-4 ranks instead, of each way in processes of its own, above what they have before there is a model:
-proportional set size, sampled, in which memory that ranks share counts once for all.
+whose interfaces count the bytes of a step.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -46,8 +43,7 @@ from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
 LAYERS, WIDTH, BATCH = 6, 2041, 16  # 25 million parameters, all of them matrices
 LIMIT = 900.0  # seconds, of the ranks
-COUNTED = 10  # steps whose bytes are counted, or whose memory is measured
-WORLDS = 2, 3, 4  # whose memory is
+COUNTED = 10  # steps whose bytes are counted
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {"AdamW": (torch.optim.AdamW, {"lr": 1e-3})}
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["Muon"] = torch.optim.Muon, {"lr": 1e-3}
@@ -114,65 +110,6 @@ def ways_of(kind: Any, defaults: dict[str, float]) -> dict[str, Any]:
     }
 
 
-class PeakMemory:
-    """Context: samples the memory of this process. ``nbytes`` is its most, above the first."""
-
-    def __enter__(self) -> PeakMemory:
-        self._first, self.nbytes = _pss(), 0
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._ends.wait(0.005):
-            self.nbytes = max(self.nbytes, _pss() - self._first)
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.set()
-        self._thread.join()
-
-
-def _pss() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-
-
-def measure_memory(options: argparse.Namespace) -> None:
-    """What each rank does: some steps of one way."""
-    kind, defaults = OPTIMIZERS[options.only]
-    with process_group("gloo") as ranks:
-        dist.barrier()
-        with PeakMemory() as peak:
-            training = ways_of(kind, defaults)[options.way]()
-            for _ in range(COUNTED):
-                training.seconds()
-        most = torch.tensor(peak.nbytes)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        if ranks.rank == 0:
-            machine.write_json(options.out, {"nbytes": int(most)})
-
-
-def memory(options: argparse.Namespace) -> None:
-    """Peak memory of the rank that has most, by number of ranks and way."""
-    name = options.only or "AdamW"
-    output = Output("sharded memory", options.out, optimizer=name)
-    # Freed tensors leave the process: what else glibc keeps depends on the order of sizes.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
-    found: dict[int, dict[str, int]] = {}
-    for world in WORLDS:
-        found[world] = {}
-        for way in ways_of(*OPTIMIZERS[name]):
-            arguments = ["--memory", "--only", name, "--way", way]
-            found[world][way] = processes.run_ranks(world, *arguments, limit=LIMIT)["nbytes"]
-    output.write({"nbytes": found})
-    rows = [
-        (f"{n} ranks", *(f"{each / 1e6:.0f}" for each in of.values())) for n, of in found.items()
-    ]
-    output.say(*text([Table((f"{name}: peak memory of a rank, MB", *found[WORLDS[0]]), rows)]))
-    output.end()
-
-
 def of_ranks(options: argparse.Namespace) -> None:
     """What each of the two ranks does."""
     result: dict[str, Any] = {}
@@ -216,14 +153,9 @@ def main() -> None:
     parser.add_argument("--over", choices=["host", "line"], default="host")
     parser.add_argument("--rate", type=float, default=1e9, help="of the line, bit/s (default 1e9)")
     parser.add_argument("--only", choices=list(OPTIMIZERS), help="the other one is left out")
-    parser.add_argument("--memory", action="store_true", help="measure the memory of a rank")
-    parser.add_argument("--way", help=argparse.SUPPRESS)  # of ranks whose memory is measured
     options = parser.parse_args()
     if "RANK" in os.environ:
-        measure_memory(options) if options.memory else of_ranks(options)
-        return
-    if options.memory:
-        memory(options)
+        of_ranks(options)
         return
     is_one = options.over == "host"
     where = "one host" if is_one else f"2 hosts, {options.rate:g} bit/s"

@@ -11,7 +11,7 @@ result is written as soon as it ends, to a file of its own and to that of all, s
 the run off leaves what was measured. Plots come last, and a summary:
 step times first, then how each part ended.
 
-``--only step`` runs all parts that measure steps. Wires run only if they are asked for.
+``--only step`` runs all parts that measure steps.
 
 Tests need pytest, the rest only torch and Triton; nothing is downloaded.
 
@@ -134,7 +134,6 @@ def main() -> int:
         part
         for part in parts(options.rehearse, facts["gpu"]["count"])
         if any(is_asked_for(part.name, name) for name in options.only or [part.name])
-        and (options.only or not part.on_request)
     ]
     try:
         for number, part in enumerate(plan):
@@ -167,12 +166,9 @@ def _outcome(part: Part, limit: float) -> Outcome:
     end = time.monotonic() + IN_TIME * min(limit, part.limit)
     environment = {deadline.VARIABLE: str(end)}
     with tempfile.TemporaryDirectory(prefix="tritonddp-gpu-") as folder:
-        result, log = Path(folder) / "result", Path(folder) / "log"
+        result = Path(folder) / "result"
         command = [each.replace("{result}", str(result)) for each in part.command]
-        with log.open("wb") as output:
-            codes = processes.run(command, limit, output, part.ranks, environment)
-        text = log.read_text(errors="replace")
-        print(text, flush=True)
+        codes, text = processes.read(command, limit, ranks=part.ranks, environment=environment)
         return part.read(result, codes, text, limit)
 
 
@@ -181,10 +177,7 @@ def _facts(part: Part) -> dict[str, Any] | None:
 
     ``None`` if torch cannot be imported, or does not answer in time.
     """
-    with tempfile.TemporaryFile() as output:
-        codes = processes.run(part.command, 2 * part.limit, output)
-        output.seek(0)
-        text = output.read().decode(errors="replace")
+    codes, text = processes.read(part.command, 2 * part.limit, aloud=False)
     if codes != [0]:
         print(text, file=sys.stderr)
         return None
@@ -214,14 +207,9 @@ def _draw(result: Path) -> None:
         return
     script = str(BENCHMARKS / "report" / "report.py")
     command = [sys.executable, script, "--folder", str(result.parent)]
-    with tempfile.TemporaryFile() as output:
-        codes = processes.run(command, PLOTS, output)
-        output.seek(0)
-        text = output.read().decode(errors="replace").strip()
-    print(
-        f"\n{text}" if codes == [0] else f"\nno tables and plots: {codes}\n{text[-2000:]}",
-        flush=True,
-    )
+    codes, _ = processes.read(command, PLOTS)
+    if codes != [0]:
+        print(f"\nno tables and plots: {codes}", flush=True)
 
 
 def _result_path(folder: Path | None, facts: dict[str, Any], rehearsal: bool) -> Path:

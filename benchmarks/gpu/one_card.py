@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +20,6 @@ from benchmarks.base import processes
 ANSWER = "TRITONDDP_TWO_RANKS_REFUSED"
 _SUM = "the sum over 2 ranks is right"
 _LIMIT = 40.0
-# Asks whether ranks on one device share symmetric memory, which torch allows by this variable.
-SYMMETRIC, WORKS = "--symmetric-memory", "works"
-_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def refusal(limit: float = _LIMIT) -> str | None:
@@ -37,15 +33,8 @@ def refusal(limit: float = _LIMIT) -> str | None:
 
 
 def _try(limit: float) -> str | None:
-    with tempfile.TemporaryFile() as output:
-        codes = processes.run(
-            [sys.executable, str(Path(__file__))],
-            limit,
-            output,
-            ranks=2,
-        )
-        output.seek(0)
-        return answer(output.read().decode(errors="replace"), codes, limit)
+    codes, text = processes.read([sys.executable, __file__], limit, aloud=False, ranks=2)
+    return answer(text, codes, limit)
 
 
 def answer(text: str, codes: Sequence[int | None], limit: float) -> str | None:
@@ -82,29 +71,5 @@ def _rank() -> None:
         print(_SUM, flush=True)
 
 
-def _symmetric_memory() -> None:
-    """One of the two: does it read symmetric memory of the other one, on the same device?"""
-    os.environ[_OVERLAPPING] = "1"
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import _symmetric_memory as symmetric
-
-    from benchmarks.base.ranks import process_group
-
-    with process_group("nccl") as ranks:
-        try:
-            mine = symmetric.empty(1024, dtype=torch.float32, device=ranks.device)
-            handle = symmetric.rendezvous(mine.fill_(ranks.rank), dist.group.WORLD)
-            other = handle.get_buffer(1 - ranks.rank, mine.shape, mine.dtype)
-        except Exception as error:
-            said = f"refused: {(str(error).splitlines() or [repr(error)])[0]}"
-        else:  # the host waits, as ranks that take turns on a device cannot wait for each other
-            torch.cuda.synchronize()
-            ranks.barrier()
-            said = WORKS if bool((other == 1 - ranks.rank).all()) else "refused: it reads nothing"
-            ranks.barrier()
-        print(f"symmetric memory: {said}", flush=True)
-
-
 if __name__ == "__main__":
-    _symmetric_memory() if SYMMETRIC in sys.argv else _rank()
+    _rank()

@@ -10,7 +10,7 @@ the backward and in its stream, unless they are views. *Exposed* is what the end
 behind the last gradient. Inputs stand below.
 
 Stock gathers gradients one by one and copies back bucket by bucket (*each*). Ours copies back all
-buckets behind the last all-reduce (*one*), or all but the last behind the last but one (*two*).
+buckets but the last behind the last all-reduce but one, and the last behind the last (*two*).
 What bucket sizes are worth is decided by this; what it leaves out: the host (a bucket costs it
 120 us here and 52 in stock, on an H200), slow ranks, messages that are slower for being small,
 kernels of NCCL that take multiprocessors and bandwidth from the backward.
@@ -18,18 +18,22 @@ kernels of NCCL that take multiprocessors and bandwidth from the backward.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
+import torch
+from torch import Tensor, nn
+
 from benchmarks.base import command
 from benchmarks.base.command import Output
 from benchmarks.models.cases import CASES
-from benchmarks.models.ready import Gradients
 from benchmarks.report.table import Table, ms, text
 from tritonddp.buckets.assignment import BucketCaps
 
@@ -41,16 +45,58 @@ BACKWARD = {
     "resnet50": 8.49e-3,
     "llama3_8b_layer": 19.17e-3,
     "gpt2_small": 18.35e-3,
-    "vit_b16": 19.39e-3,
     "many_small": 31.37e-3,
 }
 LATENCY = 30e-6  # seconds of an all-reduce of nothing between 8 cards, about
 MEMORY = 4.0e12  # bytes a second, read and written, of a copy on an H200
 BUS = (450.0, 200.0, 150.0, 50.0, 12.0)  # GB/s: NVLink, PCIe and one or two network cards, one
-PLANS = ("each", "two", "one", "views")  # ways back
 
 OURS, STOCK = BucketCaps.for_nccl(), BucketCaps.of(None, None)
 Buckets = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of a model, in the order of its backward, which is the reverse of registration.
+
+    Attributes:
+        sizes: bytes of each, in fp32.
+        ready: when it is there, as a share of the backward.
+    """
+
+    sizes: list[int]
+    ready: list[float]
+
+    @classmethod
+    def of(cls, name: str, make: Callable[[], nn.Module]) -> Gradients:
+        """Of the model that ``make`` builds; nothing of its size is allocated."""
+        with torch.device("meta"):
+            model = make()
+            costs = _costs(model, name)
+        sizes = [4 * param.numel() for param in model.parameters()]
+        # The head of GPT-2 has no parameter of its own.
+        passed = [*itertools.accumulate(costs[::-1])]
+        ready = [each / passed[-1] for each in passed[-len(sizes) :]]
+        return cls(sizes[::-1], ready)
+
+
+def _costs(model: nn.Module, name: str) -> list[float]:
+    """Multiplications for the gradients of each parameter, in the order of registration.
+
+    All layers but ResNet's multiply each of their elements equally often.
+    """
+    params = list(model.parameters())
+    if name == "gpt2_small":  # whose embeddings are looked up; the head multiplies by the first
+        return [0.0, 0.0, *(float(param.numel()) for param in params[2:]), params[0].numel()]
+    positions: dict[Tensor, int] = {}
+    if name == "resnet50":
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_hook(
+                    lambda layer, _, output: positions.update({layer.weight: output[0, 0].numel()})
+                )
+        model(torch.empty(2, 3, 224, 224))
+    return [float(param.numel()) * positions.get(param, 1) for param in params]
 
 
 @cache
@@ -76,7 +122,7 @@ def exposed(
 
     Args:
         cut: indices of gradients in the order of the backward, by bucket.
-        plan: one of :data:`PLANS`.
+        plan: the way back: ``"each"``, ``"two"`` or ``"views"``.
         bus: GB/s.
         gathers: a bucket at a time; else each gradient when it comes, as stock does.
     """
@@ -89,7 +135,7 @@ def exposed(
         there = backward * ready[bucket[-1]] + 2 * copied / MEMORY
         line = max(line, there) + LATENCY + 2 * (ranks - 1) / ranks * nbytes / (bus * 1e9)
         ends.append((line, nbytes))
-    groups = {"each": [[end] for end in ends], "two": [ends[:-1], ends[-1:]], "one": [ends]}
+    groups = {"each": [[end] for end in ends], "two": [ends[:-1], ends[-1:]]}
     end = max(backward, line) if plan == "views" else backward
     for group in filter(None, groups.get(plan, [])):
         end = max(end, group[-1][0]) + 2 * sum(nbytes for _, nbytes in group) / MEMORY
@@ -110,7 +156,9 @@ def rows(models: Sequence[str], buses: Sequence[float], **more: float) -> Iterat
                 f"stock {mode}": of_stock(name, STOCK, mode, bus, **more)
                 for mode in ("copies", "views")
             }
-            found |= {f"ours {plan}": exposed(name, cut, plan, bus, **more) for plan in PLANS}
+            found |= {
+                f"ours {plan}": exposed(name, cut, plan, bus, **more) for plan in ("two", "views")
+            }
             count = {"ours": len(cut), "stock": len(buckets(name, STOCK))}
             yield {"model": name, "bus": bus, "buckets": count, "seconds": found}
 
@@ -122,15 +170,15 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[Table | str]:
             row["model"],
             f"{row['bus']:g}",
             "{ours} / {stock}".format(**row["buckets"]),
-            *(ms(each["stock copies"]), ms(each["ours one"]), ms(each["ours each"])),
-            *(ms(each["ours two"]), f"{each['ours two'] / each['stock copies']:.2f}"),
+            *(ms(each["stock copies"]), ms(each["ours two"])),
+            f"{each['ours two'] / each['stock copies']:.2f}",
             *(ms(each["stock views"]), ms(each["ours views"])),
             f"{each['ours views'] / each['stock views']:.2f}",
         )
         for row in found
         for each in [row["seconds"]]
     ]
-    header = ("model", "bus, GB/s", "buckets", "stock copies", "ours, one", "each", "two", "ratio")
+    header = ("model", "bus, GB/s", "buckets", "stock copies", "ours copies", "ratio")
     yield Table((*header, "stock views", "ours views", "ratio"), shown)
 
 

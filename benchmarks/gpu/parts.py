@@ -72,7 +72,6 @@ class Part:
         needs: Python modules without which it is not run.
         on_one_card: it needs two ranks on one card.
         small: further arguments in a rehearsal.
-        on_request: it is run only if it is asked for by name.
     """
 
     name: str
@@ -85,7 +84,6 @@ class Part:
     needs: tuple[str, ...] = ()
     on_one_card: bool = False
     small: str = ""
-    on_request: bool = False
 
     def with_arguments(self, more: str, small: str = "") -> Part:
         return replace(self, command=(*self.command, *shlex.split(more)), small=small)
@@ -139,10 +137,6 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
             "--models resnet50 gpt2_small mlp", mlp
         ),
     ]
-    wires = _script("step-wires", "steps in fewer bytes", 33, 28, _STEP, 1).with_arguments(
-        "--families bf16 int8 --rounds 12 --models gpt2_small mlp", mlp
-    )
-    found.append(replace(wires, on_request=True))
     return [part.rehearsed() for part in found] if rehearse else found
 
 
@@ -169,7 +163,6 @@ _CARDS = "gpu/training.py --models gpt2_small"
 def _on_one_card(small: str) -> Iterator[Part]:
     """Whether gradients agree between two ranks, who take turns."""
     yield PROBE
-    yield SYMMETRIC
     pair = _script("step-pair", "steps of two ranks", 15, 13, f"{_STEP} --builds 1", 2)
     yield replace(pair.with_arguments("--rounds 3 --models mlp", small), on_one_card=True)
 
@@ -241,15 +234,6 @@ def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float)
     return Outcome("not run" if why else "ok", why)
 
 
-def read_symmetric(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
-    """Of ranks that asked for each other's symmetric memory on one card."""
-    said = re.findall(r"^symmetric memory: (.*)", text, re.MULTILINE)
-    if len(said) < 2:
-        return _failure(codes, text, limit)
-    refused = next((each for each in said if each != one_card.WORKS), None)
-    return Outcome("not run" if refused else "ok", refused)
-
-
 def _has(element: ElementTree.Element, child: str) -> bool:
     return element.find(child) is not None
 
@@ -272,10 +256,4 @@ PROBE = Part(
     *("probe", "do two ranks on one card find each other over NCCL?", 8, 5),
     *((sys.executable, str(BENCHMARKS / "gpu" / "one_card.py")), read_probe),
     ranks=2,
-)
-SYMMETRIC = Part(
-    *("symmetric", "do two ranks on one card share symmetric memory?", 12, 8),
-    *((*PROBE.command, one_card.SYMMETRIC), read_symmetric),
-    ranks=2,
-    on_one_card=True,
 )

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node gpu benchmarks/gpu/training.py [--models resnet50 ...]
         [--precision bf16|tf32|fp32] [--out FILE]
 
-Forward, backward and a fused AdamW on batches that fill a card (ResNet-50 and ViT 64 images, GPT-2
+Forward, backward and a fused AdamW on batches that fill a card (ResNet-50 64 images, GPT-2
 8 x 1,024 tokens, a Llama layer 4 x 2,048), under autocast to bf16. Steps run free: nothing waits
 for the device within a sample, which is a few steps between two events, behind one that is not
 timed. Samples of all configurations are interleaved in rounds, in an order shuffled anew, and all
@@ -14,9 +14,7 @@ all-reduces are timed too, and what is exposed behind the last gradient.
 from __future__ import annotations
 
 import gc
-import random
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,9 +39,10 @@ from benchmarks.report import excerpts
 from benchmarks.report.table import text
 from benchmarks.step.comparison import IdleError
 from benchmarks.step.plan import SETTLED
+from benchmarks.step.rounds import builds
 from benchmarks.step.traffic import exposed, sent_in
 
-MODELS = ("gpt2_small", "resnet50", "llama3_8b_layer", "vit_b16")
+MODELS = ("gpt2_small", "resnet50", "llama3_8b_layer")
 OPTIMIZER = "fused AdamW"
 CALLS = 4  # of a bare all-reduce in a row
 # By name, what holds while it is sampled: of real exchanges there is one, of simulated ones a line.
@@ -110,50 +109,36 @@ def measure(
     end: float,
 ) -> dict[str, Any]:
     """Seconds by condition, configuration, build and round, of the slowest rank."""
-    shuffle = random.Random(case.name)  # the same on all ranks
     seconds: dict[str, dict[str, list[list[float]]]] = {
         condition: {each.name: [] for each in compared} for condition in conditions
     }
     late: dict[str, float] = {}
-
-    def measure_build(build: int) -> None:
-        models = dict(_wrapped(case, ranks, shuffle.sample(compared, len(compared))))
+    for left, models in builds(case, compared, ranks, options.builds, end):
+        is_first = left == options.builds
         steps = {name: Step(model, options.precision) for name, model in models.items()}
-        if build == 0:
+        if is_first:
             check(models, case, ranks, "stock", (UNWRAPPED.name, UNWRAPPED_AGAIN.name))
         small = case.batch(ranks.device, ranks.rank)
         batch = case.batch(ranks.device, ranks.rank, "large")
-        for _ in range(SETTLED["cuda"] - (STEPS if build == 0 else 0)):
+        for _ in range(SETTLED["cuda"] - (STEPS if is_first else 0)):
             for step in steps.values():
                 step(small)
         for name, model in models.items():
             sent, _ = sent_in(partial(steps[name], small), model, ranks.world_size)
             if not (sent or name.startswith("unwrapped")):
                 raise IdleError(f"{name!r} sends nothing: nothing was timed")
-        if build == 0 and ranks.world_size > 1:
+        if is_first and ranks.world_size > 1:
             late.update({name: step.exposed(batch, ranks) for name, step in steps.items()})
         ways = {name: partial(step.sample, batch, options.steps) for name, step in steps.items()}
         for number, (condition, begin) in enumerate(conditions.items()):
             begin()
-            part = 1 / ((options.builds - build) * len(conditions) - number)
-            until = deadline.until(end, part)
+            until = deadline.until(end, 1 / (left * len(conditions) - number))
             numbers = deadline.rounds(options.rounds, until, discarded=1, agreed=ranks.agreed)
-            samples = deadline.interleaved(ways, numbers, f"{case.name} {build} {condition}")
+            samples = deadline.interleaved(ways, numbers, f"{case.name} {left} {condition}")
             for name, found in ranks.slowest(samples).items():
                 seconds[condition][name].append(found)
-
-    for build in range(options.builds):
-        if build == 0 or not ranks.agreed(time.monotonic() > end):
-            measure_build(build)
-            gc.collect()
+        del steps, ways, step, model  # they hold the models
     return {"samples": seconds, "exposed": late}
-
-
-def _wrapped(case: Case, ranks: Ranks, order: Sequence[Configuration]) -> Any:
-    copies = case.copies(ranks.device)
-    for each in order:
-        yield each.name, each.wrap(next(copies))
-    copies.close()
 
 
 class Step:

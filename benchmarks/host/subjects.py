@@ -1,9 +1,4 @@
-"""Models whose forward and backward cost next to nothing on the device, timed on the host.
-
-No internals are called: when a gradient became ready is seen by hooks of a user's kind on a few
-parameters, which run before those of DDP. What passes between two such moments, beyond the same
-two in a bare model, is what DDP did between them.
-"""
+"""Models whose forward and backward cost next to nothing on the device, timed on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +17,21 @@ from benchmarks.models.cases import ManyParameters
 from benchmarks.models.configurations import Configuration
 from benchmarks.step.traffic import bucket_bytes, sent_in
 
-Key = TypeVar("Key")
-
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = 64  # elements of a parameter
 PARAMETERS, PER_BUCKET = 1000, 50
 WARMUPS = 5
 SETTLED = 11  # steps: the first 10 are measured, by stock for its statistics, by ours for its log
 
+Key = tuple[str, int]  # configuration and number of buckets
+
 
 @dataclass(frozen=True)
 class Times:
-    """Of one forward and backward: seconds, and the clock when each mark was passed."""
+    """Of one backward: seconds, and the clock when each mark was passed."""
 
-    forward: float
     backward: float
     marks: list[float]
-
-    def nanoseconds(self, first: int, second: int) -> float:
-        """Seconds from one mark to another, by number."""
-        return self.marks[second] - self.marks[first]
 
 
 class Subject:
@@ -56,13 +47,12 @@ class Subject:
     def __init__(
         self,
         configuration: Configuration,
-        device: torch.device,
         count: int,
         per_bucket: int,
         marks: Sequence[int] = (),
     ) -> None:
         self.sends = configuration.wrapper is not None and not configuration.is_idle
-        self.bare = ManyParameters(count, SIZE).to(device)
+        self.bare = ManyParameters(count, SIZE).to(DEVICE)
         self._marks = list(marks)
         self._passed: list[tuple[int, float]] = []
         for mark in marks:  # the last parameter's gradient comes first
@@ -80,17 +70,16 @@ class Subject:
         self._passed.append((mark, time.perf_counter()))
 
     def step(self, x: Tensor, sweep: Tensor) -> Times:
-        """Forward and backward, each with cold caches and an idle device.
+        """Forward and backward, the second with cold caches and an idle device.
 
         Raises:
             RuntimeError: marks were not passed in the order in which they were expected.
         """
         self.model.zero_grad(set_to_none=True)
-        _settle(x, sweep)
-        begun = time.perf_counter()
         output = self.model(x)
-        forward = time.perf_counter() - begun
-        _settle(x, sweep)
+        sweep.mul_(1.0)  # empties the host's caches, as the rest of a training step would
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
         self._passed.clear()
         begun = time.perf_counter()
         output.backward()
@@ -99,7 +88,7 @@ class Subject:
             torch.cuda.synchronize()
         if [mark for mark, _ in self._passed] != self._marks:
             raise RuntimeError("gradients did not become ready in the order of the marks")
-        return Times(forward, backward, [seconds for _, seconds in self._passed])
+        return Times(backward, [seconds for _, seconds in self._passed])
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -111,23 +100,14 @@ class Subject:
         return [sum(each.nbytes for each in bucket.params) for bucket in self.model.reducer.buckets]
 
 
-def _settle(x: Tensor, sweep: Tensor) -> None:
-    """Empty the host's caches, as the rest of a training step would, and wait for the device."""
-    sweep.mul_(1.0)
-    if x.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_rounds(
-    subjects: Mapping[Key, Subject], device: torch.device, rounds: int, end: float
-) -> dict[Key, list[Times]]:
+def time_rounds(subjects: Mapping[Key, Subject], rounds: int, end: float) -> dict[Key, list[Times]]:
     """Check the subjects and time them in shuffled rounds, until ``end``.
 
     Raises:
         RuntimeError: gradients differ from the first subject's, or a subject has other buckets
             than it should, or sends nothing where it should; nothing is timed.
     """
-    x = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     sweep = torch.randn(2**23)  # 32 MiB
     expected: list[Tensor] = []
     for key, subject in subjects.items():

@@ -10,19 +10,20 @@ measured with its gaps.) On the CPU, the time is that of the call, on the callin
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.base import deadline
 from benchmarks.base.paired import Spread, paired_ratio
 from benchmarks.base.suite import Row
+from benchmarks.step.traffic import launches
 from tritonddp._torch import cuda_sleep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,71 +82,60 @@ def time_rounds(
     ``rounds`` are their numbers; what is timed in negative ones is discarded.
     """
     device = rotation[0].block.device
-    on_gpu = device.type == "cuda"
     flush = torch.ones(_cache_bytes(device), device=device)  # in fp32: four times the cache
-    samples: dict[str, Samples] = {}
+    found: dict[str, Samples] = {}
+    ways: dict[str, Callable[[], tuple[float, float]]] = {}
     for contender in contenders:
         for inputs in rotation:  # the first call compiles, and fills the tables of these inputs
             contender.run(inputs)
-        launches = _launches(contender, rotation[0]) if on_gpu else None
-        calls = 1 if launches is None else max(1, min(len(rotation), _QUEUE // launches))
-        samples[contender.name] = Samples(launches, calls)
-    host_seconds = dict.fromkeys(samples, 0.0)
-    shuffle, order = random.Random(0), list(contenders)
-    for number in rounds:
-        shuffle.shuffle(order)
-        for contender in order:
-            name, each = contender.name, samples[contender.name]
-            batch = [
-                rotation[(number * each.calls + call) % len(rotation)] for call in range(each.calls)
-            ]
-            if on_gpu:
-                seconds, host = _on_gpu(contender, batch, flush, host_seconds[name])
-                host_seconds[name] = max(host_seconds[name], host)
-            else:
-                seconds, host = _on_cpu(contender, batch, flush), 0.0
-            if number < 0:
-                continue
-            each.seconds.append(seconds / each.calls)
-            if on_gpu:
-                each.host_seconds.append(host / each.calls)
-    return samples
+        launched = launches(partial(contender.run, rotation[0])) if device.type == "cuda" else None
+        calls = 1 if launched is None else max(1, min(len(rotation), _QUEUE // launched))
+        found[contender.name] = Samples(launched, calls)
+        batches, longest = _batches(rotation, calls), [0.0]
+        time_one = _on_gpu if device.type == "cuda" else _on_cpu
+        ways[contender.name] = partial(time_one, contender, batches, flush, longest)
+    for name, samples in deadline.interleaved(ways, rounds).items():
+        each = found[name]
+        each.seconds = [seconds / each.calls for seconds, _ in samples]
+        if device.type == "cuda":
+            each.host_seconds = [host / each.calls for _, host in samples]
+    return found
 
 
-def _on_cpu(contender: Contender, batch: Sequence[Inputs], flush: Tensor) -> float:
+def _batches(rotation: Sequence[Inputs], calls: int) -> Iterator[list[Inputs]]:
+    inputs = cycle(rotation)
+    while True:
+        yield list(islice(inputs, calls))
+
+
+def _on_cpu(
+    contender: Contender, batches: Iterator[list[Inputs]], flush: Tensor, _: list[float]
+) -> tuple[float, float]:
     flush.sum()
     begun = time.perf_counter()
-    for inputs in batch:
+    for inputs in next(batches):
         contender.run(inputs)
-    return time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
+    return seconds, seconds
 
 
 def _on_gpu(
-    contender: Contender, batch: Sequence[Inputs], flush: Tensor, host_seconds: float
+    contender: Contender, batches: Iterator[list[Inputs]], flush: Tensor, longest: list[float]
 ) -> tuple[float, float]:
-    """Seconds of the device and of the host; ``host_seconds`` is what the host took before."""
+    """Seconds of the device and of the host; ``longest`` is what the host took at most before."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     flush.sum()  # reads only: no dirty lines that the call would have to write back
-    cuda_sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * host_seconds + 50e-6)))
+    cuda_sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * longest[0] + 50e-6)))
     start.record()
     begun = time.perf_counter()
-    for inputs in batch:
+    for inputs in next(batches):
         contender.run(inputs)
     host = time.perf_counter() - begun
     end.record()
     torch.cuda.synchronize()
+    longest[0] = max(longest[0], host)
     return start.elapsed_time(end) / 1e3, host
-
-
-def _launches(contender: Contender, inputs: Inputs) -> int | None:
-    """What runs on the device during one call: kernels, copies and fills."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        contender.run(inputs)
-        torch.cuda.synchronize()
-    on_device = [each for each in profiler.events() if each.device_type == DeviceType.CUDA]
-    return len(on_device) or None  # none at all: the profiler cannot look into this device
 
 
 def _cache_bytes(device: torch.device) -> int:

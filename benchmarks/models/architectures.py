@@ -83,66 +83,6 @@ class ResNet50(nn.Module):
         return self.head(self.blocks(self.stem(images)).mean((2, 3)))
 
 
-# ViT-B/16
-
-
-class ViTBlock(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a shortcut."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width, eps=1e-6)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.ln_2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.ln_1(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.ln_2(x))
-
-
-class ViTEncoder(nn.Module):
-    """The blocks, with learned positions in front and a LayerNorm behind."""
-
-    def __init__(self, grid: int, width: int, heads: int, depth: int) -> None:
-        super().__init__()
-        self.grid = grid
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + grid**2, width))
-        self.blocks = nn.Sequential(*(ViTBlock(width, heads) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-
-    def forward(self, token: Tensor, patches: Tensor) -> Tensor:
-        """Token ``(1, 1, width)``, patches ``(N, rows, columns, width)`` to ``(N, T, width)``."""
-        rows, columns = patches.shape[1:3]
-        grid = self.positions[:, 1:].unflatten(1, (self.grid, self.grid))
-        patches = (patches + grid[:, :rows, :columns]).flatten(1, 2)
-        token = (token + self.positions[:, :1]).expand(len(patches), -1, -1)
-        return self.norm(self.blocks(torch.cat([token, patches], dim=1)))
-
-
-class ViTBase(nn.Module):
-    """torchvision's ``vit_b_16``: 152 tensors, 86,567,656 parameters.
-
-    Images ``(N, 3, H, W)`` to logits ``(N, 1000)``. H and W are multiples of 16 and at most 224;
-    patches of smaller images have the positions of the upper left corner of a whole one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = 768
-        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.patches = nn.Conv2d(3, width, 16, stride=16)
-        self.encoder = ViTEncoder(grid=14, width=width, heads=12, depth=12)
-        self.head = nn.Linear(width, 1000)
-
-    def forward(self, images: Tensor) -> Tensor:
-        patches = self.patches(images).permute(0, 2, 3, 1)
-        return self.head(self.encoder(self.class_token, patches)[:, 0])
-
-
 # GPT-2 small
 
 
@@ -254,7 +194,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "resnet50": ResNet50,
-    "vit_b16": ViTBase,
     "gpt2_small": GPT2Small,
     "llama3_8b_layer": Llama3Layer,
 }

@@ -194,7 +194,6 @@ ON_CPU = (
 
 _BATCHES = {
     "resnet50": (_images, (4, 64)),
-    "vit_b16": (_images, (4, 64)),
     "gpt2_small": (_tokens, (1, 8)),
     "llama3_8b_layer": (_hidden, (1, 4)),
 }

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import tritonddp
@@ -32,7 +30,6 @@ class Configuration:
         error: how far its gradients may be off stock's, of their norm, beyond rounding in fp32.
         is_idle: ours in a world of one, where it sends nothing. Otherwise it sends there too, as
             stock does.
-        sends: of the bytes of stock's buckets, what its communication hook leaves.
         is_compiled: by inductor, as ``torch.compile`` of the wrapper does it.
     """
 
@@ -41,7 +38,6 @@ class Configuration:
     options: Mapping[str, Any] = field(default_factory=dict)
     error: float = 0.0
     is_idle: bool = False
-    sends: float = 1.0
     is_compiled: bool = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -155,27 +151,23 @@ def on_cards(
 ) -> Families:
     """Copies, views and wires as they are compared on GPUs, by name.
 
-    Stock has its own bucket sizes, and ours too. A second bare model shows what overheads cannot
-    resolve.
+    Of copies and views stock has its own bucket sizes, and ours too. A second bare model shows what
+    overheads cannot resolve.
 
     Args:
         sizes: of our buckets, in MiB, in the order of their launches.
         alone: there is one rank: ours is measured beside as users have it then, idle.
     """
-    modes = {each.name: each for each in families(unused)}
+    modes = {each.name: each for each in (*families(unused), *wires(), compiled())}
     found = []
     for name in names:
-        if name == "compiled":
-            found.append(compiled())
-            continue
-        if name in modes:
-            ours, stock = modes[name].ours, modes[name].stock
-        else:
-            ours, stock = _ours(f"ours {name}", *WIRES[name]), (_stock("stock", {}), _BF16)
-        own, label = sizes(ours), "sized" if name in modes else f"sized as {name}"
-        sized = (with_sizes(each, own, label) for each in stock)
-        beside = (idle_of(ours),) if alone and name in modes else ()
-        found.append(Family(name, ours, (*stock, *sized), BARE, beside))
+        one = modes[name]
+        if name in MODES:
+            own = sizes(one.ours)
+            stock = (*one.stock, *(with_sizes(each, own) for each in one.stock))
+            beside = (idle_of(one.ours),) if alone else ()
+            one = Family(name, one.ours, stock, BARE, beside)
+        found.append(one)
     return tuple(found)
 
 
@@ -184,12 +176,12 @@ def idle_of(ours: Configuration) -> Configuration:
     return replace(ours, name=ours.name.replace("ours", "ours idle"), is_idle=True)
 
 
-def with_sizes(stock: Configuration, sizes: Sequence[float], label: str = "sized") -> Configuration:
+def with_sizes(stock: Configuration, sizes: Sequence[float]) -> Configuration:
     """Stock with buckets of these sizes, in MiB; with the largest for all, if it takes no list."""
     given: dict[str, Any] = {"bucket_cap_mb_list": list(sizes)}
     if not takes("bucket_cap_mb_list"):
         given = {"bucket_cap_mb": max(sizes)}
-    name = stock.name.replace("stock", f"stock {label}")
+    name = stock.name.replace("stock", "stock sized")
     return replace(stock, name=name, options={**stock.options, **given})
 
 
@@ -199,28 +191,18 @@ def through(ours: Configuration, transport: str, label: str | None = None) -> Co
 
 
 def wires() -> Families:
-    """Ways to send fewer bytes, each against stock in fp32.
-
-    fp32 first, then those of tritonddp; stock's fp16 hook is measured beside. (Its bf16 hook
-    refuses the CPU.)
-    """
-    return tuple(
-        _wire(name, *WIRES[name], () if number else (_FP16,)) for number, name in enumerate(WIRES)
-    )
-
-
-def _wire(
-    name: str, options: Mapping[str, Any], error: float, beside: tuple[Configuration, ...] = ()
-) -> Family:
+    """Ways to send fewer bytes, each against stock in fp32."""
     stock, again = _stock("stock", {}), _stock("stock again", {})
-    return Family(name, _ours(f"ours {name}", options, error), (stock,), (stock, again), beside)
+    return tuple(
+        Family(name, _ours(f"ours {name}", *options), (stock,), (stock, again))
+        for name, options in WIRES.items()
+    )
 
 
 # Options, and how far gradients may be off: half a step of the wire's numbers for each cast.
 WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 0.0),
     "bf16": ({"reduce_dtype": torch.bfloat16}, 1e-2),
-    "fp16": ({"reduce_dtype": torch.float16}, 1e-2),
     "int8": ({"compression": "int8"}, 5e-2),
 }
 MODES: dict[str, dict[str, Any]] = {"copies": {}, "views": {"gradient_as_bucket_view": True}}
@@ -240,18 +222,3 @@ def _ways(stock: Configuration) -> tuple[Configuration, ...]:
         return (stock,)
     name = stock.name.replace("stock", "stock batched")
     return stock, replace(stock, name=name, options={**stock.options, "batched_grad_copy": True})
-
-
-def _hooked(hook: Callable[..., Any], module: nn.Module, **options: Any) -> nn.Module:
-    wrapped = StockDDP(module, **options)
-    wrapped.register_comm_hook(None, hook)
-    return wrapped
-
-
-_FP16, _BF16 = (
-    Configuration(f"stock {name} hook", partial(_hooked, hook), error=1e-2, sends=0.5)
-    for name, hook in (
-        ("fp16", default_hooks.fp16_compress_hook),
-        ("bf16", default_hooks.bf16_compress_hook),
-    )
-)

@@ -43,7 +43,6 @@ def check(
     ranks: Ranks,
     reference: str,
     alike: tuple[str, str],
-    size: str = "small",
     errors: Mapping[str, float] | None = None,
 ) -> dict[str, Agreement]:
     """Compare the gradients of all wrapped models with the reference's, and between the ranks.
@@ -66,7 +65,7 @@ def check(
     found: dict[str, list[Agreement]] = {}
     problems: list[str] = []
     for step in range(STEPS):
-        batch = case.batch(ranks.device, step * ranks.world_size + ranks.rank, size)
+        batch = case.batch(ranks.device, step * ranks.world_size + ranks.rank)
         expected = first = Gradient(torch.empty(0), torch.empty(0))
         tolerance = TOLERANCE
         for name in names:

@@ -80,8 +80,3 @@ def step_limit(
         now += idle + busy
         line += busy
     return Limit(line, now - line)
-
-
-def effective_rate(payload: float, hosts: int, seconds: float) -> float:
-    """Bits of ring payload per second that each host has sent; compare with the line's rate."""
-    return ring_bytes(payload, hosts) * 8 / seconds

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +42,6 @@ _numbers = itertools.count()
 
 class NetworkUnavailableError(RuntimeError):
     """This machine does not let us make hosts; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class LineCounters:
-    """What a host has sent since it was made.
-
-    Attributes:
-        tx_bytes: of the interface, which counts the headers of a packet of many segments once.
-        line_bytes: what the token bucket has counted, each frame with its headers. ``None``
-            without a limit. It starts again at 0 when the rate changes.
-        dropped: packets that the token bucket's queue had no room for; ``None`` without a limit.
-        retransmitted: TCP segments that were sent again, for whatever reason.
-    """
-
-    tx_bytes: int
-    line_bytes: int | None
-    dropped: int | None
-    retransmitted: int
 
 
 class Host:
@@ -114,17 +94,6 @@ class Host:
         _run(
             *("tc", "-n", self.namespace, "qdisc", "replace", "dev", INTERFACE, "root", "tbf"),
             *("rate", f"{rate:.0f}bit", "burst", f"{burst_bytes(rate)}", "limit", f"{64 << 20}"),
-        )
-
-    def counters(self) -> LineCounters:
-        """What this host has sent; call it on the host."""
-        qdisc = json.loads(_run("tc", "-s", "-j", "qdisc", "show", "dev", INTERFACE))[0]
-        limited = qdisc["kind"] == "tbf"
-        return LineCounters(
-            tx_bytes=tx_bytes(),
-            line_bytes=qdisc["bytes"] if limited else None,
-            dropped=qdisc["drops"] if limited else None,
-            retransmitted=_retransmitted(),
         )
 
     def kill(self) -> None:
@@ -312,15 +281,6 @@ def _start_time(pid: int) -> int | None:
         return None
     state, *fields = stat.rpartition(")")[2].split()  # the name before may hold anything
     return None if state in "ZX" else int(fields[18])  # field 22 of proc(5)
-
-
-def _retransmitted() -> int:
-    names, values = (
-        line.split()
-        for line in Path("/proc/self/net/snmp").read_text().splitlines()
-        if line.startswith("Tcp:")
-    )
-    return int(values[names.index("RetransSegs")])
 
 
 def _exit(number: int, _: Any) -> None:

@@ -5,9 +5,9 @@
 
 Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more. What is timed
 is a whole step, forward, backward and the synchronisation of gradients, on the slowest rank, next
-to the shortest time that the line allows (line.py) and to a bare all-reduce of the same bytes; with
-`--by-wire`, with fewer bytes too, in bf16 and less, each against stock in fp32. Needs root,
-`ip` and `tc`; ends with status 2 and a word of advice where it cannot have them.
+to the shortest time that the line allows (line.py); with `--by-wire`, with fewer bytes too, in bf16
+and less, each against stock in fp32. Needs root, `ip` and `tc`; ends with status 2 and a word of
+advice where it cannot have them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
 from benchmarks.base import command
-from benchmarks.network.namespaces import (
-    NetworkUnavailableError,
-    network,
-    run_on,
-)
+from benchmarks.network.namespaces import NetworkUnavailableError, network, run_on
 from benchmarks.network.rank import LEAST_ROUNDS, MODELS
 
 RANK = Path(__file__).with_name("rank.py")

@@ -3,14 +3,13 @@
     python benchmarks/network/rank.py PLAN      a Plan as JSON; rank 0 adds to its result file
 
 Every rank holds the unwrapped model and all configurations of stock DDP and tritonddp side by side,
-as in step.py, and limits its own line. In each round every configuration takes one step and the
-bytes of all its buckets are all-reduced once more by themselves, in an order shuffled anew.
+as in step.py, and limits its own line. In each round every configuration takes one step, in an
+order shuffled anew.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
@@ -30,12 +28,10 @@ from benchmarks.base.command import Output
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.base.results import Result
 from benchmarks.models.cases import CASES, Case, features, loss, transformer
-from benchmarks.models.configurations import (
-    UNWRAPPED,
-)
+from benchmarks.models.configurations import UNWRAPPED
 from benchmarks.models.gradients import check
 from benchmarks.network.namespaces import CONGESTION_CONTROL, Host, tx_bytes
-from benchmarks.network.result import ALL_REDUCE, contenders_of, evaluate, families_at
+from benchmarks.network.result import contenders_of, evaluate, families_at
 from benchmarks.report import tables
 from benchmarks.report.table import text
 
@@ -112,7 +108,7 @@ class Contenders:
         self._ranks = ranks
         alike = ("stock", "ours fp32" if by_wire else "stock views")
         errors = {each.name: each.error for each in configurations}
-        agreements = check(self._models, case, ranks, "stock", alike, errors=errors)
+        agreements = check(self._models, case, ranks, "stock", alike, errors)
         buckets = [bucket.params for bucket in self._models[groups[0].ours.name].reducer.buckets]
         sent = [param for params in buckets for param in params]
         self.facts: dict[str, Any] = {
@@ -122,7 +118,6 @@ class Contenders:
             "bucket_counts": list(map(len, buckets)),
             "gradients": {name: asdict(each) for name, each in agreements.items()},
         }
-        self._flat = [torch.zeros(sum(param.numel() for param in params)) for params in buckets]
         self._clock = ReadyClock(self._models[UNWRAPPED.name])
         self.step(UNWRAPPED.name)
         if self._clock.order != [param.shape for param in sent]:
@@ -148,16 +143,6 @@ class Contenders:
         counters = getattr(getattr(self._models.get(name), "reducer", None), "counters", None)
         return None if counters is None else counters.sent_bytes
 
-    def all_reduce(self, buckets: int | None = None) -> float:
-        """Seconds of an all-reduce of as many bytes as the (first) buckets have, all at once."""
-        self._ranks.barrier()
-        start = time.perf_counter()
-        works = [dist.all_reduce(flat, async_op=True) for flat in self._flat[:buckets]]
-        for work in works:
-            assert work is not None  # None is for ranks outside the group only
-            work.wait()
-        return time.perf_counter() - start
-
 
 def main() -> None:
     plan = Plan(**json.loads(sys.argv[1]))
@@ -173,20 +158,19 @@ def main() -> None:
             for rate in plan.rates:
                 host.limit(rate)
                 end = min(deadline.share(1 / left), time.monotonic() + plan.seconds)
-                samples = measure(contenders, rate, host, ranks, plan, end)
+                samples = measure(contenders, rate, ranks, plan, end)
                 left -= 1
                 found = ranks.gathered({"rate": rate, **contenders.facts, **samples})
                 result = evaluate(found, plan.by_wire, plan.ranks_per_host)
                 results.append(result)
                 output.write({"results": results})
                 shown = Result({"results": [result]})
-                output.say("", *text([*tables.contenders(shown), *table(shown)]))
+                output.say("", *text(table(shown)))
 
 
 def measure(
     contenders: Contenders,
     rate: float | None,
-    host: Host,
     ranks: Ranks,
     plan: Plan,
     end: float,
@@ -196,41 +180,34 @@ def measure(
     Returns:
         Of this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, what this
         host has sent. ``sent_bytes``, what tritonddp counts in a step. ``ready_seconds`` of the
-        gradients in each unwrapped step. ``line_bytes``, ``dropped``, ``retransmitted``: of all
-        rounds together, see :class:`LineCounters`.
+        gradients in each unwrapped step.
     """
     compared = contenders_of(families_at(rate, plan.by_wire))
-    names = [UNWRAPPED.name, ALL_REDUCE, *(each.name for each in compared)]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    sent: dict[str, list[int]] = {name: [] for name in names}
+    names = [UNWRAPPED.name, *(each.name for each in compared)]
     counted: dict[str, int] = {}
     ready: list[list[float]] = []
-    shuffle = random.Random(f"{rate}")  # the same on all ranks
-    contenders.all_reduce(1)  # TCP gets to know the rate
-    before = host.counters()
-    for _ in deadline.rounds(plan.rounds, end, LEAST_ROUNDS, agreed=ranks.agreed):
-        shuffle.shuffle(names)
-        for name in names:
-            ranks.barrier()
-            tx_before, counted_before = tx_bytes(), contenders.sent_bytes(name)
-            if name == ALL_REDUCE:
-                seconds[name].append(contenders.all_reduce())
-            else:
-                seconds[name].append(contenders.step(name))
-            # What this rank has written to its sockets has left before the barrier's messages.
-            ranks.barrier()
-            sent[name].append(tx_bytes() - tx_before)
-            if counted_before is not None:
-                counted[name] = contenders.sent_bytes(name) - counted_before
-            if name == UNWRAPPED.name:
-                ready.append(contenders.ready)
-    after = host.counters()
+
+    def sample(name: str) -> tuple[float, int]:
+        ranks.barrier()
+        tx_before, counted_before = tx_bytes(), contenders.sent_bytes(name)
+        seconds = contenders.step(name)
+        # What this rank has written to its sockets has left before the barrier's messages.
+        ranks.barrier()
+        if counted_before is not None:
+            counted[name] = contenders.sent_bytes(name) - counted_before
+        if name == UNWRAPPED.name:
+            ready.append(contenders.ready)
+        return seconds, tx_bytes() - tx_before
+
+    contenders.step("stock")  # TCP gets to know the rate
+    numbers = deadline.rounds(plan.rounds, end, LEAST_ROUNDS, agreed=ranks.agreed)
+    ways = {name: partial(sample, name) for name in names}
+    samples = deadline.interleaved(ways, numbers, f"{rate}")
     return {
-        "seconds": seconds,
-        "tx_bytes": sent,
+        "seconds": {name: [took for took, _ in found] for name, found in samples.items()},
+        "tx_bytes": {name: [sent for _, sent in found] for name, found in samples.items()},
         "sent_bytes": counted,
         "ready_seconds": ready,
-        "counters": [asdict(before), asdict(after)],
     }
 
 

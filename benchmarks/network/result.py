@@ -17,10 +17,8 @@ from benchmarks.models.configurations import (
     once,
     wires,
 )
-from benchmarks.network.line import Limit, effective_rate, ring_bytes, step_limit
+from benchmarks.network.line import Limit, ring_bytes, step_limit
 from benchmarks.network.namespaces import burst_bytes
-
-ALL_REDUCE = "all-reduce alone"
 
 
 def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
@@ -77,18 +75,16 @@ def evaluate(
         return step_limit(ready, [share * size for size in sizes], hosts, rate, burst)
 
     limit = limit_of()
-    all_at_once = step_limit([0.0], [payload], hosts, rate, burst)
 
     def contender(name: str) -> dict[str, Any]:
         median = statistics.median(slowest[name])
         sent = statistics.median(_largest([rank["tx_bytes"][name] for rank in ranks]))
-        own = all_at_once if name == ALL_REDUCE else limit
-        if by_wire and name not in (UNWRAPPED.name, ALL_REDUCE):
+        own = limit
+        if by_wire and name != UNWRAPPED.name:
             own = limit_of(sent / ring_bytes(payload, hosts))
         return {
             "seconds": asdict(Spread.of(slowest[name])),
             "over": {"limit": median / own.seconds if own.seconds else None},
-            "effective_bits_per_s": effective_rate(payload, hosts, median),
             "tx_bytes": sent,
             "sent_bytes": first["sent_bytes"].get(name),
             "raw_seconds_per_rank": [rank["seconds"][name] for rank in ranks],
@@ -110,7 +106,6 @@ def evaluate(
         "limit_parts": {"limit": asdict(limit)},
         "contenders": {name: contender(name) for name in slowest},
         "comparisons": _comparisons(rate, slowest, by_wire),
-        "line": _line([rank["counters"] for rank in ranks]),
     }
 
 
@@ -133,21 +128,3 @@ def _comparisons(
         ratio = paired_ratio(seconds[family.ours.name], seconds[best])
         found[family.name] = {"contender": family.ours.name, "best": best, "ours": asdict(ratio)}
     return found
-
-
-def _line(counters: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    """What the hosts' lines have carried in all rounds, barriers included; a list, by rank.
-
-    ``framing`` is how many bytes the token bucket counted for each that the interface counted.
-    """
-    names = counters[0][0]
-    grown = {
-        name: [
-            None if before[name] is None else after[name] - before[name]
-            for before, after in counters
-        ]
-        for name in names
-    }
-    if None in grown["line_bytes"]:
-        return {**grown, "framing": None}
-    return {**grown, "framing": sum(grown["line_bytes"]) / sum(grown["tx_bytes"])}

@@ -23,7 +23,7 @@ def on_one_rank(result: Result) -> Iterator[Record]:
     for step in result.steps.values():
         for one in step.compared:
             alone = (step.content.world_size or 1) == 1
-            if alone and one.bound is not None and one.gradients in ("copies", "views"):
+            if alone and one.gradients in ("copies", "views"):
                 yield one
 
 

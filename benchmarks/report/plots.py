@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.base.results import Record, Result, Results
-from benchmarks.report.drawing import (
-    LIMIT,
-    OTHER,
-    OURS,
-    STOCK,
-    Axes,
-    Figure,
-    finish,
-    pyplot,
-    save_themed,
-)
-from benchmarks.report.table import number
+try:
+    import matplotlib
 
+    matplotlib.use("agg")  # draws into files, needs no display
+    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError(
+        "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
+    ) from error
+
+from benchmarks.base.results import Record, Result
+
+# Okabe and Ito's palette, which colour-blind eyes tell apart.
+OURS, STOCK, OTHER = "#0072b2", "#e69f00", "#8c8c8c"
+LIMIT = "#d55e00"
 _MARK = {"markersize": 12, "markeredgewidth": 2.5}
-_VALUE = {"ha": "right", "va": "center", "fontsize": 8}
 
 
 # The first page's picture: one step without an exchange, with tritonddp and with stock DDP.
 _MODEL = "transformer"
 _THEMES = {
-    # Okabe and Ito's palette; ink of the text.
+    # The same palette; ink of the text.
     "light": {"rest": "#c3c9cf", "backward": "#8a949e", "exposed": "#c85000", "ink": "#1f2328"},
     "dark": {"rest": "#565f68", "backward": "#8a949e", "exposed": "#e69f00", "ink": "#e6edf3"},
 }
@@ -36,16 +37,6 @@ _PARTS = {
     "backward": "backward",
     "exposed": "what the exchange of gradients adds",
 }
-
-
-def figures(results: Results) -> Iterator[tuple[str, Figure]]:
-    """File names and figures of what a machine has measured: those that pages show.
-
-    (Of everything else the tables say all that a plot would.)
-    """
-    for name, draw in (("step", ratios), ("network_wire", network)):
-        if name in results:
-            yield f"{name}.png", draw(results[name])
 
 
 def ratios(step: Result) -> Figure:
@@ -94,49 +85,6 @@ def ratios(step: Result) -> Figure:
     return figure
 
 
-def network(result: Result) -> Figure:
-    """Step time at each rate, beside the least that the line allows: a panel a line."""
-    count = len(result.lines)
-    longest = max(len(line.contenders) for line in result.lines)
-    figure, grid = pyplot.subplots(
-        *(-(-count // 2), 2),
-        figsize=(11.2, 1.2 + -(-count // 2) * (0.9 + 0.27 * longest)),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axes, line in zip(grid.flat, result.lines, strict=False):
-        _draw_line(axes, line)
-    for axes in list(grid.flat)[count:]:
-        axes.set_axis_off()
-    first = result.lines[0]
-    note = f"{first.model}, {first.payload_bytes / 1e6:.1f} MB of gradients, a rank a host."
-    title = "Steps on slow lines; red: the least that line and compute allow"
-    finish(figure, title, result, note)
-    return figure
-
-
-def _draw_line(axes: Axes, line: Record) -> None:
-    """Bars of ours, stock's and others in a colour each, with the quartiles."""
-    for place, (name, one) in enumerate(line.contenders.items()):
-        q1, median, q3 = (1e3 * one.seconds[each] for each in ("q1", "median", "q3"))
-        colour = {"ours": OURS, "stock": STOCK}.get(name.split()[0], OTHER)
-        axes.barh(place, median, 0.72, color=colour)
-        axes.plot([q1, q3], [place, place], color="black", linewidth=1.2)
-        axes.text(  # in a column at the right, where neither bars nor the limit are
-            1, place, number(median), transform=axes.get_yaxis_transform(), **_VALUE
-        )
-    # On a line without limit the least time is that of the compute, which says little.
-    if line.rate_bits_per_s:
-        axes.axvline(line.limit_seconds * 1e3, color=LIMIT, linewidth=1.8, zorder=0.5)
-    axes.set_yticks(range(len(line.contenders)), list(line.contenders), fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("ms a step, median and quartiles", fontsize=9)
-    axes.set_title(f"{line.hosts} hosts, {line.rate}", loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def draw_step(step: Result, path: Path) -> None:
     """Draw the first page's picture, all bars to one scale: ``path``, an SVG file,
     with ``-light`` and ``-dark`` before its suffix."""
@@ -180,3 +128,39 @@ def _draw_parts(
             begin += length
         axis.text(-0.01 * longest, place, name, ha="right", va="center")
         axis.text(begin + 0.01 * longest, place, f"{begin:.1f} ms", ha="left", va="center")
+
+
+def save(figure: Figure, path: Path, dpi: int | None = 120) -> None:
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)
+
+
+def finish(figure: Figure, title: str, result: Result, note: str) -> None:
+    """Title, and below everything in small print what was measured where."""
+    figure.suptitle(title, fontsize=13)
+    figure.supxlabel(f"{note}\n{result.source}", fontsize=8, color="#444444")
+
+
+def save_themed(
+    path: Path, colours: Mapping[str, Mapping[str, str]], draw: Callable[..., Figure]
+) -> None:
+    """Draw an SVG file for light and dark pages: ``path`` with the theme before its suffix.
+
+    Args:
+        colours: by theme; that of texts is ``"ink"``.
+        draw: makes the figure of a theme's colours.
+    """
+    for theme, chosen in colours.items():
+        style = {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "tritonddp",
+            "text.color": chosen["ink"],
+            "font.family": "sans-serif",
+        }
+        target = path.with_name(f"{path.stem}-{theme}{path.suffix}")
+        with pyplot.rc_context(style):
+            figure = draw(chosen)
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(target, transparent=True, metadata=metadata)
+            pyplot.close(figure)
+        print(f"written: {target}")

@@ -104,14 +104,12 @@ def filled(pages: Mapping[Path, str], figures: Mapping[str, Sequence[str]]) -> d
 
 def draw(results: Results, folder: Path, pictures: Path | None) -> None:
     """Write the plots of one machine, and to the folder ``pictures`` those of the pages."""
-    from benchmarks.report import drawing
     from benchmarks.report import plots as report_plots  # not for tables: these need matplotlib
 
-    for name, figure in report_plots.figures(results):
-        drawing.save(figure, folder / name)
-        print(f"written: {folder / name}")
-    if pictures is not None and "step" in results:
-        report_plots.draw_step(results["step"], pictures / "step.svg")
+    if "step" in results:
+        report_plots.save(report_plots.ratios(results["step"]), folder / "step.png")
+        if pictures is not None:
+            report_plots.draw_step(results["step"], pictures / "step.svg")
 
 
 def _texts(results: Mapping[str, Any], folder: Path) -> Iterator[tuple[Path, str]]:

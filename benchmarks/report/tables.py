@@ -70,23 +70,6 @@ comparisons = Rows(
 )
 
 
-# Backwards that ask which parameters they will reach against those that are told, and ours against
-# stock that searches.
-detection = Rows(
-    lambda result: result.compared,
-    (
-        ("model", "name"),
-        ("gradients", "gradients"),
-        ("of", "of"),
-        ("ours against", "best"),
-        *_against("ours / it", "that / itself"),
-        ("bound", "bound"),
-        ("verdict", _verdict),
-    ),
-    _errors,
-)
-
-
 def _of_models(result: Result, key: str) -> Iterator[Record]:
     """Of each model each configuration that has one of these, which is ``found``."""
     for name, model in result.models.items():
@@ -111,11 +94,9 @@ configurations = Rows(
 
 
 def _gpu_steps(result: Result) -> Iterator[Record]:
-    for step in result.steps.values():
-        for one in step.compared:
-            if one.bound is not None:  # else ranks took turns on one card
-                ranks = step.content.world_size or 1
-                yield Record(one, where=f", {ranks} ranks" * (ranks > 1), late=one.model)
+    for part, step in result.steps.items():
+        if not part.endswith("pair"):  # whose ranks took turns on one card
+            yield from step.compared
 
 
 def _took(one: Record, name: str | None) -> str:
@@ -126,7 +107,7 @@ def _took(one: Record, name: str | None) -> str:
 gpu_steps = Rows(
     _gpu_steps,
     (
-        ("step, ms", lambda one: f"{one.name}, {one.gradients}{one.where}"),
+        ("step, ms", lambda one: f"{one.name}, {one.gradients}"),
         ("unwrapped", lambda one: _took(one, "unwrapped")),
         ("stock's best", lambda one: _took(one, one.best)),
         ("ours", lambda one: _took(one, one.contender)),
@@ -168,24 +149,6 @@ variants = Rows(
             lambda row: or_dash(row.bare, lambda bare: ms(row.step_seconds - bare)),
         ),
         ("rounds", lambda row: str(len(row.raw))),
-    ),
-)
-
-# One exchange of a bucket between ranks of one host, in ms, by ranks and size.
-exchange = Rows(
-    lambda result: (Record(row, **row.seconds) for row in result.content.rows),
-    (
-        ("ranks", "ranks"),
-        ("KiB", lambda row: f"{row.bytes / 1024:g}"),
-        ("gloo, ms", lambda row: ms(row.gloo)),
-        ("memory, ms", lambda row: ms(row.memory)),
-        ("gloo / memory", lambda row: f"{row.gloo / row.memory:.2f}"),
-        ("MPICH, ms", lambda row: ms(row.mpich)),
-        (
-            "memory / MPICH",
-            lambda row: or_dash(row.mpich, lambda mpich: f"{row.memory / mpich:.2f}"),
-        ),
-        ("share of what memory allows", lambda row: f"{row.copies / row.memory:.2f}"),
     ),
 )
 
@@ -328,79 +291,6 @@ network_wire = Rows(
     ),
 )
 
-_contenders = Rows(
-    lambda line: (Record(one, name=name, line=line) for name, one in line.contenders.items()),
-    (
-        ("step, ms", "name"),
-        ("median", lambda one: ms(one.seconds.median)),
-        ("quartiles", lambda one: quartiles(one.seconds)),
-        ("/ line", lambda one: three(one.over.limit)),
-        ("Mbit/s", lambda one: f"{one.effective_bits_per_s / 1e6:.0f}"),
-        ("sent / ring", lambda one: f"{one.tx_bytes / one.line.ring_bytes:.4f}"),
-    ),
-)
-
-
-def contenders(result: Result) -> Blocks:
-    """All that took a step on each line, beside its limits."""
-    for line in result.lines:
-        yield (
-            f"{_hosts(line)} hosts, {line.rate}, {line.model}: {line.parameters / 1e6:.2f} M "
-            f"parameters, {line.payload_bytes / 1e6:.1f} MB of gradients, {line.rounds} rounds"
-        )
-        parts = line.limit_parts.limit
-        yield (
-            f"  least time on this line: {ms(sum(parts.values()))} ms = line {ms(parts.line)} "
-            f"+ nothing to send {ms(parts.compute)}"
-        )
-        yield from _contenders(line)
-        if line.rate_bits_per_s is not None:
-            dropped, again = (sum(line.line[name]) for name in ("dropped", "retransmitted"))
-            yield (
-                f"  line bytes / sent {line.line.framing:.4f}, dropped {dropped}, "
-                f"segments sent again {again}"
-            )
-
-
-def _grown(result: Result, is_timed: bool) -> Iterator[Record]:
-    """Rows with times, or with counts; ``more`` is how much larger a process is than unwrapped."""
-    bare: dict[tuple[int, int], int] = {}
-    for row in result.content.rows:
-        if ("step_seconds" in row) == is_timed:
-            base = bare.setdefault((row.parameters, row.ranks), row.grown)
-            if row.name != "unwrapped":
-                yield Record(row, more=row.grown - base)
-
-
-_MORE = ("process, MB more", lambda row: f"{row.more / 1e6:.1f}")
-growth_times = Rows(
-    partial(_grown, is_timed=True),
-    (
-        ("parameters", lambda row: f"{row.parameters:,}"),
-        ("configuration", "name"),
-        ("wrapping, ms", lambda row: ms(row.wrapping_seconds)),
-        ("step, ms", lambda row: ms(row.step_seconds)),
-        ("above unwrapped, ms", lambda row: ms(row.above_seconds)),
-        _MORE,
-    ),
-)
-_growth_counts = Rows(
-    partial(_grown, is_timed=False),
-    (
-        ("ranks", "ranks"),
-        ("configuration", "name"),
-        ("collectives", "collectives"),
-        ("handed over, MB", lambda row: f"{row.wire_bytes / 1e6:.3f}"),
-        ("sent, MB", lambda row: f"{row.sent_bytes / 1e6:.3f}"),
-        _MORE,
-    ),
-)
-
-
-def growth(result: Result) -> Blocks:
-    """Times by parameters, counts by ranks."""
-    yield from (*growth_times(result), "", *_growth_counts(result))
-
 
 def kernels(result: Result) -> Blocks:
     """For each direction a table of the share of a plain copy's bandwidth that a contender reaches:
@@ -488,14 +378,11 @@ _OF_PARTS: dict[str, Show] = {
 # By file: title, plots, tables.
 _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "step": ("Step", ("step",), (comparisons, configurations)),
-    "detection": ("Detection of unused parameters", (), (detection,)),
-    "exchange": ("Ranks of one host", (), (exchange,)),
     "step_gloo": ("Step, through the process group", (), (comparisons, configurations)),
     "network": ("Slow lines", (), (network,)),
     "network_hosts": ("Slow lines, two ranks a host", (), (network,)),
-    "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
+    "network_wire": ("Fewer bytes on slow lines", (), (network_wire,)),
     "convergence": ("Convergence", (), (convergence,)),
-    "growth": ("Growth", (), (growth,)),
     "memory": ("Peak memory above the unwrapped model", (), (memory,)),
     "host": ("Host cost", (), (host,)),
     "kernels": ("Flatten and unflatten", (), (kernels,)),

@@ -7,7 +7,7 @@ from math import comb
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.base.results import Record, Result, Results, interval, rounds_of
+from benchmarks.base.results import Record, Result, Results, interval
 
 HEADER = ("part", "ours against", "ratio", "95% interval", "bound", "verdict", "rounds")
 _WORDS = {
@@ -19,8 +19,6 @@ _WORDS = {
 }
 # With fewer the lowest and the highest of all rounds are no 95% interval of the median.
 LEAST_ROUNDS = 6
-# Overheads on a GPU are small differences of large numbers.
-LEAST_ON_A_GPU = 10
 LEAST_BUILDS = 3
 TOO_FEW = "too few rounds"
 # That of the step. Network rounds have no stock beside itself: the interval alone decides.
@@ -100,24 +98,9 @@ def _compared(samples: Mapping[str, Builds]) -> Iterator[tuple[str, str]]:
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
     """A row for each comparison that has a bound, from result files by name without ending."""
-    for part, read in (
-        ("step", _steps),
-        ("detection", _steps),
-        ("network", _network),
-        ("memory", _memory),
-    ):
+    for part, read in (("step", _steps), ("network", _network), ("memory", _memory)):
         if part in results:
             yield from ((part, *row) for row in read(results[part]))
-
-
-def rounds(result: Result) -> list[int]:
-    """How many rounds each model, rate or group of a result file has had."""
-    content = result.content
-    if "benchmarks" in content:  # pytest-benchmark's
-        return [row["stats"]["rounds"] for row in content["benchmarks"]]
-    if "results" in content:
-        return [line["rounds"] for line in content["results"]]
-    return [count for model in content.get("models", {}).values() if (count := rounds_of(model))]
 
 
 def words(verdict: str | None, count: int) -> str:
@@ -127,7 +110,6 @@ def words(verdict: str | None, count: int) -> str:
 
 
 def _steps(result: Result) -> Iterator[tuple[str, ...]]:
-    """Of step.py, where each family has one comparison, or of detection.json."""
     for name, model in result.models.items():
         if model.error:
             yield name, "-", "-", "-", "not timed: an error", "0"

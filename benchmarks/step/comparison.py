@@ -9,14 +9,11 @@ from typing import Any
 from benchmarks.base.paired import Ratio, Spread, overhead_ratio, paired_ratio
 from benchmarks.base.ranks import Ranks
 from benchmarks.models.cases import Case
-from benchmarks.models.configurations import BARE, UNWRAPPED, Configuration, Families, Family
-from benchmarks.report.verdicts import LEAST_ON_A_GPU, TOO_FEW
+from benchmarks.models.configurations import UNWRAPPED, Configuration, Families, Family
 from benchmarks.step.rounds import Seconds, flat
 
 # Beyond this, the spread of stock against itself would excuse anything.
 RESOLUTION = 1.05
-# Models of which half of stock's overhead is asked, since their gradients are what takes time.
-LARGE = ("gpt2_small", "llama3_8b_layer", "resnet50")
 
 
 class IdleError(RuntimeError):
@@ -28,27 +25,21 @@ class Bound:
     """What a comparison is held against.
 
     Attributes:
-        quantity: ``"ratio"`` of the backwards, or ``"overhead"`` ratio.
-        limit: its largest value.
+        limit: the largest ratio.
         or_spread: if it may also be what stock shows against itself.
     """
 
-    quantity: str
     limit: float
     or_spread: bool = False
 
     @classmethod
     def of(cls, case: Case, ranks: Ranks, family: str = "copies") -> Bound | None:
         """``None`` where times are not worth a judgement, or nothing was promised."""
-        if ranks.share_device or family == "compiled":
-            return None
-        if ranks.device.type == "cuda":
-            return cls("overhead", 0.5 if case.name in LARGE else 1.0)
-        if family not in ("copies", "views"):
+        if ranks.device.type == "cuda" or family not in ("copies", "views"):
             return None
         if case.unused:
-            return cls("ratio", 0.9)
-        return cls("ratio", 1.02, or_spread=True)
+            return cls(0.9)
+        return cls(1.02, or_spread=True)
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,6 @@ class Comparison:
         again: a model / its like; what the comparison cannot resolve.
         overhead: (ours - unwrapped) / (best - unwrapped) of whole steps, forward and backward, of
             medians over paired differences.
-        unresolved: how far the overhead may be off: the farther end of the interval of what lies
-            between two bare models, over the overhead of stock's best.
     """
 
     contender: str
@@ -73,7 +62,6 @@ class Comparison:
     by_build: list[float]
     again: Ratio
     overhead: Ratio
-    unresolved: float | None
 
     @classmethod
     def of(cls, family: Family, seconds: Seconds, steps: Seconds) -> Comparison:
@@ -89,10 +77,6 @@ class Comparison:
         ours = family.ours.name
         first, again = (each.name for each in family.alike)
         bare = flat(steps[UNWRAPPED.name])
-        unresolved = None
-        if family.alike is BARE:
-            blur = overhead_ratio(flat(steps[again]), flat(steps[best]), bare)
-            unresolved = max(abs(blur.low), abs(blur.high))
         pairs = zip(seconds[ours], seconds[best], strict=True)
         return cls(
             contender=ours,
@@ -101,28 +85,19 @@ class Comparison:
             by_build=[paired_ratio(*pair).median for pair in pairs],
             again=paired_ratio(flat(seconds[again]), flat(seconds[first])),
             overhead=overhead_ratio(flat(steps[ours]), flat(steps[best]), bare),
-            unresolved=unresolved,
         )
 
     def allowed(self, bound: Bound) -> float:
         """The bound, or the end of stock's interval against itself where that counts too."""
         return max(bound.limit, self.again.away) if bound.or_spread else bound.limit
 
-    def verdict(self, bound: Bound, rounds: int) -> str:
-        """One of ``"met"``, ``"within spread"`` (stock's against itself), ``"missed"``,
-        ``"too noisy"`` and ``"too few rounds"``.
+    def verdict(self, bound: Bound) -> str:
+        """One of ``"met"``, ``"within spread"`` (stock's against itself), ``"missed"`` and
+        ``"too noisy"``.
 
-        Of a ratio, an interval on one side of the limits decides. One that holds a limit leaves it
-        to the median, but only if stock against itself says that this run resolves such
-        differences. Of an overhead two bare models say what the run resolves, and they alone.
+        An interval on one side of the limits decides. One that holds a limit leaves it to the
+        median, but only if stock against itself says that this run resolves such differences.
         """
-        if bound.quantity == "overhead":
-            if rounds < LEAST_ON_A_GPU:
-                return TOO_FEW
-            away = abs(self.overhead.median - bound.limit)
-            if self.unresolved is None or not self.unresolved < min(1.0, away):
-                return "too noisy"
-            return "met" if self.overhead.median < bound.limit else "missed"
         value, allowed = self.ours, self.allowed(bound)
         if value.high <= bound.limit:
             return "met"
@@ -134,16 +109,16 @@ class Comparison:
             return "met"
         return "within spread" if value.median <= allowed else "missed"
 
-    def judged(self, bound: Bound | None, rounds: int) -> dict[str, Any]:
+    def judged(self, bound: Bound | None) -> dict[str, Any]:
         """What JSON says; without a bound it is not judged."""
         return {
             **asdict(self),
             "overhead": self.overhead.median,
             "overhead_interval": [self.overhead.low, self.overhead.high],
             "bound": bound and bound.limit,
-            "bound_on": bound and bound.quantity,
+            "bound_on": bound and "ratio",
             "allowed": bound and self.allowed(bound),
-            "verdict": bound and self.verdict(bound, rounds),
+            "verdict": bound and self.verdict(bound),
         }
 
 

@@ -10,8 +10,7 @@ then gloo's thread is the last to hold a tensor: a run after which bytes seem to
 away and repeated. On CUDA the caching allocator's own peak is read, which rounds sizes up to 512
 bytes. Memory that gloo or NCCL take for themselves is in neither. On the CPU ours goes through the
 process group: of memory that ranks of a host share the profiler counts each mapping as an
-allocation, the other ranks' too, and pages that nobody has written (see ``growth/growth.py``, which
-asks the system).
+allocation, the other ranks' too, and pages that nobody has written.
 
 Two phases of a run are told apart: wrapping plus the *first* two steps, in which buckets are built
 and rebuilt, and *steady* steps. Gradients are set to None before each backward. The peak of a

@@ -14,7 +14,7 @@ from benchmarks.base.command import Output
 from benchmarks.base.deadline import shares
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.base.results import Result
-from benchmarks.models.cases import CASES, SIZES, Case, default_names
+from benchmarks.models.cases import CASES, Case, default_names
 from benchmarks.models.gradients import WrongGradients
 
 # Rounds before the timed ones of each build, at most a third of all. torch and tritonddp rebuild
@@ -34,24 +34,22 @@ class Plan:
         models: names of cases; none for the default of the device.
         rounds: timed ones of each build, fewer if a deadline comes first.
         builds: how often all models are built anew, so that where memory lies is sampled too.
-        size: of the batches, one of ``models.SIZES``.
     """
 
     models: tuple[str, ...]
     rounds: int
     builds: int
-    size: str
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
-        return cls(tuple(options.models), options.rounds, options.builds, options.batch)
+        return cls(tuple(options.models), options.rounds, options.builds)
 
     def summary(self, ranks: Ranks) -> str:
         return (
             f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}, "
             f"at most {self.builds} builds of {self.rounds} rounds, "
             f"{DISCARDED[ranks.device.type]} more discarded, behind "
-            f"{SETTLED[ranks.device.type]} steps, {self.size} batches"
+            f"{SETTLED[ranks.device.type]} steps"
         )
 
     def content(self, ranks: Ranks) -> dict[str, Any]:
@@ -64,7 +62,6 @@ class Plan:
             "builds": self.builds,
             "discarded": DISCARDED[ranks.device.type],
             "settled": SETTLED[ranks.device.type],
-            "batch": self.size,
         }
 
 
@@ -77,7 +74,6 @@ def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.Argume
     made.add_argument(
         "--builds", type=command.positive, default=3, help="of all models, with the rounds of each"
     )
-    made.add_argument("--batch", choices=SIZES, default="small", help="size of the batches")
     return made
 
 

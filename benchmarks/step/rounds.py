@@ -29,8 +29,7 @@ class Rounds:
     """The rounds of one model.
 
     Args:
-        end: when they should be done, by ``time.monotonic()``. The first build has a few rounds
-            in any case; another is left out if there is no time for half of one.
+        end: when they should be done, by ``time.monotonic()``.
 
     Attributes:
         forward: seconds of this rank so far, and
@@ -48,32 +47,20 @@ class Rounds:
         self.forward: Seconds = {each.name: [] for each in configurations}
         self.backward: Seconds = {each.name: [] for each in configurations}
         self._case = case
-        self._configurations = list(configurations)
+        self._configurations = configurations
         self._ranks = ranks
         self._plan = plan
         self._end = end
         self._builds_left = plan.builds
-        self._shuffle = random.Random(case.name)  # the same on all ranks
 
     def builds(self) -> Iterator[dict[str, nn.Module]]:
-        """All configurations' models by name, wrapped in an order shuffled anew; collective.
-
-        They are let go when the next build is asked for: keep none.
-        """
-        start = time.monotonic()
-        while self._builds_left > 0:
-            self._shuffle.shuffle(self._configurations)
-            copies = self._case.copies(self._ranks.device)
-            models = {each.name: each.wrap(next(copies)) for each in self._configurations}
-            copies.close()  # or one model more would live on
+        """See :func:`builds`; collective."""
+        plan = self._plan
+        for left, models in builds(
+            self._case, self._configurations, self._ranks, plan.builds, self._end
+        ):
+            self._builds_left = left
             yield models
-            models.clear()
-            gc.collect()
-            self._builds_left -= 1
-            now = time.monotonic()
-            half = (now - start) / (self._plan.builds - self._builds_left) / 2
-            if self._end < math.inf and self._ranks.agreed(now + half > self._end):
-                return
 
     def settle(self, models: dict[str, nn.Module], earlier: int = 0) -> None:
         """Steps until all is as it stays, with those that were ``earlier``; collective."""
@@ -90,29 +77,29 @@ class Rounds:
         Forward and backward are timed each from a barrier until this rank's device is idle. What
         differs between batches, the experts they go through, is the same for all within a round.
         """
-        discarded = DISCARDED[self._ranks.device.type]
-        forward: dict[str, list[float]] = {name: [] for name in models}
-        backward: dict[str, list[float]] = {name: [] for name in models}
-        order = list(models)
         batch = self.batch(0)
-        end = deadline.until(self._end, 1 / self._builds_left)
-        for number in deadline.rounds(
-            self._plan.rounds, end, discarded=discarded, agreed=self._ranks.agreed
-        ):
-            if self._case.unused:
-                batch = self.batch(number)
-            self._shuffle.shuffle(order)
-            for name in order:
-                model = models[name]
-                elapsed, value = self._timed(partial(loss, model, batch))
-                forward[name].append(elapsed)
-                model.zero_grad(set_to_none=True)
-                elapsed, _ = self._timed(value.backward)
-                backward[name].append(elapsed)
-                del value  # its graph is not to go while the next model is timed
-        for name in models:
-            self.forward.setdefault(name, []).append(forward[name][discarded:])
-            self.backward.setdefault(name, []).append(backward[name][discarded:])
+
+        def numbers() -> Iterator[int]:
+            nonlocal batch
+            end = deadline.until(self._end, 1 / self._builds_left)
+            discarded = DISCARDED[self._ranks.device.type]
+            for number in deadline.rounds(
+                self._plan.rounds, end, discarded=discarded, agreed=self._ranks.agreed
+            ):
+                if self._case.unused:
+                    batch = self.batch(number)
+                yield number
+
+        def step(model: nn.Module) -> tuple[float, float]:
+            forward, value = self._timed(partial(loss, model, batch))
+            model.zero_grad(set_to_none=True)
+            return forward, self._timed(value.backward)[0]
+
+        ways = {name: partial(step, model) for name, model in models.items()}
+        seed = f"{self._case.name} {self._builds_left}"
+        for name, samples in deadline.interleaved(ways, numbers(), seed).items():
+            self.forward[name].append([forward for forward, _ in samples])
+            self.backward[name].append([backward for _, backward in samples])
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """Seconds of a call and what it returns; collective."""
@@ -142,7 +129,30 @@ class Rounds:
     def batch(self, number: int) -> Batch:
         """The batch of this rank for round ``number``."""
         seed = 1_000_000 + number * self._ranks.world_size + self._ranks.rank
-        return self._case.batch(self._ranks.device, seed, self._plan.size)
+        return self._case.batch(self._ranks.device, seed)
+
+
+def builds(
+    case: Case, configurations: Sequence[Configuration], ranks: Ranks, count: int, end: float
+) -> Iterator[tuple[int, dict[str, nn.Module]]]:
+    """Models by name, wrapped in an order shuffled anew, ``count`` times; how many are left.
+
+    They are let go when the next build is asked for: keep none. Another build is left out if there
+    is no time for half of one until ``end``. Collective.
+    """
+    start, shuffle = time.monotonic(), random.Random(case.name)  # the same on all ranks
+    for build in range(count):
+        copies = case.copies(ranks.device)
+        order = shuffle.sample(configurations, len(configurations))
+        models = {each.name: each.wrap(next(copies)) for each in order}
+        copies.close()  # or one model more would live on
+        yield count - build, models
+        models.clear()
+        gc.collect()
+        now = time.monotonic()
+        half = (now - start) / (build + 1) / 2
+        if end < math.inf and ranks.agreed(now + half > end):
+            return
 
 
 def slowest(per_rank: Sequence[Seconds]) -> Seconds:

@@ -106,13 +106,13 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) ->
         if build == 0:
             first = groups[0]
             alike = first.alike[0].name, first.alike[1].name
-            agreement = check(models, case, ranks, first.stock[0].name, alike, plan.size, errors)
+            agreement = check(models, case, ranks, first.stock[0].name, alike, errors)
         rounds.settle(models, STEPS if build == 0 else 0)
         if build == 0:
             batch = rounds.batch(0)
             for each in configurations:
                 model = models[each.name]
-                found = Traffic.of(model, batch, ranks, each.sends, each in profiled)
+                found = Traffic.of(model, batch, ranks, each in profiled)
                 traffic[each.name] = found
                 if is_gpu and not case.unused:
                     late[each.name] = exposed(model, batch, ranks)
@@ -127,7 +127,6 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) ->
     # Stock looks for unused parameters in the forward: there its backward is not the whole price.
     # On a GPU the host's work is spread over both, and the overhead of steps is what counts.
     of_steps = case.unused or is_gpu
-    count = sum(content["rounds"])
     return {
         "gradients": {name: asdict(each) for name, each in agreement.items()},
         "overhead_seconds": {each.name: overhead(steps, each.name) for each in configurations[1:]},
@@ -140,7 +139,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) ->
             family.name: {
                 "of": "whole steps" if of_steps else "backwards",
                 **Comparison.of(family, steps if of_steps else seconds, steps).judged(
-                    Bound.of(case, ranks, family.name), count
+                    Bound.of(case, ranks, family.name)
                 ),
             }
             for family in groups
@@ -160,7 +159,7 @@ def compared(
     """The families of these names, ours by this transport; collective."""
     if ranks.device.type == "cuda":
         copies = case.copies(ranks.device)
-        sizes = partial(sizes_of, copies, case.batch(ranks.device, ranks.rank, plan.size))
+        sizes = partial(sizes_of, copies, case.batch(ranks.device, ranks.rank))
         groups = on_cards(names, sizes, case.unused, ranks.world_size == 1)
     else:
         modes = {each.name: each for each in (*families(case.unused), *wires(), compiled())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -41,36 +40,23 @@ class Traffic:
     launches: int | None
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        batch: Batch,
-        ranks: Ranks,
-        sends: float = 1.0,
-        with_launches: bool = True,
-    ) -> Traffic:
-        """Run two backwards; collective. The first is to be at least the model's third.
-
-        Args:
-            sends: of the bytes of stock's buckets, what its communication hook leaves.
-        """
+    def of(cls, model: nn.Module, batch: Batch, ranks: Ranks, with_launches: bool) -> Traffic:
+        """Run two backwards; collective. The first is to be at least the model's third."""
         collectives = _sequence_number()
-        sent = sent_in(lambda: _step(model, batch, ranks), model, ranks.world_size, sends)
+        sent = sent_in(lambda: _step(model, batch, ranks), model, ranks.world_size)
         collectives = _sequence_number() - collectives
         launches = _launches(model, batch, ranks) if with_launches else None
         return cls(*sent, collectives, launches)
 
 
-def sent_in(
-    step: Callable[[], object], model: nn.Module, world_size: int, sends: float = 1.0
-) -> tuple[int, int]:
+def sent_in(step: Callable[[], object], model: nn.Module, world_size: int) -> tuple[int, int]:
     """``wire_bytes`` and ``sent_bytes`` of a step of the model, see :class:`Traffic`."""
     before = _counted(model)
     step()
     after = _counted(model)
     if type(model) is StockDDP:
         for nbytes in filter(None, (*bucket_bytes(model), _bitmap_bytes(model))):
-            after.collective(int(sends * nbytes), world_size, passes=2)
+            after.collective(nbytes, world_size, passes=2)
     return after.wire_bytes - before.wire_bytes, after.sent_bytes - before.sent_bytes
 
 
@@ -89,7 +75,8 @@ def bucket_bytes(model: nn.Module) -> list[int]:
 def exposed(model: nn.Module, batch: Batch, ranks: Ranks, steps: int = 3) -> float:
     """Median seconds from the last gradient to the end of the backward, of the slowest rank.
 
-    No compute hides them. By a hook of a user's kind on the parameter that comes last. Collective.
+    No compute hides them. By a hook of a user's kind on the parameter that comes last, on a GPU.
+    Collective.
     """
     order: list[Tensor] = []
     params = [param for param in model.parameters() if param.requires_grad]
@@ -97,36 +84,19 @@ def exposed(model: nn.Module, batch: Batch, ranks: Ranks, steps: int = 3) -> flo
     _step(model, batch, ranks)
     for handle in handles:
         handle.remove()
-    marks: list[_Mark] = []
-    handle = order[-1].register_hook(lambda _: marks.append(_Mark(ranks)))
+    last, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    handle = order[-1].register_hook(lambda _: last.record())
     seconds = []
     for _ in range(steps):
         model.zero_grad(set_to_none=True)
         value = loss(model, batch)
         ranks.barrier()
         value.backward()
-        end = _Mark(ranks)
+        end.record()
         ranks.synchronize()
-        seconds.append(marks.pop().until(end))
+        seconds.append(last.elapsed_time(end) / 1e3)
     handle.remove()
     return ranks.slowest({"exposed": [median(seconds)]})["exposed"][0]
-
-
-class _Mark:
-    """A moment: of the host's clock, or on a GPU of the current stream."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._event: Any = None
-        if ranks.device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        self._seconds = time.perf_counter()
-
-    def until(self, end: _Mark) -> float:
-        """Seconds; both have come."""
-        if self._event is None:
-            return end._seconds - self._seconds
-        return self._event.elapsed_time(end._event) / 1e3
 
 
 def _bitmap_bytes(model: StockDDP) -> int:
@@ -151,19 +121,23 @@ def _launches(model: nn.Module, batch: Batch, ranks: Ranks) -> int | None:
     if ranks.device.type != "cuda":
         return None
     model.zero_grad(set_to_none=True)
-    value = loss(model, batch)
-    ranks.synchronize()
+    return launches(loss(model, batch).backward)
+
+
+def launches(call: Callable[[], object]) -> int | None:
+    """Kernels, copies and fills of a call; ``None``: the profiler cannot look into this device.
+
+    (NCCL's annotations show up on the device's track too, but launch nothing.)
+    """
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        value.backward()
-        ranks.synchronize()
-    # (NCCL's annotations show up on the device's track too, but launch nothing.)
-    return (
-        sum(
-            event.device_type == DeviceType.CUDA and not event.is_user_annotation
-            for event in profiler.events()
-        )
-        or None
+        call()
+        torch.cuda.synchronize()
+    found = (
+        event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        for event in profiler.events()
     )
+    return sum(found) or None
 
 
 def _sequence_number() -> int:

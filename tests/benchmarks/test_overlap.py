@@ -19,15 +19,15 @@ def test_the_default_sizes_expose_no_more_than_those_of_stock(name: str, speed: 
 def test_larger_buckets_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the default did that was chosen on one rank: the test above would notice it."""
     monkeypatch.setattr(overlap, "OURS", BucketCaps((75 * MIB,)))
-    (row,) = overlap.rows(["vit_b16"], [50])
-    assert row["seconds"]["ours views"] > 1.5 * row["seconds"]["stock views"]
+    (row,) = overlap.rows(["gpt2_small"], [50])
+    assert row["seconds"]["ours views"] > 1.2 * row["seconds"]["stock views"]
 
 
 def test_a_backward_of_two_buckets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     two = overlap.Gradients([4_000_000, 2_000_000], [0.5, 1.0])
     monkeypatch.setattr(overlap, "gradients", lambda name: two)
     monkeypatch.setattr(overlap, "BACKWARD", {"a": 1e-3})
-    for plan, copies in (("views", 0), ("one", 6e6), ("two", 2e6), ("each", 2e6)):
+    for plan, copies in (("views", 0), ("two", 2e6), ("each", 2e6)):
         # The first all-reduce takes 30 + 700 us from 502 us on, the second 30 + 350 behind it.
         hidden = 0.5e-3 + 2 * 4e6 / overlap.MEMORY + 730e-6 + 380e-6 - 1e-3
         expected = hidden + 2 * copies / overlap.MEMORY

@@ -42,7 +42,6 @@ def mib(params: list[Tensor], caps: BucketCaps = NCCL) -> list[float]:
         ("gpt2_small", [9.0, *[27.0] * 11, 21.0, 147.2], 13),
         # Three gradients of 224 MiB, then the attention's.
         ("llama3_8b_layer", [224.0, 224.0, 224.0, 64.0, 32.0, 64.0], 6),
-        ("vit_b16", [11.9, *[27.0] * 11, 11.3, 6.8, 2.8], 14),
         ("many_small", [0.2], 1),
     ],
 )
