@@ -194,6 +194,16 @@ def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
     return None
 
 
+def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """One call in C, as dynamo makes it: whether the tensors that it is given are like these.
+
+    In dtype, device, sizes and strides. (Three loops over attributes take three times as long.)
+    """
+    guard = torch._C._dynamo.guards.TensorGuards
+    nothing: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    return guard(*tensors, **nothing).check
+
+
 def is_shared(gradient: Tensor, incoming: Sequence[Tensor | None] = ()) -> bool:
     """Whether another tensor lies in the memory of ``gradient``, which is a ``.grad``.
 

@@ -8,7 +8,7 @@ between the classes of buckets: :class:`Bucket` copies them in and out,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter, is_
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._device import let_go
-from tritonddp._torch import hooks_after_accumulation
+from tritonddp._torch import hooks_after_accumulation, like
 from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
@@ -30,9 +30,13 @@ from tritonddp.kernels.quantized.buffer import Quantization
 if TYPE_CHECKING:
     from tritonddp.kernels.device_tables import DeviceTables
 
-_dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")
 _packed_of, _views_of = attrgetter("_grads"), attrgetter("flat.views")
+
+
+def _are_unknown(*_: Any) -> bool:
+    """The :attr:`Segment.fits` before the first gradients."""
+    return False
 
 
 class GradientError(RuntimeError):
@@ -69,11 +73,11 @@ class Segment:
         params: the parameters in these slots.
         may_be_flagged: slots whose gradient may have the conjugate or negative bit.
         flat: the part of the bucket's buffer, ``None`` while that has no memory.
-        strides: further strides that have the memory order of the slots: they differ from those of
-            the layout in dimensions of size 1.
+        fits: whether gradients have dtype, device, shapes and strides of earlier ones, which had
+            the memory order of the slots.
     """
 
-    __slots__ = ("first", "flat", "is_whole", "last", "may_be_flagged", "params", "strides")
+    __slots__ = ("first", "fits", "flat", "is_whole", "last", "may_be_flagged", "params")
 
     def __init__(self, first: int, last: int, params: Sequence[Parameter]) -> None:
         self.first = first
@@ -88,7 +92,7 @@ class Segment:
             if param.is_complex() or param.numel() == 1
         ]
         self.flat: Any = None
-        self.strides: tuple[tuple[int, ...], ...] = ()
+        self.fits: Callable[..., bool] = _are_unknown
 
 
 class Bucket:
@@ -359,7 +363,7 @@ class Bucket:
             addresses = list(map(Tensor.data_ptr, self.flat.views[first:last]))
             if addresses != self.flat.addresses[first:last]:
                 self.flat.mend_views()
-        if not all(used):
+        if False in used:
             for slot, flag in enumerate(used):
                 if grads[slot] is not None and not flag:
                     grads[slot] = self._stash(first + slot, grads[slot])
@@ -368,22 +372,10 @@ class Bucket:
             if grad is not None and (grad.is_conj() or grad.is_neg()):
                 grads[slot - first] = self._to_slot_layout(slot, grad)
         flat = segment.flat
-        if self._kernels.by_address:
-            # Three C loops, 0.15 us a parameter: they find gradients in the memory order of slots.
-            try:
-                layout = self._layout if segment.is_whole else flat.layout
-                strides = tuple(map(Tensor.stride, grads))
-                fits = (
-                    (strides == layout.strides or strides == segment.strides)
-                    and tuple(map(Tensor.numel, grads)) == layout.numels
-                    and set(map(_dtype_of, grads)) == {self.gradient_dtype}
-                )
-            except (TypeError, AttributeError, RuntimeError):
-                fits = False  # a missing or a sparse gradient
-            if not fits:
-                given, grads = grads, self._all_to_slot_layout(segment, grads)
-                if NoneType not in map(type, grads) and all(map(is_, given, grads)):
-                    segment.strides = tuple(map(Tensor.stride, grads))
+        if self._kernels.by_address and not segment.fits(*grads):
+            given, grads = grads, self._all_to_slot_layout(segment, grads)
+            if NoneType not in map(type, grads) and all(map(is_, given, grads)):
+                segment.fits = like(grads)
         sources = grads if scale else [None] * len(grads)
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
@@ -400,7 +392,7 @@ class Bucket:
             self._grads[first:last] = grads
             return
         try:
-            if not all(used):
+            if False in used:
                 self._become_views(segment, grads)
             elif not all(map(is_, grads, views := self.flat.views[first:last])):
                 for param, view in zip(segment.params, views, strict=True):
