@@ -79,7 +79,6 @@ def compile_variant(
     grad: tl.dtype,
     wire: tl.dtype,
     aligned: bool,
-    marks: bool = False,
     in_place: bool = False,
     joint: bool = False,
 ):
@@ -94,7 +93,6 @@ def compile_variant(
     }
     if name == "flatten":
         constexprs["FLAG_BLOCK"] = FLAG_BLOCK
-        constexprs["MARK"] = marks
     else:
         pointers["factor"] = "*fp64"
         constexprs["WIRE"] = wire
@@ -168,13 +166,9 @@ def main() -> None:
     for architecture, (target, pairs) in TARGETS.items():
         for name in KERNELS:
             for grad, wire in pairs:
-                # With marks where the gradients are aligned, as nearly all are.
                 kinds = [{"aligned": True}, {"aligned": False}]
-                if (grad, wire) in SOME_PAIRS:
-                    if name == "flatten":
-                        kinds += [{"aligned": True, "marks": True}]
-                    else:
-                        kinds += [{**each, "joint": True} for each in kinds]
+                if name == "unflatten" and (grad, wire) in SOME_PAIRS:
+                    kinds += [{**each, "joint": True} for each in kinds]
                 if name == "unflatten" and grad is wire:  # gradients may live in the bucket
                     kinds += [{**each, "in_place": True} for each in kinds if each["aligned"]]
                 for kind in kinds:
@@ -185,9 +179,8 @@ def main() -> None:
                             "kernel": name,
                             "grad": SPELLING[grad],
                             "wire": SPELLING[wire],
-                            **dict.fromkeys(("marks", "in_place", "joint"), False),
+                            **dict.fromkeys(("in_place", "joint"), False),
                             **kind,
-                            "reduces": compiled.asm["ttgir"].count('"tt.reduce"'),
                             "rearranges": compiled.asm["ttgir"].count("convert_layout"),
                             **facts_of(compiled, target),
                         }

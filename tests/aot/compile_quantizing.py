@@ -44,14 +44,13 @@ def variants(architecture: str) -> Iterator[dict]:
         shared = {**common, "ALIGNED": aligned, "EMULATE": False}
         facts = {"architecture": architecture, "grad": SPELLING[dtype]}
         facts |= {"aligned": aligned, "feedback": feedback}
-        for marks in (False, True) if aligned and feedback else (False,):
-            compiled = compile_as_launched(
-                quantize._launch,
-                target,
-                {**tables, "message": "*u8", "residuals": "*fp32"},
-                {**shared, **sums, "SOURCE": dtype, "MARK": marks, "PARTS": 8},
-            )
-            yield {**facts, "kernel": "quantize", "marks": marks, **facts_of(compiled, target)}
+        compiled = compile_as_launched(
+            quantize._launch,
+            target,
+            {**tables, "message": "*u8", "residuals": "*fp32"},
+            {**shared, **sums, "SOURCE": dtype},
+        )
+        yield {**facts, "kernel": "quantize", **facts_of(compiled, target)}
         if feedback:
             compiled = compile_as_launched(
                 dequantize._launch,

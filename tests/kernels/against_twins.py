@@ -28,7 +28,7 @@ from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 from torch import Tensor
 
 from tritonddp.kernels import launch, reference
-from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Marks
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer
 from tritonddp.kernels.quantized import reference as quantized_reference
 
 
@@ -194,36 +194,6 @@ def test_headers_are_written_behind_the_flags_in_the_same_launch(place, wire, co
             assert buffer.headers.tolist() == list(given)
             assert_intact(buffer, arena)
         assert_same_views(flat, expected)
-
-
-@pytest.mark.sampled(4, 1)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@PAIRS
-def test_a_number_that_is_not_finite_marks_its_gradient_wherever_it_is(place, dtype, wire, value):
-    block = place.block or 2048
-    large = 2 * block + 100
-    slots = [dense([large]), dense([0]), dense([17]), dense([30, 25], [1, 0]), dense([])]
-    options: dict[str, Any] = {"headers": 3, "marks": Marks(rank=11, world_size=19)}
-    flat, memory = place.flat(slots, wire, **options)
-    twin, _ = embedded_flat(slots, wire, **options)
-    edges = [(0, at) for at in (0, block - 1, block, large - 1)]
-    for broken in (
-        *edges,
-        (2, 16),
-        (3, 749),
-        (4, 0),
-        None,
-    ):  # and at last one without marks of an earlier reduction
-        ones = [torch.ones(math.prod(shape), dtype=dtype) for shape, _ in slots]
-        if broken is not None:
-            ones[broken[0]][broken[1]] = value
-        ones = [line.as_strided(*slot) for line, slot in zip(ones, slots, strict=True)]
-        place.flatten(flat, [each.to(place.device) for each in ones], [True] * 5, 0.5, b"\1\2\3")
-        reference.flatten(twin, ones, [True] * 5, 0.5, b"\1\2\3")
-        assert flat.marked() == twin.marked() == ({broken[0]: [11]} if broken else {}), broken
-    assert flat.flags.tolist() == [1] * 5
-    assert flat.headers.tolist() == [1, 2, 3]
-    assert_intact(flat, memory)
 
 
 @pytest.mark.parametrize("other", DTYPES, ids=str)
@@ -444,30 +414,23 @@ def test_gradients_of_any_dtype_come_and_go_as_by_the_reference(place, dtype, al
     mine.assert_guards_intact()
 
 
-def test_every_rank_learns_what_each_has_quantised(place):
+def test_every_rank_learns_flags_and_headers_of_all_and_what_they_note(place):
     slots, quantized = quantized_slots(place)
-    found: list[dict[int, int]] = [{}, {0: place.many - 1, 2: 4}, {0: 0, 1: 152, 3: 0}]
     for kernels, device in ((place, place.device), (quantized_reference, "cpu")):
-        flats = quantized_buffers(
-            *(like(slots, device), quantized, 3),
-            device=torch.device(device),
-            has_marks=True,
-        )
-        for step in range(3):
+        flats = quantized_buffers(*(like(slots, device), quantized, 3), device=torch.device(device))
+        for is_noted in (False, True, False):
             for rank, flat in enumerate(flats):
                 grads = [torch.ones_like(each, device=device) for each in like(slots)]
-                for slot, at in found[rank].items() if step == 1 else ():
-                    line = grads[slot].as_strided((grads[slot].numel(),), (1,))
-                    line[at] = (math.nan, math.inf)[rank % 2]
                 headers = bytes(3 * rank) + bytes([rank + 1] * 3) + bytes(3 * (2 - rank))
                 kernels.quantize(flat, grads, [True] * len(slots), 1 / 3, headers)
+                if is_noted and rank:
+                    which = torch.arange(len(slots), device=device) == rank + 1
+                    flat.note_not_finite(which, rank, 3)
             exchange(flats)
             for flat in flats:
-                marked = {0: [1, 2], 1: [2], 2: [1], 3: [2]} if step == 1 else {}
-                assert flat.marked() == marked
                 kernels.reduce_parts(flat)
-                assert flat.flags.tolist() == [3] * len(slots)
+                which, ranks = (each.tolist() for each in flat.not_finite(3))
+                assert which == [is_noted and slot in (2, 3) for slot in range(len(slots))]
+                assert ranks == [is_noted and rank > 0 for rank in range(3)]
+                assert is_noted or flat.flags.tolist() == [3] * len(slots)
                 assert flat.headers.tolist() == [1] * 3 + [2] * 3 + [3] * 3
-        flats[1].fill_nan()
-        exchange(flats)
-        assert flats[0].marked() == {slot: [1] for slot in range(len(slots))}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Marks
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 GUARD = 64  # elements; a multiple of 16 bytes in every dtype
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -125,21 +125,20 @@ def embedded_flat(
     wire: torch.dtype,
     device: str = "cpu",
     headers: int = 0,
-    marks: Marks | None = None,
 ) -> tuple[FlatBuffer, Arena]:
     """A flat buffer full of poison, gaps and trailer too, in an arena."""
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
-    layout = Layout.of(shapes, strides, 16, headers, marks)
+    layout = Layout.of(shapes, strides, 16, headers)
     arena = Arena(layout.numel, wire, device=device)
     flat = FlatBuffer(layout, wire, arena.memory.device, arena.inside().view(torch.uint8))
     return flat, arena
 
 
 def assert_gaps_intact(flat: FlatBuffer) -> None:
-    """Nothing but slots, flags, headers and marks was written."""
+    """Nothing but slots, flags and headers was written."""
     layout, poison = flat.layout, POISON[flat.data.element_size()]
     gap = torch.ones(layout.numel, dtype=torch.bool)
     for offset, numel in zip(layout.offsets, layout.numels, strict=True):
         gap[offset : offset + numel] = False
-    gap[layout.flags_offset : layout.marks_offset + flat.marks.numel()] = False
+    gap[layout.flags_offset : layout.trailer_end] = False
     assert (raw(flat.data).cpu()[gap] == poison).all(), "a gap of the flat buffer was written"

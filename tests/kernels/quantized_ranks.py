@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.flat_buffer import Layout, Marks
+from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.memory_order import gradient_strides
 from tritonddp.kernels.quantized import reference
 from tritonddp.kernels.quantized.buffer import (
@@ -26,7 +26,6 @@ def quantized_buffers(
     feedback: bool = True,
     header: int = 3,
     device: torch.device = CPU,
-    has_marks: bool = False,
     is_direct: bool = False,
 ) -> list[QuantizedBuffer]:
     """The buffer of each rank for gradients like these, with ``header`` bytes for each rank's."""
@@ -36,12 +35,11 @@ def quantized_buffers(
             [gradient_strides(tensor) for tensor in like],
             1,
             header * world_size,
-            Marks(rank, world_size) if has_marks else None,
         )
-        for rank in range(world_size)
+        for _ in range(world_size)
     ]
     numels, headers = layouts[0].numels, layouts[0].headers
-    message = MessageLayout(numels, quantized, world_size, headers, has_marks, is_direct)
+    message = MessageLayout(numels, quantized, world_size, headers, is_direct)
     flats = []
     for rank, layout in enumerate(layouts):
         residuals = Residuals.zeros(message, rank, device) if feedback else None

@@ -5,7 +5,7 @@ import torch
 from poisoned import assert_gaps_intact, dense, embedded_flat, raw
 
 from tritonddp.kernels.complex import ComplexBuffer
-from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout
 
 CPU = torch.device("cpu")
 
@@ -41,35 +41,21 @@ def test_the_trailer_is_written_and_nothing_beside_it(wire, headers, used):
 
 
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 8, 9, 20])
-def test_marks_of_all_ranks_are_in_their_sum(size, wire):
-    found = {0: [0], 2: list(range(size)), 3: [size - 1]}
-    shapes, strides = [(3,), (4,), (5,), ()], [(1,), (1,), (1,), ()]
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_what_ranks_note_is_in_their_sum(size, wire):
     total = None
     for rank in range(size):
-        layout = Layout.of(shapes, strides, 16, 7, Marks(rank, size))
-        flat = FlatBuffer(layout, wire, torch.device("cpu"))
-        flat.write_trailer([True] * 4, [255] * 7)
-        assert flat.marked() == {}
-        for slot, ranks in found.items():
-            if rank in ranks:
-                flat.mark(slot)
+        flat = FlatBuffer(Layout.of([(3,)] * 3, [(1,)] * 3, 16, 7 + size), wire, CPU)
+        flat.write_trailer([True] * 3, [255] * 7 + [0] * size)
+        assert not any(each.any() for each in flat.not_finite(size))
+        if rank != 1:
+            flat.note_not_finite(torch.tensor([rank == 0, False, True]), rank, size)
+            flat.note_not_finite(torch.tensor([False] * 3), rank, size)  # nothing is taken back
         total = flat.data if total is None else total.add_(flat.data)
     flat.data.copy_(total)
-    assert flat.marked() == found
-    part = flat.part(2, 4)
-    assert part.marked() == {0: found[2], 1: found[3]}
-    assert part.layout.marks_offset == layout.marks_offset + 2 * Marks(0, size).words
-
-
-def test_a_poisoned_buffer_is_marked():
-    flat = FlatBuffer(Layout.of([(3,)] * 2, [(1,)] * 2, 1, 0, Marks(9, 12)), torch.float32, CPU)
-    flat.marks.fill_(255)  # those of all ranks, once reduced
-    flat.fill_nan()
-    assert flat.marked() == {0: [9], 1: [9]}
-    unmarked = FlatBuffer(Layout.of([(3,)], [(1,)], 1), torch.float32, CPU)
-    unmarked.fill_nan()
-    assert unmarked.marked() == {}
+    which, ranks = flat.not_finite(size)
+    assert which.tolist() == [True, False, True]
+    assert ranks.tolist() == [rank != 1 for rank in range(size)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tritonddp import _device
 from tritonddp.buckets import bucket
+from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.kernels import device_tables, flatten, unflatten
@@ -143,11 +144,10 @@ def it_is_given_to_another_stream(function: Any, *args: Any) -> Any:
         return function(*args)
 
 
-@fault("check_finite", flatten, "flatten")
-def marks_are_cleared_on_another_stream(own: Any, flat: Any, *args: Any) -> None:
-    own(flat, *args)
+@fault("check_finite", Bucket, "note_not_finite")
+def what_is_not_finite_is_noted_on_another_stream(note: Any, *args: Any) -> None:
     with _side():
-        flat.marks.zero_()
+        note(*args)
 
 
 @fault("int8", _device.SideStreams, "behind_current")

@@ -130,8 +130,8 @@ class Kernels:
     def flatten(self, grid: Any, *arguments: Any) -> None:
         """See ``flatten_kernel``."""
         chunks, dynamic, bucket = arguments[:3]
-        slots, trailer, num_chunks, flags_offset, marks_offset, mark_words, bit = arguments[3:10]
-        source, compute, block, flag_block, aligned, mark, _ = arguments[10:]
+        slots, trailer, num_chunks, flags_offset = arguments[3:7]
+        source, compute, block, flag_block, aligned, _ = arguments[7:]
         assert grid[0] == num_chunks + -(-trailer // flag_block)
         with self._without_modes():
             self.begin("flatten", [chunks, dynamic], [bucket])
@@ -154,8 +154,6 @@ class Kernels:
                 content = bytearray(ctypes.string_at(address, count * size))
                 numbers = torch.frombuffer(content, dtype=dtype).to(wide)
                 target.copy_(_narrow(numbers * torch.tensor(scale, dtype=wide), bucket.dtype))
-                if mark and not target.isfinite().all():
-                    bucket[marks_offset + slot * mark_words] = bit
 
     def addresses(self, grid: Any, dynamic: Tensor, addresses: Any, slots: int) -> None:
         """See ``write_addresses_kernel``."""

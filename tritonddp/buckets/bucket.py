@@ -106,6 +106,8 @@ class Bucket:
         wire_dtype: dtype in which gradients are sent; by default their own.
         lazy: the buffer has memory only from the first gradient of a backward to its end.
             Gradients that are views of it keep it alive until they are dropped.
+        checked: this rank and the number of ranks, if all ranks shall know whose gradients are not
+            finite, see :meth:`note_not_finite`.
 
     Attributes:
         index: place in the launch order, the same on every rank.
@@ -158,6 +160,7 @@ class Bucket:
         first: int = 0,
         quantization: Quantization | None = None,
         owned: Owned | None = None,
+        checked: tuple[int, int] | None = None,
     ) -> None:
         self.index = index
         self.owned = owned
@@ -174,13 +177,14 @@ class Bucket:
         self.used = [False] * len(params)
         # Gradients that are flattened, and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
-        self._layout = self._make_layout(headers)
+        self.checked, self._headers = checked, headers
+        self._layout = self._make_layout(len(self._with_places(bytes(headers))))
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         casts = self._wire_dtype is not self.gradient_dtype
         self.is_large = kernels.are_large(self._layout) and not casts and not self.has_views
         self.flat: Any = None
-        self._counts: Tensor | None = None  # reduced used flags of a released buffer
-        self._tables: DeviceTables | None = None  # of a released buffer
+        # Of a buffer that was released: its reduced used flags, and its tables.
+        self._released: tuple[Tensor | None, DeviceTables | None] = None, None
         self.allocate()
         flat: Any = self.flat
         self.nbytes: int = flat.nbytes
@@ -197,17 +201,18 @@ class Bucket:
             [gradient_strides(param) for param in self.params],
             self._kernels.alignment,
             headers,
-            self._kernels.marks,
         )
 
     def allocate(self) -> None:
         """Make a buffer."""
         params = self.params
         flat = self._kernels.buffer(self._layout, self._wire_dtype, params[0].device)
-        if self._tables is None:
+        _, tables = self._released
+        if tables is None:
             self._kernels.tables(flat)
         else:
-            flat.tables = self._tables
+            flat.tables = tables
+        flat.headers = flat.headers[: self._headers]
         self.flat = flat
         self._pack_into(flat)
 
@@ -273,9 +278,8 @@ class Bucket:
         """After a reduction: for each parameter, the number of ranks that used it."""
         if self.flat is not None:
             return self.flat.flags
-        if self._counts is None:
-            return torch.zeros(len(self.params), device="cpu")
-        return self._counts
+        counts, _ = self._released
+        return torch.zeros(len(self.params), device="cpu") if counts is None else counts
 
     # Before a backward
 
@@ -384,7 +388,10 @@ class Bucket:
         # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
         # check below raises an error that names it.
         try:
-            self._kernels.flatten(flat, sources, used, scale, b"" if flat.is_part else header)
+            header = b"" if flat.is_part else header
+            if self.checked is not None and not flat.is_part:
+                header = self._with_places(header)
+            self._kernels.flatten(flat, sources, used, scale, header)
         except RuntimeError:
             self._all_to_slot_layout(segment, grads)
             raise
@@ -430,20 +437,49 @@ class Bucket:
 
     def finish_trailer(self, header: bytes = b"") -> None:
         """Write used flags and headers, after all of several segments are packed."""
-        self.packed.write_trailer(self.used, header)
+        self.packed.write_trailer(self.used, self._with_places(header))
 
     def fill_nan(self, header: bytes = b"") -> None:
         """Fill the buffer with NaN instead of gradients."""
         if self.flat is None:
             self.allocate()
-        self.packed.fill_nan()
-        self.packed.write_trailer([False] * len(self.params), header)
+        self._fill_nan([False] * len(self.params), header)
 
     def overwrite_nan(self) -> None:
         """Replace the packed gradients by NaN. Not for the first bucket, which has a header."""
-        used = self.used if any(self.used) else [True] * len(self.used)  # some rank has to see it
+        # (Some rank has to see it.)
+        self._fill_nan(self.used if any(self.used) else [True] * len(self.used), b"")
+
+    def _fill_nan(self, used: Sequence[bool], header: bytes) -> None:
         self.packed.fill_nan()
-        self.packed.write_trailer(used, b"")
+        self.packed.write_trailer(used, self._with_places(header))
+        if self.checked is not None:
+            self.note_not_finite()
+
+    def _with_places(self, header: bytes) -> bytes:
+        """With one more byte a rank, if gradients are checked, for :meth:`note_not_finite`.
+
+        (A message of a quantised bucket has flags by rank instead.)
+        """
+        if self.checked is None or self.quantization is not None:
+            return header
+        return header + bytes(self.checked[1])
+
+    def note_not_finite(self, which: Tensor | None = None) -> None:
+        """These gradients, bool ``(n,)``, or all, are packed, and are not finite: tell all ranks.
+
+        A flag that is not a number says so, and behind the headers each rank has a place.
+        """
+        assert self.checked is not None
+        if which is None:
+            which = torch.ones(len(self.params), dtype=torch.bool, device=self.params[0].device)
+        self.packed.note_not_finite(which, *self.checked)
+
+    def not_finite(self) -> tuple[Tensor, Tensor]:
+        """After the reduction: which gradients were not finite, and on which ranks one was."""
+        assert self.checked is not None
+        found: tuple[Tensor, Tensor] = self.flat.not_finite(self.checked[1])
+        return found
 
     # Out of the buffer
 
@@ -516,18 +552,17 @@ class Bucket:
     def release(self) -> None:
         """The backward is over: free the memory of a lazy bucket."""
         if self.is_lazy and self.flat is not None:
-            self._counts = self.flat.flags.clone()
             let_go(*self.flat.memory)  # it was allocated on the stream of a gradient
             if (tables := self._kernels.tables(self.flat)) is not None:
                 tables.forget_launches()  # they hold the memory
-                self._tables = tables
+            self._released = self.flat.flags.clone(), tables
             self.flat = self.packed = None
             for segment in self.segments:
                 segment.flat = None
 
     def capture(self) -> None:
         """The capture of a CUDA graph that reduces this bucket begins."""
-        tables = self._tables if self.flat is None else self._kernels.tables(self.flat)
+        tables = self._released[1] if self.flat is None else self._kernels.tables(self.flat)
         if tables is not None:
             tables.capture()
 

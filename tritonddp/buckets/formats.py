@@ -27,7 +27,7 @@ from tritonddp.coordination.agreement import BYTES
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.dispatch import gradient_dtype, quantizing, select, select_quantized
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Marks
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals
 
 # What the constructor's ``reduce_dtype`` may be.
@@ -183,7 +183,7 @@ class BucketFactory:
     transport: Transport  # makes the exchanges of the buckets
     views: bool = False  # .grad are views of the buckets, if gradients are sent in their own dtype
     lazy: bool = False  # buckets have memory during backwards only
-    check_finite: bool = False  # buckets record which gradients are not finite, on which ranks
+    check_finite: bool = False  # buckets have room to tell which gradients are not finite
     is_registered: bool = False  # dense gradients: in memory that the backend has registered
     is_in_place: bool = False  # large gradients are reduced where they lie, where that is possible
     # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
@@ -227,12 +227,17 @@ class BucketFactory:
         """
         device, dtype = params[0].device, gradient_dtype(params[0])
         headers = BYTES * self.group.size if index == 0 else 0
-        marks = Marks(self.group.rank, self.group.size) if self.check_finite else None
-        kernels = select(device, dtype, marks)
+        checked = (self.group.rank, self.group.size) if self.check_finite else None
+        kernels = select(device, dtype)
         if is_sparse:
             args = (index, params, names, kernels, self.counters)
             return SparseBucket(
-                self.group.rank, self.group.size, *args, headers=headers, first=first
+                self.group.rank,
+                self.group.size,
+                *args,
+                headers=headers,
+                first=first,
+                checked=checked,
             )
         quantization = self._quantization(params, names, headers)
         kind: Callable[..., Bucket] = Bucket
@@ -259,6 +264,7 @@ class BucketFactory:
             first,
             quantization,
             self._owned(params),
+            checked,
         )
         if quantization is not None:
             for param in bucket.params:
@@ -310,7 +316,7 @@ class BucketFactory:
         quantized = [not each for each in is_exact]
         rank, device = self.group.rank, params[0].device
         is_direct = size == 2 and select_quantized(device).is_direct
-        message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
+        message = MessageLayout(numels, quantized, size, headers, is_direct)
         residuals = (
             Residuals.zeros(message, rank, device) if wire.compression.error_feedback else None
         )

@@ -70,7 +70,6 @@ class SparseBucket(Bucket):
     def __init__(self, rank: int, world_size: int, *args: Any, **kwargs: Any) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._headers = kwargs.get("headers", 0)
         # What this rank sends: indices and values of rows, or a dense gradient.
         self._rows: tuple[Tensor, Tensor] | None = None
         self._dense: Tensor | None = None
@@ -79,14 +78,13 @@ class SparseBucket(Bucket):
 
     def _make_layout(self, headers: int) -> Layout:
         size = headers + _ANNOUNCEMENT * self._world_size
-        return Layout.of([(0,)], [(1,)], self._kernels.alignment, size, self._kernels.marks)
+        return Layout.of([(0,)], [(1,)], self._kernels.alignment, size)
 
     def allocate(self) -> None:
         """See :meth:`Bucket.allocate`."""
         super().allocate()
-        trailer = self.flat.headers
-        self.flat.headers = trailer[: self._headers]  # announcements follow the headers
-        self._announcements = trailer[self._headers :]
+        behind = self.flat.trailer[1 + self._headers :]  # the flag and the headers
+        self._announcements = behind[: _ANNOUNCEMENT * self._world_size]
 
     def prepare(self) -> None:
         """See :meth:`Bucket.prepare`."""
@@ -114,16 +112,13 @@ class SparseBucket(Bucket):
         kind = Kind.ROWS if self._dense is None else Kind.DENSE
         mine = Announcement(kind, 0 if self._rows is None else len(self._rows[0]))
         self._counters.flattens += 1
-        self._kernels.flatten(segment.flat, [None], self.used, 1.0, header + self._places(mine))
-        marks = self._kernels.marks
-        values = self._dense if self._rows is None else self._rows[1]
-        if marks is not None and values is not None:  # in a pass of its own
-            self.flat.marks[0, marks.word] = ~values.isfinite().all() * marks.bit
+        header = self._with_places(header + self._announce(mine))
+        self._kernels.flatten(segment.flat, [None], self.used, 1.0, header)
 
     def fill_nan(self, header: bytes = b"") -> None:
         """See :meth:`Bucket.fill_nan`."""
         self._rows = self._dense = None
-        super().fill_nan(header + self._places(Announcement(Kind.BROKEN)))
+        super().fill_nan(header + self._announce(Announcement(Kind.BROKEN)))
 
     def _take(self, grad: Tensor, scale: float) -> None:
         """Prepare ``grad`` for sending. Raises a GradientError if it does not fit."""
@@ -134,7 +129,7 @@ class SparseBucket(Bucket):
         else:
             self._dense = grad.to_dense() * scale
 
-    def _places(self, mine: Announcement) -> bytes:
+    def _announce(self, mine: Announcement) -> bytes:
         before, behind = self._rank, self._world_size - self._rank - 1
         return bytes(before * _ANNOUNCEMENT) + mine.encode() + bytes(behind * _ANNOUNCEMENT)
 

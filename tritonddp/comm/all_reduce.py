@@ -82,7 +82,7 @@ class ReduceToOwners:
     """A reduce-scatter of the gradients, and an all-reduce of the trailer. It serves one bucket.
 
     A reduce-scatter has half of the bytes of an all-reduce. That of the trailer tells all ranks
-    flags, headers and marks. On the CPU, as gloo cuts buffers into equal parts only, each rank
+    flags and headers. On the CPU, as gloo cuts buffers into equal parts only, each rank
     sends each other the part that it owns, and adds up what it gets in the order of the ranks.
     While in flight, that takes ``world_size`` times the memory of what this rank owns.
 

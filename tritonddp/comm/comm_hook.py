@@ -203,7 +203,7 @@ class CommHook:
         found: dict[int, Tensor | None] = {}
         for number, call in enumerate(calls):
             flat = call.bucket.flat
-            flat.tail.copy_(trailers[number])
+            flat.trailer.copy_(trailers[number])
             factor: Tensor | None = None
             if factors is not None and (not is_whole or call.bucket.is_sparse):
                 factor = factors[number : number + 1].to(flat.data.device)
@@ -234,7 +234,7 @@ class _Call:
         self.bucket = bucket
         self.is_broken = is_broken  # its gradients do not count
         # Of this rank. Saved before the call: a hook may resize the buffer, and so overwrite it.
-        self.trailer = bucket.flat.tail.to(_TRAILERS, copy=True)
+        self.trailer = bucket.flat.trailer.to(_TRAILERS, copy=True)
         self.error: BaseException | None = None  # what the hook raised on this rank
         self._hook = hook
         self._has_begun = False
@@ -292,10 +292,10 @@ class _Call:
         self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None
-        if self.bucket.flat.layout.marks is not None:  # NaN is what all ranks get for it
-            trailer = self.bucket.flat.tail
+        if self.bucket.checked is not None:  # NaN is what all ranks get for it
+            trailer = self.bucket.flat.trailer
             trailer.copy_(self.trailer)
-            self.bucket.flat.mark(slice(None))
+            self.bucket.note_not_finite()
             self.trailer = trailer.to(_TRAILERS, copy=True)
 
 

@@ -1,21 +1,27 @@
 """``check_finite``: NaN and Inf in gradients, by parameter and rank.
 
-A bucket ends with a trailer: elements that are summed with the gradients but are none. The flatten
-kernel marks there which gradients are not finite, for each rank. So the all-reduce of the bucket
-also tells every rank what each rank has found.
+A bucket ends with a trailer: elements that are summed with the gradients but are none, a used flag
+for each gradient among them. Where a gradient is not finite on this rank, its flag is made NaN
+before the bucket is sent, and so it is NaN on all ranks.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from tritonddp._device import read_together
+from tritonddp._torch import foreach_norm
+from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.extension import Extension
 
 # Most buckets, with the ranks, in one message; the rest is counted.
@@ -29,34 +35,53 @@ def check_mode(mode: Any) -> None:
 
 
 class FiniteCheck(Extension):
-    """Raises or warns at the end of a reduction if a bucket has marks."""
+    """Raises or warns at the end of a reduction if a gradient was not finite on some rank."""
 
     reads_device = "which gradients are not finite (check_finite)"
 
     def __init__(self, mode: str, group: Group) -> None:
         self._mode = mode
         self._group = group
+        # Of buckets that are packed, by the first slot of a segment: which gradients are not finite
+        # on this rank.
+        self._local: dict[int, dict[int, Tensor]] = {}
         # Names of parameters, by bucket index and ranks.
         self._found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         self._travels_in_fp16 = False
 
+    def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
+        """Look at the gradients of this rank, as they will be sent."""
+        if scale := reduction.agreement.scale:  # else zeros are sent
+            norms = torch.stack(foreach_norm(list(map(_values, segment.params)), math.inf))
+            is_cast = bucket.quantization is None
+            sent = norms.double().mul(scale).to(bucket.wire_dtype if is_cast else norms.dtype)
+            self._local.setdefault(bucket.index, {})[segment.first] = ~sent.isfinite()
+
+    def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
+        """Tell the other ranks."""
+        if parts := self._local.pop(bucket.index, None):
+            bucket.note_not_finite(torch.cat([parts[first] for first in sorted(parts)]))
+
     def on_reduced_all(self, reduction: Reduction) -> None:
-        """Read the marks. The host waits, once, until the buckets are there."""
+        """Read what all ranks have told. The host waits, once, until the buckets are there."""
         sent = [bucket for bucket in reduction.buckets if bucket.index not in reduction.skipped]
-        marks = read_together([bucket.flat.marks for bucket in sent])
-        # If ranks reduce different things, the marks mean nothing: raise that error first.
+        found = [bucket.not_finite() for bucket in sent]
+        on_host = iter(read_together([each for pair in found for each in pair]))
+        # If ranks reduce different things, flags mean nothing: raise that error first.
         reduction.agreement.check_pending()
-        for bucket, on_host in zip(sent, marks, strict=True):
-            if not on_host.any():
-                continue
-            for slot, ranks in bucket.flat.marked(on_host).items():
-                found = self._found.setdefault((bucket.index, tuple(ranks)), [])
-                found.append(bucket.names[slot])
+        for bucket, (which, _) in zip(sent, found, strict=True):
+            slots, ranks = (
+                each.nonzero().flatten().tolist() for each in (next(on_host), next(on_host))
+            )
+            if slots:
+                bucket.flat.flags.masked_fill_(which, self._group.size)  # (Some rank has used it.)
+                names = self._found.setdefault((bucket.index, tuple(ranks)), [])
+                names += [bucket.names[slot] for slot in slots]
                 self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """Forget what was found."""
-        self._found, self._travels_in_fp16 = {}, False
+        self._local, self._found, self._travels_in_fp16 = {}, {}, False
 
     def on_end(self, reduction: Reduction) -> None:
         """Raise or warn. A rank without inputs only warns: it has no step to leave out."""
@@ -82,3 +107,13 @@ class FiniteCheck(Extension):
             "torch.amp.GradScaler does. torch.autograd.detect_anomaly() finds the operation that "
             "made them"
         )
+
+
+def _values(param: Parameter) -> Tensor:
+    """The numbers of its gradient, one or more."""
+    grad = param.grad
+    if grad is not None and grad.is_sparse:
+        grad = grad.coalesce().values()
+    if grad is None or not grad.numel():
+        return torch.zeros(1, dtype=gradient_dtype(param), device=param.device)
+    return grad.detach()

@@ -70,14 +70,12 @@ def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _real_layout(layout: Layout) -> Layout:
-    flags_offset = 2 * layout.flags_offset
     return replace(
         layout,
         shapes=tuple((*shape, 2) for shape in layout.shapes),
         strides=tuple((*(2 * stride for stride in each), 1) for each in layout.strides),
         numels=tuple(2 * numel for numel in layout.numels),
         offsets=tuple(2 * offset for offset in layout.offsets),
-        flags_offset=flags_offset,
-        marks_offset=flags_offset + len(layout.numels) + layout.headers,
+        flags_offset=2 * layout.flags_offset,
         numel=2 * layout.numel,
     )

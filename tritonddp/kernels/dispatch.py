@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
-from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout
 from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 
 # What gradients may be.
@@ -40,7 +40,6 @@ class Kernels:
     buffer: Callable[..., FlatBuffer] = FlatBuffer  # (layout, dtype, device, memory=None)
     # Makes what unflattens several buffers in one launch, see unflatten.JointUnflatten.
     joint_unflatten: Callable[[Sequence[FlatBuffer]], Any] | None = None
-    marks: Marks | None = None  # of gradients that are not finite; None: flatten does not check
     # Makes the tables of a buffer. That is not possible while a CUDA graph is captured.
     tables: Callable[[FlatBuffer], Any] = _none
     # (flat, dtype of gradients, in_place, is_joint): compiles all that may be launched for the
@@ -72,9 +71,7 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     return (param.grad_dtype if param.is_leaf else None) or param.dtype
 
 
-def select(
-    device: torch.device, dtype: torch.dtype = torch.float32, marks: Marks | None = None
-) -> Kernels:
+def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
     """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
 
     ``dtype`` is one of :data:`GRADIENT_DTYPES`.
@@ -84,9 +81,7 @@ def select(
             it is in interpreter mode.
     """
     kernels = _for_device_type(device.type)
-    if dtype.is_complex:
-        kernels = _for_complex(kernels)
-    return kernels if marks is None else replace(kernels, marks=marks)
+    return _for_complex(kernels) if dtype.is_complex else kernels
 
 
 def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:

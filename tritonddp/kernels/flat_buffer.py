@@ -2,12 +2,12 @@
 
 ::
 
-    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flags | headers | marks | pad |
-    |<----------------- payload ------------------->|<----------- trailer ---------->|
+    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flags | headers | pad |
+    |<----------------- payload ------------------->|<------- trailer ------>|
 
 A *header* here is an integer from 0 to 255. Each rank writes to places of its own, and zeros to
 those of others, so that a sum over ranks gives all headers to all ranks, exactly in every wire
-dtype. A *mark* says on which ranks one gradient is not finite: see :class:`Marks`.
+dtype. A flag that is NaN, on one rank, is NaN on all: the gradient is not finite there.
 
 Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,32 +34,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def round_up(value: int, multiple: int) -> int:
     """The least multiple that is not smaller than ``value``."""
     return -(-value // multiple) * multiple
-
-
-class Marks(NamedTuple):
-    """Marks of gradients that are not finite: one bit per gradient and rank.
-
-    For each gradient there is one word per 8 ranks, an integer from 0 to 255. Each rank has its own
-    bit, so that a sum over ranks is exact, like that of headers.
-    """
-
-    rank: int  # this one
-    world_size: int
-
-    @property
-    def words(self) -> int:
-        """Number of words per gradient."""
-        return -(-self.world_size // 8)
-
-    @property
-    def word(self) -> int:
-        """Index of the word that has the bit of this rank."""
-        return self.rank // 8
-
-    @property
-    def bit(self) -> int:
-        """Value of the bit of this rank."""
-        return 1 << self.rank % 8
 
 
 @dataclass(frozen=True)
@@ -76,9 +50,7 @@ class Layout:
     offsets: tuple[int, ...]  # first element of each gradient, a multiple of the alignment
     flags_offset: int  # first element of the trailer, which is the first flag
     headers: int  # number of headers of all ranks; they follow the last flag
-    marks_offset: int  # first element after the headers, which is the first mark
     numel: int  # length of the whole buffer, trailer included
-    marks: Marks | None = None  # None if gradients are not checked for being finite
     trailer_unit: int = 1  # flags and headers are written so many times as large
 
     @classmethod
@@ -88,7 +60,6 @@ class Layout:
         strides: Sequence[Sequence[int]],
         alignment: int,
         headers: int = 0,
-        marks: Marks | None = None,
     ) -> Layout:
         """A layout of gradients with these shapes and dense strides, one after the other.
 
@@ -100,8 +71,6 @@ class Layout:
             numels.append(prod(shape))
             offsets.append(end)
             end = round_up(end + numels[-1], alignment)
-        marks_offset = end + len(numels) + headers
-        words = 0 if marks is None else len(numels) * marks.words
         return cls(
             shapes=tuple(map(tuple, shapes)),
             strides=tuple(map(tuple, strides)),
@@ -109,9 +78,7 @@ class Layout:
             offsets=tuple(offsets),
             flags_offset=end,
             headers=headers,
-            marks_offset=marks_offset,
-            numel=round_up(marks_offset + words, alignment),
-            marks=marks,
+            numel=round_up(end + len(numels) + headers, alignment),
         )
 
     def part(self, first: int, last: int) -> Layout:
@@ -127,7 +94,6 @@ class Layout:
             offsets=self.offsets[first:last],
             flags_offset=self.flags_offset + first,
             headers=0,
-            marks_offset=self.marks_offset + first * (self.marks.words if self.marks else 0),
         )
 
     def encode_headers(self, headers: Sequence[int]) -> bytes:
@@ -145,6 +111,11 @@ class Layout:
         except ValueError:
             place, header = next((i, b) for i, b in enumerate(headers) if not 0 <= b <= 255)
             raise ValueError(f"header {place} should be in 0..255, but is {header}") from None
+
+    @property
+    def trailer_end(self) -> int:
+        """First element after the trailer."""
+        return self.flags_offset + len(self.numels) + self.headers
 
     @cached_property
     def gapless(self) -> tuple[int, int] | None:
@@ -187,11 +158,9 @@ class FlatBuffer:
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
         headers: view of the headers, one element each: before the collective those of this rank
             and zeros, afterwards those of all ranks. Empty in a part.
-        trailer: view of the used flags and the headers, without the marks. A part has none.
-        tail: view of the trailer with the marks. A part has none.
+        trailer: view of the used flags and the headers. A part has none.
         encoded: the content of ``trailer`` before the collective: ``encoded_flags`` and
             ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
-        marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole buffer.
         first_slot: number of the first slot of a part in the whole buffer.
@@ -227,13 +196,9 @@ class FlatBuffer:
             else memory.view(dtype)
         )
         self.payload = self.data[: layout.flags_offset]
-        self.trailer = self.data[layout.flags_offset : layout.marks_offset]
-        self.tail = self.data[layout.flags_offset :]
+        self.trailer = self.data[layout.flags_offset : layout.trailer_end]
         self.flags = self.trailer[: len(layout.numels)]
         self.headers = self.trailer[len(layout.numels) :]
-        words = 0 if layout.marks is None else layout.marks.words
-        marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
-        self.marks = marks.view(len(layout.numels), words)
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
         self.addresses = list(map(Tensor.data_ptr, self.views))  # where they were last
 
@@ -276,7 +241,6 @@ class FlatBuffer:
         self.layout = self.layout.part(first, last)
         self.flags = self.flags[first:last]
         self.headers = self.headers[:0]
-        self.marks = self.marks[first:last]
         self.views = self.views[first:last]
         self.addresses = self.addresses[first:last]
         self.is_part, self.first_slot = True, first
@@ -340,33 +304,19 @@ class FlatBuffer:
     def fill_nan(self) -> None:
         """Fill all gradients with NaN."""
         self.payload.fill_(torch.nan)
-        self.clear_marks()  # the buffer still has those of the last reduction
-        self.mark(slice(None))
 
-    def clear_marks(self) -> None:
-        """Clear the marks of this buffer, or part of a buffer."""
-        self.marks.zero_()
+    def note_not_finite(self, which: Tensor, rank: int, world_size: int) -> None:
+        """These gradients, bool ``(n,)``, are not finite on this rank: tell all ranks.
 
-    def mark(self, slots: int | slice) -> None:
-        """Mark gradients as not finite on this rank. Does nothing if the layout has no marks."""
-        if self.layout.marks is not None:
-            self.marks[slots, self.layout.marks.word] = self.layout.marks.bit
-
-    def marked(self, marks: Tensor | None = None) -> dict[int, list[int]]:
-        """After the reduction: slots whose gradients are not finite, and on which ranks.
-
-        Args:
-            marks: a copy of :attr:`marks` on the host, if there is one.
+        The last ``world_size`` headers are places of the ranks for that.
         """
-        marks = self.marks if marks is None else marks
-        if not marks.any():
-            return {}
-        rows = marks.to(torch.int64).tolist()
-        return {slot: self._ranks_of(row) for slot, row in enumerate(rows) if any(row)}
+        self.flags.masked_fill_(which, torch.nan)
+        place = self.trailer[len(self.trailer) - world_size + rank]
+        place.copy_(which.any() | (place != 0))
 
-    def _ranks_of(self, row: list[int]) -> list[int]:
-        """The ranks whose bits are set in the words of one gradient."""
-        return [rank for rank in range(8 * len(row)) if row[rank // 8] >> rank % 8 & 1]
+    def not_finite(self, world_size: int) -> tuple[Tensor, Tensor]:
+        """After the reduction: which gradients some rank has noted, and which ranks have."""
+        return self.flags.isnan(), self.trailer[len(self.trailer) - world_size :] != 0
 
     def check_factor(self, factor: Tensor) -> None:
         """Raise a TypeError if it is not a tensor of one fp64 element on the buffer's device."""

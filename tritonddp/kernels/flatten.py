@@ -71,17 +71,7 @@ def narrow(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyp
         return x.to(tl.float32).to(TO)
 
 
-@triton.jit
-def are_finite(x):  # type: ignore[no-untyped-def]
-    """1 if all elements of the block ``x`` are finite, else 0."""
-    return tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("slots", "trailer", "num_chunks", "flags_offset", "marks_offset", "mark_words", "bit")
-    ]
-)
+@triton.jit(do_not_specialize=["slots", "trailer", "num_chunks", "flags_offset"])
 def flatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
@@ -90,21 +80,14 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     trailer,
     num_chunks,
     flags_offset,
-    marks_offset,
-    mark_words,
-    bit,
     SOURCE: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    MARK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """One program per chunk, then one per ``FLAG_BLOCK`` of the ``trailer`` flags and headers.
-
-    With ``MARK`` a program that writes a number that is not finite also writes ``bit`` into the
-    mark of its gradient, which has ``mark_words`` words.
 
     In the mask the chunk's length is rounded down to 16: otherwise the compiler could not prove
     that accesses of 16 bytes are safe. The rest is a 16-wide tail. ``multiple_of`` is the only hint
@@ -138,22 +121,13 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     inside = offsets < body
     x = tl.load(source + offsets, mask=offsets < (readable // 16) * 16, other=0.0)
     x = tl.where(present, widen(x, COMPUTE, EMULATE) * scale, 0.0)  # even if scale is inf or NaN
-    x_out = narrow(x, wire, EMULATE)
-    tl.store(target + offsets, x_out, mask=inside)
-    if MARK:
-        finite = are_finite(widen(x_out, COMPUTE, EMULATE))
+    tl.store(target + offsets, narrow(x, wire, EMULATE), mask=inside)
     if body < count:
         # New names: the compiler does not allow another shape under the same name.
         rest = body + tl.arange(0, 16)
         y = tl.load(source + rest, mask=rest < readable, other=0.0)
         y = tl.where(present, widen(y, COMPUTE, EMULATE) * scale, 0.0)
-        y_out = narrow(y, wire, EMULATE)
-        tl.store(target + rest, y_out, mask=rest < count)
-        if MARK:
-            finite = tl.minimum(finite, are_finite(widen(y_out, COMPUTE, EMULATE)))
-    if MARK:
-        mark = narrow(bit.to(tl.float32).to(COMPUTE), wire, EMULATE)
-        tl.store(bucket + marks_offset + slot * mark_words, mark, mask=finite == 0)
+        tl.store(target + rest, narrow(y, wire, EMULATE), mask=rest < count)
 
 
 # Decided when @triton.jit runs, once for the process.
@@ -171,9 +145,8 @@ def flatten(
 ) -> None:
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
-    One launch on the current stream, which should be the one that produced the gradients. If the
-    layout has marks, they are cleared before, in a small separate launch. Arguments are those of
-    ``reference.flatten``; for errors see :meth:`DeviceTables.update`.
+    One launch on the current stream, which should be the one that produced the gradients. Arguments
+    are those of ``reference.flatten``; for errors see :meth:`DeviceTables.update`.
     """
     tables = flat.tables or DeviceTables.of(flat)
     # As in DeviceTables.update, without its call.
@@ -200,9 +173,6 @@ def flatten(
         if not flat.layout.numels and not flat.layout.headers:
             return
         run = tables.launches[key] = _prepare(flat, tables, dtype, tables.aligned)
-    if flat.layout.marks is not None:
-        # Programs cannot clear them: others may have set marks before they run.
-        flat.marks.zero_()
     # The same as launch.run(), without one more call.
     if tables.device_index is None or tables.device_index == _torch.current_device():
         run()
@@ -225,19 +195,16 @@ def _prepare(
     flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None, aligned: bool
 ) -> partial[None]:
     """The launch of ``flatten`` for gradients of this dtype and alignment."""
-    layout, marks = flat.layout, flat.layout.marks
+    layout = flat.layout
     source = dtype or tables.usual_dtype
     compute = compute_dtype(source, flat.data.dtype)
     kind = (TRITON_DTYPES[source], TRITON_DTYPES[compute], tables.block, FLAG_BLOCK, aligned)
     slots, num_chunks = len(layout.numels), tables.num_chunks
     trailer = slots + layout.headers
-    mark = (0, 0, 0)
-    if marks is not None:
-        mark = (layout.marks_offset + marks.word, marks.words, marks.bit)
     return _launch.bind(
         num_chunks + -(-trailer // FLAG_BLOCK),
         (tables.chunks, tables.dynamic, flat.data),
-        (slots, trailer, num_chunks, layout.flags_offset, *mark),
-        (*kind, marks is not None, INTERPRETED),
+        (slots, trailer, num_chunks, layout.flags_offset),
+        (*kind, INTERPRETED),
         num_warps=tables.num_warps,
     )

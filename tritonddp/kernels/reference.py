@@ -61,8 +61,6 @@ def flatten(
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
         headers: as many as the layout has, in 0..255; none for a part of a buffer.
 
-    If the layout has marks, gradients are marked whose written numbers are not all finite.
-
     Raises:
         ValueError: the headers are not as many as the layout's, or not in 0..255.
     """
@@ -103,8 +101,6 @@ def flatten(
                 flat.batched = None  # torch has resized it, with only a warning
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
             batched.payload.mul_(batched.factor)
-            if flat.layout.marks is not None:
-                _mark(flat)
             return
     source = wire
     for grad in grads:
@@ -124,25 +120,8 @@ def flatten(
                 torch.mul(grad, batched.factor if grad.dim() else scale, out=view)
             else:  # torch would make room for it
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
-    if flat.layout.marks is not None:
-        _mark(flat)
     if not flat.is_part:
         flat.trailer.copy_(flat.encoded)  # type: ignore[arg-type]
-
-
-def _mark(flat: FlatBuffer) -> None:
-    """Mark gradients that are not finite, while they are in the cache."""
-    flat.marks.zero_()
-    layout = flat.layout
-    if not layout.numels:
-        return
-    # A sum is not finite if one term is not. The converse is false, so then each is checked.
-    if not math.isfinite(
-        flat.data[layout.offsets[0] : layout.offsets[-1] + layout.numels[-1]].sum()
-    ):
-        for slot, view in enumerate(flat.views):
-            if not view.isfinite().all():
-                flat.mark(slot)
 
 
 def unflatten(
@@ -269,7 +248,7 @@ class _Batched:
         self.payload = flat.data[first:end]
         self.places = flat.views if flat.is_part else [*flat.views, flat.trailer]
         if layout.vectors and (flat.is_part or layout.flags_offset == end):
-            self.line = flat.data[first : end if flat.is_part else layout.marks_offset]
+            self.line = flat.data[first : end if flat.is_part else layout.trailer_end]
             self.numel = self.line.numel()
 
     def rescale(self, scale: float) -> None:

@@ -194,5 +194,5 @@ def _without(
     """A buffer of ``kernels`` in which the ``large`` slots of ``layout`` have no elements."""
     shapes = [(0,) if slot in large else each for slot, each in enumerate(layout.shapes)]
     strides = [(1,) if slot in large else each for slot, each in enumerate(layout.strides)]
-    small = Layout.of(shapes, strides, kernels.alignment, layout.headers, layout.marks)
+    small = Layout.of(shapes, strides, kernels.alignment, layout.headers)
     return kernels.buffer(replace(small, trailer_unit=trailer_unit), dtype, device, memory)

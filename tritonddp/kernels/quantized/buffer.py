@@ -8,13 +8,12 @@ Each of W ranks owns one part of the blocks, and of the exact elements: it gets 
 ranks, sums it, and sends the sum to all. So the message of a rank has W equal parts::
 
     part p      | numbers: 256 Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
-    trailer     | flag 0 .. flag n-1 | this rank's header | mark 0 .. mark n-1 |  (a byte each)
+    trailer     | flag 0 .. flag n-1 | this rank's header |  (a byte each)
 
     Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
 
 The sums that each rank sends afterwards are such a part without the trailer. The trailer is the
-same in each part, so that every rank gets the trailers of all. A mark is 1 if the gradient is not
-finite on this rank; there are no marks if that is not checked. Padding has no meaning.
+same in each part, so that every rank gets the trailers of all. Padding has no meaning.
 
 Two ranks may instead send each other their whole message, which is the same number of bytes, and
 both sum all of it. That is done on the CPU, where it saves half of the work. Such an exchange is
@@ -43,6 +42,9 @@ EXACT_ALIGNMENT = 16
 # The largest number that a block holds.
 LIMIT = 127.0
 
+# A used flag of a gradient that is not finite; others are 0 and 1.
+_NOT_FINITE = 255
+
 
 class Piece(NamedTuple):
     """Consecutive elements of one gradient that lie in one part of the message."""
@@ -64,13 +66,12 @@ class MessageLayout:
         is_direct: each rank gets the whole message of the other, and sums are not sent.
         parts: number of parts of a message.
         header: bytes of the header of one rank.
-        has_marks: whether the trailer has marks.
         places: for a quantised gradient the number of its first block, for an exact one the number
             of its first element among all exact elements.
         blocks: number of blocks of all gradients.
         exact: number of exact elements of all gradients, with padding.
         part_blocks, part_exact: blocks (``Bp``) and exact elements (``Ep``) in a part.
-        scales_offset, exact_offset, marks_offset: offset in a part, in bytes.
+        scales_offset, exact_offset: offset in a part, in bytes.
         part_bytes: bytes of a part without its trailer, which is the offset of the trailer.
         stride: bytes from one part of the message to the next.
         sent_numel, gathered_numel: bytes of the message of a rank, and of the sums of all ranks.
@@ -82,7 +83,6 @@ class MessageLayout:
         quantized: Sequence[bool],
         world_size: int,
         headers: int = 0,
-        has_marks: bool = False,
         is_direct: bool = False,
     ) -> None:
         """A layout of gradients with ``numels`` elements, and ``headers`` bytes for all ranks."""
@@ -92,7 +92,6 @@ class MessageLayout:
         self.is_direct = is_direct
         self.parts = parts = 1 if is_direct else world_size
         self.header = headers // world_size
-        self.has_marks = has_marks
         self.places: list[int] = []
         self.blocks = self.exact = 0
         for numel, is_quantized in zip(numels, quantized, strict=True):
@@ -107,8 +106,7 @@ class MessageLayout:
         self.scales_offset = self.part_blocks * BLOCK
         self.exact_offset = self.scales_offset + round_up(4 * self.part_blocks, 16)
         self.part_bytes = self.exact_offset + 4 * self.part_exact
-        self.marks_offset = self.part_bytes + len(numels) + self.header
-        self.stride = round_up(self.marks_offset + len(numels) * has_marks, 16)
+        self.stride = round_up(self.part_bytes + len(numels) + self.header, 16)
         self.sent_numel = parts * self.stride
         self.gathered_numel = 0 if is_direct else world_size * self.part_bytes
 
@@ -142,7 +140,6 @@ class Sections(NamedTuple):
     scales: Tensor  # (rows, Bp), fp32. With NaN the block is all NaN, with 0 all zeros
     exact: Tensor  # (rows, Ep), fp32
     trailers: Tensor  # (rows, n + bytes of a header), uint8; no columns in gathered sums
-    marks: Tensor  # (rows, n), uint8; no columns in gathered sums, or without marks
 
 
 @dataclass
@@ -207,7 +204,6 @@ class QuantizedBuffer(FlatBuffer):
         data: fp32, one gradient after the other, quantised ones first, each at a multiple of 256.
             Elements between them have no meaning. On a GPU it is the message.
         flags, headers: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
-        marks: uint8 ``(n, W)``, after receiving: those of each rank.
         views: on the CPU only.
     """
 
@@ -224,9 +220,7 @@ class QuantizedBuffer(FlatBuffer):
             place * BLOCK if is_quantized else of_blocks + place
             for place, is_quantized in zip(message.places, message.quantized, strict=True)
         )
-        self.layout = replace(
-            layout, offsets=offsets, flags_offset=end, marks_offset=end, numel=end
-        )
+        self.layout = replace(layout, offsets=offsets, flags_offset=end, numel=end)
         self.dtype = dtype
         self.rank = quantization.rank
         self.residuals = quantization.residuals
@@ -246,7 +240,6 @@ class QuantizedBuffer(FlatBuffer):
         trailer = torch.zeros(slots + layout.headers, dtype=dtype, device=device)
         self.flags = trailer[:slots]
         self.headers = trailer[slots:]
-        self.marks = self.incoming.marks.T
         self.views: list[Tensor] = []
         self.addresses: list[int] = []
         self.data = self.message
@@ -261,13 +254,11 @@ class QuantizedBuffer(FlatBuffer):
         rows = parts.view(size, parts.numel() // size)
         words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
         scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
-        marks = rows[:, layout.marks_offset :]
         return Sections(
             rows[:, : layout.scales_offset].view(torch.int8).view(size, blocks, BLOCK),
             words[:, scales : scales + blocks],
             words[:, exact : exact + layout.part_exact],
-            rows[:, layout.part_bytes : layout.marks_offset],
-            marks[:, : len(layout.numels) * layout.has_marks],
+            rows[:, layout.part_bytes :][:, : len(layout.numels) + layout.header],
         )
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
@@ -294,17 +285,12 @@ class QuantizedBuffer(FlatBuffer):
         """See :meth:`FlatBuffer.fill_nan`. Residuals stay as they are."""
         self.outgoing.scales.fill_(torch.nan)
         self.outgoing.exact.fill_(torch.nan)
-        self.mark(slice(None))
 
-    def mark(self, slots: int | slice) -> None:
-        """See :meth:`FlatBuffer.mark`."""
-        if isinstance(slots, int):
-            slots = slice(self.first_slot + slots, self.first_slot + slots + 1)
-        self.outgoing.marks[:, slots] = 1
+    def note_not_finite(self, which: Tensor, rank: int, world_size: int) -> None:
+        """See :meth:`FlatBuffer.note_not_finite`: all ranks get the flags of each."""
+        self.outgoing.trailers[:, : len(which)].masked_fill_(which, _NOT_FINITE)
 
-    def clear_marks(self) -> None:
-        """See :meth:`FlatBuffer.clear_marks`."""
-        self.outgoing.marks[:, self.first_slot :][:, : len(self.layout.numels)] = 0
-
-    def _ranks_of(self, row: list[int]) -> list[int]:
-        return [rank for rank, mark in enumerate(row) if mark]
+    def not_finite(self, world_size: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`FlatBuffer.not_finite`."""
+        noted = self.incoming.trailers[:, : len(self.flags)] == _NOT_FINITE
+        return noted.any(0), noted.any(1)

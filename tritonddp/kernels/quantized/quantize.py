@@ -17,24 +17,16 @@ from torch import Tensor
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
-from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, are_finite, widen
+from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, widen
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.quantized.blocks import encode, error_of
 from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
 
 
-@triton.jit
-def mark_unless(finite, marks, stride, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Unless ``finite``, write 1 to ``marks``, a mark in the first part, and in all other parts."""
-    if finite == 0:
-        for part in tl.range(0, PARTS):
-            tl.store(marks + tl.cast(part, tl.int64) * stride, 1)
-
-
 @triton.jit(
     do_not_specialize=[
         *("slots", "trailer", "own_header", "scale_place", "quantized_chunks", "num_chunks"),
-        *("part_blocks", "exact_offset", "part_bytes", "stride", "marks_offset"),
+        *("part_blocks", "exact_offset", "part_bytes", "stride"),
     ]
 )
 def quantize_kernel(  # type: ignore[no-untyped-def]
@@ -52,14 +44,11 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     exact_offset,
     part_bytes,
     stride,
-    marks_offset,
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    MARK: tl.constexpr,
-    PARTS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """One program per chunk, then for each part one per ``FLAG_BLOCK`` of its trailer.
@@ -102,18 +91,12 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         y = widen(tl.load(source + line, mask=line < body, other=0.0), tl.float32, EMULATE)
         y = tl.where(present, y * scale, 0.0)  # even if scale is inf or NaN
         tl.store(target + line, y, mask=line < (count // 16) * 16)
-        if MARK:
-            finite = are_finite(y)
         if (count // 16) * 16 < count:
             # New names: the compiler does not allow another shape under the same name.
             rest = (count // 16) * 16 + tl.arange(0, 16)
             z = tl.load(source + rest, mask=rest < readable, other=0.0)
             z = tl.where(present, widen(z, tl.float32, EMULATE) * scale, 0.0)
             tl.store(target + rest, z, mask=rest < count)
-            if MARK:
-                finite = tl.minimum(finite, are_finite(z))
-        if MARK:
-            mark_unless(finite, message + marks_offset + slot, stride, PARTS)
         return
 
     blocks = tl.arange(0, BLOCK // 256)
@@ -138,8 +121,6 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     tl.store(numbers + places, code, mask=there[:, None])
     scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
     tl.store(scales + place + blocks, block_scale, mask=there)
-    if MARK:
-        mark_unless(are_finite(block_scale), message + marks_offset + slot, stride, PARTS)
 
 
 _launch = Launcher(quantize_kernel)
@@ -185,7 +166,7 @@ def quantize(
     """
     tables = flat.tables or QuantizedTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
-    layout, residuals = flat.message_layout, flat.residuals
+    residuals = flat.residuals
     sent = tables.one if residuals is None else residuals.sent
     found = tables.launches.get((_launch, dtype, tables.aligned))
     if found is None or found[0] is not sent:
@@ -194,8 +175,6 @@ def quantize(
     prepared = found[1]
     if prepared is None:
         return
-    if layout.has_marks:
-        flat.clear_marks()  # programs cannot: others may have set marks before they run
     launch.run(tables.device_index, prepared)
 
 
@@ -228,14 +207,12 @@ def _prepare(
     own_header, scale_place = flat.rank * layout.header, 2 * slots + flat.layout.headers
     chunks = (tables.quantized_chunks, tables.num_chunks)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes, layout.stride)
-    marks_offset = layout.marks_offset + flat.first_slot
     source = TRITON_DTYPES[dtype or tables.usual_dtype]
     kind = (flat.residuals is not None, aligned)
-    marks = (layout.has_marks, layout.parts)
     return _launch.bind(
         programs,
         (tables.chunks, tables.dynamic, flat.message, sent),
-        (slots, trailer, own_header, scale_place, *chunks, *offsets, marks_offset),
-        (source, tables.block, FLAG_BLOCK, *kind, *marks, INTERPRETED),
+        (slots, trailer, own_header, scale_place, *chunks, *offsets),
+        (source, tables.block, FLAG_BLOCK, *kind, INTERPRETED),
         num_warps=tables.num_warps,
     )

@@ -111,8 +111,7 @@ def quantize(
 
     The residuals ``residuals.sent`` are added to quantised gradients, and become the new errors.
     The residual of a slot that is not ``used``, or of a block that becomes NaN, is not sent, and
-    stays as it is. If the layout has marks, gradients with such a block, or with an exact number
-    that is not finite, are marked.
+    stays as it is.
 
     Arguments are those of ``reference.flatten``. Gradients are not of fp64, and the factor is
     applied in fp32. A part of a buffer writes no trailer.
@@ -139,8 +138,6 @@ def quantize(
     for piece in exact:
         target = flat.outgoing.exact[piece.part, piece.place :][: piece.numel]
         _gather(target, [target], [piece], sources, scale)
-    if flat.layout.marks is not None:
-        _mark(flat, chunks, exact)
     if not flat.is_part:
         flat.write_trailer(used, encoded)
 
@@ -154,7 +151,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     ``flat`` is not a part of a buffer. In a direct exchange no rank owns a part, and only the
     trailers are read.
     """
-    numbers, scales, exact, trailers, _ = flat.incoming
+    numbers, scales, exact, trailers = flat.incoming
     residuals = flat.residuals
     owned = flat.message_layout.owned_blocks(flat.rank)
     silent = (scales[:, :owned] == 0).all(0)
@@ -202,7 +199,7 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
         flat.check_factor(factor)
         multiplier = factor.item()
     layout = flat.message_layout
-    numbers, scales, exact, _, _ = flat.result
+    numbers, scales, exact, _ = flat.result
     if layout.is_direct:
         for first in range(0, layout.blocks, _BLOCKS):
             blocks = slice(first, min(first + _BLOCKS, layout.blocks))
@@ -249,20 +246,6 @@ def _quantize_chunk(
     elif residual is not None and not is_added:
         values.add_(residual)
     _encode(values, other, chunk.numbers, chunk.scales, residual, kept)
-
-
-def _mark(flat: QuantizedBuffer, chunks: list[_Chunk], exact: list[Piece]) -> None:
-    """Mark gradients that are not finite."""
-    flat.clear_marks()
-    for chunk in chunks:
-        broken = chunk.scales.isnan()
-        if broken.any():
-            for piece in chunk.pieces:
-                if broken[chunk.rows_of(piece)].any():
-                    flat.mark(piece.slot - flat.first_slot)
-    for piece in exact:
-        if not flat.outgoing.exact[piece.part, piece.place :][: piece.numel].isfinite().all():
-            flat.mark(piece.slot - flat.first_slot)
 
 
 def _gather(
