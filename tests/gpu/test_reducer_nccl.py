@@ -97,7 +97,7 @@ def test_gradients_are_the_mean_in_every_dtype_and_layout(device: torch.device, 
         if forget != "keep":
             ddp.zero_grad(set_to_none=forget == "drop")
             total = NONE
-    dtypes = [bucket.flat.data.dtype for bucket in ddp.reducer.buckets]
+    dtypes = [bucket.wire_dtype for bucket in ddp.reducer.buckets]
     assert {*dtypes} == {FP32, BF16, FP16, FP64}
     assert len(dtypes) > 4, "no dtype has more than one bucket"
 
