@@ -1,14 +1,11 @@
 """A collective that fails says where this rank and the others are, and who is missing."""
 
-import ctypes
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import give_up_after, ranks
-from launched import ROOT
-from torch import nn
 
-from tritonddp import DistributedDataParallel
 from tritonddp.coordination import failures
 from tritonddp.coordination.failures import FailureReport, History
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process
 
 PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
-# A process may take long to start on a busy machine; a test that hangs ends here.
-LIMIT = 120.0
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def failure(
@@ -81,32 +72,6 @@ def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for(r
 
 @pytest.mark.long
 @ranks(3)
-def test_of_three_ranks_the_missing_one_is_told_from_those_that_failed_too(rank: int) -> None:
-    group = impatient()
-    if rank != 2:
-        text = failure(group)
-        assert f"rank {1 - rank} failed at the same place" in text
-        assert "rank 2 has not reported" in text
-    dist.barrier()
-
-
-@pytest.mark.long
-@ranks(2)
-def test_ranks_at_different_steps_read_each_others_place(rank: int) -> None:
-    group = impatient()
-    if rank == 0:
-        text = failure(group)
-        assert "rank 1 failed elsewhere: at step 3, bucket 0 ('c'), broadcast of 16 bytes." in text
-    else:
-        text = failure(
-            group, "step 3, bucket 0 ('c')", dist.broadcast, "broadcast of 16 bytes", group_src=0
-        )
-        assert f"rank 0 failed elsewhere: at {PLACE}, all-reduce of 16 bytes." in text
-    assert f"rank {1 - rank} has not reported" not in text
-
-
-@pytest.mark.long
-@ranks(3)
 def test_ranks_of_a_subgroup_are_named_in_both_ways(rank: int) -> None:
     group = impatient([1, 2])
     if rank == 1:
@@ -114,180 +79,6 @@ def test_ranks_of_a_subgroup_are_named_in_both_ways(rank: int) -> None:
         assert text.startswith("rank 0, ")
         assert "rank 1 (global rank 2) has not reported" in text
     dist.barrier()
-
-
-# Ranks that die or stop. These processes are the test's own: those of @ranks must live.
-
-
-def run(
-    scenario: Callable[..., None], store: str, survivors: list[int], folder: Path, size: int = 3
-) -> dict[int, str]:
-    """Run a scenario; what the error says on each survivor, of ``size`` ranks.
-
-    Args:
-        scenario: run by each process with its rank.
-        store: ``"file"``, or ``"tcp"``, whose host is rank 0.
-        survivors: ranks that must end by themselves. The others are killed at the end.
-        folder: an empty one.
-    """
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    processes = []
-    try:
-        for rank in range(size):
-            with (folder / f"log{rank}").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__, scenario.__name__, store, str(rank), str(size)],
-                        cwd=folder,
-                        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-        deadline = time.monotonic() + LIMIT
-        for rank in survivors:
-            try:
-                status: int | None = processes[rank].wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                status = None
-            log_of_rank = (folder / f"log{rank}").read_text()
-            assert status == 0, f"rank {rank} ended with {status}:\n{log_of_rank}"
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return {rank: (folder / f"text{rank}").read_text() for rank in survivors}
-
-
-def join(store: str, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
-    """Initialise the default group, and make one with a timeout in seconds."""
-    limit = timedelta(seconds=LIMIT)
-    if store == "file":
-        shared: dist.Store = dist.FileStore("store", size)
-    elif rank == 0:
-        shared = dist.TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
-        Path("port.new").write_text(str(shared.port))
-        Path("port.new").rename("port")
-    else:
-        while not Path("port").exists():
-            time.sleep(0.01)
-        port = int(Path("port").read_text())
-        shared = dist.TCPStore("127.0.0.1", port, size, False, limit)
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=size, timeout=limit)
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    dist.barrier(group)
-    give_up_after(timeout, group)
-    return group
-
-
-def killed_amid_all_reduce(store: str, rank: int, size: int, victim: int) -> None:
-    group = join(store, rank, size, LIMIT)
-    content = torch.ones(1 << 24)
-    work = dist.all_reduce(content, group=group, async_op=True)
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        explained = Group(group).explain(f"rank {rank}, {PLACE}", "all-reduce", error)
-        Path(f"text{rank}").write_text(str(explained))
-        # The store lives with rank 0, which must not end while others read.
-        while len(list(Path().glob("text*"))) < size - 1:
-            time.sleep(0.01)
-
-
-def last_is_killed(store: str, rank: int, size: int) -> None:
-    killed_amid_all_reduce(store, rank, size, victim=size - 1)
-
-
-def first_is_killed(store: str, rank: int, size: int) -> None:
-    killed_amid_all_reduce(store, rank, size, victim=0)
-
-
-def first_is_stopped(store: str, rank: int, size: int) -> None:
-    group = join(store, rank, size, 2)
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    Path(f"text{rank}").write_text(failure(group))
-
-
-def killed_beside_its_worker(store: str, rank: int, size: int) -> None:
-    """The forked worker holds all sockets of the rank: none is closed by its death."""
-    ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=join(store, rank, size, LIMIT))
-    for _ in range(3):
-        ddp(torch.ones(1, 4)).sum().backward()
-    if rank == size - 1:
-        worker = os.fork()
-        if worker == 0:
-            time.sleep(LIMIT)
-            os._exit(0)
-        Path("worker").write_text(str(worker))
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        for _ in range(3):
-            ddp(torch.ones(1, 4)).sum().backward()
-    except RuntimeError as error:
-        os.kill(int(Path("worker").read_text()), 0)  # it lives
-        Path(f"text{rank}").write_text(str(error))
-        while len(list(Path().glob("text*"))) < size - 1:
-            time.sleep(0.01)
-        os._exit(0)
-
-
-@pytest.mark.long
-def test_a_rank_killed_while_its_forked_worker_is_stuck_is_named_before_that_ends(
-    tmp_path: Path,
-) -> None:
-    try:
-        for text in run(killed_beside_its_worker, "tcp", [0, 1], tmp_path).values():
-            assert "rank 2 (process" in text
-            assert "has ended" in text
-    finally:
-        os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.thorough), "tcp"])
-def test_a_rank_killed_amid_an_all_reduce_is_named_by_all_others(
-    store: str, tmp_path: Path
-) -> None:
-    texts = run(last_is_killed, store, [0, 1], tmp_path)
-    for rank, text in texts.items():
-        assert text.startswith(f"rank {rank}, {PLACE}, all-reduce failed: RuntimeError: "), text
-        assert "rank 2 has not reported" in text
-        assert f"rank {1 - rank} failed at the same place" in text
-
-
-@pytest.mark.long
-def test_a_rank_that_exchanges_nothing_with_the_dead_one_fails_too(tmp_path: Path) -> None:
-    for text in run(last_is_killed, "tcp", [0, 1, 2], tmp_path, size=4).values():
-        assert "rank 3 has not reported" in text, "and no other"
-        assert "failed at the same place" in text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("scenario", "size"),
-    [pytest.param(first_is_killed, 4, marks=pytest.mark.thorough), (first_is_stopped, 3)],
-)
-def test_a_store_whose_host_died_or_stopped_neither_hangs_nor_hides_the_error(
-    scenario: Callable[..., None], size: int, tmp_path: Path
-) -> None:
-    texts = run(scenario, "tcp", list(range(1, size)), tmp_path, size)
-    for rank, text in texts.items():
-        assert text.startswith(f"rank {rank}, {PLACE}, all-reduce"), text
-        assert "failed: RuntimeError: " in text.splitlines()[0]
-        assert "store could not be asked" in text
-        assert "Nothing is known of ranks 0" in text
-        assert "has not reported:" not in text, "nobody was asked"
-
-
-@pytest.mark.long
-def test_a_killed_rank_0_is_named_where_the_store_has_no_host(tmp_path: Path) -> None:
-    for text in run(first_is_killed, "file", [1, 2], tmp_path).values():
-        assert "rank 0 has not reported" in text
 
 
 # What is posted and read
@@ -436,13 +227,3 @@ def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
     other.enter()
     assert "rank 1 (process" in explain(report)
     assert "runs but has not reported" in explain(report)
-
-
-if __name__ == "__main__":
-    if sys.platform == "linux":
-        # Nothing outlives the test process, however it ends.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
-    scenarios = [last_is_killed, first_is_killed, first_is_stopped, killed_beside_its_worker]
-    _, name, where, number, count = sys.argv
-    next(each for each in scenarios if each.__name__ == name)(where, int(number), int(count))

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from training import (
     assert_gradients_alike,
     assert_mean_of,
@@ -123,24 +122,6 @@ def test_a_forked_process_sends_nothing_and_disturbs_nobody(rank: int, options: 
 
 
 @ranks(2)
-def test_workers_of_a_data_loader_may_be_forked_while_gradients_are_on_their_way() -> None:
-    ddp = DistributedDataParallel(layers(), compression="int8")
-    ddp.require_manual_backward_finalization = True
-    step(ddp, 0)
-    loader = DataLoader(
-        TensorDataset(torch.randn(6, 4)),
-        batch_size=3,
-        num_workers=1,
-        multiprocessing_context="fork",
-    )
-    for (inputs,) in loader:
-        ddp.finalize_backward()
-        ddp(inputs).pow(2).sum().backward()
-    ddp.finalize_backward()
-    assert_gradients_alike(ddp)
-
-
-@ranks(2)
 def test_a_forked_process_frees_no_work_that_is_on_its_way() -> None:
     """The destructor of a work may wait for a thread of the parent, which is not in the child."""
     ddp = DistributedDataParallel(layers(), compression="int8")
@@ -194,42 +175,3 @@ def test_two_threads_train_a_module_each_in_groups_of_their_own() -> None:
     for number in (0, 1):
         step(alone[number], 11 + 50 * number)
         assert_mean_of(nets[number], alone[number])
-
-
-# Several wrapped modules
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@ranks(2)
-def test_two_wrapped_modules_in_one_step(groups: int) -> None:
-    """Forwards and backwards interleaved, one loss over both, and one module behind the other."""
-    nets = [
-        DistributedDataParallel(
-            layers(),
-            gradient_as_bucket_view=bool(number),
-            process_group=dist.new_group() if groups == 2 else None,
-            bucket_cap_mb=1e-4,
-        )
-        for number in range(2)
-    ]
-    alone = [copy.deepcopy(net.module) for net in nets]
-
-    def interleaved(first: nn.Module, second: nn.Module, seed: int) -> None:
-        outputs = first(batch(seed)), second(batch(seed + 20))
-        outputs[0].pow(2).sum().backward()
-        outputs[1].pow(2).sum().backward()
-
-    def one_loss(first: nn.Module, second: nn.Module, seed: int) -> None:
-        (first(batch(seed)) * second(batch(seed + 20))).sum().backward()
-
-    def chained(first: nn.Module, second: nn.Module, seed: int) -> None:
-        second(first(batch(seed))).pow(2).sum().backward()
-
-    for seed in range(3):
-        for loop in (interleaved, one_loss, chained):
-            for each in (nets, alone):
-                for net in each:
-                    net.zero_grad()
-                loop(each[0], each[1], seed)
-            for ddp, own in zip(nets, alone, strict=True):
-                assert_mean_of(ddp, own)

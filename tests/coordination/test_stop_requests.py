@@ -13,7 +13,6 @@ from tritonddp.coordination.agreement import (
     Agreement,
     GradSource,
     SchemaMismatch,
-    Weight,
     decode,
     schema_hash,
 )
@@ -69,30 +68,6 @@ def test_all_ranks_stop_after_the_reduction_that_carries_it(
         assert reduce() == [True] * 3
         assert [each.sent.encoded for each in agreements] == steady, "it is not sent again"
         assert all(each.expected for each in agreements)
-
-
-def test_a_request_is_no_mismatch_between_weights_and_an_empty_rank() -> None:
-    one, two = of_rank(0, 2), of_rank(1, 2)
-    two.request_stop(0)
-    one.open(HERE, GradSource.FORWARD, Weight(3.0), (), False, True, bytes(3))
-    two.open(HERE, GradSource.JOINED, Weight(0.0), (), False, True, bytes(3))
-    headers = torch.tensor([*one.sent.encoded]).float() + torch.tensor([*two.sent.encoded]).float()
-    factors = [each.check(headers, "here") for each in (one, two)]
-    assert [float(factor) for factor in factors] == [2 * 16 / 3] * 2  # type: ignore[arg-type]
-    assert one.is_stopped
-    assert two.is_stopped
-
-
-def test_a_mean_over_those_that_are_there_counts_a_rank_that_asks_as_what_it_is() -> None:
-    agreements = [of_rank(rank, 3) for rank in range(3)]
-    for each in agreements:
-        each.request_stop(0)
-        source = GradSource.JOINED if each.group.rank == 1 else GradSource.FORWARD
-        each.open(HERE, source, None, (), True, True, bytes(3))
-    headers = sum(torch.tensor([*each.sent.encoded]).float() for each in agreements)
-    for each in agreements:
-        assert each.check(headers, "here").tolist() == [1.5]  # type: ignore[union-attr]
-        assert each.is_stopped
 
 
 def test_ranks_that_differ_do_not_stop_by_what_may_be_no_headers() -> None:

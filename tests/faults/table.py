@@ -9,6 +9,7 @@ from faults.points import POINTS, Point, point_of
 # What happens to the victim, and how the others speak of it if it does not answer any more.
 LOST = {
     "kill": "has ended",
+    "orphan": "has ended",
     "leave": "has ended",
     "stop": "is stopped",
     "loop": "runs but has not reported",
@@ -164,6 +165,7 @@ FAULTS = {
     for fault in [
         *_strikes(),
         Fault("kill", "inside the forward", 3, 0, hosts_store=True),
+        Fault("stop", "inside the forward", 3, 0, hosts_store=True, is_stall=True),
         Fault("kill", "end of backward", 2, 0, detail=True),
         *_differ(
             ("wider module", 3, 1, False, "rank 0 has .6, 6. .*rank 1 has .8, 8."),

@@ -199,17 +199,6 @@ def test_a_backward_through_no_output_is_reduced_only_if_a_forward_has_armed_it(
     assert ddp.reducer.counters.reductions == 2
 
 
-@ranks(2)
-def test_gradients_reduced_on_request_end_a_window_as_a_backward_does() -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    loss = ddp(torch.ones(1, 2)).sum()  # arms the reduction
-    with ddp.no_sync():
-        loss.backward()
-    ddp.reduce_gradients()
-    forward_inside(ddp, torch.ones(1, 2))
-    assert ddp.reducer.counters.reductions == 0
-
-
 def window_of_forwards_inside(ddp: Any) -> None:
     before = ddp.reducer.counters.reductions
     for is_last in (False, False, True):
@@ -240,17 +229,3 @@ def test_after_an_error_of_weights_on_one_rank_all_ranks_begin_alike(rank: int) 
         loss.backward()
     ddp.zero_grad()
     window_of_forwards_inside(ddp)
-
-
-@ranks(2)
-def test_a_window_of_eight_is_reduced_once_where_only_the_forwards_are_inside() -> None:
-    """mmengine's loop with ``accumulative_counts=8``: 160 microbatches in 20 windows."""
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    for number in range(160):
-        is_last = number % 8 == 7
-        with contextlib.nullcontext() if is_last else ddp.no_sync():
-            loss = ddp(torch.ones(1, 2)).sum()
-        loss.backward()
-        if is_last:
-            ddp.zero_grad()
-    assert ddp.reducer.counters.reductions == 20

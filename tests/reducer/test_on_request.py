@@ -149,16 +149,19 @@ def test_requests_that_make_no_sense_are_refused_before_anything_is_sent() -> No
     params = list(ddp.parameters())
     wrong = torch.ones(7)
     with recorded_collectives() as calls:
-        with pytest.raises(ValueError, match="7 gradients came for 8 parameters"):
-            ddp.reduce_gradients([None] * 7)
-        with pytest.raises(ValueError, match=r"'first.weight' should be \(30, 3\)"):
-            ddp.reduce_gradients([wrong] + [None] * 7)
-        with pytest.raises(TypeError, match=r"'first.weight' should be a tensor, got 3"):
-            ddp.reduce_gradients([3] + [None] * 7)
-        with pytest.raises(ValueError, match=r"no\.such"):
-            ddp.reduce_gradients({"no.such": wrong})
-        with pytest.raises(ValueError, match="give the gradients too"):
-            ddp.reduce_gradients(params=params)
+        for error, said, grads, of in (
+            (ValueError, "7 gradients came for 8 parameters", [None] * 7, None),
+            (ValueError, r"'first.weight' should be \(30, 3\)", [wrong] + [None] * 7, None),
+            (ValueError, "", {"first.weight": wrong.double()}, None),
+            (TypeError, r"'first.weight' should be a tensor, got 3", [3] + [None] * 7, None),
+            (TypeError, "", "text", None),
+            (TypeError, "", [None] * 8, 5),
+            ((TypeError, ValueError), "", [params[0]], [None]),
+            (ValueError, r"no\.such", {"no.such": wrong}, None),
+            (ValueError, "give the gradients too", None, params),
+        ):
+            with pytest.raises(error, match=said):
+                ddp.reduce_gradients(grads, of)
         with ddp.weighted(1), ddp.no_sync():
             ddp(x).sum().backward()
         with ddp.weighted(2), pytest.raises(RuntimeError, match="weights of their backwards"):

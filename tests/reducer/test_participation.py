@@ -3,10 +3,8 @@
 The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
 """
 
-import contextlib
 import copy
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -113,47 +111,6 @@ def test_automatic_mode_is_the_default_and_what_true_means() -> None:
             with recorded_collectives() as calls:
                 ddp(batch(), "a").sum().backward()
         assert calls.names == ["all_reduce"] * len(ddp.reducer.buckets)
-
-
-Microbatch = tuple[str, bool, bool]  # branches, forward inside no_sync, two backwards
-
-
-def run_window(net: Net, microbatches: Sequence[Microbatch]) -> None:
-    for number, (names, forward_inside, twice) in enumerate(microbatches):
-        last = number == len(microbatches) - 1
-        with net.no_sync() if forward_inside and not last else contextlib.nullcontext():
-            loss = net(batch(), names).sum()
-        with contextlib.nullcontext() if last else net.no_sync():
-            if twice:
-                loss.backward(retain_graph=True)
-            loss.backward()
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-@ranks(3, views=True)
-def test_random_windows_of_random_branches(number: int, view: bool) -> None:
-    """Windows whose shape all ranks share, and whose branches each rank chooses alone."""
-    shared = random.Random(number)
-    own = [random.Random(1000 * number + rank) for rank in range(3)]
-    cap = shared.choice([1e-6, 3e-4, None])
-    ddp = wrap(Branches().double(), view, bucket_cap_mb=cap)
-    alone = one_per_rank(ddp.module)
-    history = []
-    for window in range(25):
-        shapes = [
-            (shared.random() < 0.5, shared.random() < 0.2)
-            for _ in range(shared.choice([1, 1, 2, 3]))
-        ]
-        windows = [
-            [("".join(rng.sample("abcdef", rng.choice([0, 1, 2, 5]))), *shape) for shape in shapes]
-            for rng in own
-        ]
-        history.append(windows)
-        in_step(lambda net, rank: run_window(net, history[-1][rank]), ddp, alone, window)
-        forget = shared.choice(["drop", "zero", "keep"])
-        if forget != "keep" or window % 5 == 4:
-            for net in (ddp, *alone):
-                net.zero_grad(set_to_none=forget != "zero")
 
 
 def dropped_and_used_again(net: Net, rank: int) -> None:

@@ -55,15 +55,6 @@ def test_signature_is_that_of_torch() -> None:
         assert ours[name].default == default, name
 
 
-def test_methods_of_torch_that_are_promised_are_there() -> None:
-    for name in ("forward", "no_sync", "train", "eval", "state_dict", "will_sync_module_buffers"):
-        theirs, ours = getattr(Stock, name, None), getattr(DistributedDataParallel, name)
-        if theirs is not None:
-            assert list(inspect.signature(theirs).parameters) == list(
-                inspect.signature(ours).parameters
-            ), name
-
-
 # What is refused, before anything is sent
 
 
@@ -468,22 +459,6 @@ def test_arguments_without_effect_are_accepted() -> None:
             small(), None, None, 1, static_graph=True, batched_grad_copy=True
         )
     ddp(torch.randn(4, 3)).sum().backward()
-
-
-@ranks(2)
-def test_ignored_parameters_and_buffers_are_left_alone(rank: int) -> None:
-    model = one_more()
-    model._ddp_params_and_buffers_to_ignore = ["2.weight", "1.running_mean"]
-    torch.nn.init.constant_(model[2].weight, float(rank))
-    model[1].running_mean.fill_(float(rank))
-    ddp = DistributedDataParallel(model)
-    assert model[2].weight.unique().item() == rank
-    assert model[1].running_mean.unique().item() == rank
-    x = torch.full((4, 3), float(rank)) + torch.arange(12.0).view(4, 3)
-    ddp(x).pow(2).sum().backward()
-    assert "2.weight" not in [name for bucket in ddp.reducer.buckets for name in bucket.names]
-    assert gather(model[2].weight.grad)[0].ne(gather(model[2].weight.grad)[1]).any()
-    assert_same_on_all_ranks([model[2].bias.grad, model[0].weight.grad])
 
 
 # Importing
