@@ -57,10 +57,9 @@ def broadcasts_at_each_forward(ddp: Any) -> tuple[list[int], list[list[Tensor]]]
         getattr(ddp, mode)()
         ddp.require_backward_grad_sync = not no_sync
         with torch.set_grad_enabled(gradients):
-            before, is_announced = sequence_number(), ddp.will_sync_module_buffers()
+            before = sequence_number()
             output = ddp(batch())
             counts.append(sequence_number() - before)
-        assert is_announced is bool(counts[-1])
         if backward:
             output.pow(2).sum().backward()
         states.append([buffer.clone() for buffer in ddp.buffers()])
@@ -82,6 +81,17 @@ def test_broadcast_at_the_same_forwards_as_stock_with_the_same_result() -> None:
     assert [min(count, 1) for count in expected] == [step[-1] for step in SEQUENCE]
     assert counts == [step[-1] for step in SEQUENCE]
     assert_same_bits(states, expected_states, "buffer after forward")
+
+
+@ranks(2)
+def test_the_forward_says_beforehand_whether_it_will_broadcast() -> None:
+    ddp = DistributedDataParallel(normed())
+    for _, gradients, no_sync, _, count in SEQUENCE:
+        ddp.require_backward_grad_sync = not no_sync
+        assert ddp.will_sync_module_buffers() is bool(count)
+        with torch.set_grad_enabled(gradients):
+            ddp(batch())
+    assert not DistributedDataParallel(nn.Linear(2, 2)).will_sync_module_buffers()
 
 
 def copies(module: nn.Module) -> dict[str, Tensor]:
