@@ -129,7 +129,7 @@ def test_as_many_descriptors_as_a_user_may_have_on_their_way(times: float) -> No
     assert set(is_shared(ddp)) == {times == 5}
 
 
-@pytest.mark.parametrize(("hosts", "groups"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("hosts", "groups"), [(1, 2), (2, 1), (2, 2)])
 @ranks(4)
 def test_ranks_that_wait_for_modules_in_another_order_sum_shares_of_both(
     rank: int, hosts: int, groups: int

@@ -104,6 +104,18 @@ class HostSums:
 
     def go_on(self) -> bool:
         """See :meth:`Background.go_on`. (Sums of another thread make progress there.)"""
+        if not self.start():
+            return False
+        for exchange in self._in_order():
+            # A rank of this host that has its share from the other hosts waits for this one. So all
+            # hosts have packed the bucket, and this does not wait for what waits for this rank.
+            if exchange.summed < exchange.started and exchange.is_awaited():
+                with Uninterrupted():
+                    exchange.finish_share()
+        return True
+
+    def start(self) -> bool:
+        """Receive messages, and begin the shares that can be summed; returns if any is left."""
         if self.thread != get_ident():
             return False
         for exchange in self._in_order():
@@ -313,9 +325,15 @@ class MemoryExchange(WaitPoint):
             else:
                 self._cross_host.start(self.number)
 
+    def is_awaited(self) -> bool:
+        """Whether another rank of this host has said that its share is there."""
+        key, number = (SUMMED, self.wrapper), self.number
+        return any(peer.counts[key] >= number for peer in self.peers.others)
+
     def finish_share(self) -> None:
         """Wait for the sum of the share over hosts, and tell the others."""
         if self.summed < self.started and self._cross_host is not None:
+            self.peers.start_all()  # another host may wait for these before it sends this share
             self._cross_host.finish()
             self._say_summed()
 

@@ -148,8 +148,14 @@ class Background(Protocol):
     def sum_packed(self) -> None:
         """Do what can be done now, with the messages that have come."""
 
+    def start(self) -> bool:
+        """Receive messages, and begin what can be begun; returns whether something is left to do.
+
+        Called before this thread waits for another host, in any group.
+        """
+
     def go_on(self) -> bool:
-        """Receive messages, and do what can be done; returns whether there was something to do.
+        """Likewise, and end what other ranks of this host wait for.
 
         Called while this thread waits in another group.
         """
@@ -276,9 +282,8 @@ class Peers:
         if self.background is not None:
             self.background.sum_packed()
         # ``late`` may wait for this rank in another group.
-        for peers in [each() for each in list(_working)]:
-            background = None if peers is None or peers is self else peers.background
-            if background is not None and background.go_on():
+        for background in self._other_work():
+            if background.go_on():
                 self.pause = 1.0
         if waited < _PATIENCE:
             return
@@ -290,6 +295,16 @@ class Peers:
             raise PeerError(f"rank {late.rank} did not reach this exchange within {seconds:g} s")
         if left < _PATIENCE:
             self.poll(1000 * left)
+
+    def start_all(self) -> None:
+        """Begin the work of other groups, before this rank waits for another host."""
+        for background in self._other_work():
+            background.start()
+
+    def _other_work(self) -> list[Background]:
+        """Of the other groups."""
+        others = [each() for each in list(_working)]
+        return [each.background for each in others if each not in (None, self) and each.background]
 
     def set_background(self, background: Background) -> None:
         """See :attr:`background`."""
