@@ -291,7 +291,8 @@ class DDPState:
         if config.skip_unused:
             yield SkipUnused(self.sync)
         if config.delay is not None:
-            yield DeferredBuckets(config.delay.until, config.caps.delayed, core.launching)
+            until, names = config.delay.until, config.caps.delayed
+            yield DeferredBuckets(until, names, core.launching, self.group)
         if config.divide_factor not in (None, self.group.size):
             yield EarlierMeans(lambda: parameters.params, "gradient_divide_factor")
         if config.check_finite is not None:

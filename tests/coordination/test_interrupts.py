@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from modules import linears
-from training import assert_mean_of, breaking_off, drawn, train_step
+from torch import nn
+from training import assert_mean_of, breaking_off, delayed, drawn, train_step
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.manager import BucketManager
@@ -106,6 +107,20 @@ def test_after_an_interrupt_in_a_reduction_on_request_the_group_refuses_further_
     struck = mock.patch.object(AllReduce, "launch", after(AllReduce.launch, 0))
     with handled(), struck, pytest.raises(KeyboardInterrupt):
         net.reduce_gradients()
+    with pytest.raises(RuntimeError, match="Start the processes of all ranks again"):
+        net.reduce_gradients()
+
+
+@ranks(1)
+def test_an_interrupt_where_delayed_buckets_are_launched_ends_the_use_of_the_group_too() -> None:
+    module, outside = linears(4, 4, 4), nn.Parameter(torch.ones(3, 4))
+    options = delayed(module, "1.weight", until=outside)
+    net = DistributedDataParallel(module, process_group=dist.new_group(), **options)
+    net._ddp_state.core.exchanges_alone = True
+    train_step(net, outside * 1)
+    struck = mock.patch.object(AllReduce, "launch", after(AllReduce.launch, 1))  # the delayed one
+    with handled(), struck, pytest.raises(KeyboardInterrupt):
+        train_step(net, outside * 1)
     with pytest.raises(RuntimeError, match="Start the processes of all ranks again"):
         net.reduce_gradients()
 

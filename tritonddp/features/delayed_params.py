@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tritonddp._torch import register_post_accumulate_grad_hook
 from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 from tritonddp.reducer.graph.participation import gradient_nodes, will_engine_execute
@@ -72,14 +73,19 @@ class DeferredBuckets(Extension):
         until: the parameter to wait for, if a backward reaches it.
         names: names of the delayed parameters.
         launching: a context that is held while buckets are launched.
+        group: all ranks.
     """
 
     def __init__(
-        self, until: Tensor, names: frozenset[str], launching: AbstractContextManager[Any]
+        self,
+        until: Tensor,
+        names: frozenset[str],
+        launching: AbstractContextManager[Any],
+        group: Group,
     ) -> None:
         self._nodes = gradient_nodes([until])
         self._names = names
-        self._launching = launching
+        self._launching, self._group = launching, group
         self._waits: Backward | None = None
         # A parameter keeps its hooks alive, and a graph node keeps its parameter alive. So the hook
         # must not keep this object, which holds the node, alive: that would be a cycle.
@@ -110,7 +116,7 @@ class DeferredBuckets(Extension):
         """The gradient is ready: launch the buckets that are full."""
         backward, self._waits = self._waits, None
         if backward is not None and backward.runs and backward.reduction is not None:
-            with self._launching, torch.no_grad():
+            with self._launching, self._group.uninterrupted(), torch.no_grad():
                 for index in self._delayed(backward.reduction):
                     backward.reduction.let_go(index)
                 backward.reduction.launch_ready()
