@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from distributed import ranks
 from logged import logged
 from torch import nn
 
+from recording.device import recording
 from tritonddp import DistributedDataParallel
 from tritonddp.diagnostics import hang
 
@@ -91,6 +93,48 @@ def test_a_rank_in_a_collective_of_its_own_is_behind(rank: int) -> None:
     assert "is behind: in step 1" in report
     assert "dist.recv(torch.ones(1), 1, group=other)" in report
     assert "rank 1 (process" not in report
+
+
+@contextlib.contextmanager
+def late_collectives() -> Iterator[list[Any]]:
+    """Context: collectives of a GPU end whenever those of gloo do; the host goes on, as with NCCL.
+
+    Gives what the device has not come to.
+    """
+    late: list[Any] = []
+    wait = dist.Work.wait
+    with mock.patch.object(dist.Work, "wait", lambda work, *_: late.append(partial(wait, work))):
+        yield late
+
+
+@ranks(2, interprets=True)
+def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int) -> None:
+    gc.collect()
+    with seconds("2"), recording(), logged(logging.WARNING, LOGGER) as kept:
+        model = DistributedDataParallel(nn.Linear(2, 2).cuda())
+
+        def backward() -> None:
+            model(torch.ones(1, 2, device="cuda")).sum().backward()
+
+        for _ in range(3):
+            backward()
+        torch.cuda.synchronize()
+        if rank == 1:
+            tokenize()
+            backward()
+            return
+        with late_collectives() as late:
+            backward()
+        began = time.time()
+        assert late
+        for wait in late:  # torch.cuda.synchronize()
+            wait()
+        ended = time.time()
+    report = next(each for each in kept.records if "tokenize" in each.getMessage())
+    assert report.threadName == THREAD
+    assert began < report.created < ended
+    first = report.getMessage().splitlines()[0]
+    assert "rank 0, in step 4, ahead of its device, for bucket 0" in first
 
 
 @ranks(2)
