@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from logged import logged
+from recording.device import recording
 from torch import nn
 
-from recording.device import recording
 from tritonddp import DistributedDataParallel
 from tritonddp.diagnostics import hang
 
