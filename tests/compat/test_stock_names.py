@@ -34,22 +34,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize("phrase", REFUSED)
 @ranks(2)
-def test_what_the_constructor_refuses_is_an_error_of_stocks_kind_and_words(phrase: str) -> None:
-    make, options = REFUSED[phrase]
-    options = dict(options)
-    if "device_mesh" in options:
-        options["device_mesh"] = init_device_mesh("cpu", options["device_mesh"])
-    if options.pop("group", None):
-        options["process_group"] = dist.group.WORLD
-    errors = []
-    for kind in (Stock, DistributedDataParallel):
-        with pytest.raises((RuntimeError, ValueError), match=phrase) as caught:
-            kind(make(), **options)
-        errors.append(caught.type)
-    assert errors[0] is errors[1]
+def test_what_the_constructor_refuses_is_an_error_of_stocks_kind_and_words() -> None:
+    warnings.filterwarnings("ignore", "Lazy modules")
+    for phrase, (make, given) in REFUSED.items():
+        options = dict(given)
+        if "device_mesh" in options:
+            options["device_mesh"] = init_device_mesh("cpu", options["device_mesh"])
+        if options.pop("group", None):
+            options["process_group"] = dist.group.WORLD
+        errors = []
+        for kind in (Stock, DistributedDataParallel):
+            with pytest.raises((RuntimeError, ValueError), match=phrase) as caught:
+                kind(make(), **options)
+            errors.append(caught.type)
+        assert errors[0] is errors[1], phrase
 
 
 # Parameters and buffers

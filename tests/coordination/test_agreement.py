@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from torch import Tensor, nn
-from training import breaking_off, train_step, wrap
+from training import wrap
 
 from tritonddp.coordination.agreement import (
     BYTES,
@@ -136,22 +136,3 @@ def test_forwards_reduced_together_on_one_rank_and_again_one_by_one(rank: int, v
     (one + two).backward(retain_graph=True)
     (one if rank else two).backward()
     assert ddp.module.scale.grad.tolist() == [3.0] * 3
-
-
-@ranks(2, views=True)
-def test_a_break_in_one_wrapper_is_made_up_for_by_the_other(rank: int, view: bool) -> None:
-    first = wrap(Scale(), view)
-    second = wrap(Scale(), view)
-    x = torch.full((3,), float(rank))
-    for ddp in (first, second):
-        ddp(x).sum().backward()
-        ddp.zero_grad()
-    loss = second(x).sum()
-    with breaking_off(second.module.scale, rank == 1):
-        loss.backward()
-    if not rank:
-        assert second.module.scale.grad.isnan().all()
-    first(x).sum().backward()
-    assert first.module.scale.grad.tolist() == [0.5] * 3
-    train_step(second, x, loss=torch.sum)
-    assert second.module.scale.grad.tolist() == [0.5] * 3

@@ -1,6 +1,7 @@
 """What a rank gives wrong: an error on every rank, nothing half-done, the next step is right."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,32 +34,22 @@ def raises(name: str, _: object) -> bool:
     raise KeyError(f"what the user said of {name}")
 
 
-WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "function that raises": (
-        {"compression": Int8(exact=raises)},
-        KeyError,
-        "what the user said of 0.weight",
-    ),
-    "name of no parameter": (
-        {"compression": Int8(exact="9.weight")},
-        ValueError,
-        "no parameter '9.weight'",
-    ),
-    "size below zero": ({"bucket_cap_mb": -1}, ValueError, "positive and finite, got -1 MiB"),
-    "size that is none": ({"bucket_cap_mb": "x"}, TypeError, "number of MiB, got 'x'"),
-    "flag that is none": ({"metrics": "no"}, TypeError, "metrics should be"),
-}
+WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"compression": Int8(exact=raises)}, KeyError, "what the user said of 0.weight"),
+    ({"compression": Int8(exact="9.weight")}, ValueError, "no parameter '9.weight'"),
+    ({"bucket_cap_mb": -1}, ValueError, "positive and finite, got -1 MiB"),
+    ({"bucket_cap_mb": "x"}, TypeError, "number of MiB, got 'x'"),
+    ({"metrics": "no"}, TypeError, "metrics should be"),
+]
 
 
-@pytest.mark.parametrize("case", list(WRONG_OPTIONS))
 @ranks(2)
-def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_both(rank: int, case: str) -> None:
-    options, kind, said = WRONG_OPTIONS[case]
-    here = rank == 1
-    with pytest.raises(RuntimeError) as caught:
-        DistributedDataParallel(wide(), **{"compression": "int8", **(options if here else {})})
-    for part in ("rank 1 has", kind.__name__, said):
-        assert part in str(caught.value)
+def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_both(rank: int) -> None:
+    for options, kind, said in WRONG_OPTIONS:
+        with pytest.raises(RuntimeError) as caught:
+            DistributedDataParallel(wide(), **{"compression": "int8", **(options if rank else {})})
+        for part in ("rank 1 has", kind.__name__, said):
+            assert part in str(caught.value)
     ddp = DistributedDataParallel(wide(), compression="int8")
     step(ddp, 0)
     assert_gradients_alike(ddp)
@@ -76,38 +67,29 @@ def residuals(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]
     return lambda state: {**state, "sent": {k: change(v) for k, v in state["sent"].items()}}
 
 
-WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
-    "of a module": (lambda _: wide().state_dict(), TypeError, "takes what comm_state_dict()"),
-    "no dictionary": (lambda state: [state], TypeError, "takes what comm_state_dict()"),
-    "truncated": (without("bucket_order"), TypeError, "'bucket_order' is no list"),
-    "without numbers": (without("weight_unit"), TypeError, "'weight_unit' is no number"),
-    "not a number": (
-        replaced(weight_unit=float("nan")),
-        ValueError,
-        "'weight_unit' is nan",
-    ),
-    "doubled": (
+# What becomes of a state, and the error on the rank that is given it.
+WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    (lambda _: wide().state_dict(), TypeError, "takes what comm_state_dict()"),
+    (lambda state: [state], TypeError, "takes what comm_state_dict()"),
+    (without("bucket_order"), TypeError, "'bucket_order' is no list"),
+    (without("weight_unit"), TypeError, "'weight_unit' is no number"),
+    (replaced(weight_unit=float("nan")), ValueError, "'weight_unit' is nan"),
+    (
         lambda state: {**state, "bucket_order": state["bucket_order"] * 2},
         ValueError,
         "names a parameter twice",
     ),
-    "of another shape": (residuals(lambda each: each[1:]), ValueError, "residuals of shape (63,"),
-    "NaN": (residuals(lambda each: each * float("nan")), ValueError, "that are not finite"),
-    "without values": (
-        residuals(lambda each: each.to("meta")),
-        TypeError,
-        "no dictionary of dense tensors",
-    ),
-    "of whole numbers": (residuals(torch.Tensor.int), TypeError, "tensors of floating point"),
-}
+    (residuals(lambda each: each[1:]), ValueError, "residuals of shape (63,"),
+    (residuals(lambda each: each * float("nan")), ValueError, "that are not finite"),
+    (residuals(lambda each: each.to("meta")), TypeError, "no dictionary of dense tensors"),
+    (residuals(torch.Tensor.int), TypeError, "tensors of floating point"),
+]
 
 
-@pytest.mark.parametrize("case", list(WRONG_STATES))
 @ranks(2)
-def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(rank: int, case: str) -> None:
+def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(rank: int) -> None:
     """Or ranks would have other buckets, and other residuals, than each other."""
-    change, kind, said = WRONG_STATES[case]
-    for victim in (0, 1):
+    for victim, (change, kind, said) in itertools.product((0, 1), WRONG_STATES):
         ddp = DistributedDataParallel(wide(), compression="int8", bucket_cap_mb=0.01)
         twin = copy.deepcopy(ddp)
         for seed in range(2):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import assert_gradients_alike, breaking_off, gradients, train_step, wrap
+from training import assert_gradients_alike, gradients, train_step, wrap
 from uneven import STOCK, Alone, Net, assert_close, draw, loss_of, mean_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
@@ -242,30 +242,3 @@ def test_order_of_gradients_is_that_of_a_rank_that_has_some(rank: int) -> None:
     orders = gather(ddp.reducer.placement.names)
     assert orders == [orders[1]] * 3
     assert orders[0] != ["c", "b", "a"]
-
-
-@ranks(2)
-def test_a_backward_that_breaks_off_leaves_no_rank_waiting(rank: int) -> None:
-    """Whether its rank goes on or runs out of inputs then."""
-
-    for last in (0, 2):
-        ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
-        with ddp.join():
-            for step in range(4 if rank else last + 1):
-                ddp.zero_grad()
-                with breaking_off(ddp.module.last.bias, rank == step == 0):
-                    ddp(*draw(rank, step)).sum().backward()
-                if step and rank:
-                    assert not ddp.module.last.bias.grad.isnan().any()
-        assert_same_on_all_ranks(list(ddp.module.parameters()))
-
-
-@ranks(2)
-def test_several_wrapped_modules_join_together(rank: int) -> None:
-    one, two = (DistributedDataParallel(net(), bucket_cap_mb=1e-4) for _ in range(2))
-    with Join([one, two], divide_by_initial_world_size=False):
-        for step in range(1 + 2 * rank):
-            for each in (one, two):
-                step_of(each, step)
-    for each in (one, two):
-        assert_same_on_all_ranks(list(each.state_dict().values()))

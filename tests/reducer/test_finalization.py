@@ -1,6 +1,5 @@
 """Manual finalisation: gradients come home when the caller says so, and not otherwise."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -126,15 +125,6 @@ def test_others_of_the_group_may_reduce_in_between() -> None:
         assert_same_bits(gradients(first), gradients(second))
         for net in first, second:
             net.zero_grad()
-
-
-@ranks(2)
-def test_a_copy_is_finalised_by_hand_too() -> None:
-    net = by_hand()
-    twin = copy.deepcopy(net)
-    assert twin.require_manual_backward_finalization
-    twin(filled(2, 4)).sum().backward()
-    twin.finalize_backward()
 
 
 @ranks(2)

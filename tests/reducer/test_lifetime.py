@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from hooked import power_sgd
 from modules import mlp
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from training import assert_right_step, breaking_off, drawn, gradients, train_step, wrap
+from training import breaking_off, drawn, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.reducer.extension import Extension
@@ -211,22 +210,3 @@ def test_accumulated_gradients_are_freed_by_zero_grad(view: bool) -> None:
         ddp(drawn(3, 4, step=number)).sum().backward()
         ddp.zero_grad()
         assert not any(reference() is not None for reference in kept)
-
-
-@ranks(2, views=True)
-def test_wrapping_the_same_module_again_works_and_reduces_once(view: bool) -> None:
-    model = layers()
-    for round_ in range(3):
-        ddp = wrap(model, view, bucket_cap_mb=1e-4 if round_ == 1 else None)
-        for number in range(3):
-            assert_right_step(ddp, drawn(3, 4, step=number))
-        assert ddp.reducer.counters.reductions == 3
-        del ddp
-        gc.collect()
-
-
-@ranks(2)
-def test_outputs_can_still_be_saved() -> None:
-    buffer = io.BytesIO()
-    torch.save(DistributedDataParallel(layers())(drawn(3, 4)), buffer)
-    assert buffer.tell() > 0

@@ -146,20 +146,6 @@ def test_after_each_microbatch_gradients_are_those_of_stock(
 
 
 @ranks(2)
-def test_no_sync_around_the_backward_alone_is_local(rank: int) -> None:
-    """Stock reduces it."""
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    loss = ddp(torch.full((1, 2), 1.0 + rank)).sum()
-    with ddp.no_sync():
-        loss.backward(retain_graph=True)
-    assert ddp.reducer.counters.reductions == 0
-    assert ddp.module.weight.grad.tolist() == [[1.0 + rank] * 2]
-    loss.backward()
-    assert ddp.reducer.counters.reductions == 1
-    assert ddp.module.weight.grad.tolist() == [[3.0] * 2]
-
-
-@ranks(2)
 def test_ranks_that_use_different_parameters_reduce_the_same_backwards(rank: int) -> None:
     """A gradient of the penalty may come before the outputs are seen, on one rank only."""
     ddp = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}))

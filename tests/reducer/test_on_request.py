@@ -135,15 +135,6 @@ def test_one_collective_a_bucket() -> None:
 
 
 @ranks(2)
-def test_weights_count(rank: int) -> None:
-    ddp, _ = wrapped()
-    param = ddp.module.last.bias
-    with ddp.weighted(1 + 2 * rank):
-        (found,) = ddp.reduce_gradients([torch.full_like(param, float(rank))], [param])
-    torch.testing.assert_close(found, torch.full_like(param, 0.75))
-
-
-@ranks(2)
 def test_requests_that_make_no_sense_are_refused_before_anything_is_sent() -> None:
     ddp, x = wrapped()
     params = list(ddp.parameters())

@@ -36,22 +36,6 @@ def test_gradients_nobody_used_stay_bit_for_bit(rank: int, view: bool) -> None:
 
 
 @ranks(2, views=True)
-def test_gradients_that_differ_between_ranks_stay_so_while_nobody_uses_them(
-    rank: int, view: bool
-) -> None:
-    """They were put there by the user; nothing says that they are to be reduced."""
-    ddp = wrap(Branches().double(), view)
-    params = list(ddp.module.branches["c"].parameters())
-    for param in params:
-        param.grad = torch.full_like(param, 1.1 + rank)
-    for step in range(3):
-        ddp(batch(), "ab").sum().backward()
-        for param in params:
-            expected = torch.full_like(param, 1.1 + rank)
-            assert_same_bits(param.grad, expected, f"step {step}")
-
-
-@ranks(2, views=True)
 def test_stale_gradient_of_odd_strides_contributes(view: bool) -> None:
     """A rank that does not use a parameter contributes what lies in .grad, however it lies."""
     numbers = torch.arange(32.0, dtype=torch.float64)
@@ -111,22 +95,6 @@ def test_automatic_mode_is_the_default_and_what_true_means() -> None:
             with recorded_collectives() as calls:
                 ddp(batch(), "a").sum().backward()
         assert calls.names == ["all_reduce"] * len(ddp.reducer.buckets)
-
-
-def dropped_and_used_again(net: Net, rank: int) -> None:
-    net.zero_grad()
-    with net.no_sync():
-        net(batch(), "abcdef").sum().backward()
-    train_step(net, batch(), "abcd" if rank else "abc", loss=torch.sum)
-
-
-@ranks(2, views=True)
-def test_used_under_no_sync_then_dropped_by_zero_grad_and_unused_here(view: bool) -> None:
-    """A parameter may count as used on this rank and have no gradient all the same."""
-    ddp = wrap(Branches().double(), view)
-    alone = one_per_rank(ddp.module)
-    for number in range(3):
-        in_step(dropped_and_used_again, ddp, alone, number)
 
 
 class Tagged(torch.Tensor):
