@@ -1,7 +1,6 @@
 """The elastic example: after a death it goes on, and ends with the bits of another."""
 
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -117,34 +116,14 @@ def test_other_numbers_of_ranks_go_on_with_the_same_training(place: Path) -> Non
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-SCRIPT = """
-import os, random, signal, sys
-sys.path[:0] = {paths!r}
+SCRIPT = f"""
+import sys
+sys.path[:0] = {[HERE, str(ROOT / "tests"), str(ROOT / "examples")]!r}
 import elastic
-
-life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-{body}
-sys.exit(elastic.main())
-"""
-
-TINY = """
 from test_elastic import tiny
 elastic.TASKS["digits"] = tiny
+sys.exit(elastic.main())
 """
-
-
-def launch(
-    place: Path, body: str, nproc: int, restarts: int, *more: str
-) -> subprocess.CompletedProcess[str]:
-    script = place / "script.py"
-    paths = [HERE, str(ROOT / "tests"), str(ROOT / "examples")]
-    script.write_text(SCRIPT.format(body=body, paths=paths))
-    return launched.run(
-        *("--max-restarts", str(restarts), script, "--checkpoints", place / "run", *more),
-        nproc=nproc,
-        env={"PYTHONPATH": str(ROOT)},
-        timeout=500,
-    )
 
 
 def unharmed(folder: Path) -> str:
@@ -160,7 +139,14 @@ def test_torchrun_brings_a_run_through_a_death(place: Path) -> None:
     options = [f"--{name}={common[name.replace('-', '_')]}" for name in ("steps", "every")]
     options += ["--batch-size=8", "--bucket-cap-mb=0.003"]
     kills = [f"--kill-at={kill_at}", f"--kill-rank={victim}"]
-    done = launch(place, TINY, 2, 1, *options, *kills)
+    script = place / "script.py"
+    script.write_text(SCRIPT)
+    done = launched.run(
+        *("--max-restarts", "1", script, "--checkpoints", place / "run", *options, *kills),
+        nproc=2,
+        env={"PYTHONPATH": str(ROOT)},
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     before = kill_at // 3 * 3
     lines = done.stdout.splitlines()
