@@ -44,13 +44,6 @@ def test_all_limits_together_are_under_ten_minutes(cards: int) -> None:
     assert ends <= int(timeout) < 600
 
 
-def test_a_rehearsal_runs_the_same_commands() -> None:
-    real = {part.name: part for part in (*gpu_parts.parts(), *gpu_parts.parts(cards=2))}
-    for part in gpu_parts.parts(rehearse=True):
-        command = tuple(each for each in part.command if each != str(gpu_parts.REHEARSE))
-        assert command[: len(real[part.name].command)] == real[part.name].command
-
-
 @pytest.mark.long
 def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report) -> None:
     write = "import sys, json; json.dump({'n': 1}, open(sys.argv[1], 'w'))"

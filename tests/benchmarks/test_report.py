@@ -72,24 +72,6 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
 
 
 @pytest.mark.long
-def test_local_results_are_taken_over_if_they_are_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "draw", lambda *_: None)
-    readme, *others = copied_pages(folder)
-    local = folder / report.LOCAL
-    local.mkdir()
-    shutil.copyfile(folder / "cpu" / "step.json", local / "step.json")
-    changed(local / "step.json", 0.789)
-    options = ("--figures", "--results", folder, "--pages", readme, *others)
-    assert run(monkeypatch, *options) == 0
-    assert "| 0.789 " not in readme.read_text()
-    assert run(monkeypatch, *options, "--from", report.LOCAL) == 0
-    assert "backward of a transformer | 0.789 " in readme.read_text()
-    assert not (local / report.TABLES).exists()
-
-
-@pytest.mark.long
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
 

@@ -59,11 +59,6 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch
     assert deadline.share(1 / 4) == now + 10
 
 
-def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
-    ranks = [{"a": [[1.0, 5.0], [3.0]]}, {"a": [[2.0, 4.0], [1.0]]}]
-    assert slowest(ranks) == {"a": [[2.0, 5.0], [3.0]]}
-
-
 CPU, BRANCHY = Bound(1.02, or_spread=True), Bound(0.9)
 QUIET, SPREAD, NOISY = Ratio(1.0, 0.99, 1.01), Ratio(1.0, 0.96, 1.03), Ratio(1.0, 0.9, 1.05)
 

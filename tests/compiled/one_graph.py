@@ -101,13 +101,6 @@ class Reused(Layers):
         return super().forward(super().forward(x))
 
 
-class Sign(Layers):
-    """A gradient that is a constant: forward graphs may hold it too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.layers[1].bias.sign() + self.layers[2].bias.round()
-
-
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Layers,
     "tied": Tied,

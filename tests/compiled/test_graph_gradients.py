@@ -12,9 +12,7 @@ from one_graph import (
     OPTIONS,
     SMALL,
     WIDTH,
-    Backend,
     Layers,
-    Net,
     batch,
     fresh_dynamo,
     gradients,
@@ -89,57 +87,6 @@ def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
                 loss.backward()
             broken = [name for name, grad in gradients(net.ddp).items() if grad.isnan().all()]
             assert gather(broken) == [["layers.0.weight", "layers.0.bias"]] * 2
-
-
-class Shorter(Layers):
-    """Leaves its first layer out, whose bucket is the last, if the input is small."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[1 if len(x) < 4 else 0 :]:
-            x = layer(x).relu()
-        return x
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@ranks(2, timeout=300)
-def test_a_rank_that_raises_and_uses_nothing_of_the_last_bucket_has_nan_too(view: bool) -> None:
-    with fresh_dynamo():
-        ddp = DistributedDataParallel(seeded(Shorter), gradient_as_bucket_view=view, **SMALL)
-        net = Net(ddp, dynamic=False)
-        for number in range(6):
-            ddp.zero_grad()
-            is_wrong = number == 4
-            is_first = is_wrong and dist.get_rank() == 0
-            loss = loss_of(net.call(batch(number)[: 3 if is_wrong else 4]))
-            with raises_if(is_first, RuntimeError, r"layers\.1\.weight"):
-                (loss + net.penalty if is_first else loss).backward()
-            broken = sum(bool(grad.isnan().any()) for grad in gradients(ddp).values())
-            assert gather(broken) == ([2, 2] if is_wrong else [0, 0])
-
-
-@ranks(2, timeout=300)
-def test_the_error_comes_behind_the_ends_of_all_wrappers_in_a_backward() -> None:
-    """So a rank may tell the others of it by a collective."""
-    with fresh_dynamo():
-        nets = [Net(DistributedDataParallel(seeded(Layers), **SMALL)) for _ in range(2)]
-        for number in range(6):
-            loss = sum(net.loss(number) for net in nets)
-            if number == 4 and dist.get_rank() == 0:
-                loss = loss + sum(net.penalty for net in nets)
-            failed = torch.zeros(1)
-            try:
-                loss.backward()
-            except RuntimeError:
-                failed += 1
-            dist.all_reduce(failed)
-            assert failed.item() == (number == 4)
-            broken = [
-                name
-                for net in nets
-                for name, grad in gradients(net.ddp).items()
-                if number != 4 or grad.isnan().any()
-            ]
-            assert len(broken) == (4 if number == 4 else 16)
 
 
 @ranks(2, timeout=300)
@@ -218,35 +165,6 @@ def test_hooks_of_users_see_and_change_gradients() -> None:
             expected["layers.1.weight"] *= 3
             expected["layers.2.weight"] *= 5
             net.assert_gradients(expected)
-
-
-class Kept(Layers):
-    """Holds a weight in a list too, and uses that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = [self.layers[1].weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.kept[0].sum() * 0.01
-
-
-@ranks(2, timeout=300)
-def test_a_weight_that_the_graph_reads_in_another_way_too() -> None:
-    backend = Backend()
-    with one_graph(Kept, backend) as net:
-        original = seeded(Kept)
-        for number in range(3):
-            net.step(number)
-            alone = gather(gradients_alone(original, number))
-            net.assert_gradients({n: sum(each[n] for each in alone) / 2 for n in alone[0]})
-    # All of its gradient is told of.
-    (node,) = (
-        node
-        for node in backend.backwards[0].graph.nodes
-        if "ready" in str(node.target) and node.args[2] == "layers.1.weight"
-    )
-    assert "add" in str(node.args[0].target)
 
 
 @ranks(2, timeout=300)

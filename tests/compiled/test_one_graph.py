@@ -1,14 +1,12 @@
 """A wrapper that torch.compile traces as a whole: its graphs, and when buckets leave."""
 
 import contextlib
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
-import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, ranks
 from one_graph import (
     NETS,
@@ -17,7 +15,6 @@ from one_graph import (
     Backend,
     Layers,
     Net,
-    Sign,
     assert_all_left,
     batch,
     fresh_dynamo,
@@ -28,7 +25,7 @@ from one_graph import (
     seeded,
     train,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonddp import DistributedDataParallel
 
@@ -114,44 +111,6 @@ def test_wrappers_alike_share_what_is_compiled() -> None:
                 net.step(number + step)
                 net.assert_means(number + step)
         assert len(backend.graphs) == 1
-
-
-@pytest.mark.long
-@ranks(2, timeout=600)
-def test_constant_gradients_by_inductor() -> None:
-    train(Sign, Backend("inductor"))
-
-
-@pytest.mark.long
-@ranks(2, timeout=600)
-def test_inductor_keeps_gradients_where_they_are_made() -> None:
-    """In a net like this it would put all that returns nothing at the end."""
-    layers: list[nn.Module] = []
-    for below, above in pairwise((3, 32, 64, 128, 256)):
-        for width in (below, above):
-            conv = nn.Conv2d(width, above, 3, padding=1, bias=False)
-            layers += [conv, nn.BatchNorm2d(above), nn.ReLU()]
-        layers.append(nn.MaxPool2d(2))
-    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
-    ddp = DistributedDataParallel(net.to(memory_format=torch.channels_last), **SMALL)
-    images = torch.randn(8, 3, 32, 32)
-    with fresh_dynamo(), torch._inductor.config.patch(fx_graph_cache=False):
-        # Inductor on one rank is enough, and compiles in half the time.
-        backend = "aot_eager" if dist.get_rank() else "inductor"
-        compiled = torch.compile(ddp, fullgraph=True, backend=backend)
-        loss_of(compiled(images)).backward()
-        with torch.profiler.profile() as profile:
-            loss_of(compiled(images)).backward()
-    if dist.get_rank():
-        return
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    names = [event.name for event in events]
-    ready = [number for number, name in enumerate(names) if "gradient_ready" in name]
-    backwards = [number for number, name in enumerate(names) if "convolution_backward" in name]
-    assert len(ready) == len(list(net.parameters()))
-    # Those of each layer come before the backward of the one below the layer below it.
-    for number, place in enumerate(backwards[2:], start=2):
-        assert sum(each < place for each in ready) >= 2 * number - 1
 
 
 class Broken(Layers):

@@ -1,14 +1,21 @@
 """Run a script as on a GPU, on the recorded device: python tests/recording/rehearse.py SCRIPT ARGS
 
-A benchmark of ``make gpu``, made small. It names the device of each tensor: what it makes without
-is the host's, and where tensors of both meet in one operation it fails, as on a GPU.
+A benchmark of ``make gpu``, made small: names stay, of models, of lists of parameters, of buckets,
+so that command lines are those of a GPU; what they stand for is small, and there are few rounds.
+Times and shares mean nothing: what counts is that the lines run. A benchmark names the device of
+each tensor: what it makes without is the host's, and where tensors of both meet in one operation
+it fails, as on a GPU.
 """
 
+import contextlib
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 sys.path.pop(0)  # this folder, whose names are also those of others' modules
@@ -16,12 +23,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
 
 import torch
+import torch.distributed as dist
 import torch.nn.parallel.distributed
+import torch.profiler
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from triton.runtime import interpreter
 
-from recording import device, small, timing
+from recording import device
+from recording.recorder import Recorder, Timeline
+from tritonddp import _torch
 
 STOCK = torch.nn.parallel.distributed.__file__
 TORCH = str(Path(torch.__file__).parent)
+ROUNDS = 2
+SHAPES = ((8, 5), (3,), (16, 16), (2100,))  # the last one makes two chunks
 
 
 class _InStock:
@@ -39,13 +55,115 @@ class _InStock:
         return False
 
 
+class _Races(list[str]):
+    """What a GPU would not do fails at once, where it is; order is looked at elsewhere."""
+
+    def append(self, race: str) -> None:
+        if "on the host" in race:
+            raise RuntimeError(f"a GPU would fail: {race}")
+
+
+@contextlib.contextmanager
+def patched(recorder: Recorder) -> Iterator[None]:
+    """Context within :func:`~recording.device.recording`: what benchmarks ask of torch is there.
+
+    Triton's interpreter takes the tensors of the device for those of the host that they are.
+    """
+    own_init, own_barrier = dist.init_process_group, dist.barrier
+    own_interpret = interpreter.GridExecutor.__call__
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        own_init("gloo" if backend == "nccl" else backend, *args, **kwargs)
+
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return own_barrier(group, async_op)
+
+    def interpret(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        modes = torch.utils._python_dispatch._disable_current_modes()
+        with torch._C.DisableTorchFunction(), modes:
+            return own_interpret(executor, *args, **kwargs)
+
+    class Profile:
+        """See ``torch.profiler.profile``: what is given to the device, and nothing else."""
+
+        def __init__(self, **_: Any) -> None:
+            self._launches = 0
+
+        def __enter__(self) -> "Profile":
+            self._run = recorder.run
+            recorder.run = self._count  # type: ignore[method-assign]
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            recorder.run = self._run  # type: ignore[method-assign]
+
+        def _count(self, timeline: Timeline, what: str) -> None:
+            self._launches += what != "event"
+            self._run(timeline, what)
+
+        def events(self) -> list[Any]:
+            event = SimpleNamespace(
+                device_type=DeviceType.CUDA,
+                is_user_annotation=False,
+                name="work",
+                self_device_time_total=0.0,
+            )
+            return [event] * self._launches
+
+    fakes = [
+        (torch.profiler, "profile", Profile),
+        (_torch, "cuda_sleep", torch.cuda._sleep),  # the recorder's, behind a name that was bound
+        (torch.cuda.nccl, "version", lambda: (0, 0, 0)),
+        (dist, "barrier", barrier),
+        (dist, "init_process_group", init_process_group),
+        (interpreter.GridExecutor, "__call__", interpret),
+        (recorder, "races", _Races()),
+        (recorder, "touch", lambda *access: None),  # which takes most of the time
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, fake in fakes:
+            stack.enter_context(mock.patch.object(owner, name, fake))
+        yield
+
+
+def make_small() -> None:
+    """Before a benchmark is run in this process, on the device: its modules ask which one."""
+    from benchmarks.base import deadline
+    from benchmarks.host import subjects
+    from benchmarks.kernels import shapes, timing
+    from benchmarks.models import cases
+    from benchmarks.step import plan
+
+    shapes.whole = lambda name: SHAPES
+    shapes.LISTS = ("many_small",)  # as all are alike here
+    shapes.BUCKETS["25MiB"] = lambda given, dtype: given[:2]
+    for name, case in list(cases.CASES.items()):
+        cases.CASES[name] = cases.Case(name, _model, _batch, (2, 4), case.unused)
+    plan.DISCARDED["cuda"] = timing.WARMUPS = subjects.WARMUPS = 1
+    subjects.PARAMETERS, subjects.PER_BUCKET = 24, 6
+    rounds = deadline.rounds
+
+    def few(most: int, *args: Any, **kwargs: Any) -> Iterator[int]:
+        return rounds(min(most, ROUNDS), *args, **kwargs)
+
+    deadline.rounds = few
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6))
+
+
+def _batch(generator: torch.Generator, examples: int) -> tuple[Tensor, Tensor]:
+    return tuple(torch.randn((2, examples, 6), generator=generator))  # type: ignore[return-value]
+
+
 def main() -> int:
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     status = 0
-    with device.recording(_InStock()) as recorder, timing.patched(recorder):  # type: ignore[arg-type]
-        small.make_small()
+    with device.recording(_InStock()) as recorder, patched(recorder):  # type: ignore[arg-type]
+        make_small()
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from training import breaking_off, drawn, gradients
 
-from benchmarks.models.architectures import ARCHITECTURES, Llama3Layer
-from recording import kernels
 from recording.device import recording
 from recording.programs import PROGRAMS, Program, Run, play
 from recording.recorder import Recorder
@@ -121,52 +118,6 @@ def test_gradients_of_each_dtype_have_the_bits_of_a_sum(
 
 
 # What moves, and what does not
-
-
-class Small(Llama3Layer):
-    """The shapes of a layer of Llama 3 8B, each dimension divided by 64."""
-
-    width, hidden, head_size, query_heads, key_heads = 64, 224, 16, 4, 1
-
-
-@ranks(2, interprets=True)
-def test_of_a_layer_of_llama_a_twentieth_is_moved_at_most() -> None:
-    moved, memory = [], []
-    at_address = kernels.Kernels.at_address
-
-    def counting(self: Any, address: int, nbytes: int, writes: bool, what: str) -> bool:
-        counted[what] += nbytes
-        return at_address(self, address, nbytes, writes, what)
-
-    for nbytes in (2**20, 2**20 // 64**2):
-        with (
-            in_place(nbytes) as recorder,
-            mock.patch.object(kernels.Kernels, "at_address", counting),
-        ):
-            net = DistributedDataParallel(Small().to("cuda"), bucket_cap_mb=0.06)
-            for number in range(3):
-                net.zero_grad()
-                recorder.step_begins()
-                counted = Counter[str]()
-                net(drawn(1, 4, 64, step=number).to("cuda")).square().sum().backward()
-            moved.append(counted["flatten"] + counted["unflatten"])
-            memory.append(sum(bucket.flat.data.nbytes for bucket in net.reducer.buckets))
-            buckets = len(net.reducer.buckets)
-            assert buckets >= 3
-            sent = net.reducer.buckets[-1].nbytes
-            assert sent > 10_000
-    assert recorder.collectives == {"allreduce_coalesced": buckets}
-    assert not [each for each in recorder.launches if each.startswith("aten::")]
-    assert moved[1] <= 0.05 * moved[0], moved
-    assert memory[1] <= 0.05 * memory[0], memory
-
-
-@pytest.mark.parametrize(("name", "most"), [("llama3_8b_layer", 0.001), ("gpt2_small", 0.01)])
-def test_of_a_model_hardly_anything_is_small(name: str, most: float) -> None:
-    with torch.device("meta"):
-        sizes = [param.nbytes for param in ARCHITECTURES[name]().parameters()]
-    small = sum(size for size in sizes if size < in_place_bucket.LARGE)
-    assert small <= most * sum(sizes), (small, sum(sizes))
 
 
 @ranks(2, interprets=True)

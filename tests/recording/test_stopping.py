@@ -1,7 +1,5 @@
 """On a GPU the host reads headers later: all ranks stop after the same step all the same."""
 
-import random
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,15 +7,10 @@ from distributed import gather, ranks
 
 from recording.device import recording
 from recording.programs import PROGRAMS, WARM_UP, Run
+from recording.test_captured import running
 
 # One more than on a CPU, since a header is read before the next reduction.
 LATER = 1
-_QUICK = ("copies", "weights", "clipped", "sparse")
-
-
-def programs() -> list[object]:
-    marks = {name: pytest.mark.quick if name in _QUICK else pytest.mark.long for name in PROGRAMS}
-    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 def steps_to_stop(run: Run, asked_at: int, limit: int = 6) -> int:
@@ -34,7 +27,7 @@ def steps_to_stop(run: Run, asked_at: int, limit: int = 6) -> int:
     raise AssertionError("no rank stops")
 
 
-@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize("name", ["copies", "weights", "clipped", "sparse"])
 @ranks(2, interprets=True)
 def test_all_ranks_stop_after_the_same_step(name: str) -> None:
     with recording() as recorder:
@@ -51,70 +44,25 @@ def test_all_ranks_stop_after_the_same_step(name: str) -> None:
             assert agreement.expected, "headers are steady again"
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-@ranks(3, interprets=True)
-def test_a_rank_that_reads_earlier_stops_with_the_others(seed: int) -> None:
-    """Some calls wait for the headers: on the rank that makes them, and on no other."""
-    here, alike = random.Random(100 * seed + dist.get_rank()), random.Random(seed)
-    with recording() as recorder:
-        run = Run(PROGRAMS["copies"], recorder)
-        for _ in range(WARM_UP):
-            run.step()
-        for _ in range(4):
-            asked_at, asking = alike.randrange(3), alike.randrange(3)
-            core = run.net._ddp_state.core
-            for number in range(8):
-                if number == asked_at and dist.get_rank() == asking:
-                    run.net.request_stop()
-                if here.random() < 0.5:
-                    core.settle()
-                run.step()
-                if here.random() < 0.5:
-                    core.settle()
-                if run.net.should_stop():
-                    break
-            assert gather(number) == [asked_at + LATER] * 3
-            run = Run(PROGRAMS["copies"], recorder)
-        torch.cuda.synchronize()
-
-
+@pytest.mark.parametrize("asks_inside", [True, False], ids=["while", "before"])
 @ranks(2, interprets=True)
-def test_a_request_while_a_graph_is_captured_is_for_the_next_step_without_one(rank: int) -> None:
-    with recording() as recorder:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run = Run(PROGRAMS["copies"], recorder)
-            for _ in range(3):
-                run.step()
-            with recorder.graph():
-                if rank == 0:
-                    run.net.request_stop()
-                run.step()
-                assert not run.net.should_stop()
-            assert not run.net.should_stop()
+def test_a_request_around_a_capture_is_for_the_next_step_without_one(
+    rank: int, asks_inside: bool
+) -> None:
+    with running(PROGRAMS["copies"]) as run:
+        for number in range(3):
+            if number == 2 and rank == 0 and not asks_inside:
+                run.net.request_stop()
             run.step()
+        if not asks_inside:
+            torch.cuda.synchronize()
+        with run.recorder.graph():
+            if rank == 0 and asks_inside:
+                run.net.request_stop()
+            run.step()
+        assert not run.net.should_stop(), "a capture reduces nothing"
+        run.step()
+        if asks_inside:
             assert not run.net.should_stop(), "its headers are not read yet"
             run.step()
-            assert run.net.should_stop()
-        recorder.has_graph = False
-        torch.cuda.synchronize()
-
-
-@ranks(2, interprets=True)
-def test_a_request_that_was_read_before_a_capture_is_not_forgotten(rank: int) -> None:
-    with recording() as recorder:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run = Run(PROGRAMS["copies"], recorder)
-            for number in range(3):
-                if number == 2 and rank == 0:
-                    run.net.request_stop()
-                run.step()
-            torch.cuda.synchronize()
-            with recorder.graph():
-                run.step()
-            assert not run.net.should_stop(), "a capture reduces nothing"
-            run.step()
-            assert run.net.should_stop()
-        recorder.has_graph = False
-        torch.cuda.synchronize()
+        assert run.net.should_stop()
