@@ -30,18 +30,16 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
     return [None if grad is None else grad.to_dense().detach().cpu().clone() for grad in grads]
 
 
-def mean_gradients(
-    alone: nn.Module, loss_of: Callable[[int], Tensor], weights: list[float] | None = None
-) -> list[Tensor | None]:
-    """The weighted mean, in fp64, of the gradients that each rank's loss has in ``alone``."""
-    weights = weights or [1.0] * dist.get_world_size()
+def mean_gradients(alone: nn.Module, loss_of: Callable[[int], Tensor]) -> list[Tensor | None]:
+    """The mean, in fp64, of the gradients that each rank's loss has in ``alone``."""
+    size = dist.get_world_size()
     means: list[Tensor | None] = [None for _ in alone.parameters()]
-    for rank, weight in enumerate(weights):
+    for rank in range(size):
         alone.zero_grad()
         loss_of(rank).backward()
         for place, grad in enumerate(gradients(alone)):
             if grad is not None:
                 wide = torch.promote_types(grad.dtype, torch.float64)
-                part, before = grad.to(wide) * (weight / sum(weights)), means[place]
+                part, before = grad.to(wide) / size, means[place]
                 means[place] = part if before is None else before + part
     return means

@@ -1,4 +1,4 @@
-"""What the headers carry, over NCCL: weights, changed parameters, ranks that disagree.
+"""What the headers carry, over NCCL: changed parameters, ranks that disagree.
 
 On a card the host does not wait for the headers in the backward: it reads them at the next forward,
 and at once where parameters were added.
@@ -38,22 +38,13 @@ def batch(device: torch.device, step: int, rank: int | None = None) -> Tensor:
     return nets.batch(step, rank, (4, 8)).to(device)
 
 
-def expected(
-    ddp: DistributedDataParallel, step: int, weights: list[float] | None
-) -> list[Tensor | None]:
-    """Weighted mean of what each rank's module computes alone."""
-    alone = copy.deepcopy(ddp.module)
-    return nets.mean_gradients(
-        alone, lambda rank: alone(batch(ddp.device, step, rank)).mean(), weights
-    )
-
-
-def assert_step(ddp: DistributedDataParallel, step: int, weights: list[float] | None) -> None:
+def assert_step(ddp: DistributedDataParallel, step: int) -> None:
+    """Gradients are the mean of what each rank's module computes alone."""
     ddp.zero_grad()
-    mine = contextlib.nullcontext() if weights is None else ddp.weighted(weights[dist.get_rank()])
-    with mine:
-        ddp(batch(ddp.device, step)).mean().backward()
-    assert_close(nets.gradients(ddp), expected(ddp, step, weights), list(ddp.parameters()))
+    ddp(batch(ddp.device, step)).mean().backward()
+    alone = copy.deepcopy(ddp.module)
+    means = nets.mean_gradients(alone, lambda rank: alone(batch(ddp.device, step, rank)).mean())
+    assert_close(nets.gradients(ddp), means, list(ddp.parameters()))
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
 
 
@@ -69,7 +60,7 @@ def assert_close(found: Any, means: Any, params: list[Tensor]) -> None:
 @in_worlds(CPU, *CARDS)
 def test_check_sync_finds_what_differs_and_only_that(device: torch.device) -> None:
     ddp = DistributedDataParallel(Mixed(torch.bfloat16).to(device))
-    assert_step(ddp, 0, None)
+    assert_step(ddp, 0)
     ddp.check_sync(gradients=True)
     if dist.get_world_size() == 1:
         return
@@ -82,34 +73,15 @@ def test_check_sync_finds_what_differs_and_only_that(device: torch.device) -> No
     assert re.search("gradient 'first.bias' .*; rank 1 has none", str(raised.value))
 
 
-@pytest.mark.parametrize("last", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@everywhere
-def test_weighted_means(device: torch.device, last: torch.dtype, view: bool) -> None:
-    ddp = DistributedDataParallel(Mixed(last).to(device), gradient_as_bucket_view=view)
-    for step in range(4):
-        weights = [float((step + 3 * rank) % 4 + 0.5) for rank in range(dist.get_world_size())]
-        assert_step(ddp, step, weights)
-        assert_step(ddp, step, None)
-
-
-@everywhere
-def test_all_weights_zero(device: torch.device, view: bool) -> None:
-    ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
-    with ddp.weighted(0):
-        (ddp(batch(device, 0, 0)) * torch.nan).mean().backward()
-    assert not ddp.module.first.weight.grad.any()
-    assert ddp.module.extra.weight.grad is None
-
-
 @everywhere
 def test_parameters_added_later(device: torch.device, view: bool) -> None:
     ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
-    assert_step(ddp, 0, None)
+    assert_step(ddp, 0)
     torch.manual_seed(0)
     ddp.module.last = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
     ddp.module.last.weight = ddp.module.last[0].weight  # type: ignore[assignment]
     for step in range(1, 4):
-        assert_step(ddp, step, None)
+        assert_step(ddp, step)
 
 
 @VIEW
@@ -118,7 +90,7 @@ def test_ranks_that_disagree_know_it_in_the_next_backward_at_the_latest(
     device: torch.device, view: bool
 ) -> None:
     ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
-    assert_step(ddp, 0, None)
+    assert_step(ddp, 0)
     loss = ddp(batch(device, 1)).mean()
     weighted = ddp.weighted(2) if dist.get_rank() else contextlib.nullcontext()
 
@@ -130,7 +102,7 @@ def test_ranks_that_disagree_know_it_in_the_next_backward_at_the_latest(
     with pytest.raises(RuntimeError, match="rank 0: no weight; rank 1: weight 2") as raised:
         two_backwards()
     assert all("bucket 0" in text for text in gather(str(raised.value)))
-    assert_step(ddp, 3, None)
+    assert_step(ddp, 3)
 
 
 @pytest.mark.parametrize("way", [{}, {"reduce_dtype": torch.bfloat16}, {"compression": "int8"}])

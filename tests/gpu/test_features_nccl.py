@@ -68,7 +68,6 @@ def _bf16(*arguments: Any) -> Any:
 _bf16.__name__ = "bf16"  # by its own name stock DDP refuses it where torch is built without NCCL
 
 HOOKS: dict[str, Callable[[torch.device], tuple[Any, Any]]] = {
-    "all-reduce": lambda _: (None, default_hooks.allreduce_hook),
     "fp16": lambda _: (None, default_hooks.fp16_compress_hook),
     "bf16": lambda _: (None, _bf16),
     "PowerSGD": _power_sgd,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_ranks import Guarded, assert_same_messages, assert_same_residuals
 from poisoned import (
     POISON,
     SLOTS,
@@ -24,7 +23,15 @@ from poisoned import (
     raw,
     values,
 )
-from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
+from quantized_ranks import (
+    Guarded,
+    all_reduce,
+    assert_same_messages,
+    assert_same_residuals,
+    exchange,
+    gather,
+    quantized_buffers,
+)
 from torch import Tensor
 
 from tritonddp.kernels import launch, reference

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from poisoned import assert_gaps_intact, dense, embedded_flat, raw
 
 from tritonddp.kernels.complex import ComplexBuffer
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout
@@ -24,20 +23,6 @@ def test_headers_follow_the_flags_and_the_end_is_aligned(headers, alignment):
     expected = [0.0] * layout.flags_offset + [1.0] * 2 + [2.0] * headers
     assert flat.data[:end].tolist() == expected
     assert flat.data[end:].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("used", [[True] * 3, [True, False, True], [False] * 3], ids=str)
-@pytest.mark.parametrize("headers", [[], [0, 1, 255], bytes(range(256))], ids=len)
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
-def test_the_trailer_is_written_and_nothing_beside_it(wire, headers, used):
-    flat, memory = embedded_flat([dense([5])] * 3, wire, headers=len(headers))
-    payload = raw(flat.payload).clone()
-    flat.write_trailer(used, headers)
-    assert flat.flags.tolist() == list(map(float, used))
-    assert flat.headers.tolist() == list(map(float, headers))
-    assert torch.equal(raw(flat.payload), payload)
-    assert_gaps_intact(flat)
-    memory.assert_guards_intact("the flat buffer")
 
 
 @pytest.mark.parametrize("wire", DTYPES, ids=str)

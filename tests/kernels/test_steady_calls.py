@@ -195,9 +195,6 @@ def test_a_gradient_in_its_place_is_not_copied_onto_itself(slots):
 # The kernels of a GPU.
 
 
-# The kernels of a GPU.
-
-
 def test_a_launch_is_made_where_its_tensors_are(monkeypatch):
     entered, seen = [], []
 

@@ -67,17 +67,6 @@ def test_the_reference_refuses_a_gradient_of_another_size(size):
         reference.unflatten(flat, [torch.zeros(size)], factor_of(2.0))
 
 
-def test_slots_without_a_gradient_are_skipped():
-    slots = [dense([300]), dense([40]), dense([17])]
-    flat = reduced(slots, torch.float32)
-    grads, arenas = embedded_gradients(slots, torch.float32)
-    unflatten(flat, [None, grads[1], None])
-    assert_same_bits(grads[1], flat.views[1])
-    assert_same_bits(grads[0], values(300, torch.float32, 0))
-    for slot, arena in enumerate(arenas):
-        arena.assert_guards_intact(f"gradient {slot}")
-
-
 @pytest.mark.parametrize("grads", [[None, None], [torch.empty(0), None]], ids=["none", "empty"])
 def test_nothing_to_write_needs_no_launch(grads):
     slots = [dense([0]), dense([9])] if grads[0] is None else [dense([0]), dense([0])]
@@ -85,12 +74,6 @@ def test_nothing_to_write_needs_no_launch(grads):
     before = launch.launches
     unflatten(flat, grads)
     assert launch.launches == before
-
-
-def test_gradients_of_two_dtypes_are_an_error_that_names_the_slot():
-    flat = reduced([dense([4])] * 2, torch.float32)
-    with pytest.raises(TypeError, match="slot 1"):
-        unflatten(flat, [torch.ones(4), torch.ones(4, dtype=torch.float64)])
 
 
 @pytest.mark.parametrize("factor", [None, 0.5], ids=str)
