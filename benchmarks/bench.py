@@ -75,7 +75,7 @@ _LINES = "--hosts 2 --rates 1gbit none"
 _KERNELS = "many_small resnet50-fp32-25 resnet50-bf16-25"
 _ROUNDS = "--builds 3 --rounds 100"
 PARTS = (
-    _script("step", 337, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),
+    _script("step", 337, f"step/step.py {_MODELS} {_ROUNDS}", ranks=2),
     _script("network", 65, f"network/network.py {_LINES} --rounds 100 --seconds 600"),
     _script("memory", 45, "step/memory.py --models transformer branchy", ranks=2),
     _script("kernels", 30, f"kernels/kernels.py --rounds 25 --only {_KERNELS}"),

@@ -74,7 +74,7 @@ class Result:
 
     @property
     def rows(self) -> list[Record]:
-        """Of kernels and the host (``base/suite.py``)."""
+        """Of kernels and the host (``base/command.py``)."""
         return [Record(row.extra_info, group=row.group) for row in self.content.benchmarks]
 
     def part(self, name: str) -> Result | None:

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 
 import torch.distributed as dist
 
-from benchmarks.base import suite
+from benchmarks.base import command
+from benchmarks.base.command import Row
 from benchmarks.base.paired import Spread
-from benchmarks.base.suite import Row
 from benchmarks.host.subjects import DEVICE, PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families, idle_of
 from benchmarks.report import tables
@@ -41,11 +41,7 @@ BUCKETS = PARAMETERS // PER_BUCKET
 BARE = Configuration("bare", None)
 CONFIGURATIONS = [
     UNWRAPPED,
-    *(
-        each
-        for family in families()
-        for each in (*family.stock, family.ours, idle_of(family.ours), *family.beside)
-    ),
+    *(each for family in families() for each in (*family.stock, family.ours, idle_of(family.ours))),
 ]
 # In each of the buckets but the first and the last: two neighbours in its middle, two at its end.
 NEIGHBOURS = [
@@ -63,7 +59,7 @@ def main() -> int:
     # (What the first leaves of its share of the time is the second's.)
     groups = {"one parameter": one_parameter, "many parameters": many_parameters}
     try:
-        return suite.run(__doc__, "host", groups, ROUNDS, lambda of: text(tables.host(of)))
+        return command.run_suite(__doc__, "host", groups, ROUNDS, lambda of: text(tables.host(of)))
     finally:
         dist.destroy_process_group()
 

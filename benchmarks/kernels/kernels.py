@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is ins
 
 import torch
 
-from benchmarks.base import deadline, suite
-from benchmarks.base.suite import Row
+from benchmarks.base import command, deadline
+from benchmarks.base.command import Row
 from benchmarks.kernels import timing
 from benchmarks.kernels.contenders import CEILING, DIRECTIONS, Inputs, check, contenders
 from benchmarks.kernels.shapes import BUCKETS, LISTS, Shapes, whole
@@ -100,7 +100,9 @@ def measure(group: Group, rounds: int, end: float) -> Iterator[Row]:
 
 def main() -> int:
     measures = {str(group): partial(measure, group) for group in groups()}
-    return suite.run(__doc__, "kernels", measures, ROUNDS, lambda of: text(tables.kernels(of)))
+    return command.run_suite(
+        __doc__, "kernels", measures, ROUNDS, lambda of: text(tables.kernels(of))
+    )
 
 
 if __name__ == "__main__":

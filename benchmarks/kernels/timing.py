@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.base import deadline
+from benchmarks.base.command import Row
 from benchmarks.base.paired import Spread, paired_ratio
-from benchmarks.base.suite import Row
 from benchmarks.step.traffic import launches
 from tritonddp._torch import cuda_sleep
 

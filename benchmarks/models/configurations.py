@@ -117,19 +117,18 @@ def families(unused: bool = False) -> tuple[Family, Family]:
 
     Args:
         unused: for models with unused parameters, which stock trains with
-            ``find_unused_parameters=True`` alone. On other models that option is measured beside,
-            as is, with copies, tritonddp's strict mode, which such a model does not permit.
+            ``find_unused_parameters=True`` alone.
     """
     found = []
     for name, mode in MODES.items():
         suffix = "" if name == "copies" else f" {name}"
-        searching = _stock("stock find_unused" + suffix, {**mode, "find_unused_parameters": True})
-        stock = _ways(searching if unused else _stock("stock" + suffix, mode))
+        if unused:
+            searching = {**mode, "find_unused_parameters": True}
+            stock = _ways(_stock("stock find_unused" + suffix, searching))
+        else:
+            stock = _ways(_stock("stock" + suffix, mode))
         again = replace(stock[0], name="stock again" + suffix)
-        beside = () if unused else (searching,)
-        if not (unused or suffix):
-            beside += (_ours("ours strict", {"find_unused_parameters": False}),)
-        found.append(Family(name, _ours("ours" + suffix, mode), stock, (stock[0], again), beside))
+        found.append(Family(name, _ours("ours" + suffix, mode), stock, (stock[0], again)))
     return found[0], found[1]
 
 

@@ -13,8 +13,13 @@ against itself.
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
+import re
+import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -31,8 +36,13 @@ from benchmarks.base.results import Result
 from benchmarks.models.cases import Case
 from benchmarks.models.configurations import MODES, Configuration, Families, Family
 from benchmarks.report.table import Rows, ratio, text
-from benchmarks.step import revision, step
+from benchmarks.step import step
 from benchmarks.step.plan import Plan, parser, run
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, BASE = "tritonddp", "tritonddp_base"
+
+_NAME = re.compile(rf"\b{PACKAGE}\b")
 
 
 def main() -> int:
@@ -41,9 +51,9 @@ def main() -> int:
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="tritonddp-base-") as folder:
         try:
-            commit = revision.resolve(options.base)
-            base = revision.load(commit, Path(folder))
-        except revision.RevisionError as error:
+            commit = resolve(options.base)
+            base = load(commit, Path(folder))
+        except RevisionError as error:
             # From each rank: torchrun ends the others as soon as one has failed.
             print(f"benchmarks/step/compare.py: {error}", file=sys.stderr, flush=True)
             return 2
@@ -116,6 +126,59 @@ def summary(models: Mapping[str, Any]) -> Iterator[str]:
     yield f"slower than the base: {', '.join(found['slower']) or 'none'}"
     yield f"faster than the base: {', '.join(found['faster']) or 'none'}"
     yield f"no difference that exceeds the noise: {', '.join(found['no difference']) or 'none'}"
+
+
+class RevisionError(Exception):
+    """A revision cannot be found, or cannot be imported beside the tree."""
+
+
+def resolve(revision: str, repository: Path = ROOT) -> str:
+    """The full name of the commit.
+
+    Raises:
+        RevisionError: git is missing, or ``revision`` names no commit of the repository.
+    """
+    command = ["git", "-C", str(repository), "rev-parse", "--quiet", "--verify", "--end-of-options"]
+    try:
+        done = subprocess.run([*command, revision + "^{commit}"], capture_output=True, text=True)
+    except OSError as error:
+        raise RevisionError(f"git cannot be run: {error}") from None
+    if done.returncode != 0:
+        why = done.stderr.strip() or "try `git log --oneline`, or `git fetch` first"
+        raise RevisionError(f"{revision!r} names no commit of {repository}: {why}")
+    return done.stdout.strip()
+
+
+def load(commit: str, folder: Path, repository: Path = ROOT) -> ModuleType:
+    """Import ``commit``'s tritonddp as ``tritonddp_base``, from files written into ``folder``.
+
+    The folder is to stay while the package is used: it imports some of its modules late.
+
+    Raises:
+        RevisionError: the commit has no tritonddp.
+    """
+    archive = subprocess.run(
+        ["git", "-C", str(repository), "archive", commit, PACKAGE], capture_output=True
+    )
+    if archive.returncode != 0:
+        raise RevisionError(f"{commit} has no {PACKAGE}/: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        # (Python 3.11.3 and older have no filters, and the archive is git's own.)
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        files.extractall(folder, **safely)
+    target = folder / BASE
+    (folder / PACKAGE).rename(target)
+    for path in sorted(target.rglob("*.py")):
+        path.write_text(_NAME.sub(BASE, path.read_text()))  # imports, operators, loggers, texts
+    sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(BASE)
+        found = module.DistributedDataParallel.__module__
+    finally:
+        sys.path.remove(str(folder))
+    if not found.startswith(f"{BASE}."):
+        raise RevisionError(f"{commit} has its class from {found}, which is the present tree's")
+    return module
 
 
 if __name__ == "__main__":

@@ -65,18 +65,11 @@ def main() -> int:
     what = f"to compare (default: {' '.join(MODES)})"
     choices = (*MODES, *(wire for wire in WIRES if wire != "fp32"), "compiled")
     arguments.add_argument("--families", nargs="+", choices=choices, default=list(MODES), help=what)
-    arguments.add_argument(
-        "--compared-only", action="store_true", help="leave out what is only shown beside"
-    )
     arguments.add_argument("--transport", default="auto", help="of ours (default auto)")
     options = arguments.parse_args()
-    names, transport = options.families, options.transport
-    measured = partial(
-        measure,
-        choose=partial(
-            compared, names=names, compared_only=options.compared_only, transport=transport
-        ),
-    )
+    transport = options.transport
+    choose = partial(compared, names=options.families, transport=transport)
+    measured = partial(measure, choose=choose)
     return run("step", options, measured, show, REFUSED, transport=transport)[0]
 
 
@@ -153,7 +146,6 @@ def compared(
     ranks: Ranks,
     plan: Plan,
     names: Sequence[str],
-    compared_only: bool,
     transport: str,
 ) -> Families:
     """The families of these names, ours by this transport; collective."""
@@ -164,8 +156,6 @@ def compared(
     else:
         modes = {each.name: each for each in (*families(case.unused), *wires(), compiled())}
         groups = tuple(modes[name] for name in names)
-        if compared_only:
-            groups = tuple(replace(each, beside=()) for each in groups)
     if transport == "auto":
         return groups
     return tuple(replace(each, ours=through(each.ours, transport)) for each in groups)

@@ -15,8 +15,8 @@ from launched import ROOT
 from benchmarks.base import processes
 from benchmarks.gpu import gpu, one_card
 from benchmarks.gpu import parts as gpu_parts
+from benchmarks.gpu.gpu import summary
 from benchmarks.gpu.parts import Part, read_json, read_tests
-from benchmarks.gpu.summary import summary
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from launched import ROOT, ignoring
 
 from benchmarks.network import namespaces
 from benchmarks.network import network as benchmark
-from benchmarks.network.line import frame_bytes, step_limit
+from benchmarks.network.result import frame_bytes, step_limit
 
 FRAMED = 1514 / 1448
 BURST, FRAMES = 131_072, frame_bytes(1_250_000)

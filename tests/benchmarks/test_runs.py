@@ -109,7 +109,7 @@ def nothing_more(content: Content) -> None:
 RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
     "step branchy": ("step/step.py --models branchy --rounds 2 --builds 1", 2, check_step),
     "step mlp": ("step/step.py --models mlp --rounds 2 --builds 1", 2, check_step),
-    "step late": ("step/step.py --models mlp --rounds 500 --compared-only", 2, check_late_step),
+    "step late": ("step/step.py --models mlp --rounds 500", 2, check_late_step),
     "step gloo": (
         "step/step.py --models mlp --rounds 2 --builds 1 --transport process_group",
         2,

@@ -11,7 +11,6 @@ from benchmarks.base.paired import Ratio, overhead_ratio, paired_ratio
 from benchmarks.models.configurations import UNWRAPPED, families, on_cards
 from benchmarks.report import verdicts
 from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange
-from benchmarks.step.rounds import slowest
 
 LONG_AGO = 0.0
 
