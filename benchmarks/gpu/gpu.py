@@ -44,7 +44,7 @@ from benchmarks.base import deadline, processes
 from benchmarks.base.results import Result
 from benchmarks.gpu import one_card
 from benchmarks.gpu.parts import PROBE, REHEARSING, WORLDS, Outcome, Part, parts
-from benchmarks.report import excerpts, tables
+from benchmarks.report import tables
 from benchmarks.report.table import Blocks, text
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -57,9 +57,9 @@ IN_TIME = 0.85
 
 # By part, what its result is shown as.
 _TABLES: dict[str, Callable[[Result], Blocks]] = {
-    "step-training": excerpts.training,
-    "step-simulated": excerpts.training,
-    **{f"step-cards-{ranks}": excerpts.training for ranks in (2, 4, 8)},
+    "step-training": tables.training,
+    "step-simulated": tables.training,
+    **{f"step-cards-{ranks}": tables.training for ranks in (2, 4, 8)},
 }
 
 

@@ -35,7 +35,7 @@ from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.models.cases import CASES, Batch, Case, loss
 from benchmarks.models.configurations import UNWRAPPED, UNWRAPPED_AGAIN, Configuration, families
 from benchmarks.models.gradients import STEPS, check
-from benchmarks.report import excerpts
+from benchmarks.report import tables
 from benchmarks.report.table import text
 from benchmarks.step.comparison import IdleError
 from benchmarks.step.plan import SETTLED
@@ -97,7 +97,7 @@ def run(
             found[model] = {"error": str(error)}
         gc.collect()
         output.write({"models": found})
-        output.say("", *text(excerpts.training(output.only("models", model))))
+        output.say("", *text(tables.training(output.only("models", model))))
 
 
 def measure(
