@@ -13,6 +13,7 @@ from one_graph import (
     SMALL,
     WIDTH,
     Layers,
+    Net,
     batch,
     fresh_dynamo,
     gradients,
@@ -87,6 +88,31 @@ def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
                 loss.backward()
             broken = [name for name, grad in gradients(net.ddp).items() if grad.isnan().all()]
             assert gather(broken) == [["layers.0.weight", "layers.0.bias"]] * 2
+
+
+@ranks(2, timeout=300)
+def test_the_error_comes_behind_the_ends_of_all_wrappers_in_a_backward() -> None:
+    """So a rank may tell the others of it by a collective."""
+    with fresh_dynamo():
+        nets = [Net(DistributedDataParallel(seeded(Layers), **SMALL)) for _ in range(2)]
+        for number in range(6):
+            loss = sum(net.loss(number) for net in nets)
+            if number == 4 and dist.get_rank() == 0:
+                loss = loss + sum(net.penalty for net in nets)
+            failed = torch.zeros(1)
+            try:
+                loss.backward()
+            except RuntimeError:
+                failed += 1
+            dist.all_reduce(failed)
+            assert failed.item() == (number == 4)
+            broken = [
+                name
+                for net in nets
+                for name, grad in gradients(net.ddp).items()
+                if number != 4 or grad.isnan().any()
+            ]
+            assert len(broken) == (4 if number == 4 else 16)
 
 
 @ranks(2, timeout=300)
