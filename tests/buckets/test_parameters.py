@@ -256,6 +256,26 @@ def test_a_head_that_is_added_to_a_frozen_model_and_called_beside_it(rank: int, 
 
 
 @ranks(2, views=True)
+def test_leaves_that_stand_in_are_neither_reduced_nor_overwritten(rank: int, view: bool) -> None:
+    """Weights that each rank has adapted by itself, as first-order MAML does."""
+    ddp = wrap(net(), view)
+    x = torch.full((1, 4), rank + 1, dtype=torch.float64)
+    for step in range(3):
+        own, alone = (
+            {name: (p.detach() * (rank + 1)).requires_grad_() for name, p in ddp.named_parameters()}
+            for _ in range(2)
+        )
+        torch.func.functional_call(ddp, own, (x,)).sum().backward()
+        torch.func.functional_call(
+            ddp.module, {name.removeprefix("module."): each for name, each in alone.items()}, (x,)
+        ).sum().backward()
+        for name, tensor in own.items():
+            assert torch.equal(tensor, alone[name])
+            assert torch.equal(tensor.grad, alone[name].grad)
+        check_step(ddp, step)
+
+
+@ranks(2, views=True)
 def test_tensors_that_stand_in_for_some_parameters_change_nothing(rank: int, view: bool) -> None:
     ddp = wrap(net(), view)
     ddp.module.layers["b"].requires_grad_(True)

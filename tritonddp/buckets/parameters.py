@@ -216,11 +216,18 @@ class ModuleParameters:
         # What an override of named_parameters() does not yield any more stays: stock asks once.
         left = set(map(id, held)).difference(id(param) for _, param in found)
         found += [each for each in self.params if id(each[1]) in left]
-        # Inside torch.func.functional_call, tensors made from parameters replace them during this
-        # forward. Their gradients go to the parameters.
-        by_name, all_leaves = dict(self.params), all(param.is_leaf for _, param in found)
+        # Inside torch.func.functional_call, tensors that are no Parameters replace them during this
+        # forward. Gradients of those that were made from parameters go to the parameters.
+        by_name = dict(self.params)
+        stand_ins = {
+            tensor
+            for _, each in modules
+            if isinstance(each._parameters, dict)  # else TorchScript's
+            for tensor in each._parameters.values()
+            if not (tensor is None or isinstance(tensor, Parameter))
+        }
         self.params = [
-            (name, param if param.is_leaf else by_name[name])
+            (name, by_name.get(name, param) if param in stand_ins else param)
             for name, param in found
             if param.is_leaf or name in by_name
         ]
@@ -234,7 +241,7 @@ class ModuleParameters:
         self._places = {id(_table(each._parameters)) for _, each in modules}
         self._registered = []
         self._empty_tables = [table for table in tables if not table]
-        self._held = held if all_leaves else []
+        self._held = [] if stand_ins else held  # a graph must not be held
         self._sort()
 
     def commit(self) -> None:
