@@ -69,9 +69,7 @@ def test_the_switch_of_benchmarks_sends_all_gradients(view: bool) -> None:
 
 @pytest.mark.parametrize("cap", [None, 1e-6])
 @ranks(1, views=True)
-def test_once_steps_are_no_longer_measured_nothing_is_exchanged(
-    cap: float | None, view: bool
-) -> None:
+def test_nothing_is_exchanged(cap: float | None, view: bool) -> None:
     """Some layers, and in some steps others; gradients are kept, zeroed or dropped."""
     module = Branches().double()
     ddp = wrap(module, view, bucket_cap_mb=cap)
@@ -89,9 +87,9 @@ def test_once_steps_are_no_longer_measured_nothing_is_exchanged(
                     with net.no_sync():
                         net(batch(), "bd").sum().backward()
                 net(batch(), names[number % 5]).sum().backward()
-            is_measured = number < logging_data.FIRST
-            assert bool(calls.on_the_group) == bool(calls.names) == is_measured, number
-            assert (ddp.reducer.counters.collectives > before) == is_measured, number
+            assert not calls.on_the_group
+            assert not calls.names
+            assert ddp.reducer.counters.collectives == before
         assert ddp.reducer.counters.reductions == number + 1
         assert_mean(ddp, alone, f"step {number}")
 

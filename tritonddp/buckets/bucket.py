@@ -205,16 +205,20 @@ class Bucket:
 
     def allocate(self) -> None:
         """Make a buffer."""
-        params = self.params
-        flat = self._kernels.buffer(self._layout, self._wire_dtype, params[0].device)
+        flat = self._buffer(self.params[0].device)
         _, tables = self._released
         if tables is None:
             self._kernels.tables(flat)
         else:
             flat.tables = tables
-        flat.headers = flat.headers[: self._headers]
         self.flat = flat
         self._pack_into(flat)
+
+    def _buffer(self, device: torch.device, memory: Tensor | None = None) -> Any:
+        given = () if memory is None else (memory,)
+        flat = self._kernels.buffer(self._layout, self._wire_dtype, device, *given)
+        flat.headers = flat.headers[: self._headers]  # else with places of ranks behind them
+        return flat
 
     def compile_kernels(self, is_joint: bool) -> None:
         """Compile all kernels that a step may need, so that none makes other ranks wait for it.
@@ -251,8 +255,7 @@ class Bucket:
             memory: this rank's part of what they have packed, uint8 zeros ``(nbytes,)``.
         """
         self.exchange, self.large_sums = exchange, large_sums
-        packed = self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory)
-        self._pack_into(packed)
+        self._pack_into(self._buffer(memory.device, memory))
 
     def leave_payload(self) -> None:
         """No gradient will be written to the buffer: the system need not give it that memory.
@@ -261,7 +264,7 @@ class Bucket:
         """
         first, data = self._layout.flags_offset, self.flat.data
         memory = torch.empty(data.nbytes, dtype=torch.uint8, device="cpu")
-        self.flat = self._kernels.buffer(self._layout, self._wire_dtype, data.device, memory)
+        self.flat = self._buffer(data.device, memory)
         self.flat.data[first:] = data[first:]
 
     @property

@@ -227,11 +227,13 @@ class BucketManager:
         if self.keeps_order:
             self._order = self._registered_order()
             return missing
-        order = torch.tensor([*arrived, *missing], device=self.current.params[0].device)
-        what = "broadcast of the order of gradients"
-        self._group.broadcast(order, source_rank, self.where(), what)
-        self._counters.collective(order.nbytes, self._group.size)
-        self._order = order.tolist()
+        self._order = [*arrived, *missing]
+        if self._group.size > 1:
+            order = torch.tensor(self._order, device=self.current.params[0].device)
+            what = "broadcast of the order of gradients"
+            self._group.broadcast(order, source_rank, self.where(), what)
+            self._counters.collective(order.nbytes, self._group.size)
+            self._order = order.tolist()
         return missing
 
     def _registered_order(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,7 +151,8 @@ class Logger:
 class Sampler(Extension):
     """Times the parts of sampled steps of one reducer.
 
-    It is installed as an extension during a sampled step, and removed in the next one.
+    It is installed as an extension during a sampled step, and removed in the next one. One rank
+    communicates nothing, and needs no buckets for it.
     """
 
     def __init__(self, reducer: Reducer, device: torch.device | None) -> None:
@@ -166,6 +167,7 @@ class Sampler(Extension):
         self.measured = 0  # the last step whose times are known
         self.times: dict[str, int] = {}  # its times in ns, and the means so far, by stock's names
         self._recorded = 0
+        self._communication = _Communication(weakref.ref(self)) if reducer.group.size > 1 else None
 
     def set_rate(self, rate: int) -> None:
         """After the first ten steps time one in ``rate``."""
@@ -191,6 +193,8 @@ class Sampler(Extension):
             self.moments = Moments(self._device)
             self.moments.mark(FORWARD_BEGAN)
             reducer.events.install(self)
+            if self._communication is not None:
+                reducer.events.install(self._communication)
 
     def forward_ended(self) -> None:
         """The module has returned its output."""
@@ -201,23 +205,18 @@ class Sampler(Extension):
         """The first reduced backward belongs to the step."""
         assert self.moments is not None
         self._is_of = backward.reduction is not None and BACKWARD_BEGAN not in self.moments
-        self._mark(BACKWARD_BEGAN)
-
-    def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Communication begins with the launch of the first bucket."""
-        if self.moments is not None and COMMUNICATION_BEGAN not in self.moments:
-            self._mark(COMMUNICATION_BEGAN)
+        self.mark(BACKWARD_BEGAN)
 
     def on_compute_end(self, backward: Backward) -> None:
-        self._mark(COMPUTE_ENDED)
+        self.mark(COMPUTE_ENDED)
+        if self._communication is None:
+            self.mark(COMMUNICATION_BEGAN, COMMUNICATION_ENDED)
 
-    def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Communication ends with the last reduced bucket: each overwrites the time stamp."""
-        self._mark(COMMUNICATION_ENDED)
-
-    def _mark(self, name: str) -> None:
+    def mark(self, *names: str) -> None:
+        """Something of the step that is timed has come to pass."""
         if self._is_of and self.moments is not None:
-            self.moments.mark(name)
+            for name in names:
+                self.moments.mark(name)
 
     def _close(self, moments: Moments) -> None:
         """The step is over: take its times, if they are known already."""
@@ -239,6 +238,28 @@ class Sampler(Extension):
         reducer = self._reducer()
         if reducer is not None:
             reducer.events.remove(self)
+            if self._communication is not None:
+                reducer.events.remove(self._communication)
+
+
+class _Communication(Extension):
+    """The part of a :class:`Sampler` that needs buckets; ``sampler`` is a weak reference to it."""
+
+    def __init__(self, sampler: Callable[[], Sampler | None]) -> None:
+        self._sampler = sampler
+
+    def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
+        """Communication begins with the launch of the first bucket."""
+        if bucket.index == 0:
+            self._mark(COMMUNICATION_BEGAN)
+
+    def _mark(self, name: str) -> None:
+        if (sampler := self._sampler()) is not None:
+            sampler.mark(name)
+
+    def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
+        """Communication ends with the last reduced bucket: each overwrites the time stamp."""
+        self._mark(COMMUNICATION_ENDED)
 
 
 def _buckets(wrapper: Any) -> list[Sequence[Tensor]]:

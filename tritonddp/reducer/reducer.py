@@ -385,7 +385,6 @@ class Reducer:
             and self.sync.join is None
             and wire.reduce_dtype is None
             and wire.compression is None
-            and not manager.is_provisional
             and not self.events.needs_buckets
             and not manager.current.needs_reduction
         )
