@@ -95,6 +95,37 @@ def test_a_rank_in_a_collective_of_its_own_is_behind(rank: int) -> None:
     assert "rank 1 (process" not in report
 
 
+class SlowStore:
+    """A store of which each call takes some seconds."""
+
+    def __init__(self, store: Any, pause: float) -> None:
+        self._store, self._pause = store, pause
+
+    def __getattr__(self, name: str) -> Any:
+        time.sleep(self._pause)
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("pause", [0.2, 60.0])
+@ranks(3)
+def test_a_slow_store_delays_the_report_and_nothing_else(pause: float, rank: int) -> None:
+    gc.collect()
+    connect = hang.own_connection
+    slow = mock.patch.object(hang, "own_connection", lambda group: SlowStore(connect(group), pause))
+    patience = mock.patch.multiple(hang, _PATIENCE=0.3, _NO_ANSWER=3.0)
+    with seconds("2"), slow, patience, logged(logging.WARNING, LOGGER) as kept:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        step(model, rank)
+        if rank == 1:
+            tokenize()
+        step(model, rank)
+    if rank == 0:
+        lines = kept.lines()
+        assert any(("in tokenize" if pause < 1 else hang._NO_STORE) in line for line in lines), (
+            lines
+        )
+
+
 @contextlib.contextmanager
 def late_collectives() -> Iterator[list[Any]]:
     """Context: collectives of a GPU end whenever those of gloo do; the host goes on, as with NCCL.

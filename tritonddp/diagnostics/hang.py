@@ -43,8 +43,8 @@ logger = logging.getLogger("tritonddp.hang")
 SECONDS, DIRECTORY = "TRITONDDP_HANG_SECONDS", "TRITONDDP_HANG_DIR"
 _DEFAULT = "60"
 # Seconds between two looks, at most; and for the store: a call to one whose host is stopped does
-# not return.
-_PAUSE, _PATIENCE = 5.0, 5.0
+# not return, and counts as not answered after a while.
+_PAUSE, _PATIENCE, _NO_ANSWER = 5.0, 5.0, 30.0
 _FRAMES, _LINE = 12, 160  # frames of a stack that are shown, characters of each
 _WRAPPERS, _SHOWN = 64, 4  # wrappers in a post; ranks in a report
 _ALL = 1 << 30  # number of buckets launched and back, outside a backward
@@ -271,6 +271,8 @@ class _GroupWatch:
         self._next = 0.0  # report, in seconds without movement; 0: none was made
         self._answers: _Answers | None = None
         self._exchange: threading.Thread | None = None
+        self._asked = 0.0  # when that began
+        self._answer: tuple[float, list[str] | None] = 0.0, None  # since when; what was found
 
     def add(self, wrapper: Wrapper) -> None:
         """Watch ``wrapper`` too, which this thread trains."""
@@ -300,6 +302,8 @@ class _GroupWatch:
         answer = self._ask(own)
         if seconds < max(self._next, limit + 2 * pause) or not (waits or self.group.rank == 0):
             return
+        if self._exchange is not None and time.monotonic() - self._asked < _NO_ANSWER:
+            return  # the answer of a slow store comes at a later look
         if answer is None and waits:
             answer = [f"rank {self.group.rank}", _NO_STORE]
             if (first := self.group.first_process) is not None:
@@ -317,16 +321,21 @@ class _GroupWatch:
             self._next = min(self._next, timeout.total_seconds() - 2 * pause)
 
     def _ask(self, own: Post) -> list[str] | None:
-        """Exchange posts, in a thread that is abandoned if the store does not answer."""
-        if self._exchange is not None and self._exchange.is_alive():
-            return None
-        answers: list[list[str]] = []
-        self._exchange = threading.Thread(target=self._run, args=(own, answers), daemon=True)
-        self._exchange.start()
+        """Exchange posts, in a thread that goes on if the store is slow: no look waits for long."""
+        if self._exchange is None:
+            self._asked = time.monotonic()
+            given = own, self._since
+            self._exchange = threading.Thread(target=self._run, args=given, daemon=True)
+            self._exchange.start()
         self._exchange.join(_PATIENCE)
-        return answers[0] if answers else None
+        if self._exchange.is_alive():
+            return None
+        self._exchange = None
+        since, answer = self._answer
+        return answer if since == self._since else self._ask(own)  # not that of an earlier hang
 
-    def _run(self, own: Post, answers: list[list[str]]) -> None:
+    def _run(self, own: Post, since: float) -> None:
+        answer: list[str] | None = None
         # (The connection is another one than that of the training thread, which may wait in it.)
         try:
             if self._answers is None:
@@ -334,9 +343,10 @@ class _GroupWatch:
             self._answers.exchange(own)
             posts = self._answers.all() | {self.group.rank: own}
             some_wait = any(post.waits for post in posts.values())
-            answers.append(self._answers.report(posts) if some_wait else [])
+            answer = self._answers.report(posts) if some_wait else []
         except Exception:  # a group written in Python has no store, for example
             logger.debug("no other rank could be asked", exc_info=True)
+        self._answer = since, answer
 
 
 def _flight_recorder() -> list[str]:
