@@ -18,6 +18,7 @@
 #              this machine's own $(PYTHON), on all its cards (ARGS="--only step": the steps alone)
 # make gpu-rehearsal    the same without one, small, on a device that is none (minutes)
 # make docs    the pages as a site, in site/
+# make report  docs/report.md as a PDF, in build/ (needs Pango)
 # make notebook    examples/tour.ipynb anew: its cells are run, and it is saved with what they put out
 # make dist    wheel and sdist, checked, into dist
 # make test-dist   the same, and each is installed into a venv of its own, where it trains (minutes)
@@ -54,7 +55,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo evidence test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs notebook dist test-dist check-tag clean
+.PHONY: demo evidence test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs report notebook dist test-dist check-tag clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -133,6 +134,10 @@ gpu-rehearsal: $(VENV)/.test-installed
 docs: $(VENV)/.docs-installed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "The site is in site/: open site/index.html. To search it, serve it: python3 -m http.server --directory site"
+
+report: $(VENV)/constraints.txt
+	@$(PIP) "markdown>=3.7" "weasyprint>=66"
+	@$(BIN)/python benchmarks/report/pdf.py $(ARGS)
 
 # The wheel is built from the sdist: what that lacks would be missing here.
 dist: $(VENV)/constraints.txt
