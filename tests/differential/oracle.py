@@ -83,7 +83,7 @@ class Oracle:
         # Those that have inputs.
         self._players = list(self._everyone)
         self._syncs_next_forward = self._syncs_forwards
-        # Buffers that forwards broadcast: those of an added block from the next reduction on.
+        # Buffers that forwards broadcast: one with gradients takes up those of an added block.
         self._broadcast = self._buffers()
         # What each rank's backwards have given a gradient since the last reduction.
         self._used: list[set[Tensor]] = [set() for _ in self._players]
@@ -104,8 +104,11 @@ class Oracle:
         action = self._program.actions[number]
         if any(self._counts[player.rank] <= number for player in self._players):
             self._let_go(number)
-        if isinstance(action, Forward | BreakOff) and self._syncs_next_forward:
-            self._sync_buffers()
+        if isinstance(action, Forward | BreakOff):
+            if getattr(action, "grad", True):
+                self._broadcast = self._buffers()
+            if self._syncs_next_forward:
+                self._sync_buffers()
         if isinstance(action, Backward | ReduceGradients | BreakOff):
             self._note_means()
         elif isinstance(action, ZeroGrad | Hold):
@@ -123,7 +126,6 @@ class Oracle:
             self._syncs_next_forward = self._syncs_forwards and action.grad and not action.local
         if isinstance(action, BreakOff):
             self._syncs_next_forward = self._syncs_forwards
-            self._broadcast = self._buffers()
             for used in self._used:
                 used.clear()
         if isinstance(action, Swap):  # of which converted buffers are new ones
@@ -256,6 +258,7 @@ class Oracle:
         """
         replicas = [list(player.network.named_parameters()) for player in self._players]
         windows = [_window(player.net) for player in self._players]
+        is_weighted = any(window.sums for window in windows)
         for each in zip(*replicas, strict=True):
             name, params = each[0][0], [param for _, param in each]
             is_used = [
@@ -275,10 +278,12 @@ class Oracle:
             exact = (
                 self._program.world_size == 2
                 and not self._program.options.reduce_dtype
-                and not any(each.sums for each in windows)
+                and not is_weighted
             )
             self._bounds[name] = None if exact else bound
             if former is not None:  # is taken out, and added again
+                if is_weighted and not any(each.items for each in windows):
+                    mean = former  # nothing is left of what has come since
                 total = sum(each.grad.abs().double() for each in params if each.grad is not None)
                 eps = max(torch.finfo(each).eps for each in (former.dtype, self._wire))
                 self._bounds[name] = bound + (total + former.abs().double()) * _ROUNDINGS * eps
@@ -314,7 +319,6 @@ class Oracle:
             for param in others:
                 param.grad = None
         self._means, self._are_means = {}, True
-        self._broadcast = self._buffers()
         if self._syncs_afterwards and not retains_graph:
             self._sync_buffers()
 

@@ -151,6 +151,7 @@ class CopyGradients(Action):
 
 
 READ = ("bytes of", "words of")
+PRODUCT = "G G^T of"
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Multiply(Action):
     def perform(self, player: Player) -> None:
         for name, _, gradient in _there(player):
             if gradient.dim() == 2:
-                player.see(f"G G^T of {name}", gradient @ gradient.T)
+                player.see(f"{PRODUCT} {name}", gradient @ gradient.T)
 
 
 @dataclass(frozen=True)
