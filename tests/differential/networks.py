@@ -432,8 +432,9 @@ class Network(nn.Module):
         return torch.tanh(self.blocks["b0"](x))
 
     def penalty(self) -> Tensor:
-        """By the parameters alone."""
-        return torch.stack([param.pow(2).sum() for param in self.parameters()]).sum()
+        """By the parameters alone: also those that an override hides."""
+        params = [param for _, param in nn.Module.named_parameters(self)]
+        return torch.stack([param.pow(2).sum() for param in params]).sum()
 
     def owned_buffers(self) -> Iterator[tuple[nn.Module, str]]:
         """Each buffer, as the module that owns it and the name that it has there."""

@@ -123,8 +123,10 @@ class Saliency(Action):
 
     def perform(self, player: Player) -> None:
         wrapper = player.wrapped[self.wrapper]
-        frozen = wrapper.module.get_submodule(self.part)
-        frozen.requires_grad_(False)
+        frozen = nn.Module.named_parameters(wrapper.module.get_submodule(self.part))
+        params = [param for _, param in frozen]  # also those that an override hides
+        for param in params:
+            param.requires_grad_(False)
         for number in range(self.counts[player.rank]):
             x = player.batch().requires_grad_()
             out = wrapper(x).sum()
@@ -133,7 +135,8 @@ class Saliency(Action):
             else:
                 out.backward()
             player.see(f"gradient of batch {number}", x.grad)
-        frozen.requires_grad_()
+        for param in params:
+            param.requires_grad_()
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ class _Generator(Chance):
         if self._wrappers in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
             return spec
         kinds = self._random.sample(list(BUFFERS), self._random.randint(1, 4))
+        if spec.overrides == "hides buffers later" and "shift" not in kinds:
+            kinds.append("shift")  # stock broadcasts no list that has become empty
         if self._chance(0.4) and "collectives" not in self._roots:
             blocks.append("convolution")
         spec = replace(spec, buffers=tuple(kinds), blocks=tuple(blocks))
