@@ -181,8 +181,13 @@ def _beside_stock(program: Program, played: Sequence[Played]) -> Iterator[str]:
     for rank, each in enumerate(played):
         for entry in each.get(ALARM, ()):
             yield f"rank {rank}: {ALARM} says {entry.seen}"
-    is_same = operator.eq if program.world_size == 2 else _is_near
-    yield from _compared(program, played, OURS, STOCK, is_same)
+    if program.world_size == 2:
+        yield from _compared(program, played, OURS, STOCK)
+    else:
+        # (Where a training has diverged, numbers are what rounding has made of them.)
+        diverged = (e.action for each in played for e in each[STOCK] if _is_diverged(e))
+        end = min(diverged, default=inf)
+        yield from _compared(program, played, OURS, STOCK, _is_near, end)
     # (Ranks that do something alone have seen more than others.)
     by_place = [
         {
@@ -251,6 +256,13 @@ def _second_means(program: Program) -> Iterator[int]:
                 yield number
             has_mean = isinstance(action, ReduceGradients) or not action.local
         has_mean = has_mean and not isinstance(action, ZeroGrad | Hold | BreakOff)
+
+
+def _is_diverged(entry: Entry) -> bool:
+    """Whether it is a parameter with NaN or Inf."""
+    if entry.kind != "parameter" or not isinstance(entry.seen, Snapshot):
+        return False
+    return not dense(entry.seen.tensor()).isfinite().all()
 
 
 def _is_held(entry: Entry) -> bool:
