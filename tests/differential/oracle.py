@@ -27,7 +27,7 @@ from differential.actions.training import (
     ZeroGrad,
     clips_to_rounding,
 )
-from differential.networks import Network, build
+from differential.networks import Network, Withholding, build
 from differential.player import Player
 from differential.program import Program
 from differential.trace import Entry, Snapshot, dense
@@ -87,6 +87,7 @@ class Oracle:
         self._broadcast = self._buffers()
         # What each rank's backwards have given a gradient since the last reduction.
         self._used: list[set[Tensor]] = [set() for _ in self._players]
+        self._has_local = False  # a backward since the last reduction was not reduced
         # How far the gradients that the last action has reduced may be from the mean.
         self._bounds: dict[str, Tensor | None] = {}
         self._wire = getattr(torch, program.options.reduce_dtype or "float64")
@@ -138,7 +139,9 @@ class Oracle:
         if isinstance(action, Backward):
             for player, used, earlier in zip(self._players, self._used, before, strict=True):
                 used |= _changed(player.network, earlier)
-            if not action.local:
+            if action.local:
+                self._has_local = True
+            else:
                 self._reduce(action.retain_graph)
         elif isinstance(action, ReduceGradients):
             for player, used in zip(self._players, self._used, strict=True):
@@ -266,6 +269,11 @@ class Oracle:
                 for param, used, window in zip(params, self._used, windows, strict=True)
             ]
             if not any(is_used):
+                withheld = self._has_local and _is_withheld(self._players[0].network, name)
+                if withheld and params[0].grad is not None:
+                    # Who returned no gradient for it has used it all the same, as under stock: an
+                    # earlier mean is that of equal numbers.
+                    _, self._bounds[name] = _mean(params, [], len(params), self._wire)
                 continue
             former = self._means.get(name)
             for rank, param in enumerate(params):
@@ -319,6 +327,7 @@ class Oracle:
             for param in others:
                 param.grad = None
         self._means, self._are_means = {}, True
+        self._has_local = False
         if self._syncs_afterwards and not retains_graph:
             self._sync_buffers()
 
@@ -382,6 +391,11 @@ def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
     total = torch.stack(terms).sum(0)
     bound = total / len(params) * _ROUNDINGS * eps + info.smallest_normal
     return bound.masked_fill(total > info.max / 2, torch.inf)  # it may overflow
+
+
+def _is_withheld(network: Network, name: str) -> bool:
+    """Whether backwards return no gradient for this parameter now and then."""
+    return isinstance(network.get_submodule(name.rpartition(".")[0]), Withholding)
 
 
 def _is_sparse(param: Tensor, window: Window) -> bool:
