@@ -46,6 +46,7 @@ from differential.trace import Entry, Snapshot, Trace, dense
 _TERMS_OF_A_ROW = 64
 # How far sums in another order may be apart after some steps, by dtype.
 _NEAR = {torch.float64: 1e-9, torch.bfloat16: 0.01}
+_DIVERGED = 1e12
 
 
 @dataclass(frozen=True)
@@ -259,10 +260,10 @@ def _second_means(program: Program) -> Iterator[int]:
 
 
 def _is_diverged(entry: Entry) -> bool:
-    """Whether it is a parameter with NaN or Inf."""
+    """Whether it is a parameter with NaN, or with numbers that leave no digit to others."""
     if entry.kind != "parameter" or not isinstance(entry.seen, Snapshot):
         return False
-    return not dense(entry.seen.tensor()).isfinite().all()
+    return not bool((dense(entry.seen.tensor()).abs() < _DIVERGED).all())
 
 
 def _is_held(entry: Entry) -> bool:
