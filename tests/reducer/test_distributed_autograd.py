@@ -285,13 +285,13 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(group: Any) 
         ddp(batch(0), "0")
 
 
-class Struck(set[Any]):
-    """Ctrl-C comes right behind one ``add()``."""
+class Struck(dict[Any, None]):
+    """Ctrl-C comes right behind one addition."""
 
     is_due = True
 
-    def add(self, each: Any) -> None:
-        super().add(each)
+    def __setitem__(self, each: Any, value: None) -> None:
+        super().__setitem__(each, value)
         if self.is_due:
             self.is_due = False
             raise KeyboardInterrupt

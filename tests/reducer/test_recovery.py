@@ -58,6 +58,19 @@ def test_wrappers_of_one_backward_are_asked_once_whether_they_have_failed() -> N
         assert_gradients_alike(net)
 
 
+@ranks(2, views=True)
+def test_the_first_backward_of_two_wrappers_breaks_off_in_the_second(rank: int, view: bool) -> None:
+    """Both launch at its end, the one that is used last first, and their buckets differ in size."""
+    lower, upper = wrap(layers(), view), wrap(mlp(2, 3), view)
+    with breaking_off(lower.module[0].weight, rank == 1):
+        upper(lower(batch(0))).sum().backward()
+    for _ in range(2):
+        lower.zero_grad(), upper.zero_grad()
+        upper(lower(batch(1))).sum().backward()
+        assert_gradients_alike(lower)
+        assert_gradients_alike(upper)
+
+
 def break_off(model: nn.Module, layer: int, ranks_that_fail: list[int]) -> Any:
     """Let the backward fail behind ``layer``: later layers have their gradients by then."""
 

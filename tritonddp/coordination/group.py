@@ -36,6 +36,9 @@ class Owner(Protocol):
     def order(self) -> tuple[str, int, int]:
         """Where it is in an order of all owners that is the same on all ranks."""
 
+    def launch_owed(self) -> None:
+        """If a backward has failed, launch what is left of its buckets."""
+
     def make_up(self) -> None:
         """If a backward has ended, or failed, make what is left of its collectives."""
 
@@ -47,6 +50,10 @@ class _Interrupted:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+
+    def launch_owed(self) -> NoReturn:
+        """Raise a RuntimeError."""
+        self.make_up()
 
     def make_up(self) -> NoReturn:
         """Raise a RuntimeError."""
@@ -66,7 +73,7 @@ class _Shared:
     """
 
     history: History = field(default_factory=History)
-    owners: set[Owner] = field(default_factory=set)
+    owners: dict[Owner, None] = field(default_factory=dict)  # in the order of their backwards
     members: WeakSet[Any] = field(default_factory=WeakSet)
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
@@ -158,7 +165,7 @@ class Group(FailureReport):
 
     def refuse_further_use(self) -> None:
         """Ctrl-C has cut a collective short on this rank: :meth:`recover` raises from now on."""
-        self.owners.add(_Interrupted(self.rank))
+        self.owners[_Interrupted(self.rank)] = None
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -233,6 +240,10 @@ class Group(FailureReport):
             return
         self._shared.recovered_in = graph_task
         self.refuse_if_forked()
+        # As in a backward of several wrappers that comes to its end: they launch in the order in
+        # which they have begun, and then wait in one of their own.
+        for owner in list(self.owners):
+            owner.launch_owed()
         for owner in sorted(self.owners, key=lambda each: each.order):
             owner.make_up()
 

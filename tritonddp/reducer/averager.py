@@ -212,17 +212,21 @@ class Averager:
         )
 
     @torch.no_grad()
-    def make_up(self, reduction: Reduction, arrived: Sequence[int]) -> None:
-        """The backward of this reduction has failed on this rank: make its remaining collectives.
+    def launch_owed(self, reduction: Reduction) -> None:
+        """The backward of this reduction has failed on this rank: launch its remaining buckets.
 
-        The other ranks will launch, or have launched, all collectives of that step. This rank
-        launches those that it has not launched yet, with NaN, so that later collectives match
-        again. See also :meth:`complete`.
+        The other ranks will launch, or have launched, all of that step. This rank launches those
+        that it has not launched yet, with NaN, so that later collectives match again.
         """
+        if not reduction.works:
+            reduction.break_off()
+            self.manager.announce()
+        reduction.launch_nan()
+
+    @torch.no_grad()
+    def make_up(self, reduction: Reduction, arrived: Sequence[int]) -> None:
+        """After :meth:`launch_owed`: wait for the buckets. See also :meth:`complete`."""
         try:
-            if not reduction.works:
-                reduction.break_off()
-                self.manager.announce()
             reduction.take_part()
             reduction.break_off()
             self.complete(reduction, arrived)

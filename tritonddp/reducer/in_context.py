@@ -238,7 +238,7 @@ class ContextReducer:
             )
             self._current = begins
             try:
-                group.owners.add(self)
+                group.owners[self] = None
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, self._reference, number))
@@ -299,7 +299,7 @@ class ContextReducer:
 
     def _leave(self, current: ContextBackward) -> None:
         self._current = None
-        self._group.owners.discard(self)
+        self._group.owners.pop(self, None)
         for hook in current.hooks:
             hook.remove()
 
@@ -307,7 +307,10 @@ class ContextReducer:
 
     def detach(self) -> None:
         """No collective is owed any more."""
-        self._group.owners.discard(self)
+        self._group.owners.pop(self, None)
+
+    def launch_owed(self) -> None:
+        """Nothing: :meth:`make_up` launches."""
 
     def make_up(self) -> None:
         """If a backward failed: take part in the collectives of the other ranks."""

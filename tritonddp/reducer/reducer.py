@@ -348,7 +348,7 @@ class Reducer:
         self.backward = backward
         self.counters.reductions += 1
         try:
-            group.owners.add(self)
+            group.owners[self] = None
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.unfilled[:] = tracker.waiting
@@ -416,7 +416,7 @@ class Reducer:
         )
         self.backward = backward
         try:
-            self.group.owners.add(self)
+            self.group.owners[self] = None
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
                 call(backward)
@@ -509,7 +509,7 @@ class Reducer:
                     reduction.launch_ready(rest=True)
             if self.finalizes_manually and any(reduction.works):
                 backward.moves_to(UNFINALIZED)
-                self.group.owners.discard(self)  # nobody may call finalize_backward()
+                self.group.owners.pop(self, None)  # nobody may call finalize_backward()
                 self.wait_post_backward()
                 return
         backward.wait(self, self._broke_off)
@@ -554,7 +554,7 @@ class Reducer:
             return
         reduction, manager = backward.reduction, self.manager
         assert reduction is not None
-        self.group.owners.add(self)  # again, if finalize_backward() has been called
+        self.group.owners[self] = None  # again, if finalize_backward() has been called
         backward.moves_to(OVER)
         try:
             reduction.finish()
@@ -597,7 +597,7 @@ class Reducer:
     def _close(self, backward: Backward) -> None:
         """The backward is over, with or without an error, and owes no collectives."""
         self.backward = None
-        self.group.owners.discard(self)
+        self.group.owners.pop(self, None)
         if backward.reduction is not None:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
@@ -616,19 +616,33 @@ class Reducer:
 
     # After a backward that failed on this rank: all ranks still make the same collectives
 
-    def make_up(self) -> None:
-        """If the last backward failed with an exception: make its remaining collectives.
+    def launch_owed(self) -> None:
+        """If the last backward failed with an exception: launch its remaining buckets."""
+        backward = self.backward
+        reduction = None if backward is None else backward.reduction
+        if backward is None or reduction is None or reduction.is_captured:
+            return
+        if backward.phase in (WAITING, UNFINALIZED):
+            return
+        if backward.still_runs(self.manager.current.is_on_gpu):
+            return
+        self.tracker.stop()
+        self.averager.before_make_up(reduction)
+        try:
+            with self.group.uninterrupted():
+                self.averager.launch_owed(reduction)
+        except Exception:
+            self._abort(backward)
+            raise
 
-        The other ranks will launch, or have launched, all collectives of that step. This rank
-        launches those that it has not launched yet, with NaN, so that later collectives match
-        again.
-        """
+    def make_up(self) -> None:
+        """If the last backward failed with an exception: make its remaining collectives."""
         if self.backward is not None:
             # (A callback of a user, at the end of a backward, runs another forward.)
             self.backward.finish_waiting()
         backward = self.backward
         if backward is None:
-            self.group.owners.discard(self)
+            self.group.owners.pop(self, None)
             return
         reduction = backward.reduction
         if backward.phase is UNFINALIZED or backward.still_runs(self.manager.current.is_on_gpu):
@@ -642,7 +656,6 @@ class Reducer:
                 bucket.discard()
             self._abort(backward)
             return
-        self.averager.before_make_up(reduction)
         arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
         try:
             with self.group.uninterrupted():
@@ -739,7 +752,7 @@ class Reducer:
         self.is_detached = True
         self.tracker.remove()
         self._others.watch(())
-        self.group.owners.discard(self)
+        self.group.owners.pop(self, None)
         self.backward = None
 
 
