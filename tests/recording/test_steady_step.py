@@ -73,7 +73,7 @@ STEADY = {
     "clipped, views": Step(2, 2, 2, operations=15, moves=2),
     "check_finite": Step(
         *(2, 4, 2),
-        operations=5,
+        operations=23,
         moves=2,
         readbacks=2,
         waits=("features/check_finite.py on_reduced_all",),

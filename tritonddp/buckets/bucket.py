@@ -391,9 +391,10 @@ class Bucket:
         # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
         # check below raises an error that names it.
         try:
-            header = b"" if flat.is_part else header
-            if self.checked is not None and not flat.is_part:
-                header = self._with_places(header)
+            if flat.is_part:
+                header = b""
+            elif self.checked is not None and self.quantization is None:  # as in _with_places
+                header += bytes(self.checked[1])
             self._kernels.flatten(flat, sources, used, scale, header)
         except RuntimeError:
             self._all_to_slot_layout(segment, grads)

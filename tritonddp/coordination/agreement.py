@@ -367,16 +367,18 @@ class Agreement:
 
     def _factor(self, headers: Tensor, sent: Sent) -> Tensor:
         """The factor of a mean that is weighted, or over the ranks with inputs."""
-        size, factor = self.group.size, torch.ones(1, dtype=torch.float64, device=headers.device)
+        size, factor = self.group.size, None
         if sent.over_present:
             have_inputs = headers.view(-1, BYTES)[:, BYTES - 1] != GradSource.JOINED
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
         if sent.header.weight is None:
+            assert factor is not None, "it is neither weighted nor over some ranks"
             return factor
         total = total_weight(headers).view(1)
         # If all weights are zero, the mean shall be zero.
         weighted = torch.where(total == 0, total, size * self.unit / total)
         if sent.header.source.is_empty:  # the other ranks may use no weights
+            factor = torch.ones_like(total) if factor is None else factor
             weighted = torch.where(total.isnan(), factor, weighted)
         return weighted
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from tritonddp._device import read_together
 from tritonddp._torch import foreach_norm
-from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
@@ -42,46 +42,49 @@ class FiniteCheck(Extension):
     def __init__(self, mode: str, group: Group) -> None:
         self._mode = mode
         self._group = group
-        # Of buckets that are packed, by the first slot of a segment: which gradients are not finite
-        # on this rank.
-        self._local: dict[int, dict[int, Tensor]] = {}
         # Names of parameters, by bucket index and ranks.
         self._found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         self._travels_in_fp16 = False
 
-    def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
-        """Look at the gradients of this rank, as they will be sent."""
-        if scale := reduction.agreement.scale:  # else zeros are sent
-            norms = torch.stack(foreach_norm(list(map(_values, segment.params)), math.inf))
-            is_cast = bucket.quantization is None
-            sent = norms.double().mul(scale).to(bucket.wire_dtype if is_cast else norms.dtype)
-            self._local.setdefault(bucket.index, {})[segment.first] = ~sent.isfinite()
-
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Tell the other ranks."""
-        if parts := self._local.pop(bucket.index, None):
-            bucket.note_not_finite(torch.cat([parts[first] for first in sorted(parts)]))
+        """Look at the gradients of this rank, as they are sent, and tell the other ranks."""
+        numbers = bucket.packed.views
+        if bucket.is_sparse or bucket.quantization is not None:  # they are not there as numbers
+            if not reduction.agreement.scale:  # zeros are sent
+                return
+            numbers = list(map(_values, bucket.params))
+        try:
+            norms = torch.stack(foreach_norm(numbers, math.inf))
+        except RuntimeError:  # one is empty
+            numbers = [each if each.numel() else each.new_zeros(1) for each in numbers]
+            norms = torch.stack(foreach_norm(numbers, math.inf))
+        which = ~norms.isfinite()
+        if not which.is_cpu or which.any():
+            bucket.note_not_finite(which)
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Read what all ranks have told. The host waits, once, until the buckets are there."""
         sent = [bucket for bucket in reduction.buckets if bucket.index not in reduction.skipped]
-        found = [bucket.not_finite() for bucket in sent]
-        on_host = iter(read_together([each for pair in found for each in pair]))
+        flags = read_together([bucket.flat.flags for bucket in sent])
         # If ranks reduce different things, flags mean nothing: raise that error first.
         reduction.agreement.check_pending()
-        for bucket, (which, _) in zip(sent, found, strict=True):
-            slots, ranks = (
-                each.nonzero().flatten().tolist() for each in (next(on_host), next(on_host))
-            )
-            if slots:
-                bucket.flat.flags.masked_fill_(which, self._group.size)  # (Some rank has used it.)
-                names = self._found.setdefault((bucket.index, tuple(ranks)), [])
-                names += [bucket.names[slot] for slot in slots]
-                self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
+        for bucket, each in zip(sent, flags, strict=True):
+            # (Those of a quantised bucket are sums of bytes.)
+            if each.isnan().any() or (bucket.quantization and each.max() > self._group.size):
+                self._note(bucket)
+
+    def _note(self, bucket: Bucket) -> None:
+        """Gradients of this bucket were not finite on some rank."""
+        which, ranks = bucket.not_finite()
+        bucket.flat.flags.masked_fill_(which, self._group.size)  # (Some rank has used it.)
+        place = bucket.index, tuple(ranks.nonzero().flatten().tolist())
+        names = [bucket.names[slot] for slot in which.nonzero().flatten().tolist()]
+        self._found.setdefault(place, []).extend(names)
+        self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """Forget what was found."""
-        self._local, self._found, self._travels_in_fp16 = {}, {}, False
+        self._found, self._travels_in_fp16 = {}, False
 
     def on_end(self, reduction: Reduction) -> None:
         """Raise or warn. A rank without inputs only warns: it has no step to leave out."""
@@ -110,10 +113,10 @@ class FiniteCheck(Extension):
 
 
 def _values(param: Parameter) -> Tensor:
-    """The numbers of its gradient, one or more."""
+    """The numbers of its gradient."""
     grad = param.grad
     if grad is not None and grad.is_sparse:
         grad = grad.coalesce().values()
-    if grad is None or not grad.numel():
+    if grad is None:
         return torch.zeros(1, dtype=gradient_dtype(param), device=param.device)
     return grad.detach()

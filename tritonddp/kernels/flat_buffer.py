@@ -311,8 +311,7 @@ class FlatBuffer:
         The last ``world_size`` headers are places of the ranks for that.
         """
         self.flags.masked_fill_(which, torch.nan)
-        place = self.trailer[len(self.trailer) - world_size + rank]
-        place.copy_(which.any() | (place != 0))
+        self.trailer[len(self.trailer) - world_size + rank].copy_(which.any())
 
     def not_finite(self, world_size: int) -> tuple[Tensor, Tensor]:
         """After the reduction: which gradients some rank has noted, and which ranks have."""

@@ -736,17 +736,6 @@ class Reducer:
         """Call ``log`` with the message of each error that ends a backward."""
         self._log_error = log
 
-    def requested(self, reduction: Reduction) -> None:
-        """A reduction on request is over, of all gradients in ``.grad``."""
-        self.forwards.reduction_begins()
-        self.unreduced.clear(self.manager.current.params)
-        for close in self.events.on_close:
-            close(reduction)
-        if self.averager.afterwards is not None:
-            self.averager.afterwards()
-        for end in self.events.on_end:
-            end(reduction)
-
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True

@@ -153,7 +153,14 @@ class Requests:
             call(reduction)
         self._reduce_now(reduction, named_params)
         self.own_gradients_at = -1  # requests are no reductions that are counted
-        reducer.requested(reduction)
+        reducer.forwards.reduction_begins()
+        reducer.unreduced.clear(manager.current.params)
+        for close in reducer.events.on_close:
+            close(reduction)
+        if self._averager.afterwards is not None:
+            self._averager.afterwards()
+        for end in reducer.events.on_end:
+            end(reduction)
 
     def _open(
         self, bucket_set: BucketSet, stale: Collection[Tensor] = (), **details: Any
