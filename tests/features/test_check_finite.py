@@ -118,6 +118,8 @@ def test_sparse_complex_and_fp64_gradients(rank: int) -> None:
             assert found(outcome(loss)) == {name: f"rank {step % 2}"}
             ddp.zero_grad()
             assert outcome(ddp(ROWS)) == "nothing"
+        # A complex number is finite if its parts are: the absolute value of this one overflows.
+        assert outcome(ddp(ROWS, real=3e38 * rank, imag=3e38 * rank)) == "nothing"
 
 
 @ranks(2)

@@ -53,6 +53,8 @@ class FiniteCheck(Extension):
             if not reduction.agreement.scale:  # zeros are sent
                 return
             numbers = list(map(_values, bucket.params))
+        if bucket.gradient_dtype.is_complex:  # (An absolute value may overflow.)
+            numbers = [torch.view_as_real(each.resolve_conj()) for each in numbers]
         try:
             norms = torch.stack(foreach_norm(numbers, math.inf))
         except RuntimeError:  # one is empty
