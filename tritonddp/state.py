@@ -265,7 +265,7 @@ class DDPState:
         config, group, counters = self.config, self.group, self.counters
         transport = ProcessGroupTransport(group, counters)
         # Of one rank gradients stay where autograd has put them, and buckets need no memory.
-        is_alone = group.size == 1 and not Reducer.exchanges_alone
+        is_alone = group.is_alone and not Reducer.exchanges_alone
         factory = BucketFactory(
             config.wire,
             group,

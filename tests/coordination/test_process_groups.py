@@ -279,7 +279,6 @@ class Broken(InPython):
 
 def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=Broken())
-    ddp._ddp_state.core.exchanges_alone = True  # as with many ranks
     with pytest.raises(
         RuntimeError, match=r"rank 0, step 1, bucket 0 .* connection lost"
     ) as caught:

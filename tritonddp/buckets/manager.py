@@ -228,7 +228,7 @@ class BucketManager:
             self._order = self._registered_order()
             return missing
         self._order = [*arrived, *missing]
-        if self._group.size > 1:
+        if not self._group.is_alone:
             order = torch.tensor(self._order, device=self.current.params[0].device)
             what = "broadcast of the order of gradients"
             self._group.broadcast(order, source_rank, self.where(), what)

@@ -114,6 +114,8 @@ class Group(FailureReport):
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        # (A group written in Python may be alone today, and want each reduction all the same.)
+        self.is_alone = self.size == 1 and type(process_group) is dist.ProcessGroup
         # Owners of backwards that have begun and not ended. Collectives are matched by their order,
         # so any other collective of the group must come after theirs. (Their wrappers may be freed
         # before a backward that has failed is made up for.)

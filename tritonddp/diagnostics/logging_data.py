@@ -167,7 +167,7 @@ class Sampler(Extension):
         self.measured = 0  # the last step whose times are known
         self.times: dict[str, int] = {}  # its times in ns, and the means so far, by stock's names
         self._recorded = 0
-        self._communication = _Communication(weakref.ref(self)) if reducer.group.size > 1 else None
+        self._communication = None if reducer.group.is_alone else _Communication(weakref.ref(self))
 
     def set_rate(self, rate: int) -> None:
         """After the first ten steps time one in ``rate``."""

@@ -316,7 +316,7 @@ class Reducer:
             doubtful = self.reentrant.may_come(set(missing))
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
-        is_alone = group.size == 1 and self._needs_no_exchange()
+        is_alone = group.is_alone and self._needs_no_exchange()
         site = self.forwards.call_site
         reduction = self.averager.open(
             current,
