@@ -207,9 +207,8 @@ class CommHook:
             factor: Tensor | None = None
             if factors is not None and (not is_whole or call.bucket.is_sparse):
                 factor = factors[number : number + 1].to(flat.data.device)
-                if (
-                    call.bucket.is_sparse
-                ):  # a sum; hooks divide what they get by the number of ranks
+                if call.bucket.is_sparse:
+                    # It has a sum. (Hooks divide what they get by the number of ranks themselves.)
                     factor = factor / size
             found[call.bucket.index] = factor
         self._factors = found

@@ -85,7 +85,8 @@ class Reducer:
     """
 
     # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
-    # and tests alone, which set it on one object: no user gains from it.
+    # and tests alone: no user gains from it. (Set while a module is wrapped, it gives the buckets
+    # memory of their own, as with many ranks.)
     exchanges_alone = False
 
     def __init__(self, averager: Averager, counts_dropped: bool = True) -> None:
@@ -619,12 +620,10 @@ class Reducer:
     def launch_owed(self) -> None:
         """If the last backward failed with an exception: launch its remaining buckets."""
         backward = self.backward
-        reduction = None if backward is None else backward.reduction
-        if backward is None or reduction is None or reduction.is_captured:
+        if backward is None or backward.phase in (WAITING, UNFINALIZED):
             return
-        if backward.phase in (WAITING, UNFINALIZED):
-            return
-        if backward.still_runs(self.manager.current.is_on_gpu):
+        reduction, is_on_gpu = backward.reduction, self.manager.current.is_on_gpu
+        if reduction is None or reduction.is_captured or backward.still_runs(is_on_gpu):
             return
         self.tracker.stop()
         self.averager.before_make_up(reduction)
