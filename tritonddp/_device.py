@@ -160,7 +160,7 @@ def uploaded(host: Tensor, device: torch.device) -> Tensor:
     return target
 
 
-def let_go(*memory: Tensor) -> None:
+def record_use(*memory: Tensor) -> None:
     """Call this before dropping ``memory`` that the current stream still uses.
 
     Freed memory returns to the stream that it was allocated on, which may be another one: modules
@@ -186,7 +186,7 @@ def join_streams(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> 
     for stream in others:
         current_stream(stream.device).wait_stream(stream)
     if others:
-        let_go(*(each for each in gradients if each is not None and not each.is_sparse))
+        record_use(*(each for each in gradients if each is not None and not each.is_sparse))
 
 
 class SideStreams:

@@ -257,7 +257,9 @@ class DDPState:
 
     def should_stop(self) -> bool:
         """See :meth:`DistributedDataParallel.should_stop`."""
-        if self.group.owners:  # a backward that broke off here may have ended on the other ranks
+        if (
+            self.group.open_backwards
+        ):  # a backward that broke off here may have ended on the other ranks
             self.group.recover()
         return self.core.agreement.should_stop(self.counters.reductions)
 

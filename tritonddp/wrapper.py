@@ -259,7 +259,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             if state.metrics is not None:
                 state.metrics.buffers_synchronised()
         if not state.parameters.is_agreed:
-            self._take_up_parameters()
+            self._adopt_parameters()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             aside = self.use_side_stream_for_tensor_copies

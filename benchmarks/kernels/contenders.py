@@ -61,7 +61,7 @@ class Inputs:
         spread = Layout.of(shapes, strides, _BYTES_APART // dtype.itemsize)
         block = torch.randn(spread.numel, device=device).to(dtype)
         grads = _views(block, spread)
-        others = [_views(block.clone(), spread) for _ in range(4 if kernels.by_address else 0)]
+        others = [_views(block.clone(), spread) for _ in range(4 if kernels.takes_pointers else 0)]
         ours = FlatBuffer(Layout.of(shapes, strides, kernels.alignment), dtype, device)
         ours.flags.fill_(1)  # or unflatten would leave the gradients as they are
         segments = [

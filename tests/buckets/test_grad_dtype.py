@@ -119,7 +119,7 @@ def test_on_a_gpu_too(view: bool, options: dict[str, Any]) -> None:
     found = []
     with mock.patch.object(in_place_bucket, "LARGE", 4 * WIDTH**2), recording() as recorder:
         ddp = wrap(low(module, *WIDE).to("cuda"), view, **options)
-        large = [bucket.beside is not None for bucket in ddp.reducer.buckets]
+        large = [bucket.unbuffered is not None for bucket in ddp.reducer.buckets]
         assert large.count(True) == ("reduce_in_place" in options and not view)
         for step in range(4):
             train_step(ddp, inputs(step).to("cuda"))

@@ -181,7 +181,7 @@ def the_all_to_all_is_not_waited_for(send: Any, *args: Any, **kwargs: Any) -> An
 # Memory
 
 
-@fault("frozen parameters", bucket, "let_go", elsewhere=True, steps=14)
+@fault("frozen parameters", bucket, "record_use", elsewhere=True, steps=14)
 def buckets_that_are_dropped_give_their_memory_back(_: Any, *memory: Tensor) -> None:
     pass
 

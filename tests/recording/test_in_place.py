@@ -41,7 +41,7 @@ def test_nothing_is_in_place_unless_it_is_asked_for() -> None:
     with limit(), recording():
         for asked in (False, True):
             net = DistributedDataParallel(nn.Linear(32, 32).to("cuda"), reduce_in_place=asked)
-            assert [each.beside is not None for each in net.reducer.buckets] == [asked]
+            assert [each.unbuffered is not None for each in net.reducer.buckets] == [asked]
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def in_place(nbytes: int = LARGE) -> Iterator[Recorder]:
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """One bucket."""
     net = DistributedDataParallel(module.to("cuda"), **options)
-    assert [bucket.beside is not None for bucket in net.reducer.buckets] == [True]
+    assert [bucket.unbuffered is not None for bucket in net.reducer.buckets] == [True]
     return net
 
 
@@ -108,7 +108,7 @@ def test_gradients_of_each_dtype_have_the_bits_of_a_sum(
                 net.zero_grad()
                 with weight or contextlib.nullcontext():
                     net(x.to("cuda", dtype)).backward()
-            assert (net.reducer.buckets[0].beside is not None) == (nbytes == 64)
+            assert (net.reducer.buckets[0].unbuffered is not None) == (nbytes == 64)
             found.append([grad.cpu() for grad in gradients(net)])
     if ranks == 2 or not is_weighted:
         assert_same_bits(*found)
@@ -192,7 +192,7 @@ def test_a_gradient_in_whose_memory_the_backward_goes_on_is_not_written_to(
             net.zero_grad()
             step(net, dist.get_rank())
         found = [grad.cpu() for grad in gradients(net)]
-        assert [bucket.beside is not None for bucket in net.reducer.buckets] == [True, True]
+        assert [bucket.unbuffered is not None for bucket in net.reducer.buckets] == [True, True]
         torch.cuda.synchronize()
     assert all(map(torch.allclose, found, expected)) == checks
     assert (not recorder.races) == checks, recorder.report()
@@ -285,7 +285,7 @@ def test_buckets_are_ordinary_with(name: str) -> None:
     with limit(), recording() as recorder:
         run = Run(OTHERS[name], recorder)
         run.step()
-        assert not any(bucket.beside is not None for bucket in run.net.reducer.buckets)
+        assert not any(bucket.unbuffered is not None for bucket in run.net.reducer.buckets)
         torch.cuda.synchronize()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._device import let_go
+from tritonddp._device import record_use
 from tritonddp._torch import hooks_after_accumulation, like
 from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
@@ -133,8 +133,8 @@ class Bucket:
         is_lazy: see above.
         is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
             sent in their own dtype and are no views: an exchange may sum them in their memory.
-        beside: tensors that are reduced with the buffer, once the bucket is packed: large gradients
-            where they lie. ``None`` in other buckets than an ``InPlaceBucket``.
+        unbuffered: once the bucket is packed, tensors that are reduced with the buffer: large
+            gradients where they lie. ``None`` in other buckets than an ``InPlaceBucket``.
         has_to_prepare: :meth:`prepare` has to be called before each backward.
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
     """
@@ -145,7 +145,7 @@ class Bucket:
     _flags_on_host: Sequence[float] | None = None
     is_sparse = False
     has_views = False
-    beside: Sequence[Tensor] | None = None
+    unbuffered: Sequence[Tensor] | None = None
 
     def __init__(
         self,
@@ -379,15 +379,15 @@ class Bucket:
             if grad is not None and (grad.is_conj() or grad.is_neg()):
                 grads[slot - first] = self._to_slot_layout(slot, grad)
         flat = segment.flat
-        if self._kernels.by_address and not segment.fits(*grads):
+        if self._kernels.takes_pointers and not segment.fits(*grads):
             given, grads = grads, self._all_to_slot_layout(segment, grads)
             if NoneType not in map(type, grads) and all(map(is_, given, grads)):
                 segment.fits = like(grads)
         sources = grads if scale else [None] * len(grads)
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
-        if self.beside is not None:
-            grads, sources, scale = self._set_beside(grads, sources, scale)
+        if self.unbuffered is not None:
+            grads, sources, scale = self._set_unbuffered(grads, sources, scale)
         # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
         # check below raises an error that names it.
         try:
@@ -415,27 +415,29 @@ class Bucket:
     def _become_views(self, segment: Segment, grads: Sequence[Any]) -> None:
         """Replace used gradients, which are packed, by views of the buffer; some are not used."""
 
-    def _set_beside(self, grads: list[Any], sources: list[Any], scale: float) -> tuple[Any, ...]:
-        """Set :attr:`beside`; returns what is flattened."""
+    def _set_unbuffered(
+        self, grads: list[Any], sources: list[Any], scale: float
+    ) -> tuple[Any, ...]:
+        """Set :attr:`unbuffered`; returns what is flattened."""
         raise NotImplementedError
 
-    def finish_beside(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
-        """The tensors of :attr:`beside` are reduced: see :meth:`unpack`."""
+    def finish_unbuffered(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
+        """The tensors of :attr:`unbuffered` are reduced: see :meth:`unpack`."""
 
     def note_incoming(self, incoming: Sequence[Tensor | None]) -> None:
         """Gradients that the engine is handing to ``.grad``, and will drop."""
 
-    def copy_beside(self) -> None:
+    def copy_unbuffered(self) -> None:
         """Do not reduce the gradients that are packed next where they lie: others read them."""
 
-    def let_go_of(self, segment: Segment) -> None:
-        """Drop the references to the gradients of a packed segment, until :meth:`take_up`."""
+    def drop_gradients(self, segment: Segment) -> None:
+        """Forget the gradients of a packed segment, until :meth:`fetch_gradients`."""
         self._grads[segment.first : segment.last] = [None] * len(segment.params)
 
-    def take_up(self, segment: Segment) -> None:
+    def fetch_gradients(self, segment: Segment) -> None:
         """Take the current ``.grad`` of a packed segment: the means will overwrite them."""
         grads: list[Any] = list(map(_grad_of, segment.params))
-        if self._kernels.by_address:
+        if self._kernels.takes_pointers:
             grads = self._all_to_slot_layout(segment, grads)
         self._grads[segment.first : segment.last] = grads
 
@@ -496,12 +498,12 @@ class Bucket:
         One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
         Only then the host has to read the flags.
         """
-        if self.owned is not None and not self._kernels.by_address:
+        if self.owned is not None and not self._kernels.takes_pointers:
             self._drop_others()
         grads, has_missing = self._grads, self.wants_flags
         made: dict[int, Tensor] = {}
         casts = self._wire_dtype is not self.gradient_dtype
-        in_kernel = self._kernels.by_address or casts or self.large_sums is not None
+        in_kernel = self._kernels.takes_pointers or casts or self.large_sums is not None
         if factor is not None and not in_kernel:  # one call is less than one for each gradient
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
@@ -556,7 +558,7 @@ class Bucket:
     def release(self) -> None:
         """The backward is over: free the memory of a lazy bucket."""
         if self.is_lazy and self.flat is not None:
-            let_go(*self.flat.memory)  # it was allocated on the stream of a gradient
+            record_use(*self.flat.memory)  # it was allocated on the stream of a gradient
             if (tables := self._kernels.tables(self.flat)) is not None:
                 tables.forget_launches()  # they hold the memory
             self._released = self.flat.flags.clone(), tables
@@ -570,12 +572,12 @@ class Bucket:
         if tables is not None:
             tables.capture()
 
-    def let_go(self) -> None:
+    def retire(self) -> None:
         """This bucket will be dropped, perhaps while a GPU still unflattens it."""
         if self.flat is not None:
-            let_go(*self.flat.memory)
+            record_use(*self.flat.memory)
             if (tables := self._kernels.tables(self.flat)) is not None:
-                let_go(*tables.memory)
+                record_use(*tables.memory)
 
     # Gradients that do not have the memory order of their slot
 
@@ -702,10 +704,10 @@ class JointUnpack:
                 buckets[0]._counters.unflattens += 1
                 unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
             for bucket, size in zip(buckets, sizes, strict=True):
-                if bucket.beside is not None:
-                    bucket.finish_beside(factor)
+                if bucket.unbuffered is not None:
+                    bucket.finish_unbuffered(factor)
                 bucket._grads, bucket.before = [None] * size, {}
 
-    def let_go(self) -> None:
+    def retire(self) -> None:
         """It will be dropped, perhaps while a GPU still unflattens."""
-        let_go(*(each for _, _, unflatten in self._groups for each in unflatten.memory))
+        record_use(*(each for _, _, unflatten in self._groups for each in unflatten.memory))

@@ -70,7 +70,7 @@ class BucketSet:
         self.segments: list[tuple[Bucket, Segment]] = []
         self.ranges: list[range] = []
         self.segments_of: list[range] = []
-        in_buffer = former.let_go() if former is not None else {}
+        in_buffer = former.retire() if former is not None else {}
         first = 0
         for index, indices in enumerate(assignment):
             last = first + len(indices)
@@ -99,7 +99,7 @@ class BucketSet:
         exchanges = transport.exchanges(self.buckets)
         for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
-        self._let_go_of_groups()
+        self._retire_groups()
         if self.is_on_gpu and transport.ends_in_order and not self._is_temporary:
             devices = {param.device for param in self.params}  # NCCL has a stream for each
             if len(devices) == len(set(map(id, exchanges))) == 1 and JointUnpack.fits(self.buckets):
@@ -108,9 +108,9 @@ class BucketSet:
                 parts = filter(None, (self.buckets[:-1], self.buckets[-1:]))
                 self.unpack_groups = [(part[-1], JointUnpack(part)) for part in parts]
 
-    def _let_go_of_groups(self) -> None:
+    def _retire_groups(self) -> None:
         for _, unpack in self.unpack_groups:
-            unpack.let_go()
+            unpack.retire()
         self.unpack_groups = ()
 
     def mend_views(self) -> None:
@@ -143,7 +143,7 @@ class BucketSet:
             self.spans.remove()
         self.spans = _Spans(self) if is_profiling() else None
 
-    def let_go(self) -> dict[Parameter, Tensor]:
+    def retire(self) -> dict[Parameter, Tensor]:
         """Drop all buckets; returns the gradients that are views of them.
 
         These gradients keep the memory of a bucket until the last of them has moved.
@@ -152,8 +152,8 @@ class BucketSet:
             param: view for bucket in self.buckets for param, view in bucket.in_buffer().items()
         }
         for bucket in self.buckets:
-            bucket.let_go()
-        self._let_go_of_groups()
+            bucket.retire()
+        self._retire_groups()
         for each in (self.buckets, self.segments, self.to_prepare, self.to_release):
             each.clear()
         return in_buffer

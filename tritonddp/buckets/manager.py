@@ -128,7 +128,7 @@ class BucketManager:
             self.memory.leave()
             self.memory = None
         self.factory.use(transport)
-        if any(bucket.beside is not None for bucket in self.current.buckets):
+        if any(bucket.unbuffered is not None for bucket in self.current.buckets):
             self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
         else:
             self.current.use(transport)

@@ -115,10 +115,9 @@ class SparseBucket(Bucket):
         header = self._with_places(header + self._announce(mine))
         self._kernels.flatten(segment.flat, [None], self.used, 1.0, header)
 
-    def fill_nan(self, header: bytes = b"") -> None:
-        """See :meth:`Bucket.fill_nan`."""
+    def _fill_nan(self, used: Sequence[bool], header: bytes) -> None:
         self._rows = self._dense = None
-        super().fill_nan(header + self._announce(Announcement(Kind.BROKEN)))
+        super()._fill_nan(used, header + self._announce(Announcement(Kind.BROKEN)))
 
     def _take(self, grad: Tensor, scale: float) -> None:
         """Prepare ``grad`` for sending. Raises a GradientError if it does not fit."""

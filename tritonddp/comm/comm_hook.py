@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from tritonddp._device import let_go
+from tritonddp._device import record_use
 from tritonddp._torch import (
     FUTURE,
     backend_name,
@@ -186,7 +186,7 @@ class CommHook:
             if call.is_broken:
                 broken[number].fill_(torch.nan)
         message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
-        let_go(*(call.trailer for call in calls))  # allocated on the streams of gradients
+        record_use(*(call.trailer for call in calls))  # allocated on the streams of gradients
         try:
             self._send(message).wait()
         except RuntimeError as error:

@@ -83,7 +83,7 @@ class Reduction:
             :class:`~tritonddp.coordination.agreement.RankHeader`.
         join: the join protocol inside ``join()``, else ``None``.
         is_alone: there is only one rank, and no bucket is needed.
-        of_backwards: its gradients are in ``.grad``, where backwards have accumulated them. Else
+        from_grad: its gradients are in ``.grad``, where backwards have accumulated them. Else
             the user has given them, or they are in a context of ``torch.distributed.autograd``.
         earlier: for each parameter, whether an earlier backward that was not reduced has used it.
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
@@ -118,7 +118,7 @@ class Reduction:
     unfilled: list[int]
     is_alone: bool = False
     weight: Weight | None = None
-    of_backwards: bool = True
+    from_grad: bool = True
     is_captured: bool = False
     earlier: Sequence[bool] = ()
     arrived: Sequence[Tensor] = ()
@@ -151,10 +151,10 @@ class Reduction:
                 self.filled[number] = True  # these segments are never packed
 
     def hold(self, index: int) -> None:
-        """Do not launch this bucket, and those behind it, before :meth:`let_go` or the end."""
+        """Do not launch this bucket, and those behind it, before :meth:`resume` or the end."""
         self.unfilled[index] += 1
 
-    def let_go(self, index: int) -> None:
+    def resume(self, index: int) -> None:
         """Undo one :meth:`hold`."""
         self.unfilled[index] -= 1
 
@@ -224,7 +224,7 @@ class Reduction:
         if bucket.before:
             for slot in bucket.unchanged_slots(segment):
                 self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
-        if bucket.beside is not None:
+        if bucket.unbuffered is not None:
             bucket.note_incoming(incoming)
         if bucket.quantization is not None:
             bucket.quantization.rescale(self.agreement.unit)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tritonddp._device import let_go
+from tritonddp._device import record_use
 from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -50,7 +50,7 @@ class _Rows:
         indices, values = self.bucket.take_rows()
         _write(message, 0, indices)
         _write(message, _values_at(len(indices)), values)
-        let_go(indices, values)  # made on the stream of the gradient
+        record_use(indices, values)  # made on the stream of the gradient
 
     def read(self, messages: Tensor) -> None:
         """Give the bucket those of all ranks, in rank order, from their parts: a row a rank."""

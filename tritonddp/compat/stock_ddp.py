@@ -461,7 +461,7 @@ class StockDDPNames:
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
         return wanted and len(self._ddp_state.parameters.buffers()) > 0
 
-    def _take_up_parameters(self) -> None:
+    def _adopt_parameters(self) -> None:
         """Parameters have come or gone, and with them buffers perhaps.
 
         Only now: a rank whose parameters are as before has synchronised its buffers too. In a
@@ -469,7 +469,7 @@ class StockDDPNames:
         """
         state = self._ddp_state
         if torch.is_grad_enabled() and not in_transform():
-            state.core.take_up_parameters()
+            state.core.adopt_parameters()
             if state.parameters.is_agreed and self.will_sync_module_buffers():
                 self._sync_buffers()
 

@@ -174,7 +174,7 @@ class GraphGradients(Extension):
             return
         for param, grad in zip(segment.params, grads, strict=True):
             param.grad = grad
-        bucket.copy_beside()  # the graph may still read them
+        bucket.copy_unbuffered()  # the graph may still read them
         try:
             core.on_segment_ready(number)
         finally:
@@ -182,7 +182,7 @@ class GraphGradients(Extension):
             # sets it as .grad without a copy.
             for param in segment.params:
                 param.grad = None
-            bucket.let_go_of(segment)
+            bucket.drop_gradients(segment)
         self._packed.append(number)
 
     def on_compute_end(self, backward: Backward) -> None:
@@ -195,7 +195,7 @@ class GraphGradients(Extension):
         self._learn(reduction, sent)
         for number in self._packed:
             bucket, segment = reduction.bucket_set.segments[number]
-            bucket.take_up(segment)
+            bucket.fetch_gradients(segment)
         changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
         if changed is not None and self._held is not None:
             self._failure = _too_early(reduction.where, changed, self._held)

@@ -29,12 +29,12 @@ from tritonddp.coordination.failures import FailureReport, History
 _DIRECT = 256 * 1024
 
 
-class Owner(Protocol):
+class OpenBackward(Protocol):
     """An object that may owe collectives to the other ranks: of a backward that has failed."""
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """Where it is in an order of all owners that is the same on all ranks."""
+        """Where it is in an order of all such objects that is the same on all ranks."""
 
     def launch_owed(self) -> None:
         """If a backward has failed, launch what is left of its buckets."""
@@ -44,7 +44,7 @@ class Owner(Protocol):
 
 
 class _Interrupted:
-    """An owner of collectives that no rank can make up for: Ctrl-C has cut one short."""
+    """Stands for a collective that no rank can make up for: Ctrl-C has cut it short."""
 
     order = "", -1, 0
 
@@ -68,12 +68,12 @@ class _Interrupted:
 class _Shared:
     """State that exists once per process group. It must not keep the group alive.
 
-    (What is in ``owners`` does, until the next collective; :func:`_forget_destroyed` is for groups
-    that make none.)
+    (What is in ``open_backwards`` does, until the next collective; :func:`_forget_destroyed` is for
+    groups that make none.)
     """
 
     history: History = field(default_factory=History)
-    owners: dict[Owner, None] = field(default_factory=dict)  # in the order of their backwards
+    open_backwards: dict[OpenBackward, None] = field(default_factory=dict)  # as they have begun
     members: WeakSet[Any] = field(default_factory=WeakSet)
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
@@ -116,10 +116,10 @@ class Group(FailureReport):
         self.size: int = process_group.size()
         # (A group written in Python may be alone today, and want each reduction all the same.)
         self.is_alone = self.size == 1 and type(process_group) is dist.ProcessGroup
-        # Owners of backwards that have begun and not ended. Collectives are matched by their order,
-        # so any other collective of the group must come after theirs. (Their wrappers may be freed
+        # Reducers whose backward has begun and not ended. Collectives are matched by their order:
+        # any other collective of the group must come after theirs. (Their wrappers may be freed
         # before a backward that has failed is made up for.)
-        self.owners = shared.owners
+        self.open_backwards = shared.open_backwards
 
     @property
     def name(self) -> str:
@@ -167,7 +167,7 @@ class Group(FailureReport):
 
     def refuse_further_use(self) -> None:
         """Ctrl-C has cut a collective short on this rank: :meth:`recover` raises from now on."""
-        self.owners[_Interrupted(self.rank)] = None
+        self.open_backwards[_Interrupted(self.rank)] = None
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -244,10 +244,10 @@ class Group(FailureReport):
         self.refuse_if_forked()
         # As in a backward of several wrappers that comes to its end: they launch in the order in
         # which they have begun, and then wait in one of their own.
-        for owner in list(self.owners):
-            owner.launch_owed()
-        for owner in sorted(self.owners, key=lambda each: each.order):
-            owner.make_up()
+        for reducer in list(self.open_backwards):
+            reducer.launch_owed()
+        for reducer in sorted(self.open_backwards, key=lambda each: each.order):
+            reducer.make_up()
 
     # Forks
 
@@ -273,8 +273,8 @@ class Group(FailureReport):
 def _forget_destroyed() -> None:
     """Free reducers that owe collectives to a group that does not exist any more."""
     for group, shared in list(_shared.items()):
-        if shared.owners and shared.is_registered and group not in process_groups():
-            shared.owners.clear()
+        if shared.open_backwards and shared.is_registered and group not in process_groups():
+            shared.open_backwards.clear()
 
 
 def _inherit() -> None:

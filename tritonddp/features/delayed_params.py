@@ -118,7 +118,7 @@ class DeferredBuckets(Extension):
         if backward is not None and backward.runs and backward.reduction is not None:
             with self._launching, self._group.uninterrupted(), torch.no_grad():
                 for index in self._delayed(backward.reduction):
-                    backward.reduction.let_go(index)
+                    backward.reduction.resume(index)
                 backward.reduction.launch_ready()
 
     def _delayed(self, reduction: Reduction) -> list[int]:

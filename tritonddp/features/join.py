@@ -168,7 +168,7 @@ class Wrapper(Protocol):
     def _sync_buffers(self) -> None:
         """Broadcast module buffers."""
 
-    def _take_up_parameters(self) -> None:
+    def _adopt_parameters(self) -> None:
         """Parameters have come or gone: build new buckets with the other ranks."""
 
 
@@ -235,7 +235,7 @@ class ShadowHook(JoinHook):
         if join.syncs_buffers:
             ddp._sync_buffers()
         if join.takes_up:
-            ddp._take_up_parameters()
+            ddp._adopt_parameters()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
             state.core.averager.shadow_backward(GradSource.JOINED)

@@ -103,7 +103,7 @@ class AccumulationWindow(Extension):
         reduction.weigh(self.weight)
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
-        if reduction.of_backwards and not reduction.source.is_empty:
+        if reduction.from_grad and not reduction.source.is_empty:
             first = bucket.first + segment.first
             if reduction.source is not GradSource.REQUEST:
                 self.merge(segment.params)

@@ -32,7 +32,7 @@ class Kernels:
     flatten: Callable[..., None]  # (flat, grads, used, scale, headers=()): see reference.flatten
     unflatten: Callable[..., None]  # (flat, grads, factor=None): see reference.unflatten
     alignment: int  # the alignment for Layout.of that these kernels need, in elements
-    by_address: bool  # they read gradients by address, so the memory order has to be the slot's
+    takes_pointers: bool  # they read gradients by address, so the memory order has to be the slot's
     # Cuts a layout into ranges of slots [first, last), each flattened by one launch.
     segments: Callable[[Layout], list[tuple[int, int]]]
     # Whether gradients are so large that each is worth a call of its own.
@@ -94,7 +94,7 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
         joint_unflatten=None,
         tables=quantized.tables,
         compile=quantized.compile,
-        by_address=True,  # blocks follow the memory order
+        takes_pointers=True,  # blocks follow the memory order
         buffer=partial(QuantizedBuffer, quantization),
     )
 
@@ -145,7 +145,7 @@ def _for_complex(kernels: Kernels) -> Kernels:
         flatten=on_real_parts(kernels.flatten),
         unflatten=on_real_parts(kernels.unflatten),
         joint_unflatten=None,
-        by_address=True,  # a tensor with the conjugate bit has no real view to write to
+        takes_pointers=True,  # a tensor with the conjugate bit has no real view to write to
         are_large=_never,
         tables=partial(_of_real_parts, kernels.tables),
         compile=partial(_of_real_parts, kernels.compile),
@@ -162,7 +162,7 @@ def _for_device_type(device_type: str) -> Kernels:
             reference.flatten,
             reference.unflatten,
             alignment=reference.ALIGNMENT,
-            by_address=False,
+            takes_pointers=False,
             segments=reference.segments,
             are_large=reference.are_large,
         )
@@ -200,7 +200,7 @@ def in_triton() -> Kernels:
         flatten.flatten,
         unflatten.unflatten,
         alignment=device_tables.ALIGNMENT,
-        by_address=True,
+        takes_pointers=True,
         segments=_whole,
         are_large=_never,
         joint_unflatten=unflatten.JointUnflatten,

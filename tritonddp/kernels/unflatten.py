@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tritonddp import _torch
-from tritonddp._device import let_go
+from tritonddp._device import record_use
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import ADDRESS_OF, ALIGNMENT, DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
@@ -335,5 +335,5 @@ class JointUnflatten:
         """The memory of a buffer has moved."""
         if any(tables.is_captured for tables in self._tables):
             self._former.append(self._chunks)
-        let_go(self._chunks)
+        record_use(self._chunks)
         self._chunks = self._build()

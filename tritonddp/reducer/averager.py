@@ -113,7 +113,7 @@ class Averager:
     # Parameters that come and go
 
     @torch.no_grad()
-    def take_up_parameters(
+    def adopt_parameters(
         self,
         in_backward: bool = False,
         requested: Sequence[tuple[str, Parameter]] | None = None,

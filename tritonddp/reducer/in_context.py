@@ -91,7 +91,7 @@ class ContextBackward:
         self.params = [origin[each][1] for each in bucket_set.params]
         used = [False] * len(named)
         self.reduction = averager.open(
-            bucket_set, GradSource.CONTEXT, used, where=where, of_backwards=False
+            bucket_set, GradSource.CONTEXT, used, where=where, from_grad=False
         )
         self.backward = Backward(where, bucket_set, (), self.reduction)
         self.unfilled = [len(bucket.params) for bucket in bucket_set.buckets]
@@ -149,7 +149,7 @@ class ContextReducer:
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """See :class:`~tritonddp.coordination.group.Owner`: before the reducer of the wrapper."""
+        """See :class:`OpenBackward`: before the reducer of the wrapper."""
         return self._group.name, self._averager.parameters.number, 0
 
     def watch(self, output: Any, context: int, syncs: bool) -> None:
@@ -238,7 +238,7 @@ class ContextReducer:
             )
             self._current = begins
             try:
-                group.owners[self] = None
+                group.open_backwards[self] = None
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, self._reference, number))
@@ -299,7 +299,7 @@ class ContextReducer:
 
     def _leave(self, current: ContextBackward) -> None:
         self._current = None
-        self._group.owners.pop(self, None)
+        self._group.open_backwards.pop(self, None)
         for hook in current.hooks:
             hook.remove()
 
@@ -307,7 +307,7 @@ class ContextReducer:
 
     def detach(self) -> None:
         """No collective is owed any more."""
-        self._group.owners.pop(self, None)
+        self._group.open_backwards.pop(self, None)
 
     def launch_owed(self) -> None:
         """Nothing: :meth:`make_up` launches."""

@@ -146,7 +146,7 @@ class Reducer:
         has_grad = torch.is_grad_enabled()
         if has_grad and self.backward is not None:
             self.check_finalized()
-        if self.group.owners:
+        if self.group.open_backwards:
             self.group.recover()
         if self.post_backward:
             self.wait_post_backward()
@@ -188,10 +188,10 @@ class Reducer:
                 self._track()
             self.watch_others()
 
-    def take_up_parameters(self) -> None:
+    def adopt_parameters(self) -> None:
         """Parameters have come or gone, before a forward that other ranks run too."""
         if not (self.is_detached or self.backward_runs):
-            self.averager.take_up_parameters()
+            self.averager.adopt_parameters()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
         """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
@@ -235,12 +235,12 @@ class Reducer:
         if self.is_detached:
             self.group.refuse_if_forked()
             return
-        if self.group.owners:
+        if self.group.open_backwards:
             self.group.recover(current_graph_task_id())
         if forward is None and self.forwards.call_sites is not None:
             self.refresh_parameters()
             if not self.parameters.is_agreed:
-                self.averager.take_up_parameters(in_backward=True)
+                self.averager.adopt_parameters(in_backward=True)
         tracker = self.tracker
         # A GPU alone has to be given work in time: elsewhere nothing is assumed.
         is_captured = self.manager.current.is_on_gpu and is_capturing()
@@ -268,12 +268,12 @@ class Reducer:
             )
         if self.agreement.pending and self.events.needs_reached:
             self.averager.check_pending()
-        is_around = forward is None and not self.forwards.was_local
+        bypasses_forward = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is not None:
             self._open(source, forward is None, reached, missing, is_captured)
         else:
-            self._open_local(forward, reached, is_around, is_captured)
+            self._open_local(forward, reached, bypasses_forward, is_captured)
 
     def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
         """A backward that was local so far goes through an output of a synchronised forward."""
@@ -349,7 +349,7 @@ class Reducer:
         self.backward = backward
         self.counters.reductions += 1
         try:
-            group.owners[self] = None
+            group.open_backwards[self] = None
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.unfilled[:] = tracker.waiting
@@ -391,7 +391,11 @@ class Reducer:
         )
 
     def _open_local(
-        self, forward: Forward | None, reached: list[bool], is_around: bool, is_captured: bool
+        self,
+        forward: Forward | None,
+        reached: list[bool],
+        bypasses_forward: bool,
+        is_captured: bool,
     ) -> None:
         """A backward begins that only accumulates."""
         if is_captured:
@@ -402,7 +406,7 @@ class Reducer:
             if forward is not None:
                 adds = self.unreduced.adds_to_means(self.manager.current.params)
                 doubt = INSIDE if forward.syncs else ADDED if adds else ""
-            elif is_around and may_be_reduced:
+            elif bypasses_forward and may_be_reduced:
                 doubt = AROUND
         backward = Backward(
             self.where(),
@@ -417,7 +421,7 @@ class Reducer:
         )
         self.backward = backward
         try:
-            self.group.owners[self] = None
+            self.group.open_backwards[self] = None
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
                 call(backward)
@@ -463,7 +467,7 @@ class Reducer:
             return self.tracker.wait_for_end()
         try:
             with self.launching:
-                if self.tracker.streams_beside:
+                if self.tracker.other_streams:
                     self.tracker.join_streams(number)
                 reduction.pack(number, launches=True, incoming=incoming)
         except KeyboardInterrupt:
@@ -510,7 +514,7 @@ class Reducer:
                     reduction.launch_ready(rest=True)
             if self.finalizes_manually and any(reduction.works):
                 backward.moves_to(UNFINALIZED)
-                self.group.owners.pop(self, None)  # nobody may call finalize_backward()
+                self.group.open_backwards.pop(self, None)  # nobody may call finalize_backward()
                 self.wait_post_backward()
                 return
         backward.wait(self, self._broke_off)
@@ -555,7 +559,7 @@ class Reducer:
             return
         reduction, manager = backward.reduction, self.manager
         assert reduction is not None
-        self.group.owners[self] = None  # again, if finalize_backward() has been called
+        self.group.open_backwards[self] = None  # again, if finalize_backward() has been called
         backward.moves_to(OVER)
         try:
             reduction.finish()
@@ -598,7 +602,7 @@ class Reducer:
     def _close(self, backward: Backward) -> None:
         """The backward is over, with or without an error, and owes no collectives."""
         self.backward = None
-        self.group.owners.pop(self, None)
+        self.group.open_backwards.pop(self, None)
         if backward.reduction is not None:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
@@ -641,7 +645,7 @@ class Reducer:
             self.backward.finish_waiting()
         backward = self.backward
         if backward is None:
-            self.group.owners.pop(self, None)
+            self.group.open_backwards.pop(self, None)
             return
         reduction = backward.reduction
         if backward.phase is UNFINALIZED or backward.still_runs(self.manager.current.is_on_gpu):
@@ -740,7 +744,7 @@ class Reducer:
         self.is_detached = True
         self.tracker.remove()
         self._others.watch(())
-        self.group.owners.pop(self, None)
+        self.group.open_backwards.pop(self, None)
         self.backward = None
 
 

@@ -122,7 +122,7 @@ class Requests:
             averager.manager.temporary(stand_ins, views=True, sparse=sparse),
             weight=weight,
             schema=schema_of(stand_ins, *sparse.values()),
-            of_backwards=False,
+            from_grad=False,
         )
         self._reduce_now(reduction, stand_ins)
         for call in averager.events.on_end:
@@ -138,7 +138,7 @@ class Requests:
         current = manager.current
         if not reducer.parameters.is_agreed:
             placed = list(zip(current.names, current.params, strict=True))
-            self._averager.take_up_parameters(requested=placed)
+            self._averager.adopt_parameters(requested=placed)
             current = manager.current
         # Parameters that were frozen since the last reduction without being used: they are still
         # in a bucket, but their gradients are not part of this reduction.

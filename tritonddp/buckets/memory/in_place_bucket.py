@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._device import let_go
+from tritonddp._device import record_use
 from tritonddp._torch import is_shared
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.kernels.dispatch import Kernels, gradient_dtype
@@ -46,7 +46,7 @@ class InPlaceBucket(Bucket):
         index, params, names, kernels: see :class:`Bucket`, also for the others.
     """
 
-    beside: Sequence[Tensor]
+    unbuffered: Sequence[Tensor]
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class InPlaceBucket(Bucket):
         self._large = [slot for slot, param in enumerate(params) if _is_large(param)]
         make = partial(_without, set(self._large), kernels, world_size)
         super().__init__(index, params, names, replace(kernels, buffer=make), *args, **kwargs)
-        self.beside = ()
+        self.unbuffered = ()
         self.nbytes += (
             sum(params[slot].numel() for slot in self._large) * self.gradient_dtype.itemsize
         )
@@ -72,9 +72,11 @@ class InPlaceBucket(Bucket):
         self._copies_next = False
         self._incoming: Sequence[Tensor | None] = ()
 
-    def _set_beside(self, grads: list[Any], sources: list[Any], scale: float) -> tuple[Any, ...]:
-        """See :meth:`Bucket._set_beside`."""
-        grads, sources, beside, self._copies = list(grads), list(sources), [], {}
+    def _set_unbuffered(
+        self, grads: list[Any], sources: list[Any], scale: float
+    ) -> tuple[Any, ...]:
+        """See :meth:`Bucket._set_unbuffered`."""
+        grads, sources, unbuffered, self._copies = list(grads), list(sources), [], {}
         scale *= self._size
         seen: set[int] = set()
         for slot in self._large:
@@ -94,28 +96,28 @@ class InPlaceBucket(Bucket):
             if sent is not grad:
                 self._copies[slot] = sent, None if grad is None else grad.detach()
             seen.add(id(sent))
-            beside.append(sent)
+            unbuffered.append(sent)
             grads[slot] = sources[slot] = self._nothing
         self._copies_next, self._incoming = False, ()
-        self.beside = beside
+        self.unbuffered = unbuffered
         return grads, sources, scale
 
     def note_incoming(self, incoming: Sequence[Tensor | None]) -> None:
         """See :meth:`Bucket.note_incoming`."""
         self._incoming = incoming
 
-    def copy_beside(self) -> None:
-        """See :meth:`Bucket.copy_beside`."""
+    def copy_unbuffered(self) -> None:
+        """See :meth:`Bucket.copy_unbuffered`."""
         self._copies_next = True
 
-    def let_go_of(self, segment: Segment) -> None:
-        """See :meth:`Bucket.let_go_of`."""
-        super().let_go_of(segment)
+    def drop_gradients(self, segment: Segment) -> None:
+        """See :meth:`Bucket.drop_gradients`."""
+        super().drop_gradients(segment)
         self._copies = {slot: (copy, None) for slot, (copy, _) in self._copies.items()}
 
-    def take_up(self, segment: Segment) -> None:
-        """See :meth:`Bucket.take_up`."""
-        super().take_up(segment)
+    def fetch_gradients(self, segment: Segment) -> None:
+        """See :meth:`Bucket.fetch_gradients`."""
+        super().fetch_gradients(segment)
         for slot in self._large:
             self._copies[slot] = self._copies[slot][0], self._grads[slot]
             self._grads[slot] = self._nothing
@@ -124,15 +126,15 @@ class InPlaceBucket(Bucket):
         """See :meth:`Bucket.fill_nan`."""
         super().fill_nan(header)
         self._copies = {slot: (self._nan(slot), None) for slot in self._large}
-        self.beside = [copy for copy, _ in self._copies.values()]
+        self.unbuffered = [copy for copy, _ in self._copies.values()]
 
     def overwrite_nan(self) -> None:
         """See :meth:`Bucket.overwrite_nan`."""
         super().overwrite_nan()
-        for slot, sent in zip(self._large, self.beside, strict=True):
+        for slot, sent in zip(self._large, self.unbuffered, strict=True):
             target = self._copies[slot][1] if slot in self._copies else sent
             self._copies[slot] = self._nan(slot), target
-        self.beside = [self._copies[slot][0] for slot in self._large]
+        self.unbuffered = [self._copies[slot][0] for slot in self._large]
 
     def _nan(self, slot: int) -> Tensor:
         return self._empty_gradient(slot).fill_(torch.nan)
@@ -143,19 +145,19 @@ class InPlaceBucket(Bucket):
         if self.wants_flags:
             flags = self._take_flags()
             self.set_flags(flags)
-        self.finish_beside(factor, flags)
+        self.finish_unbuffered(factor, flags)
         super().unpack(factor)
 
-    def finish_beside(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
-        """See :meth:`Bucket.finish_beside`. ``flags`` are needed where a gradient is missing."""
+    def finish_unbuffered(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
+        """See the base class. ``flags`` are needed where a gradient is missing."""
         if factor is not None or self._copies:
             if factor is not None:
                 # With a dimension: else torch rounds it to the dtype of the gradients first.
                 factor = factor.to(torch.promote_types(self.gradient_dtype, torch.float32))
-            for slot, sent in zip(self._large, self.beside, strict=False):
+            for slot, sent in zip(self._large, self.unbuffered, strict=False):
                 self._finish(slot, sent, factor, flags)
             self._drop()
-        self.beside = ()
+        self.unbuffered = ()
 
     def _finish(
         self, slot: int, sent: Tensor, factor: Tensor | None, flags: Sequence[float]
@@ -173,8 +175,8 @@ class InPlaceBucket(Bucket):
             grad.copy_(torch.where(self.flat.flags[slot] != 0, sent, grad))
 
     def _drop(self) -> None:
-        let_go(*(copy for copy, _ in self._copies.values()))  # of the streams of gradients
-        self.beside, self._copies = (), {}
+        record_use(*(copy for copy, _ in self._copies.values()))  # of the streams of gradients
+        self.unbuffered, self._copies = (), {}
 
     def discard(self) -> None:
         """See :meth:`Bucket.discard`. Gradients that are on their way become the mean."""

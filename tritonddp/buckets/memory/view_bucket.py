@@ -36,8 +36,8 @@ class ViewBucket(Bucket):
             if flag:
                 segment.params[slot].grad = self._grads[first + slot] = views[slot]
 
-    def take_up(self, segment: Segment) -> None:
-        """See :meth:`Bucket.take_up`. The means are in the buffer: gradients become views."""
+    def fetch_gradients(self, segment: Segment) -> None:
+        """See the base class. The means are in the buffer: gradients become views."""
         views = self.flat.views[segment.first : segment.last]
         for param, view in zip(segment.params, views, strict=True):
             param.grad = view
@@ -70,7 +70,7 @@ class ViewBucket(Bucket):
 
     def _scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by one fp64 element, where they are, in one launch."""
-        if self._kernels.by_address:
+        if self._kernels.takes_pointers:
             # Not by payload.mul_(factor): on a GPU torch rounds an operand without dimensions to
             # the dtype of the other one first, bf16 too.
             self._kernels.unflatten(self.flat, self.flat.views, factor)

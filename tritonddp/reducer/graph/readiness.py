@@ -90,7 +90,7 @@ class ReadyTracker:
         # On a GPU, the known streams of these nodes. A node runs on the stream that was current
         # when it was made, by us, or earlier by other code that still holds it.
         self.streams: list[Any] = []
-        self.streams_beside: list[Any] = []  # all but the first
+        self.other_streams: list[Any] = []  # all but the first
         self._unheard = {param for param in params if param.is_cuda}  # their stream is not known
         self._hears = False  # this backward will show the streams of some of them
         self._params = list(params)
@@ -112,7 +112,7 @@ class ReadyTracker:
         # Functions and arguments of the hook. Held here: the hook may be exchanged while it runs.
         self._idle: tuple[Any, ...] = (_first_gradient, (self._listener,), {}, None)
         self._logging: tuple[Any, ...] = (self.log.append, (), {}, None)
-        heard = (self.log, self.streams, self.streams_beside, self._unheard)
+        heard = (self.log, self.streams, self.other_streams, self._unheard)
         self._hearing: tuple[Any, ...] = (_gradient_on_stream, heard, {}, None)
         self._hook: Any = partial(_first_gradient, self._listener)
         self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
@@ -213,7 +213,7 @@ class ReadyTracker:
 
     def inherit(self, former: ReadyTracker) -> None:
         """Take over the streams of the nodes that ``former`` holds too."""
-        self.streams[:], self.streams_beside[:] = former.streams, former.streams_beside
+        self.streams[:], self.other_streams[:] = former.streams, former.other_streams
         held, both = set(self.nodes), zip(former._params, former.nodes, strict=False)
         kept = {param for param, node in both if node in held}
         self._unheard.difference_update(kept.difference(former._unheard))
@@ -399,7 +399,7 @@ def _gradient_tells(
 def _gradient_on_stream(
     log: list[Tensor],
     streams: list[Any],
-    beside: list[Any],
+    others: list[Any],
     unheard: set[Tensor],
     param: Tensor,
 ) -> None:
@@ -408,7 +408,7 @@ def _gradient_on_stream(
     stream = current_stream(param.device)
     if stream not in streams:
         streams.append(stream)
-        beside[:] = streams[1:]
+        others[:] = streams[1:]
 
 
 def _remove_all(handles: Iterable[Any]) -> None:
