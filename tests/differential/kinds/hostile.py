@@ -172,9 +172,10 @@ class _Generator(Chance):
     def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         if "gradients" not in self._roots:
             return ()
-        # One that drops the gradient leaves nothing to look at for others.
+        # One that drops the gradient leaves nothing to look at for others. (Where one rank wraps
+        # alone, such a gradient is None here, and zeros with stock: docs/differences.md.)
         drops = [each for each in gradients.HOOKS if each.startswith("drops")]
-        if self._chance(0.2):
+        if self._wrappers != "local and global" and self._chance(0.2):
             drawn = [self._one_of(drops)]
         else:
             others = [each for each in gradients.HOOKS if each not in drops]
