@@ -15,7 +15,7 @@ from tritonddp.buckets.assignment import MIB, BucketCaps, assign_buckets
 from tritonddp.kernels.memory_order import gradient_strides
 
 
-@pytest.mark.parametrize("limits", [(400, 2000), (1,), (10**9,), (100, 300, 900)])
+@pytest.mark.parametrize("limits", [(400, 2000), (0,), (1,), (10**9,), (100, 300, 900)])
 def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits):
     params = [torch.empty(n) for n in (10, 200, 3, 50, 50, 400, 1, 0, 99)]
     expected, _ = dist._compute_bucket_assignment_by_size(params, list(limits), [False] * 9)
@@ -47,6 +47,7 @@ def test_default_sizes_are_those_of_stock_ddp():
         assert [limit // MIB for limit in few.limits] == sizes
         assert BucketCaps.of(2, None, device_type=device, few_bytes=True).limits == (2 * MIB,)
     assert BucketCaps.of(2, None) == BucketCaps((2 * MIB,))
+    assert BucketCaps.of(0, None) == BucketCaps((0,))
     assert BucketCaps.of(None, [1, 2]) == BucketCaps((MIB, 2 * MIB), is_list=True)
 
 

@@ -37,7 +37,7 @@ def raises(name: str, _: object) -> bool:
 WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compression": Int8(exact=raises)}, KeyError, "what the user said of 0.weight"),
     ({"compression": Int8(exact="9.weight")}, ValueError, "no parameter '9.weight'"),
-    ({"bucket_cap_mb": -1}, ValueError, "positive and finite, got -1 MiB"),
+    ({"bucket_cap_mb": -1}, ValueError, "zero or more, and finite, got -1 MiB"),
     ({"bucket_cap_mb": "x"}, TypeError, "number of MiB, got 'x'"),
     ({"metrics": "no"}, TypeError, "metrics should be"),
 ]

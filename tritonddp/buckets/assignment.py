@@ -82,7 +82,7 @@ class BucketCaps:
 
         Raises:
             TypeError: a size is not a number, or the list is not a list.
-            ValueError: a size is not positive, or the list is empty.
+            ValueError: a size is negative or infinite, or the list is empty.
         """
         if bucket_cap_mb_list is not None:
             if not isinstance(bucket_cap_mb_list, Iterable):
@@ -103,9 +103,9 @@ class BucketCaps:
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, Real):
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")
-            if not 0 < size < float("inf"):
-                raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
-        limits = tuple(max(1, int(size * MIB)) for size in sizes)
+            if not 0 <= size < float("inf"):  # with 0 each parameter has a bucket, as in stock
+                raise ValueError(f"{what} must be zero or more, and finite, got {size!r} MiB")
+        limits = tuple(int(size * MIB) for size in sizes)
         caps = cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
         return caps.registered() if finds_unused else caps
 
