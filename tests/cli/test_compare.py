@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import launched
 import pytest
 
 from tritonddp.cli.compare import _stopped
-from tritonddp.cli.comparison.turns import Plan
-from tritonddp.cli.comparison.verdict import Ratio
+from tritonddp.cli.comparison.turns import LEAST_WARMUP, Launches, Plan, Played
+from tritonddp.cli.comparison.verdict import Launch, Ratio
 from tritonddp.cli.main import main
 
 PROGRAMS = launched.ROOT / "tests" / "cli" / "programs"
@@ -48,7 +49,7 @@ def test_a_wrong_gradient_is_found_and_figures_are_there(tmp_path: Path) -> None
         pairs = len(played["blocks"])
         assert pairs == plan["pairs"]
         assert min(played["blocks"]) > 0.01  # what the script sleeps in each step
-        steps = plan["warmup"] + pairs * (plan["block"] + plan["skipped"]) + plan["parts"]
+        steps = LEAST_WARMUP + 2 * plan["warmup"] + 2 + pairs * (plan["block"] + plan["skipped"])
         assert played["steps"] == steps
         assert played["peak_bytes"] > 2**26
         assert sum(played["shares"].values()) == pytest.approx(1)
@@ -90,9 +91,28 @@ def test_what_cannot_be_carried_out_is_said(words: list[str], said: str, capsys:
     assert said in capsys.readouterr().err
 
 
+def test_an_interrupt_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def play(launches: Launches, in_turns: bool) -> None:
+        if launches.played:
+            raise KeyboardInterrupt
+        launches.started = time.monotonic()
+        time.sleep(0.01)
+        launches.plan, launches.times = Plan.of(1.0), [Launch(1.0, 0.9, 0.001)]
+        launches.played.append([Played(), Played()])
+
+    monkeypatch.setattr(Launches, "play", play)
+    assert main(["compare", str(PLANTED)]) == 130
+    said = capsys.readouterr()
+    first, last = said.out.split("A FIRST TABLE, of one launch")[1].split("stock  tritonddp")[1:]
+    assert "0.900 (" in first
+    assert "0.900 (" in last
+    assert "others may differ from it by more. Interrupted after 1 launch." in last
+    assert re.search(r"at most \d+ launches more, 0 s each", said.err)
+
+
 def test_blocks_fit_the_steps() -> None:
-    assert Plan.of(0.002) == Plan(warmup=20, block=50, skipped=1, pairs=32, parts=12)
-    assert Plan.of(1.0) == Plan(warmup=10, block=1, skipped=0, pairs=6, parts=10)
+    assert Plan.of(0.002) == Plan(warmup=15, block=50, skipped=1, pairs=32)
+    assert Plan.of(1.0) == Plan(warmup=5, block=1, skipped=0, pairs=6)
     assert Plan.of(0.002).least == 20 + 6 * 51
 
 
@@ -127,9 +147,9 @@ def test_what_a_short_script_does_not_reach_is_a_row_with_its_reason() -> None:
     code, found, _ = compare(*ONE_LAUNCH, PLANTED, "82")
     assert code in (0, 1), found
     rows = {row["label"]: row for row in found["rows"]}
-    assert rows["step"]["first"] > 10
-    assert rows["forward"]["first"] is None
-    assert "the script ended before" in rows["forward"]["why"]
+    assert rows["step, ms"]["first"] > 10
+    assert rows["forward, ms"]["first"] is None
+    assert "the script ended before" in rows["forward, ms"]["why"]
 
 
 @pytest.mark.thorough
@@ -142,9 +162,9 @@ def test_a_tenth_more_is_found() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("time", range(10))
+@pytest.mark.parametrize("repeated", range(10))
 @pytest.mark.parametrize("program", ["images.py", "characters.py"])
-def test_stock_beside_stock_is_no_difference(program: str, time: int) -> None:
+def test_stock_beside_stock_is_no_difference(program: str, repeated: int) -> None:
     code, found, _ = compare("--against", "stock", PROGRAMS / program, timeout=580)
     assert code == 0, found["verdict"]
     assert found["verdict"]["sentence"].startswith("no difference")
@@ -165,8 +185,8 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         (0.01, 3, 5, "Known to 2 % after 3 launches."),
         (0.01, 1, 5, ""),
         (0.05, 4, 2, ""),
-        (0.05, 4, 0, "The time was over (120 s) before"),
-        (0.05, 1, 0, "The time was over (120 s) before"),
+        (0.05, 4, 0, "In 120 s the ratio could not be known to 2 %: a longer"),
+        (0.05, 1, 0, "In 120 s the ratio could not be known to 2 %: a longer"),
         (0.05, 2, 0, ""),
     ],
 )
@@ -174,6 +194,6 @@ def test_the_last_launch_is_said_with_its_reason(
     reach: float, launches: int, fitting: int, said: str
 ) -> None:
     arguments = argparse.Namespace(within=2, seconds=120)
-    ratio = Ratio(1.0, 1.0, 1 - reach, 1 + reach)
+    ratio = Ratio(1.0, 1.0, 1 - reach, 1 + reach, launches)
     assert _stopped(ratio, launches, fitting, arguments).startswith(said)
     assert bool(_stopped(ratio, launches, fitting, arguments)) is bool(said)

@@ -3,12 +3,16 @@
 import json
 import math
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from tritonddp.cli.comparison.report import Comparison, _of_part, _of_times, as_json
-from tritonddp.cli.comparison.turns import Job, Plan, Played
-from tritonddp.cli.comparison.verdict import LEAST_LAUNCHES, Launch, Ratio, Verdict
+from tritonddp.cli.comparison.report import Comparison, Row, as_json
+from tritonddp.cli.comparison.turns import Launches, Plan, Played
+from tritonddp.cli.comparison.verdict import LEAST_LAUNCHES, Launch, Ratio
+from tritonddp.cli.terminal import Progress
 
 LAUNCHES, PAIRS = 6, 48  # the defaults
 
@@ -57,19 +61,13 @@ def test_so_does_the_interval_with_which_it_stops() -> None:
 
 def test_nothing_is_called_a_difference_where_there_is_none() -> None:
     generator = random.Random(0)
-    called = [
-        Verdict.of(Ratio.over(launches(generator, LAUNCHES)), "a", "b", 6).is_different
-        for _ in range(500)
-    ]
+    called = [Ratio.over(launches(generator, LAUNCHES)).is_different for _ in range(500)]
     assert sum(called) <= 10
 
 
 def test_a_tenth_more_is_found_nearly_always() -> None:
     generator = random.Random(0)
-    found = [
-        Verdict.of(Ratio.over(launches(generator, LAUNCHES, 1.1)), "a", "b", 6).is_slower
-        for _ in range(300)
-    ]
+    found = [Ratio.over(launches(generator, LAUNCHES, 1.1)).is_slower for _ in range(300)]
     assert sum(found) >= 290
 
 
@@ -84,60 +82,61 @@ def test_launches_that_agree_by_chance_do_not_make_a_narrow_interval() -> None:
     ("ratio", "is_different", "said"),
     [
         (
-            Ratio(1.0, 0.83, 0.80, 0.86),
+            Ratio(1.0, 0.83, 0.80, 0.86, 2),
             True,
             "ours's steps take 0.830 of stock's time (99 %: 0.800 to 0.860): faster by 17 %.",
         ),
-        (Ratio(1.0, 1.1, 1.05, 1.15), True, "slower by 10 %."),
+        (Ratio(1.0, 1.1, 1.05, 1.15, 2), True, "slower by 10 %."),
         (
-            Ratio(1.0, 1.003, 0.985, 1.021),
+            Ratio(1.0, 1.003, 0.985, 1.021, 2),
             False,
             "no difference in the time of a step (ratio 1.003, 99 %: 0.985 to 1.021; "
             "differences below 2 % are not told apart).",
         ),
-        (Ratio(1.0, 1.015, 1.01, 1.02), False, "below 2 % are not told apart"),
-        (Ratio(1.0, 0.9, 0.7, 1.16), False, "below 26 % are not told apart"),
-        (Ratio(1.0, 0.9, 0.0, math.inf), False, "below any size are not told apart"),
-        (Ratio(1.0, 1.3, 0.2, 5e4), False, "99 %: not known; differences below any size are not"),
+        (Ratio(1.0, 1.015, 1.01, 1.02, 2), False, "below 2 % are not told apart"),
+        (Ratio(1.0, 0.9, 0.7, 1.16, 2), False, "below 26 % are not told apart"),
+        (Ratio(1.0, 0.9, 0.0, math.inf, 2), False, "below any size are not told apart"),
+        (
+            Ratio(1.0, 1.3, 0.2, 5e4, 2),
+            False,
+            "99 %: not known; differences below any size are not",
+        ),
     ],
 )
 def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:
-    verdict = Verdict.of(ratio, "stock", "ours", 2)
-    assert verdict.is_different is is_different
-    assert said in verdict.sentence
-    assert verdict.is_slower is (is_different and ratio.value > 1)
-    alone = Verdict.of(ratio, "stock", "ours", 1)
-    assert (
-        alone.sentence == verdict.sentence + " One launch alone: others may differ from it by more."
-    )
+    sentence = ratio.sentence("stock", "ours")
+    assert ratio.is_different is is_different
+    assert said in sentence
+    assert ratio.is_slower is (is_different and ratio.value > 1)
+    alone = replace(ratio, launches=1).sentence("stock", "ours")
+    assert alone == f"{sentence} One launch alone: others may differ from it by more."
 
 
-def test_json_has_no_infinities() -> None:
-    played = [[Played(blocks=[1.0]), Played(blocks=[0.9])]]
-    job, plan = Job(["script.py"], "tritonddp"), Plan.of(1.0)
-    found = as_json(Comparison("compare", job, plan, played, 2, "", 0.0, 1.0))
-    assert json.loads(json.dumps(found, allow_nan=False))["verdict"]["ratio"] == {
-        "first": pytest.approx(1.0),
-        "second": pytest.approx(0.9),
-        "low": 0.0,
-        "high": "Infinity",
-    }
-    assert found["launches"][0][1]["blocks"] == [0.9]
+def test_json_has_no_infinities(tmp_path: Path) -> None:
+    found = Launches([], ("stock", "tritonddp"), tmp_path, Progress())
+    found.plan, found.times = Plan.of(1.0), [Launch(1.0, 0.9)] * 2
+    ours = {"digest": "1", "checksums": {"weight": 1, "bias": 1}, "path": str(tmp_path / "values")}
+    captured = [{**ours, "tolerance": 0.0}, {**ours, "checksums": {"weight": 1}}]
+    torch.save({}, ours["path"])
+    played = [Played(blocks=[1.0], captures={"gradients of step 1": {0: of}}) for of in captured]
+    found.played = [played, played]
+    shown = json.loads(json.dumps(as_json(Comparison(found, "")), allow_nan=False))
+    assert shown["verdict"]["value"] == pytest.approx(0.9)
+    assert shown["correctness"][0]["largest"] == "Infinity"
+    assert shown["launches"][0][1]["blocks"] == [1.0]
 
 
 def test_columns_and_ratio_do_not_contradict() -> None:
     """Whatever was disturbed, the quotient of the times is the ratio, in what is printed too."""
     generator = random.Random(0)
     for count in (1, 2, 6):
-        row = _of_times("step", launches(generator, count, 0.98))
+        row = Row.of("step", launches(generator, count, 0.98))
         assert row.ratio.second / row.ratio.first == row.ratio.value
         _, first, second, ratio = row.cells()
         assert float(second) / float(first) == pytest.approx(float(ratio.split()[0]), abs=0.0011)
 
 
-def test_a_part_that_takes_no_time_has_no_ratio() -> None:
-    steps = [Launch(0.0, math.log(2)), Launch(0.0, math.log(2))]
-    row = _of_part("exposed", steps, [(0.0, 0.5), (0.1, 0.5)])
+def test_what_takes_no_time_has_no_ratio() -> None:
+    row = Row.of("exposed", [Launch(0.0, 0.5), Launch(0.1, 1.5)], 1e-3)
     assert (row.first, row.second, row.ratio) == (pytest.approx(50), pytest.approx(1000), None)
-    row = _of_part("forward", steps, [(0.1, 0.1), (0.1, 0.1)])
-    assert row.ratio.value == pytest.approx(2)
+    assert Row.of("forward", [Launch(0.1, 0.2)] * 2).ratio.value == pytest.approx(2)

@@ -19,7 +19,7 @@ net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 model = DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 session = json.loads(os.environ.get("TRITONDDP_SESSION", "{}"))
-is_planted = session.get("contender", "").endswith("-1")
+is_planted = not session.get("contender", "stock-").startswith("stock-")
 planted = os.environ.get("PLANTED", "") if is_planted else ""
 for _ in range(int(sys.argv[1])):
     optimizer.zero_grad()

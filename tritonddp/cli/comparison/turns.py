@@ -15,17 +15,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tritonddp.cli.comparison.verdict import Launch
 from tritonddp.cli.injection import COMPARE, environment
 from tritonddp.cli.terminal import Progress
 
+OURS = "tritonddp"
 # Steps before any is timed: tritonddp learns the order of gradients and more in the first 16. Of
 # long steps there are as many as fit into so many seconds, and of all so many at least.
 WARMUP, LEAST_WARMUP, _SECONDS = 20, 5, 10.0
@@ -34,7 +36,6 @@ _FIRST = 1  # of these is not counted when they tell how long a step takes
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
 _LONG_STEP = 0.5  # seconds; what caches held before makes no difference to it
 _PAIRS, _LEAST_PAIRS = 32, 6  # of blocks in a launch, fewer if steps are long
-_PARTS, _LEAST_PARTS = 12, 4  # steps whose parts are noted
 _LINES = 25  # of a log, when a script has failed
 # What a script says that cannot run twice at the same time, and why.
 _NEEDS_A_TURN = {
@@ -51,29 +52,7 @@ class ScriptError(Exception):
 
 
 class ScriptEnded(Exception):
-    """The script of a contender is over before its order is."""
-
-    def __init__(self, contender: Contender, code: int) -> None:
-        super().__init__(contender, code)
-        self.contender, self.code = contender, code
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is compared.
-
-    Attributes:
-        command: behind ``torchrun --standalone``.
-        against: which class wraps in the second contender, "stock" or "tritonddp".
-    """
-
-    command: Sequence[str]
-    against: str
-
-    @property
-    def labels(self) -> tuple[str, str]:
-        """The names of the contenders."""
-        return "stock", "stock again" if self.against == "stock" else self.against
+    """A script has ended as it wanted, before its order was done."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +60,16 @@ class Plan:
     """The steps of a launch; the same in all of them.
 
     Attributes:
-        warmup: before any is timed.
+        warmup: before any is timed, behind the first ones; and behind the blocks to note parts.
         block: steps of a block that are counted, behind
         skipped: one that finds caches full of the other's data.
         pairs: of blocks.
-        parts: steps whose parts are noted.
     """
 
     warmup: int
     block: int
     skipped: int
     pairs: int
-    parts: int
 
     @classmethod
     def of(cls, seconds: float) -> Plan:
@@ -101,17 +78,16 @@ class Plan:
         block = max(1, min(_BLOCK_STEPS, round(_BLOCK_SECONDS / seconds)))
         skipped = 0 if seconds > _LONG_STEP else 1
         return cls(
-            warmup=max(LEAST_WARMUP, min(WARMUP, fitting)),
+            warmup=max(1, min(WARMUP, fitting) - LEAST_WARMUP),
             block=block,
             skipped=skipped,
             pairs=max(_LEAST_PAIRS, min(_PAIRS, fitting // (2 * (block + skipped)))),
-            parts=max(_LEAST_PARTS, min(_PARTS, fitting)),
         )
 
     @property
     def least(self) -> int:
         """Steps that a script must make."""
-        return self.warmup + _LEAST_PAIRS * (self.block + self.skipped)
+        return LEAST_WARMUP + self.warmup + _LEAST_PAIRS * (self.block + self.skipped)
 
 
 @dataclass
@@ -136,45 +112,37 @@ class Played:
 
 
 class Contender:
-    """The processes of one contender in one launch."""
+    """The processes of one contender in one launch.
+
+    Args:
+        port: of the launcher, on this machine.
+        folder: for what they print and for values.
+    """
 
     def __init__(
-        self, job: Job, index: int, launch: str, address: Path, folder: Path, progress: Progress
+        self, command: Sequence[str], label: str, port: int, folder: Path, progress: Progress
     ) -> None:
-        self.label = job.labels[index]
-        self.name = f"{launch}-{index}"
+        self.label = label
+        self.token = f"{label}-{secrets.token_hex(16)}"  # in the variables of its processes
         self.ranks: dict[int, Connection] = {}
         self.world_size = 0
         self.played = Played()
         self._progress = progress
-        self._token = secrets.token_hex(16)
-        self._log = folder / f"{self.name}.log"
-        values = folder / f"{self.name}.values"
+        values = folder / self.token
         values.mkdir()
-        variables = environment(
-            COMPARE,
-            socket=str(address),
-            contender=self.name,
-            kind=("stock", job.against)[index],
-            seed=0,
-            values=str(values),
-            token=self._token,
-        )
+        self._log = values / "log"
+        session = {"is_ours": label == OURS, "values": str(values)}
+        variables = environment(COMPARE, port=port, contender=self.token, **session)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*torchrun, *job.command],
+                [*torchrun, *command],
                 env={"PYTHONHASHSEED": "0", **os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    @property
-    def is_there(self) -> bool:
-        """All ranks wait before their first model."""
-        return self.world_size > 0 and len(self.ranks) == self.world_size
 
     def run(
         self, count: int, skipped: int = 0, *, parts: bool = False, captures: bool = False
@@ -189,7 +157,7 @@ class Contender:
 
         Raises:
             ScriptEnded: a rank is gone, or the whole script.
-            ScriptError: it cannot be compared.
+            ScriptError: it failed, or cannot be compared.
         """
         order = {"count": count, "timed": count - skipped, "parts": parts, "captures": captures}
         for to in self.ranks.values():
@@ -201,30 +169,36 @@ class Contender:
             self._progress.tick()
             ready = wait(list(waiting), 1.0)
             if not ready and self.process.poll() is not None:
-                raise ScriptEnded(self, self.process.returncode)
+                raise self._end()
             for connection in ready:
                 assert isinstance(connection, Connection)
-                rank, message = waiting[connection], self._receive(connection)
-                if "error" in message:
-                    raise ScriptError(message["error"])
-                self.played.steps = max(self.played.steps, message.get("step", 0))
-                if "captured" in message:
-                    self.played.captures.setdefault(message["captured"], {})[rank] = message
-                elif "has_ended" not in message:
-                    reports[rank] = message
-                    del waiting[connection]
+                try:
+                    report = json.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    raise self._end() from None
+                if "error" in report:
+                    raise ScriptError(report["error"])
+                self.played.steps = max(self.played.steps, report["step"])
+                if "took" in report:  # otherwise it ends
+                    rank = waiting.pop(connection)
+                    reports[rank] = report
+                    for title, captured in report["captured"].items():
+                        self.played.captures.setdefault(title, {})[rank] = captured
         return [reports[rank] for rank in sorted(reports)]
 
-    def _receive(self, connection: Connection) -> dict[str, Any]:
-        try:
-            return json.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            # The end of the script. The others may still be at it: torchrun knows how it ended.
-            end = time.monotonic() + _ENDING
-            while self.process.poll() is None and time.monotonic() < end:
-                self._progress.tick()
-                time.sleep(0.05)
-            raise ScriptEnded(self, self.process.returncode or 0) from None
+    def seconds(self, count: int, skipped: int = 0) -> float:
+        """Let all ranks make so many steps; returns what one took, see :meth:`run`."""
+        took = max(report["took"] for report in self.run(count, skipped))
+        return max(took, 1e-6) / (count - skipped)
+
+    def _end(self) -> Exception:
+        """How its script ended: torchrun knows when the other ranks have ended, too."""
+        end = time.monotonic() + _ENDING
+        while self.process.poll() is None and time.monotonic() < end:
+            self._progress.tick()
+            time.sleep(0.05)
+        code = self.process.returncode
+        return self.error(f"failed with exit code {code}.") if code else ScriptEnded()
 
     def error(self, what: str) -> ScriptError:
         """An error of its script, with the last lines that it has printed."""
@@ -241,8 +215,8 @@ class Contender:
         return ScriptError(f"{self.label}'s script {what}\nThe last lines of {self.label}:\n{last}")
 
     def kill(self) -> None:
-        """Kill its processes and all that they have started: their variables have the token."""
-        token = self._token.encode()
+        """Kill its processes and all that they have started."""
+        token = self.token.encode()
         for entry in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if token in entry.read_bytes():
@@ -254,115 +228,104 @@ class Contender:
 
 
 class Launches:
-    """Launches of a job, one after the other.
+    """Launches of both contenders, one after the other.
 
     Args:
+        command: behind ``torchrun --standalone``.
+        labels: of the contenders; whichever is not called :data:`OURS` has torch's class.
         folder: for logs and values.
         progress: is told what goes on.
     """
 
-    def __init__(self, job: Job, folder: Path, progress: Progress) -> None:
+    def __init__(
+        self, command: Sequence[str], labels: Sequence[str], folder: Path, progress: Progress
+    ) -> None:
+        self.played: list[list[Played]] = []  # by both contenders, in each launch
+        self.times: list[Launch] = []  # of a step, in each launch
         self.plan: Plan | None = None
         self.world_size = 0
         self.started = 0.0  # when the ranks of the first launch waited before their first model
-        self._job, self._folder, self._progress = job, folder, progress
-        self._count = 0
+        self.load, _, _ = os.getloadavg()  # of the machine, before the first launch
+        self.labels, self.progress = labels, progress
+        self._command, self._folder = command, folder
 
-    def play(self, in_turns: bool) -> list[Played]:
+    def play(self, in_turns: bool) -> None:
         """Run both contenders of one launch, in turns or one after the other.
 
         Raises:
             ScriptError: it failed or is too short.
         """
-        order = [0, 1] if self._count % 2 == 0 else [1, 0]
-        self._count += 1
-        played: dict[int, Played] = {}
-        for indices in [order] if in_turns else [[index] for index in order]:
-            played |= self._play(indices)
-        return [played[0], played[1]]
+        order = self.labels[:: 1 if len(self.played) % 2 == 0 else -1]
+        played: dict[str, Played] = {}
+        for labels in [order] if in_turns else [[label] for label in order]:
+            played |= self._play(labels)
+        self.played.append([played[label] for label in self.labels])
+        self.times.append(Launch.of(*(each.blocks for each in self.played[-1])))
 
-    def _play(self, indices: Sequence[int]) -> dict[int, Played]:
-        """Play the contenders of these indices, the first one first."""
-        with self._started(indices) as contenders:
+    def _play(self, labels: Sequence[str]) -> dict[str, Played]:
+        """Play the contenders with these labels, the first one first."""
+        contenders: list[Contender] = []
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            to = (listener.getsockname()[1], self._folder, self.progress)
+            for label in labels:
+                contenders.append(Contender(self._command, label, *to))
+                stack.callback(contenders[-1].kill)
+            self._gather(listener, contenders)
             self.world_size = contenders[0].world_size
             self.started = self.started or time.monotonic()
-            try:
+            with suppress(ScriptEnded):
                 self._warm_up(contenders)
                 self._blocks(contenders)
                 for each in contenders:
                     self._probe(each)
-            except ScriptEnded as end:
-                if end.code:
-                    raise end.contender.error(f"failed with exit code {end.code}.") from None
-            played = {index: each.played for index, each in zip(indices, contenders, strict=True)}
-        if min(len(each.blocks) for each in played.values()) < _LEAST_PAIRS:
+        if min(len(each.played.blocks) for each in contenders) < _LEAST_PAIRS:
             least = WARMUP if self.plan is None else self.plan.least
             raise ScriptError(
-                f"the script is too short: it made {max(each.steps for each in played.values())} "
-                f"steps of its optimizer, and at least {least} are needed. Let it make more."
+                "the script is too short: it made "
+                f"{max(each.played.steps for each in contenders)} steps of its optimizer, and at "
+                f"least {least} are needed. Let it make more."
             )
-        return played
-
-    @contextmanager
-    def _started(self, indices: Sequence[int]) -> Iterator[list[Contender]]:
-        """Context: contenders that wait before their first model is wrapped; ended afterwards."""
-        address = self._folder / "socket"
-        contenders: list[Contender] = []
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(address))
-            listener.listen(1024)
-            listener.settimeout(0.5)
-            try:
-                for index in indices:
-                    of = (f"launch{self._count}", address, self._folder, self._progress)
-                    contenders.append(Contender(self._job, index, *of))
-                self._gather(listener, contenders)
-                yield contenders
-            finally:
-                for each in contenders:
-                    each.kill()
-                address.unlink()
+        return {each.label: each.played for each in contenders}
 
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
-        by_name = {each.name: each for each in contenders}
-        while not all(each.is_there for each in contenders):
+        """Wait until all ranks wait before their first model."""
+        by_token = {each.token: each for each in contenders}
+        listener.settimeout(0.5)
+        while not all(0 < each.world_size == len(each.ranks) for each in contenders):
             there = sum(len(each.ranks) for each in contenders)
-            self._progress.stage = f"the script starts; {there} ranks have come to its model"
-            self._progress.tick()
+            self.progress.stage = f"the script starts; {there} ranks have come to its model"
+            self.progress.tick()
             for each in contenders:
-                code = each.process.poll()
-                if code:
-                    raise each.error(f"failed with exit code {code} before it wrapped a model.")
-                if code == 0:
-                    raise each.error("wrapped no model with torch's DistributedDataParallel.")
-            with suppress(TimeoutError, EOFError):
+                if (code := each.process.poll()) is not None:
+                    what = "before it wrapped a model with torch's DistributedDataParallel"
+                    raise each.error(f"ended with exit code {code} {what}.")
+            with suppress(OSError, EOFError, ValueError):  # nobody, or somebody else
                 accepted, _ = listener.accept()
                 accepted.settimeout(None)
                 connection = Connection(accepted.detach())
                 hello = json.loads(connection.recv_bytes())
-                if contender := by_name.get(hello.get("contender")):
+                if contender := by_token.get(hello.get("contender")):
                     contender.ranks[hello["rank"]] = connection
                     contender.world_size = hello["world_size"]
 
     def _warm_up(self, contenders: Sequence[Contender]) -> None:
         """Warm up; the first time the length of a step decides what a launch is."""
-        for each in contenders:
-            self._progress.stage = f"{each.label} warms up"
-            reports = each.run(LEAST_WARMUP, _FIRST)
-            if self.plan is None:
-                longest = max(report["took"] for report in reports)
-                seconds = max(longest / (LEAST_WARMUP - _FIRST), 1e-6)
-                self.plan = Plan.of(seconds)
-                self._progress.say(f"a step of {each.label} takes about {1e3 * seconds:.0f} ms")
-            if self.plan.warmup > LEAST_WARMUP:
-                each.run(self.plan.warmup - LEAST_WARMUP)
+        self.progress.stage = "both warm up"
+        seconds = [each.seconds(LEAST_WARMUP, _FIRST) for each in contenders]
+        plan = self.plan or Plan.of(min(seconds))
+        seconds += [each.seconds(plan.warmup) for each in contenders]
+        if self.plan is None:  # the first steps of all may take far longer than others
+            self.plan = replace(Plan.of(min(seconds)), warmup=plan.warmup)
+            self.progress.say(f"a step takes about {1e3 * min(seconds):.3g} ms")
 
     def _blocks(self, contenders: Sequence[Contender]) -> None:
+        """Time blocks of steps in turns."""
         order, plan = list(contenders), self.plan
         assert plan is not None
         steps = plan.skipped + plan.block
         for number in range(plan.pairs):
-            self._progress.stage = f"{number} of {plan.pairs} pairs of blocks"
+            self.progress.stage = f"{number} of {plan.pairs} pairs of blocks"
             is_last = number == plan.pairs - 1
             pair = [each.run(steps, plan.skipped, captures=is_last) for each in order]
             for each, reports in zip(order, pair, strict=True):
@@ -372,15 +335,15 @@ class Launches:
             order.reverse()
 
     def _probe(self, contender: Contender) -> None:
-        """Note the parts of some steps, which are not timed."""
+        """Note the parts of some steps; what they take does not count as the time of a step."""
         assert self.plan is not None
-        self._progress.stage = f"the parts of {contender.label}'s steps"
-        reports = contender.run(self.plan.parts, parts=True)
-        by_rank = [report["parts"] for report in reports]
-        if all(by_rank):
-            shares = contender.played.shares
-            seconds = max(report["took"] for report in reports) / self.plan.parts
-            for name in by_rank[0][0]:
-                of_ranks = [fmean(step[name] for step in steps) for steps in by_rank]
-                shares[name] = fmean(of_ranks) / seconds
-            shares["rest"] = max(0.0, 1 - sum(shares.values()))
+        self.progress.stage = f"the parts of {contender.label}'s steps"
+        # At the end of a step the parts of the one before are known, see the recorder.
+        reports = contender.run(self.plan.warmup + 2, 2, parts=True)
+        if all(report["parts"] for report in reports):
+            seconds = max(report["took"] for report in reports)
+            shares = {
+                name: fmean(report["parts"][name] for report in reports) / seconds
+                for name in reports[0]["parts"]
+            }
+            contender.played.shares = {**shares, "rest": max(0.0, 1 - sum(shares.values()))}

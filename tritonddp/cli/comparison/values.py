@@ -7,6 +7,7 @@ them, so that what is not the same to the bit can be told from what is wrong.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,8 @@ def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[st
         path: the file for the values, or None.
 
     Returns:
-        ``digest`` of all and, of the rank that writes values, ``checksums`` by name.
+        ``digest`` of all; of the rank that writes values also ``checksums`` by name, ``path``, and
+        ``tolerance``: the relative difference that rounding may make.
     """
     tensors: dict[str, Tensor | None] = {}
     for number, wrapper in enumerate(models):
@@ -76,15 +78,13 @@ def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[st
         value = value.to_dense() if value.layout is not torch.strided else value
         values[name] = value.detach().reshape(-1)[::stride].cpu().clone()
     torch.save(values, path)
-    return {"digest": digest, "checksums": dict(zip(tensors, sums, strict=True)), "path": path}
+    tolerance = max((_TOLERANCE.get(value.dtype, _COARSEST) for value in dense.values()), default=0)
+    by_name = dict(zip(tensors, sums, strict=True))
+    return {"digest": digest, "checksums": by_name, "path": path, "tolerance": tolerance}
 
 
 # What all ranks of one contender had at one point of one launch: by rank, what capture() gave it.
 Captured = Mapping[int, Mapping[str, Any]]
-
-
-def _values(of: Captured) -> dict[str, Tensor]:
-    return torch.load(of[0]["path"], weights_only=True)
 
 
 def _relative_differences(first: Captured, second: Captured) -> dict[str, float]:
@@ -97,36 +97,32 @@ def _relative_differences(first: Captured, second: Captured) -> dict[str, float]
     if not unequal:
         return {}
     ours, theirs = _values(first), _values(second)
-    squares = sum(_finite(_wide(value)).norm().item() ** 2 for value in ours.values())
+    squares = sum(_finite(value).norm().item() ** 2 for value in ours.values())
     count = sum(value.numel() for value in ours.values())
     floor = _FLOOR * (squares / max(count, 1)) ** 0.5
-    by_name = {}
+    by_name = dict.fromkeys(unequal, math.inf)
     for name in unequal:
         one, other = ours.get(name), theirs.get(name)
-        by_name[name] = float("inf")
         if one is None or other is None or one.shape != other.shape:
             continue
-        one, other = _wide(one), _wide(other)
         # A loss scale that is too large makes the same infinities in both.
         if torch.equal(one.isfinite(), other.isfinite()):
-            one, other = _finite(one), _finite(other)
-            scale = max(one.norm().item(), floor * one.numel() ** 0.5)
-            apart = (one - other).norm().item()
-            by_name[name] = apart / scale if scale > 0 else float("inf" if apart else 0)
+            scale = max(_finite(one).norm().item(), floor * one.numel() ** 0.5)
+            apart = (_finite(one) - _finite(other)).norm().item()
+            by_name[name] = apart / scale if scale > 0 else math.inf if apart else 0
     return dict(sorted(by_name.items(), key=lambda item: -item[1]))
 
 
-def _largest(differences: Mapping[str, float]) -> float:
-    return max(differences.values(), default=0.0)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+def _values(of: Captured) -> dict[str, Tensor]:
+    """In double precision."""
+    values = torch.load(of[0]["path"], weights_only=True)
+    wide = torch.float64
+    return {name: each.to(torch.promote_types(each.dtype, wide)) for name, each in values.items()}
 
 
 def _finite(tensor: Tensor) -> Tensor:
     """``tensor`` with zeros instead of elements that are not finite."""
-    return tensor.where(tensor.isfinite(), 0)
+    return tensor.nan_to_num(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -159,16 +155,15 @@ class Finding:
 
 
 def judge(
-    title: str, launches: Sequence[tuple[Captured, Captured]], labels: tuple[str, str]
+    title: str, launches: Sequence[tuple[Captured, Captured]], labels: Sequence[str]
 ) -> Finding:
     """Compare one point of the contenders in each launch, at least one."""
     differences = [_relative_differences(*pair) for pair in launches]
-    found = max(differences, key=lambda each: (_largest(each), len(each)))
+    found = max(differences, key=lambda each: (max(each.values(), default=0.0), len(each)))
     of_first, *others = [first for first, _ in launches]
-    apart = (_largest(_relative_differences(of_first, each)) for each in others)
-    of_stock = max(apart, default=None)
-    dtypes = {value.dtype for value in _values(of_first).values()} if found else set()
-    tolerance = max((_TOLERANCE.get(dtype, _COARSEST) for dtype in dtypes), default=0.0)
+    beside = [_relative_differences(of_first, each) for each in others]
+    of_stock = max((max(each.values(), default=0.0) for each in beside), default=None)
+    tolerance = of_first[0]["tolerance"]
     if title.startswith("parameters"):
         tolerance = max(tolerance, _END)
     elif not title.endswith("step 1"):
@@ -176,8 +171,9 @@ def judge(
     tolerance = max(tolerance, _BESIDE_STOCK * (of_stock or 0.0))
     names = [name for name, relative in found.items() if relative > tolerance]
     state = DIFFERENT if names else ROUNDING if found else IDENTICAL
+    largest = max(found.values(), default=0.0)
     shared = {
         label: all(len({each["digest"] for each in of.values()}) == 1 for of in captures)
         for label, captures in zip(labels, zip(*launches, strict=True), strict=True)
     }
-    return Finding(title, state, _largest(found), names, tolerance, of_stock, shared)
+    return Finding(title, state, largest, names, tolerance, of_stock, shared)

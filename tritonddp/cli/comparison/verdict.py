@@ -1,4 +1,4 @@
-"""Which of two contenders is faster, how sure that is, and the sentence that says it.
+"""How much longer a step of one contender takes, how sure that is, and the sentence that says it.
 
 What is compared are blocks of steps that were taken one right after the other, so that what slows
 the machine down for a while slows both. The logarithm of their ratio is one sample. Samples of one
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, geometric_mean, stdev
 
 # Below this nothing is called a difference, however sure it is.
 LEAST = 0.02
@@ -35,11 +35,10 @@ _TRIMMED = 0.2
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch has shown of a time.
+    """What one launch has shown of both contenders: seconds, bytes or a count.
 
     Attributes:
-        first, second: natural logarithms of the contenders' seconds.
-        error: the standard error of their difference, from within the launch.
+        error: the standard error of the logarithm of their ratio, from within the launch.
     """
 
     first: float
@@ -48,55 +47,50 @@ class Launch:
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> Launch:
-        """From the seconds of paired blocks.
+        """From the seconds of at least six paired blocks.
 
         The means are over the pairs whose ratios are left when the extreme ones are trimmed, and
         the error is Yuen's for trimmed means (Biometrika 1974).
         """
-        logarithms = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
-        pairs = sorted(logarithms, key=lambda pair: pair[1] - pair[0])
-        count = len(pairs)
-        cut = int(_TRIMMED * count)
-        kept = pairs[cut : count - cut]
-        means = fmean(a for a, _ in kept), fmean(b for _, b in kept)
-        if len(kept) < 2:
-            return cls(*means, math.inf)
-        low, high = kept[0][1] - kept[0][0], kept[-1][1] - kept[-1][0]
-        winsorised = [min(max(b - a, low), high) for a, b in pairs]
-        return cls(*means, stdev(winsorised) / ((1 - 2 * cut / count) * math.sqrt(count)))
+        pairs = sorted(zip(first, second, strict=False), key=lambda pair: pair[1] / pair[0])
+        cut = int(_TRIMMED * len(pairs))
+        kept = pairs[cut : len(pairs) - cut]
+        logarithms = [math.log(b / a) for a, b in kept]
+        winsorised = logarithms[:1] * cut + logarithms + logarithms[-1:] * cut
+        error = stdev(winsorised) * math.sqrt(len(pairs)) / len(kept)
+        return cls(geometric_mean(a for a, _ in kept), geometric_mean(b for _, b in kept), error)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Times of the contenders in seconds, and the interval of their ratio."""
+    """What both contenders take, and the interval of the second's over the first's."""
 
     first: float
     second: float
     low: float
     high: float
+    launches: int
 
     @classmethod
     def over(cls, launches: Sequence[Launch]) -> Ratio:
-        """What these launches show.
+        """What these launches show, none of which shows nothing at all.
 
         With one launch alone the interval is that of its blocks: others may differ.
         """
         count = len(launches)
-        first, second = (
-            fmean(each.first for each in launches),
-            fmean(each.second for each in launches),
-        )
+        first = geometric_mean(each.first for each in launches)
+        second = geometric_mean(each.second for each in launches)
         spread = math.sqrt(fmean(each.error**2 for each in launches))
         if count > 1:
-            spread = max(spread, stdev(each.second - each.first for each in launches))
-        # The blocks of one launch are more than ten.
-        half = _QUANTILES[min(count - 2, 9) if count > 1 else 9] * spread / math.sqrt(count)
-        low, high = (_exp(second - first + end) for end in (-half, half))
-        return cls(math.exp(first), math.exp(second), low, high)
+            spread = max(spread, stdev(math.log(each.second / each.first) for each in launches))
+        # The blocks of one launch are more than ten. What is beyond 99 would not fit a float.
+        quantile = _QUANTILES[min(count - 2, 9) if count > 1 else 9]
+        factor = math.exp(min(99, quantile * spread / math.sqrt(count)))
+        return cls(first, second, second / first / factor, second / first * factor, count)
 
     @property
     def value(self) -> float:
-        """The second contender's time over the first's."""
+        """The second contender's over the first's."""
         return self.second / self.first
 
     @property
@@ -104,56 +98,38 @@ class Ratio:
         """How far the interval goes to either side."""
         return max(self.value - self.low, self.high - self.value)
 
-    def __str__(self) -> str:
-        if self.low == self.high:  # a part of a step, of one launch
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} ({self.interval})"
+    @property
+    def is_different(self) -> bool:
+        """The interval leaves out 1, and the ratio is far enough from it."""
+        return (self.high < 1 or self.low > 1) and abs(self.value - 1) > LEAST
+
+    @property
+    def is_slower(self) -> bool:
+        """The second contender takes longer."""
+        return self.is_different and self.value > 1
 
     @property
     def interval(self) -> str:
         """In words; of two launches that differ it says nothing."""
         return f"{self.low:.3f} to {self.high:.3f}" if self.reach < _NOTHING else "not known"
 
+    def __str__(self) -> str:
+        if self.low == self.high:  # of one launch, without blocks
+            return f"{self.value:.3f}"
+        return f"{self.value:.3f} ({self.interval})"
 
-@dataclass(frozen=True)
-class Verdict:
-    """Which contender has the shorter steps.
-
-    Attributes:
-        ratio: the second contender's over the first's.
-        is_different: the interval leaves out 1, and the ratio is far enough from it.
-        sentence: one.
-    """
-
-    ratio: Ratio
-    is_different: bool
-    sentence: str
-
-    @property
-    def is_slower(self) -> bool:
-        return self.is_different and self.ratio.value > 1
-
-    @classmethod
-    def of(cls, ratio: Ratio, first: str, second: str, launches: int) -> Verdict:
-        """From the ratio, the names of the contenders, and the number of launches."""
-        alone = "" if launches > 1 else " One launch alone: others may differ from it by more."
-        away, interval = ratio.value - 1, f"{CONFIDENCE}: {ratio.interval}"
-        is_different = (ratio.high < 1 or ratio.low > 1) and abs(away) > LEAST
-        if is_different:
-            word = "faster" if away < 0 else "slower"
-            sentence = (
-                f"{second}'s steps take {ratio.value:.3f} of {first}'s time ({interval}): "
-                f"{word} by {100 * abs(away):.0f} %."
+    def sentence(self, first: str, second: str) -> str:
+        """The verdict about the steps of contenders with these names."""
+        away, interval = self.value - 1, f"{CONFIDENCE}: {self.interval}"
+        alone = "" if self.launches > 1 else " One launch alone: others may differ from it by more."
+        if self.is_different:
+            return (
+                f"{second}'s steps take {self.value:.3f} of {first}'s time ({interval}): "
+                f"{'slower' if away > 0 else 'faster'} by {100 * abs(away):.0f} %.{alone}"
             )
-        else:
-            reach = max(LEAST, ratio.reach)
-            size = f"{math.ceil(100 * reach - 1e-9)} %" if reach < _NOTHING else "any size"
-            sentence = (
-                f"no difference in the time of a step (ratio {ratio.value:.3f}, {interval}; "
-                f"differences below {size} are not told apart)."
-            )
-        return cls(ratio, is_different, sentence + alone)
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+        reach = max(LEAST, self.reach)
+        size = f"{math.ceil(100 * reach - 1e-9)} %" if reach < _NOTHING else "any size"
+        return (
+            f"no difference in the time of a step (ratio {self.value:.3f}, {interval}; "
+            f"differences below {size} are not told apart).{alone}"
+        )
