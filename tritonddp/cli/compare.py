@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare, and print the report; returns the exit code."""
-    html, obstacle = arguments.html, ""
+    missing = ""
     if not arguments.module and not Path(arguments.script).is_file():
-        obstacle = f"there is no file {arguments.script}"
-    elif html is not None and not html.parent.is_dir():
-        obstacle = f"there is no folder {html.parent}"
-    if obstacle:
-        print(f"tritonddp compare: error: {obstacle}", file=sys.stderr)
+        missing = f"file {arguments.script}"
+    elif arguments.html is not None and not arguments.html.parent.is_dir():
+        missing = f"folder {arguments.html.parent}"
+    if missing:
+        print(f"tritonddp compare: error: there is no {missing}", file=sys.stderr)
         return 2
     # As Ctrl-C does, it ends all that was started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -98,24 +98,24 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
                 loading.join()
                 now = time.monotonic()
                 fitting = round((launches.started + arguments.seconds - now) / (now - began))
+                more = max(fitting, 1)
                 ratio, last = Ratio.over(launches.times), Ratio.over(launches.times[-1:])
                 stopped = _stopped(ratio, number, fitting, arguments)
-                more = f"; at most {_launches(max(fitting, 1))} more, {now - began:.0f} s each"
-                rest = "" if stopped else more
-                progress.say(f"launch {number}: ratio {last.value:.3f}; all so far {ratio}{rest}")
+                said = f"launch {number}: ratio {last.value:.3f}; all so far {ratio}"
+                if not stopped:
+                    said += (
+                        f"; at most {more} more launch{'es' * (more > 1)} of {now - began:.0f} s"
+                    )
+                progress.say(said)
                 if stopped or number == 1:
                     comparison = _shown(launches, stopped, arguments)
                 if stopped:
                     return comparison
         except KeyboardInterrupt:
             if launches.played:
-                stopped = f"Interrupted after {_launches(len(launches.played))}."
+                stopped = f"Interrupted; launches until then: {len(launches.played)}."
                 _shown(launches, stopped, arguments)
             raise
-
-
-def _launches(number: int) -> str:
-    return f"{number} launch" + "es" * (number != 1)
 
 
 def _stopped(ratio: Ratio, launches: int, fitting: int, arguments: argparse.Namespace) -> str:

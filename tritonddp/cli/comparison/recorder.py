@@ -10,7 +10,6 @@ the whole rank with it: the other contender runs meanwhile. The launcher gives t
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
@@ -21,7 +20,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from multiprocessing.connection import Client
 from os import _exit as end_process  # public, for all its name: without cleaning up
 from typing import Any
@@ -59,7 +57,7 @@ class Recorder:
         self._connection: Any = None  # to the launcher, once a model is wrapped
         self._device = torch.device("cpu")
         self._order: dict[str, Any] = {}  # see Contender.run()
-        self._left = -1  # steps of the order; below 0 there is none
+        self._left = 0  # steps of the order
         self._began = 0.0
         self._parts: Counter[str] = Counter()  # nanoseconds, since the clock started
         self._noted: set[int] = set()  # backwards
@@ -83,8 +81,6 @@ class Recorder:
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         torch.autograd.backward = self._counting_backward
-        # A worker of a DataLoader would keep the connection of a rank that has died.
-        os.register_at_fork(after_in_child=self._disconnect)
 
     # Which models, and which optimizer
 
@@ -131,16 +127,13 @@ class Recorder:
         if not self._is_the_one(optimizer):
             return
         self._steps += 1
-        if self._left < 0:
-            return
         self._left -= 1
         if self._order["parts"]:
             self._note_parts()
         if self._left == self._order["timed"]:
             self._start_clock()
         if self._left == 0:
-            self._synchronize()
-            took = time.perf_counter() - self._began
+            took = self._now() - self._began
             if self._order["captures"]:
                 self._capture("parameter", f"parameters after step {self._steps}")
             parts = {name: nanoseconds / 1e9 for name, nanoseconds in self._parts.items()}
@@ -173,12 +166,12 @@ class Recorder:
                 self._parts.update({**parts, "exposed": exposed})
 
     def _start_clock(self) -> None:
-        self._synchronize()
-        self._began, self._parts = time.perf_counter(), Counter()
+        self._began, self._parts = self._now(), Counter()
 
-    def _synchronize(self) -> None:
+    def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     # Orders
 
@@ -188,7 +181,7 @@ class Recorder:
         An error has none: the launcher ends this process.
         """
         try:
-            self._send(content)
+            self._connection.send_bytes(json.dumps(content).encode())
             self._order = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             end_process(1)  # the launcher is gone, or has what it wants
@@ -221,20 +214,5 @@ class Recorder:
         if not dist.is_initialized():
             return  # the constructor is about to say so
         self._connection = Client(("127.0.0.1", self._session["port"]))
-        atexit.register(self._leave)
         hello = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         self._report(hello | {"contender": self._session["contender"]})
-
-    def _send(self, content: Mapping[str, Any]) -> None:
-        self._connection.send_bytes(json.dumps({**content, "step": self._steps}).encode())
-
-    def _disconnect(self) -> None:
-        """In a forked process: close the connection, and count no steps."""
-        if self._connection is not None:
-            self._left, self._steps = -1, CAPTURED_STEPS
-            self._connection.close()
-
-    def _leave(self) -> None:
-        """Report the number of steps when the script ends by itself."""
-        with suppress(OSError):
-            self._send({})

@@ -80,7 +80,7 @@ class Comparison:
         for title in played[0][0].captures:
             pairs = [(a.captures.get(title, {}), b.captures.get(title, {})) for a, b in played]
             if all(0 in each for pair in pairs for each in pair):
-                found.append(judge(title, pairs, self.launches.labels))
+                found.append(judge(title, pairs))
         return found
 
     @cached_property
@@ -171,7 +171,7 @@ def findings(comparison: Comparison) -> Iterator[str]:
             )
         if finding.state == DIFFERENT and finding.of_stock is None:
             yield "  one launch alone does not tell whether the script itself is deterministic"
-        for label, shared in finding.shared.items():
+        for label, shared in zip(comparison.launches.labels, finding.shared, strict=True):
             if not shared:
                 yield f"  ranks of {label} do not hold the same bits"
 

@@ -37,11 +37,8 @@ _BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
 _LONG_STEP = 0.5  # seconds; what caches held before makes no difference to it
 _PAIRS, _LEAST_PAIRS = 32, 6  # of blocks in a launch, fewer if steps are long
 _LINES = 25  # of a log, when a script has failed
-# What a script says that cannot run twice at the same time, and why.
-_NEEDS_A_TURN = {
-    "out of memory": "a script that leaves no memory for a second model",
-    "address already in use": "a script with a fixed port",
-}
+# What a script says that cannot run twice at the same time.
+_NEEDS_A_TURN = ("out of memory", "address already in use")
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 # Seconds for torchrun to end with its script. It gives ranks that do not end when asked to 30.
 _ENDING = 40.0
@@ -100,7 +97,6 @@ class Played:
         backwards: in a step of rank 0.
         peak_bytes: of the largest rank.
         captures: what ranks had at the first steps and later, by title and rank.
-        steps: how many it made.
     """
 
     blocks: list[float] = field(default_factory=list)
@@ -108,7 +104,6 @@ class Played:
     backwards: float = 0.0
     peak_bytes: int = 0
     captures: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    steps: int = 0
 
 
 class Contender:
@@ -178,12 +173,10 @@ class Contender:
                     raise self._end() from None
                 if "error" in report:
                     raise ScriptError(report["error"])
-                self.played.steps = max(self.played.steps, report["step"])
-                if "took" in report:  # otherwise it ends
-                    rank = waiting.pop(connection)
-                    reports[rank] = report
-                    for title, captured in report["captured"].items():
-                        self.played.captures.setdefault(title, {})[rank] = captured
+                rank = waiting.pop(connection)
+                reports[rank] = report
+                for title, captured in report["captured"].items():
+                    self.played.captures.setdefault(title, {})[rank] = captured
         return [reports[rank] for rank in sorted(reports)]
 
     def seconds(self, count: int, skipped: int = 0) -> float:
@@ -203,9 +196,8 @@ class Contender:
     def error(self, what: str) -> ScriptError:
         """An error of its script, with the last lines that it has printed."""
         printed = self._log.read_text(errors="replace")
-        for message, reason in _NEEDS_A_TURN.items():
-            if message in printed.lower():
-                what += f" Both contenders run at once: {reason} needs --one-at-a-time."
+        if any(words in printed.lower() for words in _NEEDS_A_TURN):
+            what += " Both contenders run at once: with --one-at-a-time they do not."
         # torchrun's own report of a failure says less than the script's, and is longer.
         before, found, _ = printed.partition(_TORCHRUNS)
         if found:
@@ -223,8 +215,6 @@ class Contender:
                     os.kill(int(entry.parent.name), signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        for connection in self.ranks.values():
-            connection.close()
 
 
 class Launches:
@@ -282,9 +272,8 @@ class Launches:
         if min(len(each.played.blocks) for each in contenders) < _LEAST_PAIRS:
             least = WARMUP if self.plan is None else self.plan.least
             raise ScriptError(
-                "the script is too short: it made "
-                f"{max(each.played.steps for each in contenders)} steps of its optimizer, and at "
-                f"least {least} are needed. Let it make more."
+                f"the script is too short: it ended before step {least} of its optimizer, and at "
+                "least so many are needed. Let it make more."
             )
         return {each.label: each.played for each in contenders}
 

@@ -136,7 +136,7 @@ class Finding:
         names: the parameters beyond the tolerance, the worst first.
         tolerance: up to which a difference is one of rounding.
         of_stock: the largest of stock's first launch to its others; None if there is one alone.
-        shared: by contender, whether all ranks had the same bits.
+        shared: whether all ranks had the same bits, of the first contender and of the second.
     """
 
     title: str
@@ -145,18 +145,16 @@ class Finding:
     names: Sequence[str]
     tolerance: float
     of_stock: float | None
-    shared: Mapping[str, bool]
+    shared: tuple[bool, bool]
 
     @property
     def is_wrong(self) -> bool:
         """The contenders differ, or the ranks of the second do where those of the first do not."""
-        first, second = self.shared.values()
+        first, second = self.shared
         return self.state == DIFFERENT or (first and not second)
 
 
-def judge(
-    title: str, launches: Sequence[tuple[Captured, Captured]], labels: Sequence[str]
-) -> Finding:
+def judge(title: str, launches: Sequence[tuple[Captured, Captured]]) -> Finding:
     """Compare one point of the contenders in each launch, at least one."""
     differences = [_relative_differences(*pair) for pair in launches]
     found = max(differences, key=lambda each: (max(each.values(), default=0.0), len(each)))
@@ -172,8 +170,8 @@ def judge(
     names = [name for name, relative in found.items() if relative > tolerance]
     state = DIFFERENT if names else ROUNDING if found else IDENTICAL
     largest = max(found.values(), default=0.0)
-    shared = {
-        label: all(len({each["digest"] for each in of.values()}) == 1 for of in captures)
-        for label, captures in zip(labels, zip(*launches, strict=True), strict=True)
-    }
-    return Finding(title, state, largest, names, tolerance, of_stock, shared)
+    first, second = (
+        all(len({each["digest"] for each in of.values()}) == 1 for of in captures)
+        for captures in zip(*launches, strict=True)
+    )
+    return Finding(title, state, largest, names, tolerance, of_stock, (first, second))
