@@ -98,15 +98,11 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
                 loading.join()
                 now = time.monotonic()
                 fitting = round((launches.started + arguments.seconds - now) / (now - began))
-                more = max(fitting, 1)
                 ratio, last = Ratio.over(launches.times), Ratio.over(launches.times[-1:])
                 stopped = _stopped(ratio, number, fitting, arguments)
-                said = f"launch {number}: ratio {last.value:.3f}; all so far {ratio}"
-                if not stopped:
-                    said += (
-                        f"; at most {more} more launch{'es' * (more > 1)} of {now - began:.0f} s"
-                    )
-                progress.say(said)
+                more = max(fitting, LEAST_LAUNCHES - number, 1)
+                rest = "" if stopped else f"; at most {more} more of {now - began:.0f} s"
+                progress.say(f"launch {number}: ratio {last.value:.3f}; all so far {ratio}{rest}")
                 if stopped or number == 1:
                     comparison = _shown(launches, stopped, arguments)
                 if stopped:
