@@ -213,9 +213,18 @@ class ModuleParameters:
             tables += (_table(each._parameters), _table(each._modules))
         self._contents = list(map(_values, filter(None, tables)))
         held = list(chain.from_iterable(self._contents))
-        # What an override of named_parameters() does not yield any more stays: stock asks once.
-        left = set(map(id, held)).difference(id(param) for _, param in found)
-        found += [each for each in self.params if id(each[1]) in left]
+        # What an override of named_parameters() does not yield any more stays: stock asks once. So
+        # does what was deleted for a tensor that is made from it, until it is registered again.
+        parts, yielded, all_held = (
+            dict(modules),
+            {id(param) for _, param in found},
+            {*map(id, held)},
+        )
+        found += [
+            (name, param)
+            for name, param in self.params
+            if id(param) not in yielded and (id(param) in all_held or _has_stand_in(parts, name))
+        ]
         # Inside torch.func.functional_call, tensors that are no Parameters replace them during this
         # forward. Gradients of those that were made from parameters go to the parameters.
         by_name = dict(self.params)
@@ -374,6 +383,13 @@ def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
 def _in_words(kind: tuple[Any, ...]) -> str:
     shape, dtype, device, layout = kind
     return f"{dtype} on {device}, {tuple(shape)}" + f" {layout}" * (layout is not torch.strided)
+
+
+def _has_stand_in(parts: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether a plain attribute has the place of this parameter: a tensor with a graph."""
+    prefix, _, key = name.rpartition(".")
+    found = vars(parts[prefix]).get(key) if prefix in parts else None
+    return isinstance(found, Tensor) and found.requires_grad
 
 
 def _overrides_buffers(module: nn.Module) -> bool:
