@@ -155,8 +155,9 @@ class Recorder:
         """Add the times of forward, backward, and what of its communication nothing covers.
 
         At the end of a step those of the step before are known, and of another model, or of a
-        step long ago, those that were known before.
+        step long ago, those that were known before. To read them takes time, which is not counted.
         """
+        began = time.perf_counter()
         for model in self._alive():
             times = logged_times(model)
             if times is not None and times["began"] not in self._noted:
@@ -164,6 +165,7 @@ class Recorder:
                 exposed = max(0, times["communication"] - times["overlap"])
                 parts = {"forward": times["forward"], "backward": times["backward"]}
                 self._parts.update({**parts, "exposed": exposed})
+        self._began += time.perf_counter() - began
 
     def _start_clock(self) -> None:
         self._began, self._parts = self._now(), Counter()

@@ -29,7 +29,7 @@ from tritonddp.cli.terminal import Progress
 
 OURS = "tritonddp"
 # Steps before any is timed: tritonddp learns the order of gradients and more in the first 16. Of
-# long steps there are as many as fit into so many seconds, and of all so many at least.
+# long steps there are as many as fit into half of so many seconds, and of all so many at least.
 WARMUP, LEAST_WARMUP, _SECONDS = 20, 5, 10.0
 _FIRST = 1  # of these is not counted when they tell how long a step takes
 # A block lasts about so long, that there are enough of them, and has so many steps at most.
@@ -75,7 +75,7 @@ class Plan:
         block = max(1, min(_BLOCK_STEPS, round(_BLOCK_SECONDS / seconds)))
         skipped = 0 if seconds > _LONG_STEP else 1
         return cls(
-            warmup=max(1, min(WARMUP, fitting) - LEAST_WARMUP),
+            warmup=max(LEAST_WARMUP, min(WARMUP, fitting // 2) - LEAST_WARMUP),
             block=block,
             skipped=skipped,
             pairs=max(_LEAST_PAIRS, min(_PAIRS, fitting // (2 * (block + skipped)))),

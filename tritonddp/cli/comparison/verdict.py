@@ -75,12 +75,14 @@ class Ratio:
     def over(cls, launches: Sequence[Launch]) -> Ratio:
         """What these launches show, none of which shows nothing at all.
 
-        With one launch alone the interval is that of its blocks: others may differ.
+        With one launch alone the interval is that of its blocks, if any: others may differ.
         """
         count = len(launches)
         first = geometric_mean(each.first for each in launches)
         second = geometric_mean(each.second for each in launches)
         spread = math.sqrt(fmean(each.error**2 for each in launches))
+        if count == 1 and not spread:
+            spread = math.inf
         if count > 1:
             spread = max(spread, stdev(math.log(each.second / each.first) for each in launches))
         # The blocks of one launch are more than ten. What is beyond 99 would not fit a float.
@@ -114,7 +116,7 @@ class Ratio:
         return f"{self.low:.3f} to {self.high:.3f}" if self.reach < _NOTHING else "not known"
 
     def __str__(self) -> str:
-        if self.low == self.high:  # of one launch, without blocks
+        if self.low == self.high:  # the same in all launches
             return f"{self.value:.3f}"
         return f"{self.value:.3f} ({self.interval})"
 
