@@ -210,3 +210,20 @@ def test_accumulated_gradients_are_freed_by_zero_grad(view: bool) -> None:
         ddp(drawn(3, 4, step=number)).sum().backward()
         ddp.zero_grad()
         assert not any(reference() is not None for reference in kept)
+
+
+@ranks(2)
+def test_a_backward_that_leaves_parameters_out_keeps_nothing_of_its_graph() -> None:
+    ddp = wrap(nn.ModuleList([layers(), layers()]))
+    ddp.module.forward = lambda number, x: ddp.module[number](x)  # type: ignore[method-assign]
+    gc.collect()
+    gc.disable()
+    try:
+        for number in (0, 1, 0, 1, 0):
+            loss = ddp(number, drawn(3, 4)).sum()
+            loss.backward()
+            root = weakref.ref(loss)
+            del loss
+            assert root() is None
+    finally:
+        gc.enable()

@@ -35,8 +35,10 @@ def nodes_of_callers() -> Iterator[Any]:
 
     (Two backwards may run at the same time, and on a GPU a hook does not know which one it is of.)
     """
+    frame: FrameType | None
+    called: FrameType | None
     for called in _current_frames().values():
-        frame: FrameType | None = called
+        frame = called
         while frame is not None:
             if frame.f_code.co_name == ENGINE:
                 for root in frame.f_locals.get(ROOTS, ()):  # a tensor, or an edge of the graph
@@ -44,6 +46,7 @@ def nodes_of_callers() -> Iterator[Any]:
                     if node is not None:
                         yield node
             frame = frame.f_back
+    called = None  # the frame of this call is one of them, and would hold itself, and the roots
 
 
 class CallSite:
