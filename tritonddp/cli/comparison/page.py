@@ -79,7 +79,7 @@ def _steps(comparison: Comparison) -> Iterator[str]:
         for part, colour in zip(parts, _COLOURS, strict=True):
             length = getattr(part, which)
             style = f"width:{100 * length / longest:.3f}%;background:var(--{colour})"
-            yield f'<div style="{style}" title="{escape(part.label)}: {length:.3g} ms"></div>'
+            yield f'<div style="{style}" title="{escape(part.label)}: {length:.3g}"></div>'
         yield "</div>"
     yield '<div class="legend soft">'
     for part, colour in zip(parts, _COLOURS, strict=True):

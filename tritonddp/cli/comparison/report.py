@@ -89,12 +89,12 @@ class Comparison:
         played = self.launches.played
         steps, backwards = self.launches.times, played[0][0].backwards
         one = f", 1 of {backwards:g} microbatches" if backwards > 1 else ""
-        others = ", other microbatches" if backwards > 1 else ""
+        others = ", microbatches" if backwards > 1 else ""
         parts = {
             "forward": f"forward{one}, ms",
             "backward": f"backward, its computation{one}, ms",
             "exposed": "exposed synchronisation, ms",
-            "rest": f"the rest: input, optimizer{others}, ms",
+            "rest": f"the rest: input, optimizer, wrapper{others}, ms",
         }
         rows = [Row.of("step, ms", steps, 1e-3)]
         for name, label in parts.items():
