@@ -107,6 +107,26 @@ def check_step(ddp: DistributedDataParallel, step: int, local: bool = False) -> 
     assert_mean(ddp, alone, f"step {step}")
 
 
+@ranks(2, views=True)
+def test_a_layer_that_is_called_beside_the_module_is_reduced_until_no_rank_uses_it(
+    rank: int, view: bool
+) -> None:
+    ddp = wrap(net(), view, bucket_cap_mb=1e-4)
+    check_step(ddp, 0)
+    head = ddp.module.layers.pop("c")
+    for step in range(1, 4):
+        ddp.zero_grad()
+        head.zero_grad()
+        outputs = ddp(batch(step))
+        (head(outputs) if step < 3 or rank else outputs).sum().backward()
+        assert_same_on_all_ranks([param.grad for param in head.parameters()])
+    assert head.weight.grad.any()
+    check_step(ddp, 4)
+    assert "layers.c.weight" not in {name for each in ddp.reducer.buckets for name in each.names}
+    head.float()
+    check_step(ddp, 5)
+
+
 @CHANGE
 @pytest.mark.parametrize("first", [0, 2], ids=["before the first step", "later"])
 @pytest.mark.parametrize("local", [False, True], ids=["", "no_sync"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from types import NoneType
 from typing import Any
 from weakref import WeakMethod
@@ -32,9 +33,9 @@ _COUNTS = 256
 class BucketManager:
     """Holds the current buckets, and replaces them when all ranks have agreed on that.
 
-    Parameters that come get new buckets at the next forward. Parameters that are frozen leave after
-    the first reduction without them. If one of these comes back, the training loop freezes and
-    unfreezes in turns: it stays from then on, and counts as unused while it is frozen.
+    Parameters that come get new buckets at the next forward. Parameters that are frozen or removed
+    leave after the first reduction without them. If a frozen one comes back, the training loop
+    freezes and unfreezes in turns: it stays from then on, and counts as unused while it is frozen.
 
     Attributes:
         current: the current buckets.
@@ -43,7 +44,9 @@ class BucketManager:
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
         keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
-        leaving: parameters that were frozen, which leave after the reduction that runs.
+        leaving: parameters that were frozen, or that the module has no more: they leave after a
+            reduction for which no rank had a gradient. (A program may have taken a layer out of the
+            module and call it beside, or have put a tensor made from a parameter in its place.)
         former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
         has_moved: the buckets have been replaced at least once.
         ready_order: names, in the order of the gradients in the first reduced backward.
@@ -193,11 +196,12 @@ class BucketManager:
         """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
         self.former_counts = None
         self.schema = self._parameters.schema
+        held = {param for _, param in self._parameters.params}
         trainable = {param for _, param in self._parameters.trainable}
         self.leaving = {
             param
             for name, param in zip(self.current.names, self.current.params, strict=True)
-            if param not in trainable and name not in self._in_turns
+            if param not in held or (param not in trainable and name not in self._in_turns)
         }
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:
@@ -242,10 +246,15 @@ class BucketManager:
         params = [param for _, param in self._parameters.params[::-1]]
         return [number_of[param] for param in params if param in number_of]
 
-    def renew(self) -> None:
-        """After a reduction: rebuild if the order has changed, or parameters were frozen."""
+    def renew(self, reduced: Iterable[Bucket]) -> None:
+        """After a reduction of these buckets: rebuild if the order has changed, or some leave."""
+        looked_at = reduced if self.leaving else ()
+        counted = ((bucket.params, bucket.rank_counts().tolist()) for bucket in looked_at)
+        used = {param for params, counts in counted for param in compress(params, counts)}
+        stay, self.leaving = self.leaving & used, self.leaving - used
         if self._order is not None or self.leaving:
             self._renew()
+        self.leaving = stay
         self.move()
 
     def _renew(self) -> None:
@@ -255,18 +264,12 @@ class BucketManager:
         if self._replace(kept):
             left = self.leaving
             self._have_left |= {n for n, p in zip(names, params, strict=True) if p in left}
-        self.leaving = set()
 
     def place(self) -> None:
-        """All ranks have agreed on it: new buckets with the parameters that are in none.
-
-        Without those that the module does not hold any more.
-        """
-        current, added = self.current, self._parameters.unplaced
+        """All ranks have agreed on it: new buckets with the parameters that are in none."""
+        added = self._parameters.unplaced
         self._in_turns |= self._have_left.intersection(name for name, _ in added)
-        held = {param for _, param in self._parameters.params}
-        pairs = zip(current.names, current.params, strict=True)
-        self._replace([*(each for each in pairs if each[1] in held), *added])
+        self._replace([*self._parameters.bucketed(), *added])
         if not self.is_provisional:
             self.move()
 

@@ -58,8 +58,8 @@ class ModuleParameters:
         unplaced: those of them that are in no bucket.
         number: number of the wrapper in its process group; -1 until :meth:`register`.
         schema: hash of the trainable parameters, which should be the same on all ranks.
-        is_agreed: the buckets hold what is trainable, and nothing that the module has no more.
-            Otherwise the ranks have to agree on new ones: see :meth:`commit`.
+        is_agreed: the buckets hold what is trainable, and nothing that the module has no more but
+            what the ranks have agreed on. Otherwise they have to: see :meth:`commit`.
         buffer_tables: the buffer dictionaries of all modules: if all are empty, there are none.
     """
 
@@ -77,7 +77,8 @@ class ModuleParameters:
         self.params: list[tuple[str, Parameter]] = []
         self._group = group
         self.number = -1
-        self._bucketed: dict[Tensor, str] = {}
+        self._bucketed: dict[Parameter, str] = {}
+        self._known: set[Parameter] = set()  # what the module held when all ranks last agreed
         self._behind: dict[int, None] = {}  # the tensors in C++ behind those, in their order
         self._schemas: dict[tuple[bool, ...], bytes] = {}  # by what requires gradients
         self._registered: list[Parameter] = []  # since the last update()
@@ -106,12 +107,17 @@ class ModuleParameters:
             self.number = self._group.next_wrapper()
             self._sort()
 
-    def set_bucketed(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
+    def set_bucketed(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         """These parameters, and no others, are in buckets now."""
         self._bucketed = dict(zip(params, names, strict=True))
         self._behind = dict.fromkeys(map(tensor_behind, params))
         self._kinds = list(map(_kind, params))
         self._sort()
+
+    def bucketed(self) -> list[tuple[str, Parameter]]:
+        """What is in buckets, but for what the module has no more and was converted since."""
+        held, pairs = set(self._looked_at), zip(self._bucketed.items(), self._kinds, strict=True)
+        return [(name, p) for (p, name), was in pairs if p in held or _kind(p) == was]
 
     def in_no_bucket(self) -> list[Parameter]:
         """Parameters that no bucket has and that may be trained, also those that are frozen."""
@@ -184,7 +190,7 @@ class ModuleParameters:
                     "synchronised: wrap the module again after such a change"
                 )
 
-    def swapped(self, among: Iterable[Tensor]) -> list[str]:
+    def swapped(self, among: Iterable[Parameter]) -> list[str]:
         """Names of parameters with gradients behind which there is a tensor of no bucket.
 
         The parameters are ``among`` these. Meant for each step of an optimizer.
@@ -213,18 +219,9 @@ class ModuleParameters:
             tables += (_table(each._parameters), _table(each._modules))
         self._contents = list(map(_values, filter(None, tables)))
         held = list(chain.from_iterable(self._contents))
-        # What an override of named_parameters() does not yield any more stays: stock asks once. So
-        # does what was deleted for a tensor that is made from it, until it is registered again.
-        parts, yielded, all_held = (
-            dict(modules),
-            {id(param) for _, param in found},
-            {*map(id, held)},
-        )
-        found += [
-            (name, param)
-            for name, param in self.params
-            if id(param) not in yielded and (id(param) in all_held or _has_stand_in(parts, name))
-        ]
+        # What an override of named_parameters() does not yield any more stays: stock asks once.
+        left = set(map(id, held)).difference(id(param) for _, param in found)
+        found += [each for each in self.params if id(each[1]) in left]
         # Inside torch.func.functional_call, tensors that are no Parameters replace them during this
         # forward. Gradients of those that were made from parameters go to the parameters.
         by_name = dict(self.params)
@@ -267,7 +264,7 @@ class ModuleParameters:
 
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
-        self._holds_all = self._bucketed.keys() <= set(self._looked_at)
+        self._holds_all = self._bucketed.keys() & self._known <= set(self._looked_at)
         self._schemas.clear()
         self._required = list(map(_requires_grad, self._looked_at))
         self._note_required()
@@ -383,13 +380,6 @@ def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
 def _in_words(kind: tuple[Any, ...]) -> str:
     shape, dtype, device, layout = kind
     return f"{dtype} on {device}, {tuple(shape)}" + f" {layout}" * (layout is not torch.strided)
-
-
-def _has_stand_in(parts: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether a plain attribute has the place of this parameter: a tensor with a graph."""
-    prefix, _, key = name.rpartition(".")
-    found = vars(parts[prefix]).get(key) if prefix in parts else None
-    return isinstance(found, Tensor) and found.requires_grad
 
 
 def _overrides_buffers(module: nn.Module) -> bool:

@@ -108,7 +108,7 @@ class Averager:
             if reduction.source.is_empty:  # no backward of this rank could show what is missing
                 missing = ()
         self.reentrant.stayed_away(missing)
-        manager.renew()
+        manager.renew(each for each in reduction.buckets if each.index not in reduction.skipped)
 
     # Parameters that come and go
 
