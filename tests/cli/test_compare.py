@@ -7,16 +7,21 @@ import os
 import re
 import shutil
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launched
 import pytest
+import torch
 
 from tritonddp.cli.compare import _stopped
+from tritonddp.cli.comparison import recorder
 from tritonddp.cli.comparison.turns import Launches, Plan, Played
 from tritonddp.cli.comparison.verdict import Launch, Ratio
 from tritonddp.cli.main import main
+from tritonddp.cli.terminal import Progress
 
 PROGRAMS = launched.ROOT / "tests" / "cli" / "programs"
 PLANTED = PROGRAMS / "planted.py"
@@ -112,6 +117,22 @@ def test_blocks_fit_the_steps() -> None:
     assert Plan.of(0.002) == Plan(warmup=15, block=50, skipped=1, pairs=32)
     assert Plan.of(1.0) == Plan(warmup=5, block=1, skipped=0, pairs=6)
     assert Plan.of(0.002).least == 20 + 6 * 51
+
+
+def test_slow_first_steps_do_not_make_blocks_of_one_step(tmp_path: Path) -> None:
+    contender: Any = SimpleNamespace(seconds=lambda count, skipped=0: 0.2 if skipped else 0.002)
+    launches = Launches([], ("stock", "tritonddp"), tmp_path, Progress())
+    launches._warm_up([contender, contender])
+    assert launches.plan == Plan.of(0.002)
+
+
+def test_to_read_the_times_of_a_step_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "logged_times", lambda model: time.sleep(0.05))
+    model, follower = torch.nn.Linear(1, 1), recorder.Recorder({})
+    follower._models.append(weakref.ref(model))
+    follower._start_clock()
+    follower._note_parts()
+    assert follower._now() - follower._began < 0.04
 
 
 @pytest.mark.thorough

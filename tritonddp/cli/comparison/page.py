@@ -30,7 +30,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 td { text-align: right; padding: 5px 8px; border-bottom: 1px solid #8884 }
 td:first-child { text-align: left; padding-left: 0 } tr:first-child { font-weight: bold }
 .lane { display: flex; height: 28px; border-radius: 4px; overflow: hidden; margin: 3px 0 12px }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 16px }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 14px }
 .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 6px }
 .ratio { position: relative; height: 16px; background: #8882 }
 .ratio i { position: absolute; top: 0; height: 16px; border-left: 2px dashed #888 }
@@ -81,7 +81,7 @@ def _steps(comparison: Comparison) -> Iterator[str]:
             style = f"width:{100 * length / longest:.3f}%;background:var(--{colour})"
             yield f'<div style="{style}" title="{escape(part.label)}: {length:.3g}"></div>'
         yield "</div>"
-    yield '<div class="legend soft">'
+    yield '<div class="legend">'
     for part, colour in zip(parts, _COLOURS, strict=True):
         yield f'<span><i style="background:var(--{colour})"></i>{escape(part.label)}</span>'
     yield "</div>"
