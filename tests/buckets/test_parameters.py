@@ -124,7 +124,10 @@ def test_a_layer_that_is_called_beside_the_module_is_reduced_until_no_rank_uses_
     check_step(ddp, 4)
     assert "layers.c.weight" not in {name for each in ddp.reducer.buckets for name in each.names}
     head.float()
+    unfreeze(ddp.module)
     check_step(ddp, 5)
+    ddp.module.layers.pop("a").float()  # with its gradients
+    check_step(ddp, 6)
 
 
 @CHANGE
