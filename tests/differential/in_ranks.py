@@ -21,7 +21,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from distributed import give_up_after
 from logged import Kept, logged
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -291,7 +291,7 @@ def _play_compiled(program: Program) -> Played:
     for title, wrap in ((OURS, of_the_wrapper), (LONG, of_the_module)):
         torch._dynamo.reset()
         with room, retains, configured(program.seed, program.thresholds):
-            played[title] = play(program, title, wrap, program.options)
+            played[title] = play(program, title, wrap, program.options, may_leave_cycles=True)
     return played
 
 
@@ -301,8 +301,11 @@ def play(
     wrap: Callable[..., nn.Module],
     options: Options,
     after: Callable[[Player, int], None] = lambda player, number: None,
+    may_leave_cycles: bool = False,
 ) -> Trace:
     """What this rank saw. ``after`` is called after each of its actions, and at the end.
+
+    If it may leave cycles of references, as dynamo does, they may hold tensors.
 
     Raises:
         RuntimeError: something was raised; the message says in which program, and where.
@@ -310,6 +313,7 @@ def play(
     # In the log of this process, which is shown where it hangs.
     print(f"seed {program.seed}, {title}", flush=True)
     rank, where = dist.get_rank(), "when it is wrapped"
+    gc.disable()
     try:
 
         def wrapped(network: Network, **more: Any) -> nn.Module:
@@ -331,14 +335,35 @@ def play(
         after(player, len(program.actions))
         if player.has_metrics:
             _compare_metrics(player, is_joined=program.counts is not None)
+        makes_cycles = any(getattr(each, "in_a_cycle", False) for each in program.actions)
+        if not (may_leave_cycles or makes_cycles or title == STOCK):
+            _check_cycles()
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"seed {program.seed}: {title} raised {type(error).__name__} ({error}) {where}"
         raise RuntimeError(f"{message}, {last.filename}:{last.lineno}") from error
+    finally:
+        gc.enable()
     trace = player.trace
     del player
     gc.collect()  # what is left of one program may not help the next one
     return trace
+
+
+def _check_cycles() -> None:
+    """Raise a RuntimeError if tensors are in cycles of references, while nothing was collected.
+
+    Such a tensor, and the graph behind it, keeps its memory until Python collects garbage.
+    """
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        found = [each for each in gc.garbage if isinstance(each, Tensor)]
+        if found:
+            raise RuntimeError(f"{len(found)} tensors are left in cycles, as {found[0]}")
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
 
 
 def _forwarding(cls: Any) -> Any:
