@@ -6,9 +6,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 import weakref
+from contextlib import ExitStack
+from multiprocessing.connection import Client
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +115,27 @@ def test_an_interrupt_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsy
     assert "0.900 (" in last
     assert "others may differ from it by more. Interrupted; launches until then: 1." in last
     assert re.search(r"; at most \d+ more of 0 s$", said.err, re.MULTILINE)
+
+
+def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
+    process = SimpleNamespace(poll=lambda: None)
+    contender: Any = SimpleNamespace(token="stock-1", process=process, ranks={}, world_size=0)
+    launches = Launches([], ("stock", "tritonddp"), tmp_path, Progress())
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as others:
+        for words in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n"):
+            other = others.enter_context(socket.create_connection(listener.getsockname()))
+            other.sendall(words)
+        late = Timer(5, others.close)  # what waits for them goes on
+        late.start()
+        with Client(listener.getsockname()) as rank:
+            hello = {"contender": "stock-1", "rank": 0, "world_size": 1}
+            rank.send_bytes(json.dumps(hello).encode())
+            launches._gather(listener, [contender])
+            assert late.is_alive()
+            contender.ranks[0].send_bytes(b"{}")
+            assert rank.recv_bytes() == b"{}"
+            contender.ranks[0].close()
+        late.cancel()
 
 
 def test_blocks_fit_the_steps() -> None:

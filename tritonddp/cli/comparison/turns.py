@@ -36,6 +36,7 @@ _FIRST = 1  # of these is not counted when they tell how long a step takes
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
 _LONG_STEP = 0.5  # seconds; what caches held before makes no difference to it
 _PAIRS, _LEAST_PAIRS = 32, 6  # of blocks in a launch, fewer if steps are long
+_LONGEST_HELLO = 1000  # bytes in which a rank says who it is
 _LINES = 25  # of a log, when a script has failed
 # What a script says that cannot run twice at the same time.
 _NEEDS_A_TURN = ("out of memory", "address already in use")
@@ -280,7 +281,7 @@ class Launches:
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
         """Wait until all ranks wait before their first model."""
         by_token = {each.token: each for each in contenders}
-        listener.settimeout(0.5)
+        silent: list[Connection] = []  # connections of which it is not known whose they are
         while not all(0 < each.world_size == len(each.ranks) for each in contenders):
             there = sum(len(each.ranks) for each in contenders)
             self.progress.stage = f"the script starts; {there} ranks have come to its model"
@@ -289,14 +290,19 @@ class Launches:
                 if (code := each.process.poll()) is not None:
                     what = "before it wrapped a model with torch's DistributedDataParallel"
                     raise each.error(f"ended with exit code {code} {what}.")
-            with suppress(OSError, EOFError, ValueError):  # nobody, or somebody else
-                accepted, _ = listener.accept()
-                accepted.settimeout(None)
-                connection = Connection(accepted.detach())
-                hello = json.loads(connection.recv_bytes())
-                if contender := by_token.get(hello.get("contender")):
-                    contender.ranks[hello["rank"]] = connection
-                    contender.world_size = hello["world_size"]
+            for ready in wait([listener, *silent], 0.5):
+                if not isinstance(ready, Connection):  # the listener
+                    accepted, _ = listener.accept()
+                    accepted.setblocking(False)
+                    silent.append(Connection(accepted.detach()))
+                    continue
+                silent.remove(ready)
+                with suppress(OSError, EOFError, ValueError):  # somebody else
+                    hello = json.loads(ready.recv_bytes(_LONGEST_HELLO))
+                    if contender := by_token.get(hello.get("contender")):
+                        os.set_blocking(ready.fileno(), True)
+                        contender.ranks[hello["rank"]] = ready
+                        contender.world_size = hello["world_size"]
 
     def _warm_up(self, contenders: Sequence[Contender]) -> None:
         """Warm up; the first time the length of a step decides what a launch is."""
