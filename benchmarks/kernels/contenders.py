@@ -185,7 +185,7 @@ DIRECTIONS: dict[str, tuple[Contender, ...]] = {
 
 def contenders(direction: str, device: torch.device) -> list[Contender]:
     """Those that this device can play."""
-    by_address = select(device).by_address
+    by_address = select(device).takes_pointers
     return [each for each in DIRECTIONS[direction] if by_address or not each.by_address]
 
 
