@@ -107,12 +107,14 @@ def check_step(ddp: DistributedDataParallel, step: int, local: bool = False) -> 
     assert_mean(ddp, alone, f"step {step}")
 
 
+@pytest.mark.parametrize("finds_unused", [False, True])
 @ranks(2, views=True)
 def test_a_layer_that_is_called_beside_the_module_is_reduced_until_no_rank_uses_it(
-    rank: int, view: bool
+    rank: int, finds_unused: bool, view: bool
 ) -> None:
-    ddp = wrap(net(), view, bucket_cap_mb=1e-4)
-    check_step(ddp, 0)
+    ddp = wrap(net(), view, bucket_cap_mb=1e-4, find_unused_parameters=finds_unused)
+    if not finds_unused:  # else before the order of the buckets is known
+        check_step(ddp, 0)
     head = ddp.module.layers.pop("c")
     for step in range(1, 4):
         ddp.zero_grad()
@@ -128,6 +130,29 @@ def test_a_layer_that_is_called_beside_the_module_is_reduced_until_no_rank_uses_
     check_step(ddp, 5)
     ddp.module.layers.pop("a").float()  # with its gradients
     check_step(ddp, 6)
+
+
+@ranks(2)
+def test_the_order_of_buckets_is_saved_without_a_replaced_layer_that_is_called_beside() -> None:
+    ddp = wrap(net())
+    check_step(ddp, 0)
+    former = ddp.module.layers["a"]
+    replace_a_layer(ddp.module)
+    former(ddp(batch(1))).sum().backward()
+    ddp.load_comm_state_dict(ddp.comm_state_dict())
+    check_step(ddp, 2)
+
+
+@ranks(2)
+def test_a_layer_that_was_replaced_twice_leaves_its_bucket_when_it_is_frozen() -> None:
+    ddp = wrap(net())
+    for step in range(3):
+        check_step(ddp, step)
+        replace_a_layer(ddp.module)
+    check_step(ddp, 3)
+    ddp.module.layers["a"].requires_grad_(False)
+    check_step(ddp, 4)
+    assert "layers.a.weight" not in {name for each in ddp.reducer.buckets for name in each.names}
 
 
 @CHANGE

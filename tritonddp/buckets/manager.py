@@ -188,9 +188,14 @@ class BucketManager:
 
     @property
     def order(self) -> list[str]:
-        """Names of the parameters in the agreed order; empty before the ranks have agreed."""
-        is_agreed = not self.is_provisional or self._is_restored
-        return list(self.current.names) if is_agreed else []
+        """Names of the parameters in the agreed order; empty before the ranks have agreed.
+
+        Without those that the module has no more, whose names others may have.
+        """
+        if self.is_provisional and not self._is_restored:
+            return []
+        held = {param for _, param in self._parameters.params}
+        return list(compress(self.current.names, map(held.__contains__, self.current.params)))
 
     def reduction_begins(self) -> None:
         """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
@@ -241,10 +246,14 @@ class BucketManager:
         return missing
 
     def _registered_order(self) -> list[int]:
-        """Numbers of the parameters in the buckets, the last registered one first."""
+        """Numbers of the parameters in the buckets, the last registered one first.
+
+        Those that the module has no more go last.
+        """
         number_of = {param: number for number, param in enumerate(self.current.params)}
         params = [param for _, param in self._parameters.params[::-1]]
-        return [number_of[param] for param in params if param in number_of]
+        held = [number_of.pop(param) for param in params if param in number_of]
+        return [*held, *number_of.values()]
 
     def renew(self, reduced: Iterable[Bucket]) -> None:
         """After a reduction of these buckets: rebuild if the order has changed, or some leave."""
@@ -262,7 +271,7 @@ class BucketManager:
         order, self._order = self._order or range(len(params)), None
         kept = [(names[each], params[each]) for each in order if params[each] not in self.leaving]
         if self._replace(kept):
-            left = self.leaving
+            left = self.leaving.intersection(param for _, param in self._parameters.params)
             self._have_left |= {n for n, p in zip(names, params, strict=True) if p in left}
 
     def place(self) -> None:
