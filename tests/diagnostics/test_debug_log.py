@@ -41,7 +41,7 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out(rank: int)
             skip_all_reduce_unused_params=True,
             reduce_dtype=torch.bfloat16,
         )
-        placed = kept.lines("arrangement")
+        placed = kept.lines("buckets")
         assert len(placed) == len(ddp.reducer.buckets)
         assert placed[0] == (
             f"rank {rank}, step 0: bucket 0 of {len(placed)}: 2 parameters, 42 elements, "
@@ -50,7 +50,7 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out(rank: int)
         for _ in range(3):
             kept.records.clear()
             step(ddp)
-        begins = kept.lines("in_step")
+        begins = kept.lines("reducer")
         unused = [bucket.index for bucket in ddp.reducer.buckets if "unused" in bucket.names[0]]
         assert len(begins) == 1
         assert unused
@@ -68,10 +68,10 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out(rank: int)
         kept.records.clear()
         with ddp.weighted(rank + 2):
             step(ddp)
-        assert f"weight {rank + 2}, hash" in kept.lines("in_step")[0]
+        assert f"weight {rank + 2}, hash" in kept.lines("reducer")[0]
         kept.records.clear()
         ddp.reduce_gradients()
-        assert "reduce_gradients, no weight" in kept.lines("in_step")[0]
+        assert "reduce_gradients, no weight" in kept.lines("reducer")[0]
         assert kept.lines("comm.reduction")
 
 
@@ -83,9 +83,9 @@ def test_communication_hooks_and_rearrangements_are_told(rank: int) -> None:
     ddp.register_comm_hook(None, allreduce_hook)
     with logged(logging.DEBUG) as kept:
         step(ddp)
-        assert kept.lines("arrangement")[-1].startswith(f"rank {rank}, step 1: bucket ")
+        assert kept.lines("buckets")[-1].startswith(f"rank {rank}, step 1: bucket ")
         lines = kept.lines("comm.reduction")
-        count = len(kept.lines("arrangement"))
+        count = len(kept.lines("buckets"))
         assert sum("goes to the communication hook" in line for line in lines) == count
         assert sum("is back from the communication hook" in line for line in lines) == count
 
@@ -101,13 +101,13 @@ def test_a_backward_that_broke_off_is_told_with_what_it_had_not_sent(rank: int) 
             step(ddp)
         step(ddp)
         said = f"rank {rank}, step 1: the last backward did not come to its end. On ranks whose"
-        assert kept.lines("in_step")[-1].startswith(said)
+        assert kept.lines("reducer")[-1].startswith(said)
         kept.records.clear()
         ddp.register_comm_hook(None, fails)
         with pytest.raises(RuntimeError, match="hook failed"):
             step(ddp)
         ddp.check_sync()
-        assert kept.lines("in_step") == [
+        assert kept.lines("reducer") == [
             f"rank {rank}, step 3: the last backward did not come to its end"
         ]
 
@@ -162,8 +162,8 @@ def test_detail_comes_out_on_stderr_where_nobody_has_configured_anything(capsys:
         enable_debug_logging()
         enable_debug_logging()
         assert len(LOGGER.handlers) == 1
-        logging.getLogger("tritonddp.arrangement").debug("told")
-        assert capsys.readouterr().err.endswith("tritonddp.arrangement DEBUG: told\n")
+        logging.getLogger("tritonddp.buckets").debug("told")
+        assert capsys.readouterr().err.endswith("tritonddp.buckets DEBUG: told\n")
 
 
 def test_detail_respects_the_handlers_and_the_level_that_a_program_has_set() -> None:
@@ -171,7 +171,7 @@ def test_detail_respects_the_handlers_and_the_level_that_a_program_has_set() -> 
     with unconfigured(dist.DebugLevel.DETAIL, kept):
         enable_debug_logging()
         assert not LOGGER.handlers
-        logging.getLogger("tritonddp.arrangement").debug("told")
+        logging.getLogger("tritonddp.buckets").debug("told")
         assert kept.lines() == ["told"]
         LOGGER.setLevel(logging.ERROR)
         enable_debug_logging()

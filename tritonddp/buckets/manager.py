@@ -24,7 +24,7 @@ from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
-logger = logging.getLogger("tritonddp.arrangement")
+logger = logging.getLogger("tritonddp.buckets")
 
 # Ranks that used a parameter are counted in the dtype of its gradient; bf16 counts to here.
 _COUNTS = 256

@@ -27,7 +27,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import PeerError
 
 logger = logging.getLogger("tritonddp.comm.reduction")
-begin_logger = logging.getLogger("tritonddp.in_step")
+begin_logger = logging.getLogger("tritonddp.reducer")
 
 _wants_flags = attrgetter("wants_flags")
 

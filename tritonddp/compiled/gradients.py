@@ -42,7 +42,7 @@ from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, Forward
 from tritonddp.reducer.reducer import Reducer
 
-logger = logging.getLogger("tritonddp.in_step")
+logger = logging.getLogger("tritonddp.reducer")
 
 # Number of forwards that are remembered for their backwards: no pipeline has more in flight.
 _FORWARDS = 1024

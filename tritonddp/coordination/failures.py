@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tritonddp._torch import backend_name
 from tritonddp.coordination.processes import Process, key_of, look_up
 
-logger = logging.getLogger("tritonddp.roll_call")
+logger = logging.getLogger("tritonddp.failures")
 
 # Seconds from a rank's own post until it reads the others'. Their collectives fail at once when
 # connections are closed.

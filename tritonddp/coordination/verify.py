@@ -16,7 +16,7 @@ from tritonddp.coordination.collectives import all_gather
 from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
 
-logger = logging.getLogger("tritonddp.arrangement")
+logger = logging.getLogger("tritonddp.buckets")
 
 # Most names in one error message; the rest is counted.
 _SHOWN = 10

@@ -53,7 +53,7 @@ from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, 
 _grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
 
-logger = logging.getLogger("tritonddp.in_step")
+logger = logging.getLogger("tritonddp.reducer")
 
 
 class Reducer:
