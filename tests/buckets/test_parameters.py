@@ -4,6 +4,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
+from tritonddp.reducer.averager import Averager
 
 
 def net() -> Layers:
@@ -130,6 +132,21 @@ def test_a_layer_that_is_called_beside_the_module_is_reduced_until_no_rank_uses_
     check_step(ddp, 5)
     ddp.module.layers.pop("a").float()  # with its gradients
     check_step(ddp, 6)
+
+
+@ranks(2)
+def test_the_ranks_agree_once_on_a_layer_that_is_called_beside() -> None:
+    ddp = wrap(net())
+    for step in range(4):  # the layer in the middle is frozen in turns, and stays in its bucket
+        ddp.module.layers["b"].requires_grad_(step % 2 == 1)
+        check_step(ddp, step)
+    head = ddp.module.layers.pop("c")
+    adopt = Averager.adopt_parameters
+    with mock.patch.object(Averager, "adopt_parameters", autospec=True, side_effect=adopt) as calls:
+        for step in range(4):
+            ddp.module.layers["b"].requires_grad_(step % 2 == 1)
+            head(ddp(batch(step))).sum().backward()
+    calls.assert_called_once()
 
 
 @ranks(2)

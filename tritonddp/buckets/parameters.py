@@ -252,7 +252,7 @@ class ModuleParameters:
 
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
-        self.is_agreed = True
+        self.is_agreed = self._holds_all = True
         self._known = {param for _, param in self.params}
         if self._buffers is not self._buffers_since_update:
             self._buffers, self._buffer_places = self._buffers_since_update, []
