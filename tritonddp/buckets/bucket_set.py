@@ -154,6 +154,9 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.retire()
         self._retire_groups()
+        if self.spans is not None:  # it holds them
+            self.spans.remove()
+            self.spans = None
         for each in (self.buckets, self.segments, self.to_prepare, self.to_release):
             each.clear()
         return in_buffer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tritonddp._torch import tensor_behind
+from tritonddp._torch import like, tensor_behind
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
@@ -41,6 +41,27 @@ def parameters_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tupl
             if name not in ignored:
                 found.setdefault(param, name)
     return [(name, param) for param, name in found.items()]
+
+
+class _Kinds:
+    """What buckets expect of their parameters.
+
+    Attributes:
+        expected: of each parameter, see :data:`_kind`.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.expected = list(map(_kind, params))
+        self._alike: Callable[..., bool] | None = None
+
+    def are_those_of(self, params: Sequence[Tensor]) -> bool:
+        """Whether these are still of those kinds: one call in C, if they were before."""
+        if self._alike is not None and self._alike(*params):
+            return True
+        is_met = list(map(_kind, params)) == self.expected
+        if is_met and all(layout is torch.strided for *_, layout in self.expected):
+            self._alike = like(params)
+        return is_met
 
 
 class ModuleParameters:
@@ -111,12 +132,13 @@ class ModuleParameters:
         """These parameters, and no others, are in buckets now."""
         self._bucketed = dict(zip(params, names, strict=True))
         self._behind = dict.fromkeys(map(tensor_behind, params))
-        self._kinds = list(map(_kind, params))
+        self._kinds = _Kinds(params)
         self._sort()
 
     def bucketed(self) -> list[tuple[str, Parameter]]:
         """What is in buckets, but for what the module has no more and was converted since."""
-        held, pairs = set(self._looked_at), zip(self._bucketed.items(), self._kinds, strict=True)
+        held, kinds = set(self._looked_at), self._kinds.expected
+        pairs = zip(self._bucketed.items(), kinds, strict=True)
         return [(name, p) for (p, name), was in pairs if p in held or _kind(p) == was]
 
     def in_no_bucket(self) -> list[Parameter]:
@@ -181,8 +203,10 @@ class ModuleParameters:
                 node that has our hooks; or its shape.
         """
         params = list(self._bucketed)
+        if self._kinds.are_those_of(params):
+            return
         for number in numbers:
-            param, was = params[number], self._kinds[number]
+            param, was = params[number], self._kinds.expected[number]
             if (now := _kind(param)) != was:
                 raise RuntimeError(
                     f"{where()}: parameter {self._bucketed[param]!r} was {_in_words(was)} when it "
