@@ -257,9 +257,8 @@ class DDPState:
 
     def should_stop(self) -> bool:
         """See :meth:`DistributedDataParallel.should_stop`."""
-        if (
-            self.group.open_backwards
-        ):  # a backward that broke off here may have ended on the other ranks
+        # A backward that broke off here may have ended on the other ranks.
+        if self.group.open_backwards:
             self.group.recover()
         return self.core.agreement.should_stop(self.counters.reductions)
 

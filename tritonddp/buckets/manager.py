@@ -194,14 +194,14 @@ class BucketManager:
         """
         if self.is_provisional and not self._is_restored:
             return []
-        held = {param for _, param in self._parameters.params}
+        held = self._parameters.held
         return list(compress(self.current.names, map(held.__contains__, self.current.params)))
 
     def reduction_begins(self) -> None:
         """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
         self.former_counts = None
         self.schema = self._parameters.schema
-        held = {param for _, param in self._parameters.params}
+        held = self._parameters.held
         trainable = {param for _, param in self._parameters.trainable}
         self.leaving = {
             param
@@ -271,7 +271,7 @@ class BucketManager:
         order, self._order = self._order or range(len(params)), None
         kept = [(names[each], params[each]) for each in order if params[each] not in self.leaving]
         if self._replace(kept):
-            left = self.leaving.intersection(param for _, param in self._parameters.params)
+            left = self.leaving & self._parameters.held
             self._have_left |= {n for n, p in zip(names, params, strict=True) if p in left}
 
     def place(self) -> None:

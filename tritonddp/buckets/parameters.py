@@ -135,9 +135,14 @@ class ModuleParameters:
         self._kinds = _Kinds(params)
         self._sort()
 
+    @property
+    def held(self) -> set[Parameter]:
+        """All parameters that the module has."""
+        return {param for _, param in self.params}
+
     def bucketed(self) -> list[tuple[str, Parameter]]:
         """What is in buckets, but for what the module has no more and was converted since."""
-        held, kinds = set(self._looked_at), self._kinds.expected
+        held, kinds = self.held, self._kinds.expected
         pairs = zip(self._bucketed.items(), kinds, strict=True)
         return [(name, p) for (p, name), was in pairs if p in held or _kind(p) == was]
 
@@ -277,7 +282,7 @@ class ModuleParameters:
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
         self.is_agreed = self._holds_all = True
-        self._known = {param for _, param in self.params}
+        self._known = self.held
         if self._buffers is not self._buffers_since_update:
             self._buffers, self._buffer_places = self._buffers_since_update, []
             self.buffers()
@@ -288,7 +293,7 @@ class ModuleParameters:
 
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
-        self._holds_all = self._bucketed.keys() & self._known <= set(self._looked_at)
+        self._holds_all = self._bucketed.keys() & self._known <= self.held
         self._schemas.clear()
         self._required = list(map(_requires_grad, self._looked_at))
         self._note_required()

@@ -42,7 +42,7 @@ _PRESENT = 1
 _REDUCES = 2
 _SYNCS_BUFFERS = 4
 _OVER_PRESENT = 8
-_TAKES_UP = 16
+_ADOPTS = 16
 
 
 class JoinProtocol:
@@ -63,14 +63,14 @@ class JoinProtocol:
         self.source_rank = 0
         self.syncs_buffers = False  # some rank wants to synchronise module buffers
         self.differs = False  # ranks train different parameters
-        self.takes_up = False  # the forward takes up parameters that have come or gone
+        self.adopts = False  # the forward adopts parameters that have come or gone
 
     def reduction_begins(self) -> None:
         """The announced reduction begins: forwards from now on announce another one."""
         self.is_due = False
 
     def announce(
-        self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool, takes_up: bool
+        self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool, adopts: bool
     ) -> None:
         """Tell that this rank has inputs, and which collectives its forward and backward make.
 
@@ -80,7 +80,7 @@ class JoinProtocol:
         """
         self.is_open = True
         flags = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
-        flags += _OVER_PRESENT * self.mean_over_present + _TAKES_UP * takes_up
+        flags += _OVER_PRESENT * self.mean_over_present + _ADOPTS * adopts
         self.is_due = self._agree(where, flags, schema)
 
     def reduces_backward(self, is_enabled: bool, where: str) -> bool:
@@ -119,7 +119,7 @@ class JoinProtocol:
         self.source_rank = max(present, default=0)
         self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in flags)
         self.differs = len(set(schemas)) > 1
-        self.takes_up = any(each & _TAKES_UP for each in flags)
+        self.adopts = any(each & _ADOPTS for each in flags)
         reduces = {flags[number] & _REDUCES for number in present}
         if len(reduces) > 1:
             raise RuntimeError(
@@ -234,7 +234,7 @@ class ShadowHook(JoinHook):
             param.grad = None
         if join.syncs_buffers:
             ddp._sync_buffers()
-        if join.takes_up:
+        if join.adopts:
             ddp._adopt_parameters()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
@@ -279,7 +279,7 @@ def announce_forward(ddp: Wrapper) -> None:
         state.parameters.schema,
         reduces=torch.is_grad_enabled() and state.sync.enabled,
         syncs_buffers=ddp.will_sync_module_buffers(),
-        takes_up=torch.is_grad_enabled() and not state.parameters.is_agreed,
+        adopts=torch.is_grad_enabled() and not state.parameters.is_agreed,
     )
     if notified is not None:
         with _counting(ddp):

@@ -163,8 +163,8 @@ class Recorder:
             if times is not None and times["began"] not in self._noted:
                 self._noted.add(times["began"])
                 exposed = max(0, times["communication"] - times["overlap"])
-                parts = {"forward": times["forward"], "backward": times["backward"]}
-                self._parts.update({**parts, "exposed": exposed})
+                forward, backward = times["forward"], times["backward"]
+                self._parts.update(forward=forward, backward=backward, exposed=exposed)
         self._began += time.perf_counter() - began
 
     def _start_clock(self) -> None:
