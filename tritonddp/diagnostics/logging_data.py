@@ -37,19 +37,20 @@ _ENVIRONMENT_OF = {
 FIRST = 10
 RATE = 100
 
+# As in stock: what lies between them, the loss above all, counts as backward.
 FORWARD_BEGAN, FORWARD_ENDED = "forward began", "forward ended"
-BACKWARD_BEGAN, COMPUTE_ENDED = "backward began", "compute ended"
+COMPUTE_ENDED = "compute ended"
 COMMUNICATION_BEGAN, COMMUNICATION_ENDED = "communication began", "communication ended"
 
 _TIMES = [
     ("forward_compute_time", FORWARD_BEGAN, FORWARD_ENDED),
-    ("backward_compute_time", BACKWARD_BEGAN, COMPUTE_ENDED),
+    ("backward_compute_time", FORWARD_ENDED, COMPUTE_ENDED),
     ("backward_comm_time", COMMUNICATION_BEGAN, COMMUNICATION_ENDED),
     ("backward_compute_comm_overlap_time", COMMUNICATION_BEGAN, COMPUTE_ENDED),
 ]
 _STAMPS = [
     ("forward_compute_time_start", FORWARD_BEGAN),
-    ("backward_compute_time_start", BACKWARD_BEGAN),
+    ("backward_compute_time_start", FORWARD_ENDED),
     ("backward_compute_time_end", COMPUTE_ENDED),
     ("backward_comm_time_start", COMMUNICATION_BEGAN),
     ("backward_comm_time_end", COMMUNICATION_ENDED),
@@ -204,8 +205,7 @@ class Sampler(Extension):
     def on_begin(self, backward: Backward) -> None:
         """The first reduced backward belongs to the step."""
         assert self.moments is not None
-        self._is_of = backward.reduction is not None and BACKWARD_BEGAN not in self.moments
-        self.mark(BACKWARD_BEGAN)
+        self._is_of = backward.reduction is not None and COMPUTE_ENDED not in self.moments
 
     def on_compute_end(self, backward: Backward) -> None:
         self.mark(COMPUTE_ENDED)
