@@ -37,8 +37,6 @@ _METHODS = (
     "weighted",
     "join",
     "reduce_gradients",
-    "grad_norm",
-    "clip_grad_norm_",
     "check_sync",
     "metrics",
     "log_metrics",
@@ -167,11 +165,10 @@ def replicate(
     calls of the module itself.
 
     The module's class becomes a subclass with the same name and these methods: ``no_sync``,
-    ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``, ``grad_norm``,
-    ``clip_grad_norm_``, ``check_sync``, ``metrics``, ``log_metrics``, ``comm_state_dict``,
-    ``load_comm_state_dict``, ``register_comm_hook``, ``finalize_backward``, ``should_stop`` and
-    ``request_stop``. :func:`ddp` has all that the wrapper has. Copies and pickles are plain
-    modules.
+    ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``, ``check_sync``,
+    ``metrics``, ``log_metrics``, ``comm_state_dict``, ``load_comm_state_dict``,
+    ``register_comm_hook``, ``finalize_backward``, ``should_stop`` and ``request_stop``. :func:`ddp`
+    has all that the wrapper has. Copies and pickles are plain modules.
 
     Args:
         module: as for :class:`DistributedDataParallel`.

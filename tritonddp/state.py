@@ -38,7 +38,6 @@ from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.delayed_params import DeferredBuckets
-from tritonddp.features.grad_norm import GradientNorms
 from tritonddp.features.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
@@ -78,7 +77,6 @@ class DDPState:
         core: reduces gradients.
         requests: what users ask of it between steps.
         contexts: reduces gradients in contexts of ``torch.distributed.autograd``.
-        norms: norms of the gradients, and clipping.
         metrics: with ``metrics=True``, times the parts of a step.
         traced: forwards that ``torch.compile`` has traced into one graph.
         logger: configuration and statistics.
@@ -109,7 +107,6 @@ class DDPState:
     core: Reducer = field(init=False)
     requests: Requests = field(init=False)
     contexts: ContextReducer = field(init=False)
-    norms: GradientNorms = field(init=False)
     metrics: Metrics | None = field(init=False)
     traced: Traced = field(init=False)
     logger: Logger = field(init=False)
@@ -242,7 +239,6 @@ class DDPState:
             self.use_buffer_hook(self.buffer_hook)
         if self.call is not None:
             self._count_any_call(wrapper)
-        self.norms = GradientNorms(core)
         core.finalize_manually(self.finalizes_manually)
         self.logger = Logger(wrapper)
         core.log_errors(self.logger.set_error_and_log)

@@ -508,47 +508,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         self._ddp_state.metrics_for("log_metrics()").log(every, write)
 
-    def grad_norm(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
-        """The 2-norm of all gradients, as one vector.
-
-        With ``ZeroRedundancyOptimizer`` it is over the gradients of all owners, by one small
-        all-reduce. The host does not wait for the device.
-
-        Args:
-            per_parameter: return a dictionary of the norm of each gradient, by parameter name.
-
-        Returns:
-            The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is.
-
-        Raises:
-            RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers
-                step in the backward.
-
-        Example::
-
-            loss_function(model(inputs), targets).backward()
-            print(float(model.grad_norm()), model.grad_norm(per_parameter=True))
-        """
-        return self._ddp_state.norms.norm(self.module, per_parameter)
-
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1.
-
-        As ``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, also for sparse
-        gradients. Returns the norm before clipping, see :meth:`grad_norm`.
-
-        Raises:
-            RuntimeError: ``error_if_nonfinite`` is set, and the norm is NaN or infinite; or as
-                :meth:`grad_norm`.
-
-        Example::
-
-            loss_function(model(inputs), targets).backward()
-            model.clip_grad_norm_(1.0)
-            optimizer.step()
-        """
-        return self._ddp_state.norms.clip(self.module, max_norm, error_if_nonfinite)
-
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.
 

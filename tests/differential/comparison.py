@@ -146,11 +146,10 @@ def _beside_all(program: Program, played: Sequence[Played]) -> Iterator[str]:
     elif STOCK in played[0]:
         is_sparse = "sparse embedding" in program.network.blocks  # and rounded in another order
         if program.world_size == 2 and not is_sparse:
-            until = min(clips_to_rounding(program), default=end)
             # (Stock sends stale gradients of frozen parameters, where they are views: rounded.)
             in_half = program.communication_hook == "fp16_compress_hook"
             is_same = partial(_is_alike, rounding=2**-24 if in_half else 0.0)
-            yield from _compared(program, played, OURS, STOCK, is_same, until)
+            yield from _compared(program, played, OURS, STOCK, is_same, end)
         # What stock sums in another order on three ranks goes its own way from there: that both
         # are within rounding of the oracle, step by step, says more than how far apart they end.
         yield from Judge(program, STOCK).differences([each[STOCK] for each in played], end)

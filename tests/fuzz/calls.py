@@ -165,7 +165,6 @@ METHODS: dict[str, tuple[list[st.SearchStrategy[Any]], bool]] = {
     "_register_builtin_comm_hook": ([absurd()], False),
     "_register_fused_optim": ([absurd()], False),
     "_register_buffer_comm_hook": ([absurd(), absurd().filter(lambda e: not callable(e))], False),
-    "clip_grad_norm_": ([st.floats()], False),
     "_set_ddp_runtime_logging_sample_rate": ([absurd()], False),
     "_default_broadcast_coalesced": (
         [st.one_of(absurd(), st.lists(absurd(), max_size=2))],
@@ -173,7 +172,6 @@ METHODS: dict[str, tuple[list[st.SearchStrategy[Any]], bool]] = {
     ),
     "log_metrics": ([st.one_of(st.integers(1, 3), absurd()), st.just(lambda line: None)], True),
     "metrics": ([], False),
-    "grad_norm": ([], False),
 }
 
 

@@ -119,7 +119,7 @@ def test_bits_of_the_wrapper_in_fifty_steps(rank: int) -> None:
             with net.no_sync() if number % 7 == 3 else nullcontext():
                 squares(net(drawn(5, 4, step=number))).backward()
             if number % 7 != 3:
-                net.clip_grad_norm_(1.0)
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
     net = both[0]
@@ -239,7 +239,6 @@ def test_weights_norms_and_reductions_on_request(rank: int) -> None:
         torch.cat([drawn(6, 4, rank=0), drawn(4, 4, rank=1)])
     ).square().mean().backward()
     torch.testing.assert_close(gradients(net), gradients(expected))
-    assert float(net.clip_grad_norm_(1e-3)) > 1e-3
     net.check_sync()
     found = net.reduce_gradients(torch.autograd.grad(squares(net(x)), list(net.parameters())))
     assert isinstance(found, tuple)

@@ -115,10 +115,6 @@ def _frozen(net: Any, x: Tensor) -> None:
         net.module.third.requires_grad_(False)
 
 
-def _clipped(net: Any) -> None:
-    net.clip_grad_norm_(0.01)
-
-
 def _with_owners(net: Any) -> None:
     net.optimizer = tritonddp.ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9
@@ -152,8 +148,6 @@ PROGRAMS = {
     "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
     "frozen parameters": Program(before=_frozen),
     "check_finite": Program({"check_finite": "warn"}),
-    "clipped": Program(after=_clipped),
-    "clipped, views": Program(_VIEWS, after=_clipped),
     "owners": Program(prepare=_with_owners, after=_stepped),
     "owners, views": Program(_VIEWS, prepare=_with_owners, after=_stepped),
     "owners, bf16 wire, unused parameters": Program(

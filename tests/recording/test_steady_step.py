@@ -69,8 +69,6 @@ STEADY = {
     "buffers": Step(2, 4, 3, operations=2, moves=2),
     # (Which buckets are left out depends on what the last headers say.)
     "left-out buckets": Step(2, 2, 1, moves=1, before=("reducer/averager.py check_pending",)),
-    "clipped": Step(2, 4, 2, operations=15, moves=2),
-    "clipped, views": Step(2, 2, 2, operations=15, moves=2),
     "check_finite": Step(
         *(2, 4, 2),
         operations=23,

@@ -27,7 +27,7 @@ def steps_to_stop(run: Run, asked_at: int, limit: int = 6) -> int:
     raise AssertionError("no rank stops")
 
 
-@pytest.mark.parametrize("name", ["copies", "weights", "clipped", "sparse"])
+@pytest.mark.parametrize("name", ["copies", "weights", "sparse"])
 @ranks(2, interprets=True)
 def test_all_ranks_stop_after_the_same_step(name: str) -> None:
     with recording() as recorder:

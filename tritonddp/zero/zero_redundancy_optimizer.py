@@ -58,9 +58,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     al., 2019, arXiv 1910.02054, stages 1 and 2, with whole tensors.)
 
     Each parameter lies whole on its owner, so that optimizers that look at matrices work. On other
-    ranks ``.grad`` is ``None`` after a reduced backward. ``torch.nn.utils.clip_grad_norm_`` and
-    ``model.clip_grad_norm_()`` give the norm over all owners, ``torch.amp.GradScaler`` skips a step
-    on all ranks or on none.
+    ranks ``.grad`` is ``None`` after a reduced backward. ``torch.nn.utils.clip_grad_norm_`` gives
+    the norm over all owners, ``torch.amp.GradScaler`` skips a step on all ranks or on none.
 
     Make it on all ranks alike, after the module is wrapped. All ranks have to make the same calls.
     A wrapper has one such optimizer: a later one takes over.

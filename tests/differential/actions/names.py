@@ -21,7 +21,7 @@ NAMES = (
     *("_config", "_core", "_state", "_group", "_sync", "_window", "_hooks_of_user"),
 )
 # Methods here. (A module by such a name is hidden by the method, an attribute is not.)
-METHODS = ("metrics", "grad_norm", "weighted", "reduce_gradients")
+METHODS = ("metrics", "weighted", "reduce_gradients")
 PLAIN_VALUES: dict[str, Callable[[], object]] = {
     "a dict": lambda: {"hidden": 32},
     "a number": lambda: 0.5,

@@ -243,7 +243,7 @@ class Hold(Action):
 
 @dataclass(frozen=True)
 class Clip(Action):
-    """Gradient clipping, by ``norm``, by the wrapper's ``own norm``, or by ``value``."""
+    """Gradient clipping, by ``norm`` or by ``value``."""
 
     by: str
 
@@ -253,10 +253,7 @@ class Clip(Action):
         if self.by == "value":
             nn.utils.clip_grad_value_(player.net.parameters(), 0.1)
             return
-        if self.by == "own norm" and player.wrapper is not None:
-            norm = player.net.clip_grad_norm_(0.5)
-        else:
-            norm = nn.utils.clip_grad_norm_(player.net.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(player.net.parameters(), 0.5)
         if player.number in clips_to_rounding(player.program):
             norm = norm.double()
             player.see_gradients()
@@ -268,7 +265,6 @@ class Step(Action):
     """The optimizer steps, through the gradient scaler if there is one."""
 
     def perform(self, player: Player) -> None:
-        player.check_norm()
         player.add_group(player.added)
         if player.scaler is None:
             player.optimizer.step()
@@ -420,10 +416,9 @@ def clips_to_rounding(program: Program) -> list[int]:
     """
     has_groups = program.groups != "all" or any(isinstance(a, Replace) for a in program.actions)
     has_dtypes = any(" in " in kind or kind == "complex" for kind in program.network.blocks)
-    clips = [Clip("own norm")]
-    if program.is_sharded and (has_groups or has_dtypes):
-        clips.append(Clip("norm"))
-    return [number for number, action in enumerate(program.actions) if action in clips]
+    if not (program.is_sharded and (has_groups or has_dtypes)):
+        return []
+    return [number for number, action in enumerate(program.actions) if action == Clip("norm")]
 
 
 def _step_with_others(player: Player, gone: set[nn.Parameter]) -> None:

@@ -241,8 +241,6 @@ class _Generator(Chance):
         actions += self._draw_reduction(number, weighted)
         if self._chance(0.2) and not self._is_sparse:
             actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
-        elif not self._is_sparse and self._chance(0.12):
-            actions.append(Clip("own norm"))
         actions.append(Step())
         if weighted:
             actions.append(ZeroGrad(True, False))
