@@ -63,7 +63,6 @@ class DDPState:
         low_precision: runs the module with ``mixed_precision``.
         call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
         is_running: a forward runs.
-        in_place_options: with which an adapter has replicated it; ``None`` if none has.
         late_buffers: of such a module: buffers, their values, and those of the next forward.
         finalizes_manually: see ``require_manual_backward_finalization``.
         builtin_hook: communication hook of torch in C++, if one is registered.
@@ -95,7 +94,6 @@ class DDPState:
     low_precision: LowPrecision | None = None
     call: Callable[..., Any] | None = None
     is_running: bool = False
-    in_place_options: dict[str, Any] | None = None
     late_buffers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     finalizes_manually: bool = False
     builtin_hook: dist.BuiltinCommHookType | None = None

@@ -5,8 +5,7 @@ Each script trains a small model with one library, as its users do:
     torchrun --standalone --nproc-per-node 2 tests/clients/with_ignite.py --ddp triton
 
 Rank 0 prints a line of JSON at the end. ``--ddp stock`` must print the same ``bits``, and so must
-``--ddp in_place``, for which no class wraps: ``tritonddp.replicate`` is called, by an adapter or
-here.
+``--ddp in_place``, for which no class wraps: ``tritonddp.replicate`` is called here.
 """
 
 import argparse

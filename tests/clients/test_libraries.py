@@ -27,7 +27,7 @@ class Library:
     Attributes:
         packages: what has to be installed.
         unused: whether a parameter that nothing uses is found without an option.
-        in_place: whether it trains a module that is replicated in place.
+        in_place: whether it leaves it to its users to replicate the module in place.
         saved: collectives that a step needs less than with stock: where the buffers of a BatchNorm
             are sent, stock sends two messages, one for each dtype, and tritonddp none: they go
             through the memory of the host. Trainer of transformers has stock look for unused
@@ -36,26 +36,24 @@ class Library:
 
     packages: tuple[str, ...]
     unused: bool = True
-    in_place: bool = True
+    in_place: bool = False
     saved: int = 0
 
 
 LIBRARIES = {
     "accelerate": Library(("accelerate",), saved=2),
     "fabric": Library(("lightning",), saved=2),
-    # It wraps by an Accelerator that it makes itself, out of reach of use_tritonddp().
-    "fastai": Library(("fastai", "accelerate"), in_place=False, saved=2),
-    "ignite": Library(("ignite",), saved=2),
+    "fastai": Library(("fastai", "accelerate"), saved=2),
+    "ignite": Library(("ignite",), in_place=True, saved=2),
     "lightning": Library(("lightning", "torchmetrics"), saved=2),
     # Runner says find_unused_parameters=False. All of a model's buffers stay where they are.
-    "mmengine": Library(("mmengine",), unused=False),
-    # Its optimizer averages what it has made of the gradients, if the model is a wrapper.
-    "opacus": Library(("opacus",), in_place=False),
+    "mmengine": Library(("mmengine",), unused=False, in_place=True),
+    "opacus": Library(("opacus",)),
     "peft": Library(("peft", "transformers"), saved=1),
-    "timm": Library(("timm", "torchvision")),
-    "torchao": Library(("torchao",)),
-    "torchft": Library(("torchft",)),
-    "torchmetrics": Library(("torchmetrics",), saved=2),
+    "timm": Library(("timm", "torchvision"), in_place=True),
+    "torchao": Library(("torchao",), in_place=True),
+    "torchft": Library(("torchft",), in_place=True),
+    "torchmetrics": Library(("torchmetrics",), in_place=True, saved=2),
     "transformers": Library(("transformers", "accelerate")),
 }
 every_library = pytest.mark.parametrize("name", sorted(LIBRARIES))

@@ -17,7 +17,7 @@ def main() -> None:
     if client.triton:
         from tritonddp.integrations.accelerate import use_tritonddp
 
-        use_tritonddp(accelerator, in_place=client.in_place)
+        use_tritonddp(accelerator)
     module = client.network()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)

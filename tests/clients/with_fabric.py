@@ -15,7 +15,7 @@ def main() -> None:
     if client.triton:
         from tritonddp.integrations.fabric import TritonDDPStrategy
 
-        strategy = TritonDDPStrategy(in_place=client.in_place)
+        strategy = TritonDDPStrategy()
     fabric = Fabric(
         accelerator="cpu", devices=client.world_size, strategy=strategy, precision="bf16-mixed"
     )

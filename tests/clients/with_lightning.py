@@ -42,7 +42,7 @@ def main() -> None:
     if client.triton:
         from tritonddp.integrations.lightning import TritonDDPStrategy
 
-        strategy = TritonDDPStrategy(in_place=client.in_place)
+        strategy = TritonDDPStrategy()
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",

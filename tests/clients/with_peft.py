@@ -51,7 +51,7 @@ def main() -> None:
         if client.triton:
             from tritonddp.integrations.accelerate import use_tritonddp
 
-            use_tritonddp(trainer.accelerator, in_place=client.in_place)
+            use_tritonddp(trainer.accelerator)
         trainer.train()
         trainer.save_model(folder)
         saved = sorted(path.name for path in Path(folder).glob("adapter_*"))

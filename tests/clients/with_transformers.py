@@ -50,14 +50,9 @@ def main() -> None:
         if client.triton:
             from tritonddp.integrations.accelerate import use_tritonddp
 
-            use_tritonddp(trainer.accelerator, in_place=client.in_place)
+            use_tritonddp(trainer.accelerator)
         trainer.train()
     model_wrapped = trainer.model_wrapped
-    if client.in_place:
-        import tritonddp
-
-        assert model_wrapped is model
-        model_wrapped = tritonddp.ddp(model)
     client.report(model_wrapped, model, find_unused_parameters=model_wrapped.find_unused_parameters)
 
 

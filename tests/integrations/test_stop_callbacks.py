@@ -11,7 +11,7 @@ import pytest
 from launched import ROOT
 from stop_callbacks import STEPS, STRUCK
 
-from tritonddp.integrations.in_place import should_stop
+from tritonddp.integrations.signals import should_stop
 
 NEEDED = {"lightning": ("lightning", "pytorch_lightning"), "transformers": ("transformers",)}
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tritonddp._arguments import check_flags
-from tritonddp.integrations.in_place import replicated, should_stop
-from tritonddp.integrations.signals import StopOnSignal, checked, stop_on_signal
+from tritonddp.integrations.signals import StopOnSignal, checked, should_stop, stop_on_signal
 from tritonddp.integrations.strategies import lightning_class
 from tritonddp.wrapper import DistributedDataParallel
 
@@ -25,17 +23,6 @@ class TritonDDPStrategy(_Base):
     variant such as Lightning's ``ddp_find_unused_parameters_true`` is needed.
     Import it after the Lightning that you use, if both are installed.
 
-    Args:
-        in_place: replicate the LightningModule in place, see :func:`tritonddp.replicate`: backwards
-            of ``manual_backward`` or of any of its methods are reduced, and it stays replicated
-            after ``fit()``. ``trainer.model`` is the wrapper behind it.
-        *args: of Lightning's.
-        **kwargs: of Lightning's, and of the wrapper.
-
-    Raises:
-        TypeError, ValueError: ``in_place`` is neither on nor off; or when training starts, as
-            :func:`tritonddp.replicate`, and if a module was replicated with other options before.
-
     Example::
 
         from pytorch_lightning import Trainer  # or lightning.pytorch
@@ -45,16 +32,8 @@ class TritonDDPStrategy(_Base):
         trainer.fit(lightning_module, loader)
     """
 
-    def __init__(self, *args: Any, in_place: bool = False, **kwargs: Any) -> None:
-        check_flags({"in_place": in_place})
-        super().__init__(*args, **kwargs)
-        self._is_in_place = bool(in_place)
-
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
-        if self._is_in_place:
-            # What Lightning's own code asks of a wrapper, and the forward of each step, is here.
-            return replicated(model, device_ids, self._ddp_kwargs)
         return DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
 
 

@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,19 +98,16 @@ def instead_of_stock() -> Iterator[None]:
 
 
 @contextmanager
-def stock_replaced(
-    options: Mapping[str, Any] | None = None, wrap: Callable[..., Any] = DistributedDataParallel
-) -> Iterator[None]:
+def stock_replaced(options: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Context: :func:`instead_of_stock` without the warning if nothing is wrapped inside.
 
-    Inside, all that the class is asked for is made by ``wrap``, with ``options`` too.
+    Inside, wrappers are made with ``options`` too.
     """
     parallel: Any = torch.nn.parallel
     before, kind = parallel.DistributedDataParallel, type(torch.nn.parallel.distributed)
     _replace()
-    is_other = bool(options) or wrap is not DistributedDataParallel
-    if is_other:
-        parallel.DistributedDataParallel = _with(options or {}, wrap)
+    if options:
+        parallel.DistributedDataParallel = _with(options)
         parallel.distributed.DistributedDataParallel = parallel.DistributedDataParallel
     try:
         yield
@@ -119,15 +116,15 @@ def stock_replaced(
             parallel.DistributedDataParallel = before
             vars(parallel.distributed).pop(_OFFERED, None)
             parallel.distributed.__class__ = kind
-        elif is_other:
+        elif options:
             _replace()
 
 
-def _with(options: Mapping[str, Any], wrap: Callable[..., Any]) -> type:
-    """A class whose constructor calls ``wrap`` with ``options``; ``isinstance`` works."""
+def _with(options: Mapping[str, Any]) -> type:
+    """A class whose constructor makes wrappers with ``options``; ``isinstance`` works."""
 
     def made(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return wrap(*args, **{**kwargs, **options})
+        return DistributedDataParallel(*args, **{**kwargs, **options})
 
     kind = ABCMeta("DistributedDataParallel", (), {"__new__": made})
     kind.register(DistributedDataParallel)

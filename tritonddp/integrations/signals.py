@@ -18,6 +18,7 @@ from typing import Any
 
 from tritonddp._torch import loading_loop, loading_processes, set_loading_loop
 from tritonddp.state import DDPState
+from tritonddp.wrapper import DistributedDataParallel
 
 logger = logging.getLogger("tritonddp.signals")
 
@@ -113,6 +114,21 @@ def checked(signals: Sequence[int]) -> list[int]:
             )
         numbers.append(number)
     return numbers
+
+
+def should_stop(model: Any) -> bool:
+    """``should_stop()`` of the wrapper that the model of a trainer is.
+
+    Raises:
+        TypeError: it is none of ours.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "the callback asks should_stop() of a model that tritonddp.DistributedDataParallel "
+            f"wraps, but the trainer has a {type(model).__module__}.{type(model).__qualname__}: "
+            "use an adapter of tritonddp.integrations, and start it with torchrun"
+        )
+    return model._ddp_state.should_stop()
 
 
 def _name(number: int) -> str:

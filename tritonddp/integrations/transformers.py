@@ -13,8 +13,7 @@ except ModuleNotFoundError as error:
         f"{__name__} needs transformers, which is not installed: pip install transformers"
     ) from error
 
-from tritonddp.integrations.in_place import should_stop
-from tritonddp.integrations.signals import StopOnSignal, stop_on_signal
+from tritonddp.integrations.signals import StopOnSignal, should_stop, stop_on_signal
 
 _Base: Any = TrainerCallback
 
