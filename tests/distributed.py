@@ -21,7 +21,6 @@ import hashlib
 import importlib
 import inspect
 import itertools
-import logging
 import os
 import pickle
 import signal
@@ -397,8 +396,6 @@ def _run(
 ) -> bytes:
     """One job. Without a ``store`` it is to leave the group that the last one has kept."""
     _measure(test)
-    log = logging.getLogger("tritonddp")
-    level, handlers = log.level, list(log.handlers)
     try:
         if store is None:
             _leave()
@@ -431,10 +428,6 @@ def _run(
         return answer
     except BaseException as error:
         return pickle.dumps(("failed", "".join(traceback.format_exception(error))))
-    finally:
-        # In torch's debug mode DETAIL a wrapper turns logging on, for all tests that follow.
-        log.setLevel(level)
-        log.handlers[:] = handlers
 
 
 def _measure(test: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -25,9 +25,9 @@ from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, Int8, WireFormat
 from tritonddp.comm.transport import TransportChoice
 from tritonddp.compiled.forward import WRAPPER
+from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.features.check_finite import check_mode
-from tritonddp.features.delayed_params import Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
@@ -58,7 +58,6 @@ class DDPConfig:
 
     wire: WireFormat  # in which form gradients are sent: dtype or quantised
     caps: BucketCaps
-    delay: Delay | None
     device_ids: list[int] | None  # None where it has no effect
     output_device: int | None  # None where it has no effect
     views: bool  # gradient_as_bucket_view
@@ -101,7 +100,7 @@ class DDPConfig:
         wire_options = wire.description(params)  # calls the user's function, if exact is one
         check_module(module, params, given.gradient_as_bucket_view, group)
         device_ids, output_device = device_ids_of(given.device_ids, given.output_device, devices)
-        delay = Delay.of(
+        delayed = delayed_names(
             given.delay_all_reduce_named_params, given.param_to_hook_all_reduce, params
         )
         device_type = params[0][1].device.type
@@ -110,7 +109,7 @@ class DDPConfig:
         caps = BucketCaps.of(
             given.bucket_cap_mb,
             given.bucket_cap_mb_list,
-            delay.names if delay else frozenset(),
+            delayed,
             device_type=device_type,
             few_bytes=bool(compression or (given.reduce_dtype and device_type == "cpu")),
             finds_unused=bool(given.find_unused_parameters and keeps_order),
@@ -119,8 +118,8 @@ class DDPConfig:
         options: dict[str, Any] = {"bucket sizes": sizes, "transport": given.transport}
         if caps.is_registered:
             options["find_unused_parameters"] = True
-        if delay is not None:
-            options["delayed"] = sorted(caps.delayed)
+        if delayed:
+            options["delayed"] = sorted(delayed)
         plain = ("mixed_precision", "reduce_dtype", "check_finite")
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
         switches = ("metrics", "reduce_in_place")
@@ -132,7 +131,6 @@ class DDPConfig:
         return cls(
             wire,
             caps,
-            delay,
             device_ids,
             output_device,
             views=bool(given.gradient_as_bucket_view),
@@ -148,6 +146,39 @@ class DDPConfig:
             syncs_initial_buffers=syncs_initial_buffers,
             options=options | wire_options,
         )
+
+
+def delayed_names(
+    delayed: Any, until: Any, named_params: Sequence[tuple[str, Tensor]]
+) -> frozenset[str]:
+    """The parameters whose buckets are sent last, by the names that the module has for them.
+
+    (Those in ``delayed`` may be others. Nothing waits for the gradient of ``until``.)
+    """
+    if (delayed is None) != (until is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+            "same time."
+        )
+    if delayed is None:
+        return frozenset()
+    wanted = [*delayed] if isinstance(delayed, Iterable) else [delayed]
+    pairs = [each for each in wanted if isinstance(each, tuple | list) and len(each) == 2]
+    if len(pairs) < len(wanted) or not all(isinstance(param, Tensor) for _, param in pairs):
+        raise TypeError(
+            "delay_all_reduce_named_params should be a list of names and parameters, got "
+            f"{delayed!r}"
+        )
+    if not isinstance(until, Tensor):
+        raise TypeError(f"param_to_hook_all_reduce should be a parameter, got {until!r}")
+    names: dict[Tensor, str] = {param: name for name, param in named_params}
+    strange = [str(name) for name, param in wanted if param not in names]
+    if strange:
+        raise ValueError(
+            "delay_all_reduce_named_params names parameters that are none of the wrapped "
+            f"module's: {listed(strange)}"
+        )
+    return frozenset(names[param] for _, param in wanted)
 
 
 def divide_factor_of(factor: Any) -> float | None:

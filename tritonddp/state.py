@@ -32,12 +32,10 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, tell_failure, verify_same
 from tritonddp.diagnostics import hang
-from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
-from tritonddp.features.delayed_params import DeferredBuckets
 from tritonddp.features.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
@@ -173,7 +171,6 @@ class DDPState:
 
     def enter_group(self, wrapper: nn.Module, ignored: Collection[str]) -> None:
         """Make the objects for the process group and the module's parameters. No collective."""
-        enable_debug_logging()
         self.group.enter()
         hang.watch(self)
         self.state_broadcast = StateBroadcast(self.group, self.sync)
@@ -285,9 +282,6 @@ class DDPState:
             yield HookedSteps(core.events)
         if config.skip_unused:
             yield SkipUnused(self.sync)
-        if config.delay is not None:
-            until, names = config.delay.until, config.caps.delayed
-            yield DeferredBuckets(until, names, core.launching, self.group)
         if config.divide_factor not in (None, self.group.size):
             yield EarlierMeans(lambda: parameters.params, "gradient_divide_factor")
         if config.check_finite is not None:

@@ -75,8 +75,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         static_graph: accepted; all that it makes possible in stock DDP works without it here.
         delay_all_reduce_named_params: parameters, with any names, whose gradients are sent after
             all others, in one bucket for each dtype and device.
-        param_to_hook_all_reduce: the delayed gradients also wait for the gradient of this
-            parameter, if a backward reaches it. It may be any parameter.
+        param_to_hook_all_reduce: given with it, a parameter for whose gradient nothing waits: each
+            bucket is sent when it is full, and those before it are.
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
             parameters and inputs in ``param_dtype``, gradients travel in ``reduce_dtype``
             (``param_dtype`` if it is not given), buffers are cast to ``buffer_dtype`` for good.

@@ -1,25 +1,18 @@
-"""Records at level DEBUG: what they tell, where they come out, and that nobody pays for them."""
+"""Records at level DEBUG: what they tell, and that nobody pays for them."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import ranks
-from logged import Kept, logged
+from logged import logged
 from modules import Layers
 from torch import nn
 from training import breaking_off
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.failures import in_short
-from tritonddp.diagnostics.debug_log import enable_debug_logging
-
-LOGGER = logging.getLogger("tritonddp")
 
 
 def net(layers: int = 4) -> Layers:
@@ -135,47 +128,6 @@ def test_nobody_asks_for_the_level_once_a_bucket_or_a_parameter() -> None:
     ):
         assert in_a_step(2) == in_a_step(9) == 2
         assert not kept.records
-
-
-@contextmanager
-def unconfigured(asked: dist.DebugLevel, *handlers: logging.Handler) -> Iterator[None]:
-    """A program has configured no logging but these handlers, and asks torch for this level."""
-    level = LOGGER.level
-    with (
-        mock.patch.object(dist, "get_debug_level", return_value=asked),
-        mock.patch.object(logging.getLogger(), "handlers", list(handlers)),
-        mock.patch.object(LOGGER, "handlers", []),
-    ):
-        yield
-        LOGGER.setLevel(level)
-
-
-def test_nothing_is_configured_unless_torch_is_asked_for_detail() -> None:
-    with unconfigured(dist.DebugLevel.INFO):
-        enable_debug_logging()
-        assert LOGGER.level == logging.NOTSET
-        assert not LOGGER.handlers
-
-
-def test_detail_comes_out_on_stderr_where_nobody_has_configured_anything(capsys: Any) -> None:
-    with unconfigured(dist.DebugLevel.DETAIL):
-        enable_debug_logging()
-        enable_debug_logging()
-        assert len(LOGGER.handlers) == 1
-        logging.getLogger("tritonddp.buckets").debug("told")
-        assert capsys.readouterr().err.endswith("tritonddp.buckets DEBUG: told\n")
-
-
-def test_detail_respects_the_handlers_and_the_level_that_a_program_has_set() -> None:
-    kept = Kept()
-    with unconfigured(dist.DebugLevel.DETAIL, kept):
-        enable_debug_logging()
-        assert not LOGGER.handlers
-        logging.getLogger("tritonddp.buckets").debug("told")
-        assert kept.lines() == ["told"]
-        LOGGER.setLevel(logging.ERROR)
-        enable_debug_logging()
-        assert LOGGER.level == logging.ERROR
 
 
 def test_fingerprints_of_collectives_are_shortened() -> None:

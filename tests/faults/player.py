@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -129,6 +130,8 @@ def be(fault: Fault, rank: int, listening: socket.socket, place: Path) -> None:
     limit = timedelta(seconds=STALLS if fault.is_stall or fault.times_out else ENDS)
     if fault.detail:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
+        logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+        logging.getLogger("tritonddp").setLevel(logging.DEBUG)
     store = store_of(listening, is_host=fault.hosts_store and rank == fault.victim)
     listening.close()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=fault.ranks, timeout=limit)

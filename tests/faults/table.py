@@ -36,7 +36,7 @@ class Fault:
         times_out: it takes the group's timeout to notice.
         hosts_store: the victim hosts the group's store.
         aborts: gloo ends a process, which may be another one than the victim.
-        detail: under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+        detail: under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with the log at DEBUG.
     """
 
     kind: str

@@ -1,16 +1,14 @@
-"""``delay_all_reduce_named_params``: some gradients are sent last, and wait for another one."""
+"""``delay_all_reduce_named_params``: some gradients are sent last."""
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, in_rings, ranks, recorded_collectives
-from modules import Layers, mlp
-from torch import Tensor, nn
+from distributed import assert_same_bits, ranks
+from modules import Layers
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import delayed, filled, gradients, wrap
 
@@ -36,35 +34,6 @@ def test_the_gradients_of_stock() -> None:
             loss_of(net).backward()
         dist.barrier()  # stock does not wait for the delayed ones
         assert_same_bits(*map(gradients, nets), f"step {step}")
-
-
-@pytest.mark.parametrize("reached", [True, False])
-@ranks(2)
-def test_sent_when_the_other_gradient_is_there(reached: bool) -> None:
-    """Here it is one of a parameter outside the module, which comes last of all."""
-    module, outside = mlp(4, 4, 4), nn.Parameter(torch.ones(4))
-    net = in_rings(module, **delayed(module, "2.weight", "2.bias", until=outside))
-    net(outside * 1).sum().backward()
-    assert [len(bucket.params) for bucket in net.reducer.buckets] == [2, 2]
-    sent: list[int] = []
-    with recorded_collectives() as calls:
-        inputs = outside * 1 if reached else torch.ones(4, requires_grad=True) * 1
-        inputs.register_hook(lambda _: sent.append(len(calls)))  # all others are there
-        net(inputs).sum().backward()
-    assert sent == [1 if reached else 2]
-    buckets = net.reducer.buckets
-    assert list(map(id, (tensor for _, tensor in calls))) == [id(b.flat.data) for b in buckets]
-
-
-@ranks(1)
-def test_the_other_parameter_does_not_keep_the_wrapper() -> None:
-    shift, module = nn.Parameter(torch.ones(())), Layers("abc")
-    net = wrap(module, **delayed(module, "layers.c.bias", until=shift))
-    reducer = weakref.ref(net.reducer)
-    del net, module
-    gc.collect()
-    assert reducer() is None
-    assert not shift._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 @ranks(2)

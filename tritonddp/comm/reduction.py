@@ -151,12 +151,8 @@ class Reduction:
                 self.filled[number] = True  # these segments are never packed
 
     def hold(self, index: int) -> None:
-        """Do not launch this bucket, and those behind it, before :meth:`resume` or the end."""
+        """Do not launch this bucket, and those behind it, before the end."""
         self.unfilled[index] += 1
-
-    def resume(self, index: int) -> None:
-        """Undo one :meth:`hold`."""
-        self.unfilled[index] -= 1
 
     def note_used(self, numbers: Iterable[int], earlier: Sequence[bool] | None = None) -> None:
         """This rank has gradients for these parameters, and for those that it had used earlier.

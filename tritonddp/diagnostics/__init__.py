@@ -1,1 +1,1 @@
-"""WHAT CAN BE OBSERVED: checksums, stock's logging data, the debug log."""
+"""WHAT CAN BE OBSERVED: checksums, stock's logging data, who is behind."""
