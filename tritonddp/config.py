@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import wraps
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +27,6 @@ from tritonddp.coordination.group import Group
 from tritonddp.features.check_finite import check_mode
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
-
-# Options of the constructor that have become fields of :class:`~tritonddp.Int8`.
-_OF_INT8 = ("error_feedback", "exact")
-_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
 # Options of the constructor that are on or off.
 FLAGS = (
@@ -347,26 +340,6 @@ def buffer_options(given: Any) -> tuple[bool, bool]:
     if current is not None:
         return bool(current), True
     return former is not False, former is not False
-
-
-def refusing_unknown(constructor: _Constructor) -> _Constructor:
-    """Say of options that the constructor does not have where they went, or how they are spelt."""
-    known = inspect.signature(constructor).parameters
-
-    @wraps(constructor)
-    def construct(*arguments: Any, **options: Any) -> None:
-        for name in _OF_INT8:
-            if name in options:
-                raise TypeError(
-                    f"{name} is no option of its own any more: write "
-                    f"compression=tritonddp.Int8({name}={options[name]!r})"
-                )
-        for name in options.keys() - known.keys():
-            if alike := get_close_matches(name, known, 1):
-                raise TypeError(f"there is no option {name!r}: did you mean {alike[0]!r}?")
-        constructor(*arguments, **options)
-
-    return cast(_Constructor, construct)
 
 
 def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:

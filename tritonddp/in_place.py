@@ -39,7 +39,6 @@ _METHODS = (
     "reduce_gradients",
     "check_sync",
     "metrics",
-    "log_metrics",
     "comm_state_dict",
     "load_comm_state_dict",
     "register_comm_hook",
@@ -166,7 +165,7 @@ def replicate(
 
     The module's class becomes a subclass with the same name and these methods: ``no_sync``,
     ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``, ``check_sync``,
-    ``metrics``, ``log_metrics``, ``comm_state_dict``, ``load_comm_state_dict``,
+    ``metrics``, ``comm_state_dict``, ``load_comm_state_dict``,
     ``register_comm_hook``, ``finalize_backward``, ``should_stop`` and ``request_stop``. :func:`ddp`
     has all that the wrapper has. Copies and pickles are plain modules.
 

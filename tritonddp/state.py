@@ -340,14 +340,6 @@ class DDPState:
             self.window = AccumulationWindow(self.parameters, self.sync, self.core.manager)
             self.core.events.install(self.window)
 
-    def metrics_for(self, method: str) -> Metrics:
-        """The object that times steps, for ``method``; raises a RuntimeError without one."""
-        if self.metrics is None:
-            raise RuntimeError(
-                f"rank {self.group.rank}: {method} needs metrics=True when the module is wrapped"
-            )
-        return self.metrics
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: each for name, each in vars(self).items() if name not in _OF_THE_GROUP}
 

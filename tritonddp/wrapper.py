@@ -32,7 +32,7 @@ from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
-from tritonddp.config import process_group_of, refusing_unknown
+from tritonddp.config import process_group_of
 from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.features.join import announce_forward, refuse_inside
@@ -111,7 +111,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ``"registered_memory"``: buckets lie in memory that NCCL has registered, an error where
             it cannot. See ``docs/options.md``, ``docs/gpus.md``.
         metrics: ranks time the parts of their steps, and tell each other in each tenth step: for
-            :meth:`metrics` and :meth:`log_metrics`.
+            :meth:`metrics`.
         reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
             copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
         gradient_divide_factor: gradients are summed, and divided by this number instead of the
@@ -138,7 +138,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         optimizer.step()
     """
 
-    @refusing_unknown
     def __init__(
         self,
         module: nn.Module,
@@ -485,28 +484,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 loss_function(model(inputs), targets).backward()
             print(model.metrics()["step_ms"], "ms")
         """
-        return self._ddp_state.metrics_for("metrics()").metrics()
-
-    def log_metrics(self, every: int = 100, write: Callable[[str], None] | None = None) -> None:
-        """From now on rank 0 writes a line about ``metrics()`` in one of ``every`` steps.
-
-        Args:
-            every: reduced backwards from one line to the next.
-            write: called with the line. By default it goes to the logger ``tritonddp.metrics`` if
-                that has level INFO, else to stderr.
-
-        Raises:
-            RuntimeError: the module was wrapped without ``metrics=True``.
-            ValueError: ``every`` is no whole number from 1 on.
-
-        Example::
-
-            model = tritonddp.DistributedDataParallel(module, metrics=True)
-            model.log_metrics(every=2, write=print)
-            for inputs, targets in batches:
-                loss_function(model(inputs), targets).backward()
-        """
-        self._ddp_state.metrics_for("log_metrics()").log(every, write)
+        state = self._ddp_state
+        if state.metrics is None:
+            raise RuntimeError(
+                f"rank {state.group.rank}: metrics() needs metrics=True when the module is wrapped"
+            )
+        return state.metrics.metrics()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.

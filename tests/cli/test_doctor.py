@@ -10,14 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import ranks
 from hosts import ROOT, hosts_or_skip, outputs
 
 from tritonddp.cli import doctor, doctor_ranks
-from tritonddp.cli.doctor_ranks import Line, Transport
+from tritonddp.cli.doctor_ranks import Line
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.host.connect import Refusal
 
 COMMAND = [sys.executable, "-m", "tritonddp", "doctor", "--device", "cpu"]
 CLEAN = ("RANK", "WORLD_SIZE", "TRITONDDP_PEER_MEMORY", "TORCH_DISTRIBUTED_DEBUG")
-MEMORY, GROUP = Transport(True), Transport(False, "no ranks share a host")
+GROUP = Refusal("no ranks share a host")
 
 
 def report(*words: str, **others: str) -> tuple[int, list[str]]:
@@ -126,26 +129,26 @@ def test_cards_are_told(capsys, monkeypatch):
     assert value(lines, "NCCL") == "2.28.9"
 
 
-def test_ranks_of_other_versions_are_an_error():
-    same = {"torch": "2.13", "Python": "3.11"}
-    doctor_ranks.check_versions([same, same])
-    with pytest.raises(RuntimeError, match=r"rank 0 has torch 2.13, rank 2 has 2.12: install"):
-        doctor_ranks.check_versions([same, same, same | {"torch": "2.12"}])
+@ranks(2)
+def test_ranks_of_other_versions_are_an_error(rank):
+    group, own = Group(dist.group.WORLD), {"torch": f"2.{12 + rank}", "Python": "3.11"}
+    with pytest.raises(RuntimeError, match=r"torch': rank 0 has 2\.12, rank 1 has 2\.13"):
+        doctor_ranks.check_versions(own, group, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    ("transport", "hosts", "rate", "said", "unsaid"),
+    ("refusal", "hosts", "rate", "said", "unsaid"),
     [
-        (MEMORY, 1, 1e9, "nothing to set", "int8"),
-        (MEMORY, 2, 12.5e6, "take 480 ms to exchange", "leave it off"),
+        (None, 1, 1e9, "nothing to set", "int8"),
+        (None, 2, 12.5e6, "take 480 ms to exchange", "leave it off"),
         (GROUP, 2, 118e6, 'try compression="int8"', "leave it off"),
         (GROUP, 2, 1e9, "leave it off", "try"),
-        (Transport(False, "x", is_failure=True), 1, 1e9, "cannot share memory", "try"),
+        (Refusal("x", is_failure=True), 1, 1e9, "cannot share memory", "try"),
     ],
 )
-def test_what_follows_from_the_line(transport, hosts, rate, said, unsaid):
+def test_what_follows_from_the_line(refusal, hosts, rate, said, unsaid):
     line = Line(latency=1e-4, nbytes=1 << 24, seconds=0.1, rate=rate)
-    told = " ".join(doctor_ranks.consequences(transport, line, 4, hosts))
+    told = " ".join(doctor_ranks.consequences(refusal, line, 4, hosts))
     assert said in told
     assert unsaid not in told
     assert "1/4 of the optimizer's state" in told

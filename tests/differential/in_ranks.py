@@ -34,7 +34,7 @@ from differential.kinds import program_of
 from differential.mutations import planted
 from differential.networks import Network, build
 from differential.paths import nothing_prepared
-from differential.player import TIMEOUT, Player
+from differential.player import TIMEOUT, Player, behind
 from differential.program import Options, Program
 from differential.trace import Entry, Trace
 from differential.wrappers import FAULTS
@@ -42,7 +42,6 @@ from tritonddp import DistributedDataParallel
 from tritonddp.buckets.memory import in_place_bucket
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import metrics
-from tritonddp.integrations.in_place import behind
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]

@@ -48,5 +48,5 @@ def test_ranks_that_delay_other_parameters_are_told(rank: int) -> None:
 def test_copies_are_told_from_the_parameters_themselves() -> None:
     module = Layers("abc")
     options = delayed(copy.deepcopy(module), "layers.c.bias", until=module.layers["a"].weight)
-    with pytest.raises(ValueError, match=r"none of the wrapped module's: layers\.c\.bias"):
+    with pytest.raises(ValueError, match=r"none of the wrapped module's: 'layers\.c\.bias'"):
         wrap(module, **options)

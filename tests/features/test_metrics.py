@@ -1,7 +1,5 @@
 """``metrics=True``: how long a step and its parts take, on all ranks."""
 
-import contextlib
-import io
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 from clock import time_of_test
 from distributed import gather, ranks
-from logged import logged
 from modules import mlp
 from torch import nn
 from training import breaking_off
@@ -102,36 +99,10 @@ def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
 
 
 @ranks(2)
-def test_a_line_in_so_many_steps(rank: int) -> None:
-    lines: list[str] = []
-    ddp = DistributedDataParallel(net(), metrics=True)
-    ddp.log_metrics(every=6, write=lines.append)
-    train(ddp, 2 * EVERY)
-    assert len(lines) == (3 if rank == 0 else 0)
-    assert all(line.startswith(f"step {6 * n}: ") for n, line in enumerate(lines, start=1))
-    if rank == 0:
-        assert "not known yet" in lines[0]
-        assert " ms (input " in lines[1]
-        assert "longest on rank " in lines[1]
-    ddp.log_metrics(every=1)
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
-        train(ddp, 1)
-    assert (f"step {2 * EVERY + 1}: " in printed.getvalue()) == (rank == 0)
-    with logged("INFO", "tritonddp.metrics") as said:
-        ddp.log_metrics(every=1)
-        train(ddp, 1)
-    assert len(said.lines()) == (rank == 0)
-    for wrong in (0, -1, 1.5, True, "often"):
-        with pytest.raises(ValueError, match="every should be"):
-            ddp.log_metrics(every=wrong)  # type: ignore[arg-type]
-
-
-@ranks(2)
 def test_without_the_option_its_methods_say_so() -> None:
     ddp = DistributedDataParallel(net())
-    for method in (ddp.metrics, ddp.log_metrics):
-        with pytest.raises(RuntimeError, match=r"rank \d: .*\(\) needs metrics=True"):
-            method()
+    with pytest.raises(RuntimeError, match=r"rank \d: metrics\(\) needs metrics=True"):
+        ddp.metrics()
 
 
 @pytest.mark.parametrize("breaks", [(0, 1), (1,)], ids=["on all ranks", "on one"])

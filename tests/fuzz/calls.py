@@ -170,7 +170,6 @@ METHODS: dict[str, tuple[list[st.SearchStrategy[Any]], bool]] = {
         [st.one_of(absurd(), st.lists(absurd(), max_size=2))],
         False,
     ),
-    "log_metrics": ([st.one_of(st.integers(1, 3), absurd()), st.just(lambda line: None)], True),
     "metrics": ([], False),
 }
 

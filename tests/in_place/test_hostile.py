@@ -163,7 +163,7 @@ def test_a_module_in_place_has_all_methods_that_it_promises(rank: int) -> None:
     promised = re.findall(
         r"``(\w+)``", str(replicate.__doc__).split("these methods:")[1].split(".")[0]
     )
-    assert len(promised) == 14
+    assert len(promised) == 13
     assert all(callable(getattr(net, name)) for name in promised)
     if rank == 1:
         net.request_stop()

@@ -14,7 +14,7 @@ from tritonddp import DistributedDataParallel
 
 # What a wrapper has and stock's has not; each is documented in docs/api.md.
 ADDED = {
-    *("check_sync", "comm_state_dict", "load_comm_state_dict", "log_metrics", "metrics"),
+    *("check_sync", "comm_state_dict", "load_comm_state_dict", "metrics"),
     *("reduce_gradients", "request_stop", "should_stop", "weighted"),
 }
 # What stock's class has from torch 2.13 on, and from 2.15 on.

@@ -129,7 +129,7 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "param hook": ({UNTIL: PARAM}, UNTIL + "; " + AT_ONE_TIME),
     "delayed strangers": (
         {DELAYED: [("a", PARAM)], UNTIL: PARAM},
-        "none of the wrapped module's: a",
+        "none of the wrapped module's: 'a'",
     ),
     "mixed precision of integers": (
         {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)},
@@ -168,18 +168,6 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "delayed until nothing": ({DELAYED: [], UNTIL: 1}, UNTIL + "; " + "got 1"),
     "mixed precision": ({"mixed_precision": object()}, "mixed_precision; _MixedPrecision"),
     "reduce_dtype by name": ({"reduce_dtype": "bf16"}, "reduce_dtype; 'bf16'"),
-    "exact, which was an option": (
-        {"compression": "int8", "exact": "head.*"},
-        "write compression=tritonddp.Int8(exact='head.*')",
-    ),
-    "error_feedback, which was one": (
-        {"compression": "int8", "error_feedback": False},
-        "write compression=tritonddp.Int8(error_feedback=False)",
-    ),
-    "misspelt": (
-        {"find_unused_parameter": True},
-        "'find_unused_parameter': did you mean 'find_unused_parameters'?",
-    ),
     "like no option": ({"nbytes": 3}, "unexpected keyword argument 'nbytes'"),
     "divided by truth": ({"gradient_divide_factor": True}, "None or a number, got True"),
     "divided by a word": ({"gradient_divide_factor": "mean"}, "None or a number, got 'mean'"),

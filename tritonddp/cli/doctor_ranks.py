@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import tritonddp
 from tritonddp._device import settle
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.verify import gather_json
+from tritonddp.coordination.host.connect import Refusal
+from tritonddp.coordination.verify import verify_same
 from tritonddp.wrapper import DistributedDataParallel
 
 _WHERE = "tritonddp doctor"
@@ -37,21 +38,6 @@ _TRY = 1 << 20
 _SMALL, _ROUNDS = 10, 5  # small all-reduces in a sample; rounds
 # Lines on which int8 pays, in bytes per second of a rank: see docs/fewer-bytes.md.
 _INT8_PAYS = 1e9 / 8
-
-
-@dataclass(frozen=True)
-class Transport:
-    """What ``transport="auto"`` takes.
-
-    Attributes:
-        is_memory: memory that ranks of a host share; otherwise all goes through the process group.
-        why: no memory is shared.
-        is_failure: it was wanted, and failed.
-    """
-
-    is_memory: bool
-    why: str = ""
-    is_failure: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,14 +76,14 @@ def _take_part(device_type: str, timeout: float) -> None:
         assert dist.group.WORLD is not None
         group = Group(dist.group.WORLD)
         hosts = group.size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        check_versions(gather_json(_versions(), group, device, _WHERE))
+        check_versions(_versions(), group, device)
         tell(f"{group.size} ranks on {hosts} host{'s' * (hosts > 1)}, {backend}, {device_type}")
     with _stage("transport", is_shown) as tell:
-        transport = _transport(device)
-        if transport.is_memory:
+        refusal = _refusal(device)
+        if refusal is None:
             tell("memory that the ranks of a host share" + f", {backend} between" * (hosts > 1))
         else:
-            tell(f"the process group ({backend}): {transport.why}")
+            tell(f"the process group ({backend}): {refusal.why}")
     with _stage("line", is_shown) as tell:
         line = _measure(group, device)
         tell(
@@ -107,7 +93,7 @@ def _take_part(device_type: str, timeout: float) -> None:
     dist.destroy_process_group()
     if is_shown:
         print("what follows for training")
-        for sentence in consequences(transport, line, group.size, hosts):
+        for sentence in consequences(refusal, line, group.size, hosts):
             print(f"- {sentence}", flush=True)
 
 
@@ -136,34 +122,28 @@ def _versions() -> dict[str, str]:
     return {"torch": torch_, "tritonddp": ours, "Python": platform.python_version()}
 
 
-def check_versions(found: list[dict[str, str]]) -> None:
+def check_versions(own: dict[str, str], group: Group, device: torch.device) -> None:
     """Compare the versions of all ranks.
 
     Raises:
         RuntimeError: a rank has another one than rank 0.
     """
-    for rank, versions in enumerate(found):
-        for name, version in versions.items():
-            if version != found[0][name]:
-                raise RuntimeError(
-                    f"rank 0 has {name} {found[0][name]}, rank {rank} has {version}: install the "
-                    "same one everywhere"
-                )
+    named = {f"version of {name}": version for name, version in own.items()}
+    described = {"parameter": {}, "buffer": {}, "option": named}
+    verify_same(described, group, device, _WHERE, "Install the same one everywhere.")
 
 
-def _transport(device: torch.device) -> Transport:
-    """Wraps a module and runs two backwards, after which the wrapper has decided."""
+def _refusal(device: torch.device) -> Refusal | None:
+    """Why ranks share no memory for gradients, which two backwards of a wrapper decide."""
     wrapped = DistributedDataParallel(nn.Linear(64, 64, device=device))
     for _ in range(2):
         wrapped(torch.ones(1, 64, device=device)).sum().backward()
     memory = wrapped._ddp_state.core.manager.memory
-    if memory is None:
-        on_gpu = "on GPUs there is no other"
-        on_cpu = "it is not one of gloo, or TORCH_DISTRIBUTED_DEBUG is DETAIL"
-        return Transport(False, on_gpu if device.type == "cuda" else on_cpu)
-    if memory.refusal is None:
-        return Transport(True)
-    return Transport(False, memory.refusal.why, memory.refusal.is_failure)
+    if memory is not None:
+        return memory.refusal
+    on_gpu = "on GPUs there is no other"
+    on_cpu = "it is not one of gloo, or TORCH_DISTRIBUTED_DEBUG is DETAIL"
+    return Refusal(on_gpu if device.type == "cuda" else on_cpu)
 
 
 def _measure(group: Group, device: torch.device) -> Line:
@@ -195,9 +175,9 @@ def _measure(group: Group, device: torch.device) -> Line:
     return Line(latency, whole.nbytes, seconds, sent / seconds)
 
 
-def consequences(transport: Transport, line: Line, ranks: int, hosts: int) -> Iterator[str]:
+def consequences(refusal: Refusal | None, line: Line, ranks: int, hosts: int) -> Iterator[str]:
     """Sentences on what follows for training, with the option to set."""
-    if transport.is_memory and hosts == 1:
+    if refusal is None and hosts == 1:
         yield (
             "Gradients do not leave this host: nothing to set. compression= would be slower, since "
             "what is quantised goes by gloo."
@@ -215,7 +195,7 @@ def consequences(transport: Transport, line: Line, ranks: int, hosts: int) -> It
             )
         else:
             yield 'compression="int8" pays on lines below 1 Gbit/s: leave it off.'
-    if transport.is_failure:
+    if refusal is not None and refusal.is_failure:
         yield (
             "Ranks of a host cannot share memory for gradients and take gloo, which is slower: see "
             'the transport above; transport="process_group" makes that a choice.'

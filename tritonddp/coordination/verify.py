@@ -167,22 +167,6 @@ def all_gather_bytes(
     return [bytes(other.cpu().tolist()) for other in all_gather(mine, group.process_group)]
 
 
-def gather_json(content: Any, group: Group, device: torch.device | str, where: str) -> list[Any]:
-    """Gather every rank's ``content``, in rank order. It is sent as JSON: nothing is unpickled.
-
-    Raises:
-        RuntimeError: a rank does not take part, or announces more than 2^30 bytes.
-    """
-    device, message = torch.device(device), json.dumps(content).encode()
-    with group.guard(where, "exchange of what the ranks have to say"):
-        sizes = all_gather_bytes(len(message).to_bytes(8, "little"), 8, group, device)
-        longest = max(int.from_bytes(each, "little") for each in sizes)
-        if longest > _LARGEST:  # on every rank alike
-            raise RuntimeError(f"a rank announces {longest} bytes")
-        messages = all_gather_bytes(message, longest, group, device)
-    return [json.loads(each.rstrip(b"\0")) for each in messages]
-
-
 def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     """Lines that tell how each rank differs from rank 0."""
     first = descriptions[0]

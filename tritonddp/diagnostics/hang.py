@@ -312,8 +312,7 @@ class _GroupWatch:
         if not answer:
             return
         answer[0] = f"waiting for {seconds:.0f} s: {answer[0]}"
-        text = "\n  ".join([*answer, *_flight_recorder()])
-        logger.warning("%s", text)
+        logger.warning("%s", "\n  ".join(answer))
         self._next = 2 * seconds
         timeout = timeout_of(group, wrappers[0].device)
         if timeout is not None and seconds < timeout.total_seconds() - 3 * pause:
@@ -346,17 +345,6 @@ class _GroupWatch:
         except Exception:  # a group written in Python has no store, for example
             logger.debug("no other rank could be asked", exc_info=True)
         self._answer = since, answer
-
-
-def _flight_recorder() -> list[str]:
-    """A line that says where torch's own record of collectives is, if it is on."""
-    sizes = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    if not any(os.environ.get(each, "0") != "0" for each in sizes):
-        return []
-    return [
-        "torch's flight recorder is on: at the timeout it writes the collectives of each rank to "
-        "TORCH_FR_DUMP_TEMP_FILE, which torchfrtrace reads"
-    ]
 
 
 class _Watch(threading.Thread):

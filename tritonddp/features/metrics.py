@@ -12,9 +12,7 @@ for buffers belongs to ``exposed`` too. If several backwards are accumulated, ea
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
@@ -32,8 +30,6 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
-
-logger = logging.getLogger("tritonddp.metrics")
 
 EVERY = 10  # steps from one gathering of times to the next
 _WHAT = "all-gather of times (metrics)"
@@ -126,8 +122,6 @@ class Metrics(Extension):
         self._gathered: Callable[[], Tensor] | None = None
         self._readback: Readback | None = None  # on a GPU
         self._ranks: dict[int, StepTimes] = {}  # means of the last EVERY steps, by rank
-        self._every = 0  # steps from one line of the log to the next; 0: no lines
-        self._write: Callable[[str], None] = logger.info
 
     # The parts of a step
 
@@ -176,8 +170,6 @@ class Metrics(Extension):
                     self._take(gathered())
                 if count % EVERY == 0:
                     self._gather()
-        if self._every and count % self._every == 0 and self._group.rank == 0:
-            self._write(self._line())
 
     def _gather(self) -> None:
         known, self._known = self._known, []
@@ -213,27 +205,3 @@ class Metrics(Extension):
         own = {rank: each.own for rank, each in self._ranks.items()}
         found["slowest_rank"] = max(own, key=own.__getitem__, default=None)
         return found
-
-    def log(self, every: int, write: Callable[[str], None] | None) -> None:
-        """See :meth:`tritonddp.DistributedDataParallel.log_metrics`."""
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
-        self._every = every
-        if write is None:
-            write = logger.info if logger.isEnabledFor(logging.INFO) else _to_stderr
-        self._write = write
-
-    def _line(self) -> str:
-        found = self.metrics()
-        if found["slowest_rank"] is None:
-            return f"step {found['step']}: its times are not known yet"
-        parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in PARTS)
-        return (
-            f"step {found['step']}: {found['step_ms']:.1f} ms ({parts}); own time "
-            f"{found['own_ms_min']:.1f} to {found['own_ms_max']:.1f} ms, longest on rank "
-            f"{found['slowest_rank']}"
-        )
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
