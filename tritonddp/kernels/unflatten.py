@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonddp import _torch
 from tritonddp._device import record_use
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import ADDRESS_OF, ALIGNMENT, DeviceTables
@@ -116,23 +115,12 @@ def unflatten(
             is not one fp64 element on that device.
     """
     tables = flat.tables or DeviceTables.of(flat)
-    if factor is not None and (
-        factor.dtype is not torch.float64
-        or factor.numel() != 1
-        or factor.device != flat.data.device
-    ):
-        flat.check_factor(factor)  # raises
-    # As in DeviceTables.update, without its call.
-    dtype: Any
-    try:
-        addresses, dtype = list(map(ADDRESS_OF, grads)), grads[0].dtype  # type: ignore[arg-type, union-attr]
-    except (TypeError, IndexError):  # one is missing, or there are none
-        addresses, dtype = [], tables.update(grads)
-    in_place = grads is flat.views and (
-        tables.in_place == (flat.data.data_ptr(), addresses) or tables.are_in_place(flat, addresses)
-    )
-    if not in_place and addresses and (addresses != tables.addresses or dtype is not tables.dtype):
-        tables.change(grads, addresses=addresses)
+    if factor is not None:
+        flat.check_factor(factor)
+    if in_place := grads is flat.views and tables.are_in_place(flat, list(map(ADDRESS_OF, grads))):
+        dtype = flat.dtype if flat.views else None
+    else:
+        dtype = tables.update(grads)
     if dtype is None or tables.num_chunks == 0:
         return
     aligned = in_place or tables.aligned
@@ -142,13 +130,7 @@ def unflatten(
         found = tables.launches[key] = _prepare(flat, tables, dtype, aligned, in_place, factor)
     run, rest = found
     given = () if factor is None else (factor, *rest)
-    # The same as launch.run(), without one more call.
-    if tables.device_index is None or tables.device_index == _torch.current_device():
-        run(*given)
-    else:
-        with torch.cuda.device(tables.device_index):
-            run(*given)
-    launch.launches += 1
+    launch.run(tables.device_index, run, *given)
 
 
 def compile_for(flat: FlatBuffer, dtype: torch.dtype, in_place: bool, is_joint: bool) -> None:
@@ -278,7 +260,7 @@ class JointUnflatten:
         flats, aligned = self._flats, True
         first_kind, is_mixed, has_none = (None, False), False, False
         for flat, tables, each in zip(flats, self._tables, grads, strict=True):
-            # As in unflatten.
+            # As in unflatten() and DeviceTables.update(), without their calls.
             dtype: Any
             try:
                 addresses, dtype = list(map(ADDRESS_OF, each)), each[0].dtype  # type: ignore[arg-type, union-attr]
@@ -322,14 +304,7 @@ class JointUnflatten:
             )
         run, rest = found
         arguments = () if factor is None else (factor, *rest)
-        # The same as launch.run(), without one more call.
-        index = self._tables[0].device_index
-        if index is None or index == _torch.current_device():
-            run(*arguments)
-        else:
-            with torch.cuda.device(index):
-                run(*arguments)
-        launch.launches += 1
+        launch.run(self._tables[0].device_index, run, *arguments)
 
     def _move(self) -> None:
         """The memory of a buffer has moved."""
