@@ -50,17 +50,14 @@ class Part:
     """One process, or one a rank.
 
     Attributes:
-        name: on the command line, and of the result file.
-        seconds: of the time that all parts have together; a share of another time.
         command: what python is to run, with ``{here}`` for this folder and ``{out}`` for that of
             results.
-        ranks: how many, for a script that wants to be started by torchrun.
     """
 
-    name: str
-    seconds: float
+    name: str  # on the command line, and of the result file
+    seconds: float  # of the time that all parts have together; a share of another time
     command: str
-    ranks: int | None = None
+    ranks: int | None = None  # how many, for a script that wants to be started by torchrun
 
 
 def _script(name: str, seconds: float, command: str, ranks: int | None = None) -> Part:

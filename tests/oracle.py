@@ -24,13 +24,11 @@ class Window:
     """Weighted backwards that are reduced together.
 
     Attributes:
-        items: how many they count.
-        is_sum: their losses are sums over their items.
         sums: their gradients, each times its number of items, or as it is for a sum.
     """
 
-    items: float = 0.0
-    is_sum: bool = False
+    items: float = 0.0  # how many they count
+    is_sum: bool = False  # their losses are sums over their items
     sums: dict[Tensor, Tensor] = field(default_factory=dict)
 
 

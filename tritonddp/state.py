@@ -55,28 +55,10 @@ class DDPState:
     """The objects and options of one wrapper.
 
     Attributes:
-        config: the checked arguments.
-        device: of the first parameter.
-        init_sync: parameters and buffers are sent at construction.
-        low_precision: runs the module with ``mixed_precision``.
         call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
-        is_running: a forward runs.
         late_buffers: of such a module: buffers, their values, and those of the next forward.
-        finalizes_manually: see ``require_manual_backward_finalization``.
         builtin_hook: communication hook of torch in C++, if one is registered.
-        buffer_hook: registered by the user, instead of a broadcast.
-        group: the ranks. It and all that follows are made again for a new process group.
-        sync: what the user wants of the next backward.
-        state_broadcast: sends parameters and buffers.
-        parameters: of the module, with its buffers.
-        counters: of what was sent.
-        buffer_sync: synchronises buffers before forwards.
-        core: reduces gradients.
-        requests: what users ask of it between steps.
         contexts: reduces gradients in contexts of ``torch.distributed.autograd``.
-        metrics: with ``metrics=True``, times the parts of a step.
-        traced: forwards that ``torch.compile`` has traced into one graph.
-        logger: configuration and statistics.
         window: counts what weighted backwards have accumulated, once there is one.
     """
 
@@ -84,28 +66,28 @@ class DDPState:
     live: ClassVar[WeakSet[DDPState]] = WeakSet()  # those of all wrappers with a reducer
     stop_requests: ClassVar[set[object]] = set()  # of the process: wrappers to come stop too
 
-    config: DDPConfig
-    device: torch.device
-    group: Group
-    sync: SyncState
-    init_sync: bool
-    low_precision: LowPrecision | None = None
+    config: DDPConfig  # the checked arguments
+    device: torch.device  # of the first parameter
+    group: Group  # the ranks. What is made again for another group is not in the constructor.
+    sync: SyncState  # what the user wants of the next backward
+    init_sync: bool  # parameters and buffers are sent at construction
+    low_precision: LowPrecision | None = None  # runs the module with mixed_precision
     call: Callable[..., Any] | None = None
-    is_running: bool = False
+    is_running: bool = False  # a forward runs
     late_buffers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    finalizes_manually: bool = False
+    finalizes_manually: bool = False  # see require_manual_backward_finalization
     builtin_hook: dist.BuiltinCommHookType | None = None
-    buffer_hook: BufferHook | None = None
-    state_broadcast: StateBroadcast = field(init=False)
-    parameters: ModuleParameters = field(init=False)
-    counters: Counters = field(init=False)
-    buffer_sync: BufferSync = field(init=False)
-    core: Reducer = field(init=False)
-    requests: Requests = field(init=False)
+    buffer_hook: BufferHook | None = None  # registered by the user, instead of a broadcast
+    state_broadcast: StateBroadcast = field(init=False)  # sends parameters and buffers
+    parameters: ModuleParameters = field(init=False)  # of the module, with its buffers
+    counters: Counters = field(init=False)  # of what was sent
+    buffer_sync: BufferSync = field(init=False)  # synchronises buffers before forwards
+    core: Reducer = field(init=False)  # reduces gradients
+    requests: Requests = field(init=False)  # what users ask of it between steps
     contexts: ContextReducer = field(init=False)
-    metrics: Metrics | None = field(init=False)
-    traced: Traced = field(init=False)
-    logger: Logger = field(init=False)
+    metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
+    traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
+    logger: Logger = field(init=False)  # configuration and statistics
     window: AccumulationWindow | None = field(init=False, default=None)
 
     @classmethod

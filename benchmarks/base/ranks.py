@@ -16,17 +16,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others.
-
-    Attributes:
-        share_device: several ranks take turns on one GPU, so that times say little.
-    """
+    """This process among the others."""
 
     rank: int
     world_size: int
     device: torch.device
     backend: str
-    share_device: bool = False
+    share_device: bool = False  # several ranks take turns on one GPU, so that times say little
 
     def barrier(self) -> None:
         """Wait for the other ranks, and for this device to be idle."""

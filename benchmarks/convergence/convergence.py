@@ -72,7 +72,6 @@ class Contender:
     """What one wire makes of one seed.
 
     Attributes:
-        loss: on the held-out data, in nats per target, at the end.
         sent_bytes: of a rank in the last step, see
             :class:`tritonddp.coordination.counters.Counters`.
     """
@@ -80,7 +79,7 @@ class Contender:
     ddp: Any
     optimizer: Any
     schedule: Any
-    loss: float = 0.0
+    loss: float = 0.0  # on the held-out data, in nats per target, at the end
     sent_bytes: int = 0
 
     @classmethod

@@ -57,15 +57,10 @@ Buckets = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a model, in the order of its backward, which is the reverse of registration.
+    """Of a model, in the order of its backward, which is the reverse of registration."""
 
-    Attributes:
-        sizes: bytes of each, in fp32.
-        ready: when it is there, as a share of the backward.
-    """
-
-    sizes: list[int]
-    ready: list[float]
+    sizes: list[int]  # bytes of each, in fp32
+    ready: list[float]  # when it is there, as a share of the backward
 
     @classmethod
     def of(cls, name: str, make: Callable[[], nn.Module]) -> Gradients:

@@ -38,19 +38,12 @@ _TESTS_FAILED = 1  # pytest's exit status
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part.
+    """What came of a part."""
 
-    Attributes:
-        status: ``"ok"``, ``"failed"``, or ``"not run"``: it cannot run here, which is no failure.
-        reason: why, unless all is well.
-        result: what the part found, as JSON.
-        log: the end of what it printed, if it failed.
-    """
-
-    status: str
-    reason: str | None = None
-    result: Any = None
-    log: str | None = None
+    status: str  # "ok", "failed", or "not run": it cannot run here, which is no failure
+    reason: str | None = None  # why, unless all is well
+    result: Any = None  # what the part found, as JSON
+    log: str | None = None  # the end of what it printed, if it failed
 
 
 # From the result file (which may be missing), the exit statuses, what was printed, and the limit.
@@ -59,31 +52,18 @@ Reader = Callable[[Path, Sequence[int | None], str, float], Outcome]
 
 @dataclass(frozen=True)
 class Part:
-    """One process, or one a rank.
+    """One process, or one a rank."""
 
-    Attributes:
-        name: on the command line and in the result file.
-        title: what it is about.
-        limit: seconds after which it is ended, unless parts before it have left it more.
-        estimate: seconds that it should take on an H200.
-        command: with ``{result}`` where the name of its result file goes.
-        read: makes an outcome of it.
-        ranks: how many, for a script that wants to be started by torchrun.
-        needs: Python modules without which it is not run.
-        on_one_card: it needs two ranks on one card.
-        small: further arguments in a rehearsal.
-    """
-
-    name: str
-    title: str
-    limit: float
-    estimate: float
-    command: tuple[str, ...] = ()
-    read: Reader = lambda *_: Outcome("ok")
-    ranks: int | None = None
-    needs: tuple[str, ...] = ()
-    on_one_card: bool = False
-    small: str = ""
+    name: str  # on the command line and in the result file
+    title: str  # what it is about
+    limit: float  # seconds after which it is ended, unless parts before it have left it more
+    estimate: float  # seconds that it should take on an H200
+    command: tuple[str, ...] = ()  # with {result} where the name of its result file goes
+    read: Reader = lambda *_: Outcome("ok")  # makes an outcome of it
+    ranks: int | None = None  # how many, for a script that wants to be started by torchrun
+    needs: tuple[str, ...] = ()  # Python modules without which it is not run
+    on_one_card: bool = False  # it needs two ranks on one card
+    small: str = ""  # further arguments in a rehearsal
 
     def with_arguments(self, more: str, small: str = "") -> Part:
         return replace(self, command=(*self.command, *shlex.split(more)), small=small)

@@ -32,21 +32,18 @@ class Inputs:
         turns: the gradients, and the same values at other addresses, by turns, of which there are
             more than tables are kept; on the CPU, where addresses do not matter, just the
             gradients.
-        ours: the buffer of tritonddp's kernels, with their alignment.
         segments: slots ``[first, last)`` of ``ours`` that tritonddp flattens at once, see
             ``tritonddp.buckets.bucket.Segment``.
         moved: the memory of ``ours`` with tables of its own, for gradients that take turns.
-        plain: a buffer without gaps, as stock DDP has it.
-        block: the memory of the gradients, at least as many elements as ``plain.payload``.
     """
 
     grads: list[Tensor]
     turns: Iterator[list[Tensor]]
-    ours: FlatBuffer
+    ours: FlatBuffer  # the buffer of tritonddp's kernels, with their alignment
     segments: list[tuple[int, int, FlatBuffer]]
     moved: FlatBuffer
-    plain: FlatBuffer
-    block: Tensor
+    plain: FlatBuffer  # a buffer without gaps, as stock DDP has it
+    block: Tensor  # the memory of the gradients, at least as many elements as plain.payload
 
     @classmethod
     def make(
@@ -90,11 +87,10 @@ class Contender(timing.Contender):
 
     Attributes:
         ours: works on ``Inputs.ours``, else on ``Inputs.plain``, and every bit has to be right.
-        by_address: only where kernels read gradients by address.
     """
 
     ours: bool = False
-    by_address: bool = False
+    by_address: bool = False  # only where kernels read gradients by address
 
     def buffer(self, inputs: Inputs) -> FlatBuffer:
         """The buffer that it works on."""

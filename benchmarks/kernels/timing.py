@@ -56,13 +56,12 @@ class Samples:
 
     Attributes:
         launches: kernels, copies and fills on the device per call; ``None`` where not counted.
-        calls: between two looks at the clock.
         seconds: of a call, on the device; on the CPU, its time.
         host_seconds: until a call returned; empty on the CPU.
     """
 
     launches: int | None
-    calls: int
+    calls: int  # between two looks at the clock
     seconds: list[float] = field(default_factory=list)
     host_seconds: list[float] = field(default_factory=list)
 

@@ -70,18 +70,15 @@ class Case:
     """A model and its batches.
 
     Attributes:
-        name: what the command line calls it.
         make_model: builds the model in fp32 on the CPU, from torch's global random state.
         make_batch: draws inputs and targets from a CPU generator, for so many examples.
-        examples: in a small batch, and in a large one.
-        unused: every batch leaves other parameters unused.
     """
 
-    name: str
+    name: str  # what the command line calls it
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[torch.Generator, int], Batch]
-    examples: tuple[int, int] = (1, 1)
-    unused: bool = False
+    examples: tuple[int, int] = (1, 1)  # in a small batch, and in a large one
+    unused: bool = False  # every batch leaves other parameters unused
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """The model on ``device``, with the same parameters for the same seed."""

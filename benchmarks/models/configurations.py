@@ -24,21 +24,17 @@ class Configuration:
     """One way to train a model.
 
     Attributes:
-        name: unique; the key of results.
-        wrapper: the class that wraps the model, ``None`` for the bare model.
-        options: its keyword arguments.
         error: how far its gradients may be off stock's, of their norm, beyond rounding in fp32.
         is_idle: ours in a world of one, where it sends nothing. Otherwise it sends there too, as
             stock does.
-        is_compiled: by inductor, as ``torch.compile`` of the wrapper does it.
     """
 
-    name: str
-    wrapper: Wrapper | None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # unique; the key of results
+    wrapper: Wrapper | None  # the class that wraps the model, None for the bare model
+    options: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments
     error: float = 0.0
     is_idle: bool = False
-    is_compiled: bool = False
+    is_compiled: bool = False  # by inductor, as torch.compile of the wrapper does it
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as this configuration trains it; collective."""
@@ -76,19 +72,16 @@ class Family:
     """Configurations that are compared like against like.
 
     Attributes:
-        name: of the mode: gradients are copies, or views of the buckets; or the wire.
-        ours: tritonddp.
         stock: stock DDP's configurations; the best of them is what ours is measured by.
         alike: two of the same configuration, each a model of its own: how far two medians of the
             same thing lie apart.
-        beside: measured too, but not part of the comparison.
     """
 
-    name: str
-    ours: Configuration
+    name: str  # of the mode: gradients are copies, or views of the buckets; or the wire
+    ours: Configuration  # tritonddp
     stock: tuple[Configuration, ...]
     alike: tuple[Configuration, Configuration]
-    beside: tuple[Configuration, ...] = ()
+    beside: tuple[Configuration, ...] = ()  # measured too, but not part of the comparison
 
     @property
     def members(self) -> tuple[Configuration, ...]:

@@ -27,14 +27,12 @@ class Agreement:
     """How the gradients of a configuration compare with those of the reference.
 
     Attributes:
-        same_bits: all bits, in every checked step, and the same parameters without a gradient.
         error: largest ``|this - reference| / |reference|`` of a whole model's gradient, in norms.
-        same_on_all_ranks: all bits of all ranks, in every checked step.
     """
 
-    same_bits: bool
+    same_bits: bool  # all bits, in every checked step, and the same parameters without a gradient
     error: float
-    same_on_all_ranks: bool
+    same_on_all_ranks: bool  # all bits of all ranks, in every checked step
 
 
 def check(
@@ -111,15 +109,10 @@ def check(
 
 @dataclass(frozen=True)
 class Gradient:
-    """All gradients of a model.
+    """All gradients of a model."""
 
-    Attributes:
-        values: one vector; zeros for a parameter without a gradient.
-        present: for each parameter, whether it has a gradient.
-    """
-
-    values: Tensor
-    present: Tensor
+    values: Tensor  # one vector; zeros for a parameter without a gradient
+    present: Tensor  # for each parameter, whether it has a gradient
 
     @classmethod
     def of(cls, model: nn.Module) -> Gradient:

@@ -51,22 +51,16 @@ class Plan:
     """What a rank is to measure.
 
     Attributes:
-        namespace: of its host.
-        out: the result file.
-        rates: bits per second of every host's line, ``None`` for no limit.
-        models: names in :data:`MODELS`.
-        by_wire: see :func:`families_at`.
-        rounds: at each rate, at most.
         seconds: that the rounds at a rate should take, once there are two; less if a deadline
             comes first.
     """
 
-    namespace: str
-    out: str
-    rates: Sequence[float | None]
-    models: Sequence[str]
-    by_wire: bool
-    rounds: int
+    namespace: str  # of its host
+    out: str  # the result file
+    rates: Sequence[float | None]  # bits per second of every host's line, None for no limit
+    models: Sequence[str]  # names in MODELS
+    by_wire: bool  # see families_at()
+    rounds: int  # at each rate, at most
     seconds: float
     ranks_per_host: int
 

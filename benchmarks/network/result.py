@@ -35,15 +35,10 @@ FRAME_PAYLOAD = MTU - 20 - 20 - 12
 
 @dataclass(frozen=True)
 class Limit:
-    """The shortest time of a step, in seconds, and its parts.
+    """The shortest time of a step, in seconds, and its parts."""
 
-    Attributes:
-        line: the line is at work.
-        compute: the line waits for gradients.
-    """
-
-    line: float
-    compute: float
+    line: float  # the line is at work
+    compute: float  # the line waits for gradients
 
     @property
     def seconds(self) -> float:

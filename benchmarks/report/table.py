@@ -26,14 +26,12 @@ class Rows:
     """The table of a kind of result file.
 
     Attributes:
-        of: what of a result there is a row of each.
         columns: a heading, and how it is shown; an attribute's name: that one, as it is.
-        notes: lines below the table.
     """
 
-    of: Callable[[Any], Iterable[Any]]
+    of: Callable[[Any], Iterable[Any]]  # what of a result there is a row of each
     columns: Sequence[tuple[str, Cell | str]]
-    notes: Callable[[Any], Iterable[str]] = lambda _: ()
+    notes: Callable[[Any], Iterable[str]] = lambda _: ()  # lines below the table
 
     def __call__(self, result: Any) -> Iterator[Table | str]:
         cells = [_attribute(each) if isinstance(each, str) else each for _, each in self.columns]

@@ -33,17 +33,14 @@ class Paired(NamedTuple):
     """A paired test of ours against stock.
 
     Attributes:
-        difference: median over all rounds of the seconds that ours takes more.
-        below: rounds in which ours took less, of ``rounds``.
-        p: of a sign test over rounds, two-sided, times the number of comparisons.
         verdict: ``"below"`` or ``"above"`` where that is less than 0.05, all builds say the same,
             and two bare models lie nearer to each other; else why not.
     """
 
-    difference: float
-    below: int
+    difference: float  # median over all rounds of the seconds that ours takes more
+    below: int  # rounds in which ours took less, of rounds
     rounds: int
-    p: float
+    p: float  # of a sign test over rounds, two-sided, times the number of comparisons
     verdict: str
 
     @classmethod

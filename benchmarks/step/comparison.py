@@ -22,15 +22,10 @@ class IdleError(RuntimeError):
 
 @dataclass(frozen=True)
 class Bound:
-    """What a comparison is held against.
+    """What a comparison is held against."""
 
-    Attributes:
-        limit: the largest ratio.
-        or_spread: if it may also be what stock shows against itself.
-    """
-
-    limit: float
-    or_spread: bool = False
+    limit: float  # the largest ratio
+    or_spread: bool = False  # if it may also be what stock shows against itself
 
     @classmethod
     def of(cls, case: Case, ranks: Ranks, family: str = "copies") -> Bound | None:
@@ -47,20 +42,15 @@ class Comparison:
     """tritonddp against the best configuration of stock DDP, of one family.
 
     Attributes:
-        contender: ours.
-        best: stock's configuration with the lowest median in this run.
-        ours: ours / best.
-        by_build: the median of ours / best in each build.
-        again: a model / its like; what the comparison cannot resolve.
         overhead: (ours - unwrapped) / (best - unwrapped) of whole steps, forward and backward, of
             medians over paired differences.
     """
 
-    contender: str
-    best: str
-    ours: Ratio
-    by_build: list[float]
-    again: Ratio
+    contender: str  # ours
+    best: str  # stock's configuration with the lowest median in this run
+    ours: Ratio  # ours / best
+    by_build: list[float]  # the median of ours / best in each build
+    again: Ratio  # a model / its like; what the comparison cannot resolve
     overhead: Ratio
 
     @classmethod

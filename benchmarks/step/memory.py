@@ -56,35 +56,23 @@ _MARK = "memory benchmark: "
 
 @dataclass(frozen=True)
 class Peaks:
-    """Highest number of live bytes in each phase, the model's own parameters included.
-
-    Attributes:
-        drift: by how many live bytes grew from the last step but one to the last.
-        left: bytes that live when everything is gone.
-    """
+    """Highest number of live bytes in each phase, the model's own parameters included."""
 
     wrapping: int
     first: int
     steady: int
-    drift: int
-    left: int
+    drift: int  # by how many live bytes grew from the last step but one to the last
+    left: int  # bytes that live when everything is gone
 
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration beside the unwrapped model, in bytes.
+    """One configuration beside the unwrapped model, in bytes."""
 
-    Attributes:
-        buckets: all bucket buffers.
-        largest_bucket: the largest of them.
-        above: peak above the unwrapped model's, by phase.
-        drift: see :class:`Peaks`.
-    """
-
-    buckets: int
-    largest_bucket: int
-    above: dict[str, int]
-    drift: int
+    buckets: int  # all bucket buffers
+    largest_bucket: int  # the largest of them
+    above: dict[str, int]  # peak above the unwrapped model's, by phase
+    drift: int  # see Peaks
 
     @property
     def holds(self) -> bool:

@@ -28,17 +28,11 @@ SETTLED = {"cpu": 0, "cuda": 11}
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        models: names of cases; none for the default of the device.
-        rounds: timed ones of each build, fewer if a deadline comes first.
-        builds: how often all models are built anew, so that where memory lies is sampled too.
-    """
-
-    models: tuple[str, ...]
-    rounds: int
-    builds: int
+    models: tuple[str, ...]  # names of cases; none for the default of the device
+    rounds: int  # timed ones of each build, fewer if a deadline comes first
+    builds: int  # how often all models are built anew, so that where memory lies is sampled too
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:

@@ -16,27 +16,21 @@ class Case:
     """One row of the table.
 
     Attributes:
-        step: one training step, without the optimizer.
         stock: what becomes of it under stock DDP, see :mod:`cases.stock`: without
             ``find_unused_parameters=True``, and with it.
         models: make the modules to be wrapped, each by itself; ``step`` gets the one net, or the
             list of nets if there are several.
-        reductions: how often a step reduces each of them.
-        options: for the wrapper.
-        weighted: the reduction that its backwards are weighted with, if they are.
-        requests: how often a step calls ``reduce_gradients``.
-        names_params: whether these calls say which parameters, which the ranks verify.
         adds: the steps in which parameters come into the buckets, as they were added, or unfrozen.
     """
 
-    step: Step
+    step: Step  # one training step, without the optimizer
     stock: tuple[str, str]
     models: Callable[[], list[nn.Module]]
-    reductions: tuple[int, ...] = (1,)
-    options: dict[str, Any] = field(default_factory=dict)
-    weighted: str | None = None
-    requests: int = 0
-    names_params: bool = False
+    reductions: tuple[int, ...] = (1,)  # how often a step reduces each of them
+    options: dict[str, Any] = field(default_factory=dict)  # for the wrapper
+    weighted: str | None = None  # the reduction that its backwards are weighted with, if they are
+    requests: int = 0  # how often a step calls reduce_gradients
+    names_params: bool = False  # whether these calls say which parameters, which the ranks verify
     adds: Collection[int] = ()
 
 

@@ -25,18 +25,15 @@ class Library:
     """A row of the table.
 
     Attributes:
-        packages: what has to be installed.
-        unused: whether a parameter that nothing uses is found without an option.
-        in_place: whether it leaves it to its users to replicate the module in place.
         saved: collectives that a step needs less than with stock: where the buffers of a BatchNorm
             are sent, stock sends two messages, one for each dtype, and tritonddp none: they go
             through the memory of the host. Trainer of transformers has stock look for unused
             parameters, which takes one more.
     """
 
-    packages: tuple[str, ...]
-    unused: bool = True
-    in_place: bool = False
+    packages: tuple[str, ...]  # what has to be installed
+    unused: bool = True  # whether a parameter that nothing uses is found without an option
+    in_place: bool = False  # whether it leaves it to its users to replicate the module in place
     saved: int = 0
 
 

@@ -51,15 +51,10 @@ _DIVERGED = 1e12
 
 @dataclass(frozen=True)
 class Difference:
-    """What a program has brought to light.
+    """What a program has brought to light."""
 
-    Attributes:
-        program: that did.
-        what: in words.
-    """
-
-    program: Program
-    what: str
+    program: Program  # that did
+    what: str  # in words
 
     @property
     def is_stocks(self) -> bool:

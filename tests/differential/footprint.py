@@ -26,21 +26,15 @@ class Footprint:
     """What a process holds at one time.
 
     Attributes:
-        step: of the soak, after which it was taken.
-        life: number of the wrapper that was there; ``None`` between two.
-        trained: how many of its parameters have gradients; 0 between two.
-        memory: bytes of private pages, after what is free has been given back.
-        files: open file descriptors.
-        threads: of the process.
         tensors, objects: that Python's garbage collector knows.
     """
 
-    step: int
-    life: int | None
-    trained: int
-    memory: int
-    files: int
-    threads: int
+    step: int  # of the soak, after which it was taken
+    life: int | None  # number of the wrapper that was there; None between two
+    trained: int  # how many of its parameters have gradients; 0 between two
+    memory: int  # bytes of private pages, after what is free has been given back
+    files: int  # open file descriptors
+    threads: int  # of the process
     tensors: int
     objects: int
 

@@ -46,19 +46,12 @@ _ROUNDINGS_OF_CLIPPED = 16
 
 @dataclass(frozen=True)
 class Expected:
-    """What a rank must see.
+    """What a rank must see."""
 
-    Attributes:
-        place: of the entry in the trace.
-        value: the tensor, ``None`` where there is none.
-        bound: how far each element may be from it; ``None``: not at all.
-        strides: of the tensor; ``None`` where any will do, or it is sparse.
-    """
-
-    place: tuple[int, str, str]
-    value: Tensor | None
-    bound: Tensor | None
-    strides: tuple[int, ...] | None
+    place: tuple[int, str, str]  # of the entry in the trace
+    value: Tensor | None  # the tensor, None where there is none
+    bound: Tensor | None  # how far each element may be from it; None: not at all
+    strides: tuple[int, ...] | None  # of the tensor; None where any will do, or it is sparse
 
 
 class Oracle:

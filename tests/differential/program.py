@@ -43,28 +43,20 @@ class NetworkSpec(Described):
         frozen: blocks whose parameters require no gradient when the network is wrapped.
         output: how ``forward`` returns its tensors: a key of :data:`differential.networks.OUTPUTS`.
         checkpoint: how blocks are checkpointed: ``""``, ``"reentrant"`` or ``"not reentrant"``.
-        tied: whether the first two blocks, both linear, share their weight.
-        buffers: kinds of :data:`differential.networks.BUFFERS`.
-        written_in_forward: how the forward writes a buffer; ``""`` is not at all.
-        written_in_backward: how a hook of the backward does.
-        quiet: the forwards before the first one that does.
-        overrides: which method it overrides, of :data:`differential.networks.OVERRIDES`.
-        copies: networks of this kind that there are, with a group each.
-        shares_encoder: whether there are two of them, which share their first block.
     """
 
     blocks: tuple[str, ...]
     frozen: tuple[str, ...] = ()
     output: str = "tensor"
     checkpoint: str = ""
-    tied: bool = False
-    buffers: tuple[str, ...] = ()
-    written_in_forward: str = ""
-    written_in_backward: str = ""
-    quiet: int = 0
-    overrides: str = ""
-    copies: int = 1
-    shares_encoder: bool = False
+    tied: bool = False  # whether the first two blocks, both linear, share their weight
+    buffers: tuple[str, ...] = ()  # kinds of differential.networks.BUFFERS
+    written_in_forward: str = ""  # how the forward writes a buffer; "" is not at all
+    written_in_backward: str = ""  # how a hook of the backward does
+    quiet: int = 0  # the forwards before the first one that does
+    overrides: str = ""  # which method it overrides, of differential.networks.OVERRIDES
+    copies: int = 1  # networks of this kind that there are, with a group each
+    shares_encoder: bool = False  # whether there are two of them, which share their first block
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,12 +120,6 @@ class Program(Described):
     """What some ranks do.
 
     Attributes:
-        kind: of :data:`differential.kinds.KINDS`.
-        seed: of the generator; weights and batches are drawn from it too.
-        world_size: number of ranks.
-        network: what is wrapped.
-        options: of the wrapper.
-        actions: what every rank does.
         optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
         hooks: of users, each with the block whose first parameter has it (``""``: those that its
             kind is for), the kind, of :data:`differential.actions.gradients.HOOKS`, and whether it
@@ -146,23 +132,19 @@ class Program(Described):
             parameter of the first block is there.
         counts: how many of the actions each rank has inputs for, inside ``join()``; ``None`` where
             all have inputs for all, without it.
-        over_present: whether the mean there is over the ranks that still have inputs.
-        scaler: whether there is a gradient scaler.
-        is_manual: whether backwards end in ``finalize_backward()``.
         groups: what the optimizer is given: ``""`` or ``"all"``: all parameters; ``"two"`` groups;
             ``"some"``: not those of the first block; ``"later"``: those of the heads after the
             first step. Where it is not ``""``, those of a new block are a group that is added.
         roots: of hostile programs: where actions are from, of :data:`kinds.hostile.ROOTS`.
-        wrappers: how many there are, of :data:`kinds.hostile.WRAPPERS`.
         forwards_names: whether the wrapper is of a subclass that hands names on to the module.
     """
 
-    kind: str
-    seed: int
-    world_size: int
-    network: NetworkSpec
-    options: Options
-    actions: tuple[Action, ...] = ()
+    kind: str  # of differential.kinds.KINDS
+    seed: int  # of the generator; weights and batches are drawn from it too
+    world_size: int  # number of ranks
+    network: NetworkSpec  # what is wrapped
+    options: Options  # of the wrapper
+    actions: tuple[Action, ...] = ()  # what every rank does
     optimizer: str = "SGD"
     hooks: tuple[tuple[str, str, bool], ...] = ()
     thresholds: tuple[int, int] | None = None
@@ -170,12 +152,12 @@ class Program(Described):
     communication_hook: str = ""
     delays: bool = False
     counts: tuple[int, ...] | None = None
-    over_present: bool = False
-    scaler: bool = False
-    is_manual: bool = False
+    over_present: bool = False  # whether the mean there is over the ranks that still have inputs
+    scaler: bool = False  # whether there is a gradient scaler
+    is_manual: bool = False  # whether backwards end in finalize_backward()
     groups: str = ""
     roots: tuple[str, ...] = ()
-    wrappers: str = "one network"
+    wrappers: str = "one network"  # how many there are, of kinds.hostile.WRAPPERS
     forwards_names: bool = False
 
     @property

@@ -14,13 +14,12 @@ class Snapshot:
 
     Attributes:
         dtype, shape, strides: of the tensor; a sparse one has no strides.
-        content: its elements, row by row, those that a sparse one leaves out too.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    content: bytes
+    content: bytes  # its elements, row by row, those that a sparse one leaves out too
 
     @staticmethod
     def of(tensor: Tensor) -> Snapshot:
@@ -47,15 +46,13 @@ class Entry:
     """One thing that a rank saw.
 
     Attributes:
-        action: number of the action after which it was seen.
         kind: ``"loss"``, ``"gradient"``, ``"parameter"``, ``"buffer"``, ``"owner"`` or ``"value"``.
-        name: of the parameter, say.
         seen: ``None`` where there is no tensor; or something else, as its ``repr``.
     """
 
-    action: int
+    action: int  # number of the action after which it was seen
     kind: str
-    name: str
+    name: str  # of the parameter, say
     seen: Snapshot | str | None
 
     @property

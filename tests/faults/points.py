@@ -16,19 +16,17 @@ class Point:
     """A place in the life of a rank.
 
     Attributes:
-        loop: the kind of training loop, see ``program.py``.
         before: ``"module:Class.method"``: right before this is called; or the name of a line of
             the loop.
         strikes: what strikes there, with commas between: a kind (see :class:`faults.table.Fault`),
             the victim of so many ranks, and options of the wrapper, of :data:`faults.table.WORDS`.
-        call: which call of a step it is, the first is 0.
         step: in which step it strikes, -1 when the module is wrapped; ``None`` in any.
     """
 
-    loop: str
+    loop: str  # the kind of training loop, see program.py
     before: str
     strikes: str = ""
-    call: int = 0
+    call: int = 0  # which call of a step it is, the first is 0
     step: int | None = 2  # STRUCK_AT
 
 

@@ -47,18 +47,15 @@ class Seen:
     """What a rank saw.
 
     Attributes:
-        errors: step and text of each.
         wrong: what was wrong with gradients that no error had been raised for.
         nan: names of parameters whose gradients were NaN, by step.
-        right: steps whose gradients were right.
-        ended: the rank came to the end of its program.
     """
 
-    errors: list[tuple[int, str]] = field(default_factory=list)
+    errors: list[tuple[int, str]] = field(default_factory=list)  # step and text of each
     wrong: list[str] = field(default_factory=list)
     nan: dict[int, list[str]] = field(default_factory=dict)
-    right: list[int] = field(default_factory=list)
-    ended: bool = False
+    right: list[int] = field(default_factory=list)  # steps whose gradients were right
+    ended: bool = False  # the rank came to the end of its program
 
 
 class Program:

@@ -27,30 +27,21 @@ class Fault:
             ``"differ"`` (it does something else than the others).
         at: where, one of :data:`~faults.points.POINTS`; for ``"differ"`` one of
             ``differences.py``.
-        ranks: how many.
-        victim: which of them.
-        options: of the wrapper.
-        says: what each error must hold, as a regular expression, beside what all must.
-        goes_on: after its error training goes on and is right; else it ends.
         is_stall: the victim does not come to its end; it takes the group's timeout to notice.
-        times_out: it takes the group's timeout to notice.
-        hosts_store: the victim hosts the group's store.
-        aborts: gloo ends a process, which may be another one than the victim.
-        detail: under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with the log at DEBUG.
     """
 
     kind: str
     at: str
-    ranks: int
-    victim: int
-    options: tuple[tuple[str, Any], ...] = ()
-    says: str = ""
-    goes_on: bool = False
+    ranks: int  # how many
+    victim: int  # which of them
+    options: tuple[tuple[str, Any], ...] = ()  # of the wrapper
+    says: str = ""  # what each error must hold, as a regular expression, beside what all must
+    goes_on: bool = False  # after its error training goes on and is right; else it ends
     is_stall: bool = False
-    times_out: bool = False
-    hosts_store: bool = False
-    aborts: bool = False
-    detail: bool = False
+    times_out: bool = False  # it takes the group's timeout to notice
+    hosts_store: bool = False  # the victim hosts the group's store
+    aborts: bool = False  # gloo ends a process, which may be another one than the victim
+    detail: bool = False  # under TORCH_DISTRIBUTED_DEBUG=DETAIL, with the log at DEBUG
 
     @property
     def point(self) -> Point:

@@ -42,21 +42,13 @@ _REMEDY = "Look first at the log of the rank that ended, failed first or has not
 
 @dataclass
 class Result:
-    """What came of a fault.
+    """What came of a fault."""
 
-    Attributes:
-        seen: by each rank that came to its end, see ``program.Seen``.
-        struck: the fault has struck.
-        aborted: ranks that were ended by SIGABRT.
-        hanging: ranks that should have come to their end, and did not.
-        logs: the ends of what the ranks printed.
-    """
-
-    seen: dict[int, dict[str, Any]]
-    struck: bool
-    aborted: set[int]
-    hanging: list[int]
-    logs: str
+    seen: dict[int, dict[str, Any]]  # by each rank that came to its end, see program.Seen
+    struck: bool  # the fault has struck
+    aborted: set[int]  # ranks that were ended by SIGABRT
+    hanging: list[int]  # ranks that should have come to their end, and did not
+    logs: str  # the ends of what the ranks printed
 
     @classmethod
     def read(cls, folder: Path, fault: Fault) -> Result:

@@ -38,17 +38,13 @@ class World:
     """Where a test runs.
 
     Attributes:
-        name: the parameter's id in the name of a test, by which reports count.
-        backend: of the process group.
-        size: number of ranks.
-        device_type: of the tensors; ranks take turns on the devices that are there.
         is_recorded: the device is not there, nor is NCCL: gloo and the CPU pass for them.
     """
 
-    name: str
-    backend: str
-    size: int
-    device_type: str
+    name: str  # the parameter's id in the name of a test, by which reports count
+    backend: str  # of the process group
+    size: int  # number of ranks
+    device_type: str  # of the tensors; ranks take turns on the devices that are there
     is_recorded: bool = False
 
     @property

@@ -10,17 +10,15 @@ class Expected:
     """A difference that ``tests/cases/README.md`` names.
 
     Attributes:
-        row: how the row of the page begins: its first cell.
         error: text of the error in which it ends, a regular expression; ``""`` where it ends as
             stock.
-        keys: which rows may differ where it ends as stock, a regular expression; one must.
         timeout: of the process group, in seconds, for this class alone: an error within it names
             who waits for whom. ``None`` is the harness's.
     """
 
-    row: str
+    row: str  # how the row of the page begins: its first cell
     error: str = ""
-    keys: str = ""
+    keys: str = ""  # which rows may differ where it ends as stock, a regular expression; one must
     timeout: float | None = None
 
 

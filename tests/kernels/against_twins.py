@@ -44,13 +44,11 @@ class Place:
     """Where the kernels of a GPU run: in Triton's interpreter, on the recorded device, on a GPU.
 
     Attributes:
-        device: of their tensors.
         flatten, unflatten, quantize, reduce_parts, dequantize: the kernels.
         block, quantized_block: elements of a chunk, few for an interpreter; ``None`` for the usual.
-        many: elements of a large gradient.
     """
 
-    device: str
+    device: str  # of their tensors
     flatten: Any
     unflatten: Any
     quantize: Any
@@ -58,7 +56,7 @@ class Place:
     dequantize: Any
     block: int | None = 256
     quantized_block: int | None = 512
-    many: int = 1_000
+    many: int = 1_000  # elements of a large gradient
 
     @classmethod
     def of(cls, device: str, **options: Any) -> Place:

@@ -17,11 +17,10 @@ class Class:
     """A class of the package.
 
     Attributes:
-        file: in which it is.
         attributes: what its instances have beside methods, without what they inherit.
     """
 
-    file: str
+    file: str  # in which it is
     attributes: set[str] = field(default_factory=set)
 
 

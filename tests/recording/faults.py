@@ -28,18 +28,14 @@ class Fault:
     """A fault, and how it shows.
 
     Attributes:
-        program: in which.
-        plant: context in which it is there.
-        is_wait: the host waits; else there is a race, or an error.
-        error: what it says, if there is one.
         elsewhere, steps: see :func:`recording.programs.play`. Buckets follow the order of gradients
             after the first step, and headers are read in the next one.
     """
 
-    program: str
-    plant: Callable[[], contextlib.AbstractContextManager[Any]]
-    is_wait: bool = False
-    error: str | None = None
+    program: str  # in which
+    plant: Callable[[], contextlib.AbstractContextManager[Any]]  # context in which it is there
+    is_wait: bool = False  # the host waits; else there is a race, or an error
+    error: str | None = None  # what it says, if there is one
     elsewhere: bool = False
     steps: int = 5
 

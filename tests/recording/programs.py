@@ -62,27 +62,21 @@ class Program:
     """What is wrapped, and what a step does beside a forward and a backward.
 
     Attributes:
-        options: of the wrapper.
-        net: of the module.
-        prepare: called with the wrapper, once.
         around: context of a forward and a backward.
-        leaves_out: a layer is not used.
         before: called with the wrapper and inputs in each step before its forward.
-        after: likewise, behind its backward.
-        keeps: gradients are zeroed where they are.
         in_place: what is called instead of the wrapper: the net is replicated in place.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)
-    net: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Any], object] = lambda net: None
+    options: dict[str, Any] = field(default_factory=dict)  # of the wrapper
+    net: dict[str, Any] = field(default_factory=dict)  # of the module
+    prepare: Callable[[Any], object] = lambda net: None  # called with the wrapper, once
     around: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda net: (
         contextlib.nullcontext()
     )
-    leaves_out: bool = False
+    leaves_out: bool = False  # a layer is not used
     before: Callable[[Any, Tensor], object] = lambda net, x: None
-    after: Callable[[Any], object] = lambda net: None
-    keeps: bool = False
+    after: Callable[[Any], object] = lambda net: None  # likewise, behind its backward
+    keeps: bool = False  # gradients are zeroed where they are
     in_place: Callable[[Any, Tensor], Tensor] | None = None
 
     def step(self, net: Any, x: Tensor) -> None:
@@ -215,17 +209,11 @@ class Run:
 
 @dataclass
 class Played:
-    """What was recorded.
+    """What was recorded."""
 
-    Attributes:
-        recorder: of all steps; what it counts is of the last one.
-        buckets: how many there were.
-        gradients: after the last step.
-    """
-
-    recorder: Recorder
-    buckets: int
-    gradients: list[Tensor]
+    recorder: Recorder  # of all steps; what it counts is of the last one
+    buckets: int  # how many there were
+    gradients: list[Tensor]  # after the last step
 
 
 def play(program: Program, steps: int = WARM_UP + 2, elsewhere: bool = False) -> Played:

@@ -25,25 +25,20 @@ class Step:
     Attributes:
         kernels: launches of the package's kernels, without those of ``moves``: one a bucket, and
             one each for the way back of the last bucket and of all the others.
-        collectives: of all kinds.
-        operations: of torch, on the device, that the package calls, at most.
         moves: launches that say where gradients lie now, at most: none where they lie where they
             lay.
-        uploads: copies to the device, at most.
-        readbacks: copies to the host.
-        waits: of the host for what the device was given in this step: where.
         before: likewise in the step before. (At the end of its backward it waits for the headers of
             the last one, if they are not there.)
     """
 
     buckets: int
     kernels: int
-    collectives: int
-    operations: int = 0
+    collectives: int  # of all kinds
+    operations: int = 0  # of torch, on the device, that the package calls, at most
     moves: int = 0
-    uploads: int = 0
-    readbacks: int = 1
-    waits: tuple[str, ...] = ()
+    uploads: int = 0  # copies to the device, at most
+    readbacks: int = 1  # copies to the host
+    waits: tuple[str, ...] = ()  # of the host for what the device was given in this step: where
     before: tuple[str, ...] = ("comm/reduction.py finish",)
 
 

@@ -45,15 +45,13 @@ class Line:
     """What all-reduces through the process group take.
 
     Attributes:
-        latency: seconds of one of a single element.
         nbytes, seconds: of a large one.
-        rate: bytes per second that each rank sends in it.
     """
 
-    latency: float
+    latency: float  # seconds of one of a single element
     nbytes: int
     seconds: float
-    rate: float
+    rate: float  # bytes per second that each rank sends in it
 
 
 def main(device: str, timeout: float) -> None:

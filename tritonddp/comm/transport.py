@@ -26,19 +26,12 @@ _NAMES = ("auto", _PROCESS_GROUP, _PEER_MEMORY, _REGISTERED)
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """What a wrapper may use, checked.
+    """What a wrapper may use, checked."""
 
-    Attributes:
-        is_registered: buckets lie in memory that the backend has registered.
-        shares_memory: ranks of a host may exchange through memory that they share.
-        is_required: they have to.
-        is_quantized: gradients do not, as they are quantised.
-    """
-
-    is_registered: bool = False
-    shares_memory: bool = False
-    is_required: bool = False
-    is_quantized: bool = False
+    is_registered: bool = False  # buckets lie in memory that the backend has registered
+    shares_memory: bool = False  # ranks of a host may exchange through memory that they share
+    is_required: bool = False  # they have to
+    is_quantized: bool = False  # gradients do not, as they are quantised
 
     @classmethod
     def of(

@@ -73,15 +73,10 @@ class GradSource(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Weight:
-    """How much the gradients of a rank count.
+    """How much the gradients of a rank count."""
 
-    Attributes:
-        items: how many items the loss is a mean or a sum of.
-        is_sum: the loss is a sum, so that its gradients count as they are.
-    """
-
-    items: float
-    is_sum: bool = False
+    items: float  # how many items the loss is a mean or a sum of
+    is_sum: bool = False  # the loss is a sum, so that its gradients count as they are
 
     @property
     def scale(self) -> float:
@@ -98,21 +93,17 @@ class RankHeader:
     """The header of one rank.
 
     Attributes:
-        schema: hash of the trainable parameters, alike on all ranks, see :func:`schema_hash`.
-        source: where the gradients come from.
         weight: their weight; ``None`` where the mean is not weighted. A rank without gradients
             sends 0: it does not know whether the other ranks weight theirs.
-        skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
-        stops: it asks all ranks to stop.
         call_site: of a module that is replicated in place: hash of the place that has called the
             backward, 3 bytes. Else zeros.
     """
 
-    schema: bytes
-    source: GradSource
+    schema: bytes  # hash of the trainable parameters, alike on all ranks, see schema_hash()
+    source: GradSource  # where the gradients come from
     weight: float | None = None
-    skipped: bytes = bytes(2)
-    stops: bool = False
+    skipped: bytes = bytes(2)  # hash of the buckets that are not sent, see skipped_hash()
+    stops: bool = False  # it asks all ranks to stop
     call_site: bytes = bytes(3)
 
     @classmethod
@@ -171,11 +162,10 @@ class Mismatch(Exception):
     """The ranks do not reduce the same.
 
     Attributes:
-        sent: what this rank has sent, if that was found in headers.
         where: this rank and the step, if that is over; else empty.
     """
 
-    sent: Sent | None = None
+    sent: Sent | None = None  # what this rank has sent, if that was found in headers
     where = ""
 
 
@@ -236,19 +226,12 @@ def _by_rank(words: dict[int, str]) -> str:
 
 
 class Sent(NamedTuple):
-    """What this rank tells the others in a reduction.
+    """What this rank tells the others in a reduction."""
 
-    Attributes:
-        header: of this rank.
-        encoded: the bytes that it writes into the trailer of the first bucket.
-        skipped: indices of the buckets that are not sent.
-        over_present: see :meth:`Agreement.open`.
-    """
-
-    header: RankHeader
-    encoded: bytes
-    skipped: Sequence[int]
-    over_present: bool
+    header: RankHeader  # of this rank
+    encoded: bytes  # the bytes that it writes into the trailer of the first bucket
+    skipped: Sequence[int]  # indices of the buckets that are not sent
+    over_present: bool  # see open()
 
 
 class _Pending(NamedTuple):

@@ -12,9 +12,7 @@ class Counters:
     """Totals since the module was wrapped.
 
     Attributes:
-        reductions: backward passes that were reduced.
         flattens: flatten launches: one a bucket, on the CPU one for each segment (about 4 MiB).
-        unflattens: unflatten launches: one a bucket, none where ``.grad`` is a bucket view.
         collectives: collectives on gradients: one all-reduce a bucket, or an all-to-all and an
             all-gather for a quantised bucket; and one broadcast when the bucket order is agreed.
         wire_bytes: bytes that this rank handed to these collectives: gradients and trailers, the
@@ -24,19 +22,18 @@ class Counters:
             of the bytes of an all-reduce, ``(W-1)/W`` of any other collective, rounded up.
         memory_bytes: bytes of them that went through memory shared by ranks, not through a process
             group.
-        memory_exchanges: collectives of them that went that way.
         layout_copies: gradients that were copied before flatten, since their strides were not
             those of their parameter.
     """
 
-    reductions: int = 0
+    reductions: int = 0  # backward passes that were reduced
     flattens: int = 0
-    unflattens: int = 0
+    unflattens: int = 0  # unflatten launches: one a bucket, none where .grad is a bucket view
     collectives: int = 0
     wire_bytes: int = 0
     sent_bytes: int = 0
     memory_bytes: int = 0
-    memory_exchanges: int = 0
+    memory_exchanges: int = 0  # collectives of them that went that way
     layout_copies: int = 0
 
     @property

@@ -105,14 +105,12 @@ class Place(NamedTuple):
     """Where a wrapper is on one rank.
 
     Attributes:
-        number: of the wrapper, alike on all ranks.
-        step: number of the reductions that have begun.
         launched, back: number of buckets of the last one.
         phase, bucket: for people: what it does, and the bucket that is the next to come back.
     """
 
-    number: int
-    step: int
+    number: int  # of the wrapper, alike on all ranks
+    step: int  # number of the reductions that have begun
     launched: int
     back: int
     phase: str
@@ -147,19 +145,12 @@ def place_of(wrapper: Wrapper) -> Place | None:
 
 @dataclass
 class Post:
-    """What one rank tells of itself.
+    """What one rank tells of itself."""
 
-    Attributes:
-        places: of its wrappers in the group.
-        waits: it waits for other ranks.
-        process: which it is, for people.
-        stack: of its training thread, see :func:`stack_of`.
-    """
-
-    places: Sequence[Place]
-    waits: bool
-    process: str
-    stack: Sequence[str] = ()
+    places: Sequence[Place]  # of its wrappers in the group
+    waits: bool  # it waits for other ranks
+    process: str  # which it is, for people
+    stack: Sequence[str] = ()  # of its training thread, see stack_of()
 
 
 def stack_of(frame: FrameType | None) -> list[str]:

@@ -34,11 +34,10 @@ class BufferHook:
 
     Attributes:
         function: takes the buffers by name, and may return futures.
-        is_after: it runs after the module's forward, not before.
     """
 
     function: Callable[[dict[str, Tensor]], Any]
-    is_after: bool
+    is_after: bool  # it runs after the module's forward, not before
 
     def run(self, named: _Named) -> Iterable[torch.futures.Future]:
         """Call it; returns what the end of the next backward waits for."""

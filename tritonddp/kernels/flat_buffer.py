@@ -164,20 +164,18 @@ class FlatBuffer:
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole buffer.
         first_slot: number of the first slot of a part in the whole buffer.
-        tables: tables of the kernels, made at their first launch.
         last_flags: bytes of the reduced flags in the last reduction, and what
             :meth:`reduced_flags` has returned then.
-        batched: state of the CPU's ``flatten``, made at its first call.
     """
 
     # Defaults for subclasses too, whose constructors differ.
     is_part = False
     first_slot = 0
-    tables: Any = None
+    tables: Any = None  # tables of the kernels, made at their first launch
     encoded: Tensor | None = None
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
-    batched: Any = None
+    batched: Any = None  # state of the CPU's flatten, made at its first call
     last_flags: tuple[bytes, Sequence[float]] = b"", ()
 
     def __init__(

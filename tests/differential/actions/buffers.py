@@ -20,16 +20,13 @@ class Write(Action):
     """Buffers get other values on these ranks, which each draws for itself.
 
     Attributes:
-        ranks: that write.
-        way: one of :data:`differential.networks.WAYS`.
         which: numbers of the buffers, modulo how many there are; BatchNorm's come last.
-        alike: whether the ranks draw the same values.
     """
 
-    ranks: tuple[int, ...]
-    way: str
+    ranks: tuple[int, ...]  # that write
+    way: str  # one of differential.networks.WAYS
     which: tuple[int, ...]
-    alike: bool = False
+    alike: bool = False  # whether the ranks draw the same values
 
     def perform(self, player: Player) -> None:
         if player.rank not in self.ranks:
@@ -77,17 +74,11 @@ class KeepState(Action):
 
 @dataclass(frozen=True)
 class SwapIn(Action):
-    """The average is swapped in on these ranks, or what was there before it is put back.
+    """The average is swapped in on these ranks, or what was there before it is put back."""
 
-    Attributes:
-        ranks: that do it.
-        by: ``"load_state_dict"``, or ``"data"``: tensor by tensor.
-        back: whether it is put back.
-    """
-
-    ranks: tuple[int, ...]
-    by: str
-    back: bool = False
+    ranks: tuple[int, ...]  # that do it
+    by: str  # "load_state_dict", or "data": tensor by tensor
+    back: bool = False  # whether it is put back
 
     def perform(self, player: Player) -> None:
         if player.rank not in self.ranks:

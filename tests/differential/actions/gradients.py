@@ -209,15 +209,10 @@ class FreeKept(Action):
 
 @dataclass(frozen=True)
 class ChangeGradients(Action):
-    """The gradients that are there are changed after the backward.
+    """The gradients that are there are changed after the backward."""
 
-    Attributes:
-        way: ``"replaced"``, ``"given other data"``, ``"scaled in place"`` or ``"freed"``.
-        ranks: that do it.
-    """
-
-    way: str
-    ranks: tuple[int, ...]
+    way: str  # "replaced", "given other data", "scaled in place" or "freed"
+    ranks: tuple[int, ...]  # that do it
 
     def perform(self, player: Player) -> None:
         if player.rank not in self.ranks:

@@ -44,15 +44,10 @@ REFUSED_BY_ALL: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Misuse(Action):
-    """One of them, on these ranks.
+    """One of them, on these ranks."""
 
-    Attributes:
-        what: of :data:`REFUSED`, or of :data:`REFUSED_BY_ALL`, which all ranks call.
-        ranks: that call it.
-    """
-
-    what: str
-    ranks: tuple[int, ...]
+    what: str  # of REFUSED, or of REFUSED_BY_ALL, which all ranks call
+    ranks: tuple[int, ...]  # that call it
 
     def perform(self, player: Player) -> None:
         is_by_all = self.what in REFUSED_BY_ALL

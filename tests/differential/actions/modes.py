@@ -37,15 +37,10 @@ OF_EVALUATIONS = MODES | {"inference_mode": torch.inference_mode, "no_grad": tor
 
 @dataclass(frozen=True)
 class Under(Action):
-    """An action in a mode.
+    """An action in a mode."""
 
-    Attributes:
-        mode: of :data:`MODES`, or of :data:`OF_EVALUATIONS`.
-        action: what is done.
-    """
-
-    mode: str
-    action: Action
+    mode: str  # of MODES, or of OF_EVALUATIONS
+    action: Action  # what is done
 
     def perform(self, player: Player) -> None:
         with OF_EVALUATIONS[self.mode]():

@@ -37,17 +37,11 @@ VALUES = PLAIN_VALUES | {
 
 @dataclass(frozen=True)
 class SetName(Action):
-    """The user sets an attribute on the wrapper.
+    """The user sets an attribute on the wrapper."""
 
-    Attributes:
-        name: of :data:`NAMES`, or of :data:`METHODS`.
-        value: of :data:`VALUES`.
-        wrapper: its title.
-    """
-
-    name: str
-    value: str
-    wrapper: str = "main"
+    name: str  # of NAMES, or of METHODS
+    value: str  # of VALUES
+    wrapper: str = "main"  # its title
 
     def perform(self, player: Player) -> None:
         DeleteName(self.name, self.wrapper).perform(player)  # what torch keeps as a parameter, say

@@ -35,19 +35,12 @@ ENDS = ("dropped", "squared and dropped", "left", "put aside", "stepped with and
 
 @dataclass(frozen=True)
 class Probe(Action):
-    """Backwards past the wrapper, of these ranks' own.
+    """Backwards past the wrapper, of these ranks' own."""
 
-    Attributes:
-        counts: of backwards, for each rank.
-        way: one of :data:`WAYS`.
-        end: one of :data:`ENDS`.
-        evaluates: whether the network is in evaluation mode.
-    """
-
-    counts: tuple[int, ...]
-    way: str = "the module"
-    end: str = "dropped"
-    evaluates: bool = False
+    counts: tuple[int, ...]  # of backwards, for each rank
+    way: str = "the module"  # one of WAYS
+    end: str = "dropped"  # one of ENDS
+    evaluates: bool = False  # whether the network is in evaluation mode
 
     def perform(self, player: Player) -> None:
         network, count = player.network, self.counts[player.rank]
@@ -83,17 +76,11 @@ class Probe(Action):
 
 @dataclass(frozen=True)
 class InputGradient(Action):
-    """The gradient of an output's loss for its batch, on some ranks, retaining the graph.
+    """The gradient of an output's loss for its batch, on some ranks, retaining the graph."""
 
-    Attributes:
-        slot: of the output.
-        ranks: that want it; ``None``: all.
-        by_backward: by ``backward(inputs=[x])``, else by ``torch.autograd.grad``.
-    """
-
-    slot: int = 0
-    ranks: tuple[int, ...] | None = None
-    by_backward: bool = False
+    slot: int = 0  # of the output
+    ranks: tuple[int, ...] | None = None  # that want it; None: all
+    by_backward: bool = False  # by backward(inputs=[x]), else by torch.autograd.grad
 
     def perform(self, player: Player) -> None:
         if self.ranks is not None and player.rank not in self.ranks:
@@ -112,14 +99,12 @@ class Saliency(Action):
     """Gradients of batches through the wrapper, which is frozen while they are made.
 
     Attributes:
-        counts: of batches, for each rank.
         part: of the network that is frozen; with ``""`` all is, and backwards end at the batch.
-        wrapper: its title.
     """
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # of batches, for each rank
     part: str = ""
-    wrapper: str = "main"
+    wrapper: str = "main"  # its title
 
     def perform(self, player: Player) -> None:
         wrapper = player.wrapped[self.wrapper]

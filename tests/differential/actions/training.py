@@ -45,26 +45,18 @@ class Forward(Action):
     """A wrapped network runs on a new batch, and its output is kept as number ``slot``.
 
     Attributes:
-        slot: of the output.
-        rows: size of the batch, for each rank.
         paths: blocks that it goes through, for each rank; ``None``: all.
-        local: whether it runs under ``no_sync``.
-        grad: whether it runs with gradients; without, nothing is kept.
-        training: whether the network is in training mode.
-        autocast: whether it runs under autocast to bf16.
-        requires_grad: whether the batch does.
-        wrapper: its title.
     """
 
-    slot: int
-    rows: tuple[int, ...]
+    slot: int  # of the output
+    rows: tuple[int, ...]  # size of the batch, for each rank
     paths: tuple[tuple[str, ...], ...] | None = None
-    local: bool = False
-    grad: bool = True
-    training: bool = True
-    autocast: bool = False
-    requires_grad: bool = True
-    wrapper: str = "main"
+    local: bool = False  # whether it runs under no_sync
+    grad: bool = True  # whether it runs with gradients; without, nothing is kept
+    training: bool = True  # whether the network is in training mode
+    autocast: bool = False  # whether it runs under autocast to bf16
+    requires_grad: bool = True  # whether the batch does
+    wrapper: str = "main"  # its title
 
     def perform(self, player: Player) -> None:
         net = player.wrapped[self.wrapper]
@@ -111,26 +103,18 @@ class Backward(Action):
     """The backward of the sum of the losses of some outputs.
 
     Attributes:
-        slots: numbers of the outputs.
-        heads: which results of each output the losses are made of.
         local: whether it accumulates only, since it or its latest forward runs under ``no_sync``.
-        outside: whether it runs outside of ``no_sync`` all the same.
-        retain_graph: passed on.
-        weights: for each rank, what ``weighted`` is told.
-        reduction: what it is told of the loss.
-        scaled: whether a gradient scaler scales the loss.
-        penalty: whether the loss has the square of its gradient for the batch in it.
     """
 
-    slots: tuple[int, ...] = (0,)
-    heads: tuple[int, ...] = (0, 1)
+    slots: tuple[int, ...] = (0,)  # numbers of the outputs
+    heads: tuple[int, ...] = (0, 1)  # which results of each output the losses are made of
     local: bool = False
-    outside: bool = False
-    retain_graph: bool = False
-    weights: tuple[float, ...] | None = None
-    reduction: str = "mean"
-    scaled: bool = False
-    penalty: bool = False
+    outside: bool = False  # whether it runs outside of no_sync all the same
+    retain_graph: bool = False  # passed on
+    weights: tuple[float, ...] | None = None  # for each rank, what weighted is told
+    reduction: str = "mean"  # what it is told of the loss
+    scaled: bool = False  # whether a gradient scaler scales the loss
+    penalty: bool = False  # whether the loss has the square of its gradient for the batch in it
 
     def perform(self, player: Player) -> None:
         outputs = [player.outputs[slot] for slot in self.slots]
@@ -160,15 +144,10 @@ class Backward(Action):
 
 @dataclass(frozen=True)
 class Microbatches(Action):
-    """Forwards and backwards under ``no_sync``, as many as each rank has.
+    """Forwards and backwards under ``no_sync``, as many as each rank has."""
 
-    Attributes:
-        counts: for each rank.
-        wrapper: its title.
-    """
-
-    counts: tuple[int, ...]
-    wrapper: str = "main"
+    counts: tuple[int, ...]  # for each rank
+    wrapper: str = "main"  # its title
 
     def perform(self, player: Player) -> None:
         net = player.wrapped[self.wrapper]
@@ -180,15 +159,10 @@ class Microbatches(Action):
 
 @dataclass(frozen=True)
 class QuietSteps(Action):
-    """Usual steps in which nothing is noted down.
+    """Usual steps in which nothing is noted down."""
 
-    Attributes:
-        count: of steps.
-        wrapper: its title.
-    """
-
-    count: int
-    wrapper: str = "main"
+    count: int  # of steps
+    wrapper: str = "main"  # its title
 
     def perform(self, player: Player) -> None:
         for _ in range(self.count):
@@ -323,12 +297,11 @@ class Swap(Action):
     """There are other tensors behind the parameters of a block, with the same values.
 
     Attributes:
-        block: that is concerned.
         by: ``"swap_tensors"`` of the first one, ``"load_state_dict"`` that swaps, or a conversion
             to fp64 and back: by ``"data"``, ``"swap"``, or ``"overwrite"``: new parameters.
     """
 
-    block: str
+    block: str  # that is concerned
     by: str
 
     def perform(self, player: Player) -> None:

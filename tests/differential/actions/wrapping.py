@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrapAgain(Action):
-    """The module is wrapped anew; some ranks still hold the old wrapper.
+    """The module is wrapped anew; some ranks still hold the old wrapper."""
 
-    Attributes:
-        held_by: these ranks.
-        title: of the new wrapper; another one than ``"main"`` goes beside it.
-        alone: whether its group is each rank's own.
-        in_a_cycle: whether the old one is in a reference cycle.
-    """
-
-    held_by: tuple[int, ...]
-    title: str = "main"
-    alone: bool = False
-    in_a_cycle: bool = False
+    held_by: tuple[int, ...]  # these ranks
+    title: str = "main"  # of the new wrapper; another one than "main" goes beside it
+    alone: bool = False  # whether its group is each rank's own
+    in_a_cycle: bool = False  # whether the old one is in a reference cycle
 
     def perform(self, player: Player) -> None:
         old = player.wrapped.pop(self.title, None)

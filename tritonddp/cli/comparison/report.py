@@ -27,15 +27,13 @@ class Row:
 
     Attributes:
         first, second: of the contenders, None if not known.
-        ratio: of what is not zero, with its interval.
-        why: it is not known.
     """
 
     label: str
     first: float | None = None
     second: float | None = None
-    ratio: Ratio | None = None
-    why: str = ""
+    ratio: Ratio | None = None  # of what is not zero, with its interval
+    why: str = ""  # it is not known
 
     @classmethod
     def of(cls, label: str, launches: Sequence[Launch], unit: float = 1.0) -> Row:
@@ -54,14 +52,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What launches have shown.
-
-    Attributes:
-        stopped: why there are no more of them; empty in the first table.
-    """
+    """What launches have shown."""
 
     launches: Launches
-    stopped: str
+    stopped: str  # why there are no more of them; empty in the first table
 
     @cached_property
     def ratio(self) -> Ratio:

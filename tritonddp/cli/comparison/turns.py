@@ -55,19 +55,12 @@ class ScriptEnded(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a launch; the same in all of them.
+    """The steps of a launch; the same in all of them."""
 
-    Attributes:
-        warmup: before any is timed, behind the first ones; and behind the blocks to note parts.
-        block: steps of a block that are counted, behind
-        skipped: one that finds caches full of the other's data.
-        pairs: of blocks.
-    """
-
-    warmup: int
-    block: int
-    skipped: int
-    pairs: int
+    warmup: int  # before any is timed, behind the first ones; and behind the blocks to note parts
+    block: int  # steps of a block that are counted
+    skipped: int  # steps before them, which find caches full of the other's data
+    pairs: int  # of blocks
 
     @classmethod
     def of(cls, seconds: float) -> Plan:
@@ -95,15 +88,13 @@ class Played:
     Attributes:
         blocks: seconds per step, of each block the slowest rank's.
         shares: of a step, by the names of its parts; means over steps and ranks.
-        backwards: in a step of rank 0.
-        peak_bytes: of the largest rank.
         captures: what ranks had at the first steps and later, by title and rank.
     """
 
     blocks: list[float] = field(default_factory=list)
     shares: dict[str, float] = field(default_factory=dict)
-    backwards: float = 0.0
-    peak_bytes: int = 0
+    backwards: float = 0.0  # in a step of rank 0
+    peak_bytes: int = 0  # of the largest rank
     captures: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
 
 

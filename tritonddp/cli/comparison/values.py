@@ -130,20 +130,15 @@ class Finding:
     """How the contenders compare at one point of the script, in the launch that differs most.
 
     Attributes:
-        title: which point.
-        state: ``IDENTICAL``, ``ROUNDING`` or ``DIFFERENT``.
-        largest: the largest relative difference.
-        names: the parameters beyond the tolerance, the worst first.
-        tolerance: up to which a difference is one of rounding.
         of_stock: the largest of stock's first launch to its others; None if there is one alone.
         shared: whether all ranks had the same bits, of the first contender and of the second.
     """
 
-    title: str
-    state: str
-    largest: float
-    names: Sequence[str]
-    tolerance: float
+    title: str  # which point
+    state: str  # IDENTICAL, ROUNDING or DIFFERENT
+    largest: float  # the largest relative difference
+    names: Sequence[str]  # the parameters beyond the tolerance, the worst first
+    tolerance: float  # up to which a difference is one of rounding
     of_stock: float | None
     shared: tuple[bool, bool]
 

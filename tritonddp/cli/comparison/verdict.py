@@ -35,15 +35,11 @@ _TRIMMED = 0.2
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch has shown of both contenders: seconds, bytes or a count.
-
-    Attributes:
-        error: the standard error of the logarithm of their ratio, from within the launch.
-    """
+    """What one launch has shown of both contenders: seconds, bytes or a count."""
 
     first: float
     second: float
-    error: float = 0.0
+    error: float = 0.0  # the standard error of the logarithm of their ratio, from within the launch
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> Launch:

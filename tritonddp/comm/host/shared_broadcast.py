@@ -42,23 +42,14 @@ _PAGE = 4096
 
 
 class Part(NamedTuple):
-    """What is broadcast, as one rank holds it.
+    """What is broadcast, as one rank holds it."""
 
-    Attributes:
-        messages: of the tensors; the same list as before if they lie where they were.
-        layout: hash of names, shapes and dtypes, 1 or more, less than ``2**32``.
-        nbytes: bytes of the tensors.
-        named: the tensors with their names, for errors.
-        where: rank and step, for errors.
-        kind: what the tensors are, "buffers" or "parameters", for errors.
-    """
-
-    messages: list[Message]
-    layout: int
-    nbytes: int
-    named: Sequence[tuple[str, Tensor]]
-    where: str
-    kind: str
+    messages: list[Message]  # of the tensors; the same list as before if they lie where they were
+    layout: int  # hash of names, shapes and dtypes, 1 or more, less than 2**32
+    nbytes: int  # bytes of the tensors
+    named: Sequence[tuple[str, Tensor]]  # the tensors with their names, for errors
+    where: str  # rank and step, for errors
+    kind: str  # what the tensors are, "buffers" or "parameters", for errors
 
     def __str__(self) -> str:
         names = listed([name for name, _ in self.named])

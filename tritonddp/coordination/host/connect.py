@@ -37,15 +37,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why ranks are not connected.
+    """Why ranks are not connected."""
 
-    Attributes:
-        why: the reason in words, with the rank.
-        is_failure: a connection was wanted and failed; otherwise it was not wanted.
-    """
-
-    why: str
-    is_failure: bool = False
+    why: str  # the reason in words, with the rank
+    is_failure: bool = False  # a connection was wanted and failed; otherwise it was not wanted
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,10 @@ class Neighbours:
     """The other ranks of this host, connected.
 
     Attributes:
-        connections: a socket for each (``SOCK_SEQPACKET``), by rank.
         hosts: the ranks of each host, in rank order; alike on all ranks. All lists have one length.
     """
 
-    connections: dict[int, socket.socket]
+    connections: dict[int, socket.socket]  # a socket for each (SOCK_SEQPACKET), by rank
     hosts: list[list[int]]
 
 

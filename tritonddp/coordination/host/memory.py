@@ -17,15 +17,10 @@ from tritonddp._modes import outside_modes
 
 @dataclass(eq=False)
 class Memory:
-    """Memory that ranks of this host share.
+    """Memory that ranks of this host share."""
 
-    Attributes:
-        tensor: uint8 ``(nbytes,)``, mapped from the shared memory.
-        descriptor: file descriptor of the memory, until all ranks have it; -1 afterwards.
-    """
-
-    tensor: Tensor
-    descriptor: int = -1
+    tensor: Tensor  # uint8 (nbytes,), mapped from the shared memory
+    descriptor: int = -1  # file descriptor of the memory, until all ranks have it; -1 afterwards
 
     @classmethod
     def create(cls, nbytes: int) -> Memory:
