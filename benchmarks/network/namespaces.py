@@ -10,8 +10,8 @@ receives is limited by the lines of the others. There is no added latency and no
 congestion control is Linux's default, whatever this machine's is: BBR, for one, has been seen to
 leave 5 to 10% of 100 Mbit/s unused, and to send 1% twice at 10 Gbit/s.
 
-Nothing stays behind, whatever ends the context: an exception, Ctrl-C, SIGTERM. After a SIGKILL the
-namespaces carry the identity of a process that is gone, and the next :func:`network` removes them.
+Nothing stays behind if an exception, Ctrl-C or SIGTERM ends the context. After a SIGKILL
+``ip netns delete`` removes namespaces whose names have the id of a process that is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -35,8 +34,6 @@ CONGESTION_CONTROL = "cubic"
 _NETNS = Path("/run/netns")
 _PREFIX = 24  # bits of the addresses that all hosts share
 _SUBNET = f"10.0.0.0/{_PREFIX}"
-# tritonddp-<owner's pid>-<its start time>-<number of the network>-<host0, host1, ..., switch>
-_NAME = re.compile(r"tritonddp-(\d+)-(\d+)-\d+-\w+")
 _numbers = itertools.count()
 
 
@@ -136,8 +133,7 @@ def network(count: int, rate: float | None = None) -> Iterator[list[Host]]:
         NetworkUnavailableError: not root, no ``ip`` or ``tc``, or the kernel refuses.
     """
     _check_privileges()
-    remove_leftovers()
-    prefix = f"tritonddp-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}-"
+    prefix = f"tritonddp-{os.getpid()}-{next(_numbers)}-"
     hosts = [Host(f"{prefix}host{number}", f"10.0.0.{number + 1}") for number in range(count)]
     with _signals(signal.SIG_DFL, _exit, signal.SIGTERM, signal.SIGHUP):
         try:
@@ -153,9 +149,8 @@ def network(count: int, rate: float | None = None) -> Iterator[list[Host]]:
                     process.kill()
                 for host in hosts:
                     host.kill()
-                for name in _namespaces():
-                    if name.startswith(prefix):
-                        _delete(name)
+                for path in _NETNS.glob(f"{prefix}*"):
+                    _delete(path.name)
 
 
 def rank_environment(hosts: Sequence[Host], rank: int, ranks_per_host: int = 1) -> dict[str, str]:
@@ -186,15 +181,6 @@ def run_on(
     while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
         time.sleep(0.1)
     return codes
-
-
-def remove_leftovers() -> None:
-    """Remove the namespaces, and the processes in them, of owners that are no more."""
-    for name in _namespaces():
-        match = _NAME.fullmatch(name)
-        if match and _start_time(int(match[1])) != int(match[2]):
-            _kill_all(name)
-            _delete(name)
 
 
 def _build(switch: str, hosts: Sequence[Host]) -> None:
@@ -247,10 +233,6 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
-def _namespaces() -> list[str]:
-    return sorted(path.name for path in _NETNS.glob("tritonddp-*"))
-
-
 def _delete(name: str) -> None:
     """Its interfaces go with it, and with them their other ends. Another may have been faster."""
     subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
@@ -268,19 +250,6 @@ def _pids(namespace: str) -> list[int]:
     """None where the namespace does not exist."""
     done = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
     return list(map(int, done.stdout.split()))
-
-
-def _start_time(pid: int) -> int | None:
-    """Of a living process, in clock ticks since the machine started; ``None`` where there is none.
-
-    Process ids are used again, but not by a process that started at the same time.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before may hold anything
-    return None if state in "ZX" else int(fields[18])  # field 22 of proc(5)
 
 
 def _exit(number: int, _: Any) -> None:

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 from launched import ROOT
 
 from benchmarks.base import processes
-from benchmarks.gpu import gpu, one_card
+from benchmarks.gpu import gpu
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu.gpu import summary
-from benchmarks.gpu.parts import Part, read_json, read_tests
+from benchmarks.gpu.parts import Part, read_json
 
 
 @pytest.fixture
@@ -66,22 +65,6 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(report: gpu.Report)
     assert "\n".join(summary(report.content))
 
 
-def test_two_ranks_on_one_card_are_asked_for_first(
-    report: gpu.Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(one_card.ANSWER, "not yet asked")
-    refuse = "print('NCCL WARN Duplicate GPU detected', flush=True); exit(1)"
-    report.run(replace(gpu_parts.PROBE, command=(sys.executable, "-c", refuse)))
-    report.run(script("pair", "exit(1)", ranks=2, on_one_card=True))
-    for name in ("probe", "pair"):
-        part = report.content["parts"][name]
-        assert (part["status"], part["reason"]) == ("not run", "NCCL: Duplicate GPU detected")
-    agree = f"print('{one_card._SUM}')"
-    report.run(replace(gpu_parts.PROBE, command=(sys.executable, "-c", agree)))
-    assert report.content["parts"]["probe"]["status"] == "ok"
-    assert one_card.refusal() is None
-
-
 # Not the tests of tests/gpu, which CI runs by themselves, nor twice what is measured alike.
 IN_CI = ["host-steps", "step-simulated", "step-cards-2", "kernels", "memory"]
 EVERY = [part.name for part in gpu_parts.parts(True)]
@@ -123,31 +106,3 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     assert steps["wire_bytes"]["ours idle"] == 0
     assert results["step-cards-2"]["models"]["mlp"]["exposed"]["ours"] > 0
     assert results["memory"]["models"]["mlp"]["ours"]["drift"] == 0
-
-
-TESTS = """<testsuites><testsuite>
-<testcase classname="test_it" name="test_some[views-nccl-1-rank]"/>
-<testcase classname="test_it" name="test_some[views-nccl-2-ranks]">
-<skipped message="NCCL: Duplicate GPU detected"/></testcase>
-<testcase classname="test_it" name="test_some[views-gloo-cpu]"><failure message="no"/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_tests_are_counted_by_world_and_what_was_cut_off_is_told(tmp_path: Path) -> None:
-    xml = tmp_path / "result"
-    xml.write_text(TESTS)
-    outcome = read_tests(xml, [1], "", 60)
-    assert (outcome.status, outcome.reason) == ("failed", "1 tests failed")
-    assert outcome.result["groups"]["nccl-2-ranks"] == {"skipped": 1}
-    assert outcome.result["failed"] == ["test_some[views-gloo-cpu]"]
-    shown = part(outcome.result, "failed", outcome.reason)
-    text = "\n".join(summary({"rehearsal": False, "parts": {"t": shown}}))
-    assert re.search(r"t +failed .* nccl-2-ranks 1 not run: NCCL: Duplicate GPU detected", text)
-    cut = read_tests(xml, [None], "", 60)
-    assert (cut.status, cut.result) == ("failed", outcome.result)
-    assert "ran longer than 60 s" in str(cut.reason)
-
-
-def part(result: Any, status: str = "ok", reason: str | None = None) -> dict[str, Any]:
-    times = {"seconds": 1.0, "limit": 20.0, "estimate": 10.0}
-    return {"status": status, "reason": reason, "result": result, **times}

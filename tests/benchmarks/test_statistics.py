@@ -1,12 +1,9 @@
 """Statistics of rounds say what they should of samples whose truth is known, and so do verdicts."""
 
-import math
 import random
-import time
 
 import pytest
 
-from benchmarks.base import deadline
 from benchmarks.base.paired import Ratio, overhead_ratio, paired_ratio
 from benchmarks.models.configurations import UNWRAPPED, families, on_cards
 from benchmarks.report import verdicts
@@ -34,28 +31,6 @@ def test_the_interval_holds_the_truth_in_about_38_of_40_runs() -> None:
         ratio = paired_ratio(noisy(1.3, 40, 2 * seed), noisy(1.0, 40, 2 * seed + 1))
         held += ratio.low <= 1.3 <= ratio.high
     assert 35 <= held <= 40
-
-
-def test_there_are_rounds_however_late_it_is_and_rank_0_decides() -> None:
-    assert list(deadline.rounds(5, math.inf, discarded=2)) == [-2, -1, 0, 1, 2, 3, 4]
-    assert list(deadline.rounds(50, LONG_AGO, least=3, discarded=1)) == [-1, 0, 1, 2]
-    assert list(deadline.rounds(2, LONG_AGO, least=3)) == [0, 1]
-    asked: list[bool] = []
-    never = lambda late: asked.append(late)  # noqa: E731
-    assert len(list(deadline.rounds(6, LONG_AGO, least=2, agreed=never))) == 6
-    assert asked == [True] * 4
-
-
-def test_no_round_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    numbers = []
-    for number in deadline.rounds(50, now + 10.5, discarded=2):
-        numbers.append(number)
-        now += 1.0
-    assert numbers == list(range(-2, 8))
-    monkeypatch.setenv(deadline.VARIABLE, str(now + 40))
-    assert deadline.share(1 / 4) == now + 10
 
 
 CPU, BRANCHY = Bound(1.02, or_spread=True), Bound(0.9)
