@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonddp import _torch
 from tritonddp._device import record_use
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import ADDRESS_OF, ALIGNMENT, DeviceTables
@@ -304,7 +305,14 @@ class JointUnflatten:
             )
         run, rest = found
         arguments = () if factor is None else (factor, *rest)
-        launch.run(self._tables[0].device_index, run, *arguments)
+        # The same as launch.run(), without one more call.
+        index = self._tables[0].device_index
+        if index is None or index == _torch.current_device():
+            run(*arguments)
+        else:
+            with torch.cuda.device(index):
+                run(*arguments)
+        launch.launches += 1
 
     def _move(self) -> None:
         """The memory of a buffer has moved."""
