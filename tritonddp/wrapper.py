@@ -282,7 +282,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             else:
                 state.contexts.watch(output, context, syncs)
         # As in stock: the next forward need not synchronise buffers if nothing made ranks differ.
-        self.require_forward_param_sync = has_grad and syncs
+        if self.require_forward_param_sync is not (has_grad and syncs):  # to set it is slow
+            self.require_forward_param_sync = has_grad and syncs
         return output
 
     # Which backwards are reduced, and how much they count

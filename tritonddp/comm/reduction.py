@@ -27,7 +27,6 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import PeerError
 
 logger = logging.getLogger("tritonddp.comm.reduction")
-begin_logger = logging.getLogger("tritonddp.reducer")
 
 _wants_flags = attrgetter("wants_flags")
 
@@ -186,8 +185,8 @@ class Reduction:
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
         if is_profiling() or self.bucket_set.spans is not None:
             self.bucket_set.renew_spans()
-        if begin_logger.isEnabledFor(logging.DEBUG):
-            begin_logger.debug(
+        if self._is_logged:
+            logger.debug(
                 "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
                 self.where,
                 self.source.words,

@@ -191,13 +191,12 @@ class Forwards:
                 site = self.call_sites.get((id(frame.f_code), frame.f_lasti))
             self.call_site = (site or self.call_sites.find(frame)) if join is None else None
         if forward is None:
-            return GradSource.ELSEWHERE
+            return ELSEWHERE
         was_reached, forward.reached = forward.reached, True
         if was_reached:
-            return GradSource.AGAIN
+            return AGAIN
         # The backward of an older forward may not have gone through its outputs, for example.
-        is_new = forward.reductions == reductions
-        return GradSource.FORWARD if is_new else GradSource.ELSEWHERE
+        return FORWARD if forward.reductions == reductions else ELSEWHERE
 
     def reduction_begins(self) -> None:
         """A reduction on request begins: it disarms all forwards until now."""
@@ -221,8 +220,9 @@ class Phase(enum.Enum):
     FAILED = enum.auto()  # like OVER, after an error: the engine has dropped the callback
 
 
-# (Reading a member from its class costs a call in Python 3.10.)
+# (Reading a member from its class costs a call before Python 3.12.)
 OPENING, RUNNING, WAITING, UNFINALIZED, OVER, FAILED = Phase
+FORWARD, AGAIN, ELSEWHERE = GradSource.FORWARD, GradSource.AGAIN, GradSource.ELSEWHERE
 
 
 @dataclass(eq=False)
@@ -303,10 +303,7 @@ class Backward:
 
     def wait(self, reducer: Ending, broke_off: Callable[[object], None]) -> None:
         """It has ended, and all buckets are launched: see :attr:`Phase.WAITING`."""
-        ends = _ends.get(self.graph_task)
-        if ends is None:  # as in EndsOfBackward.of(), without one more call
-            ends = _ends[self.graph_task] = EndsOfBackward()
-            queue_end_of_backward(partial(EndsOfBackward.finish, ends))
+        ends = EndsOfBackward.of(self.graph_task)
         ends.reducers.append(reducer)
         self.phase, self._end = WAITING, weakref.ref(ends, broke_off)
 
@@ -378,10 +375,12 @@ class EndsOfBackward:
     @classmethod
     def of(cls, graph_task: int) -> EndsOfBackward:
         """That of the backward with this id, which is called by its end."""
-        found = _ends.get(graph_task)
+        reference = _ends.get(graph_task)
+        found = None if reference is None else reference()
         if found is None:
-            found = _ends[graph_task] = cls()
-            queue_end_of_backward(partial(cls.finish, found))
+            found = cls()
+            _ends[graph_task] = weakref.ref(found, partial(_ends.pop, graph_task))
+            queue_end_of_backward(found.finish)
         return found
 
     def finish(self) -> None:
@@ -413,8 +412,9 @@ class EndsOfBackward:
         self.local = []
 
 
-# Of backwards that have ended, by id.
-_ends: weakref.WeakValueDictionary[int, EndsOfBackward] = weakref.WeakValueDictionary()
+# Of backwards that have ended, by id. (Not a WeakValueDictionary, which is written in Python: in a
+# step, where its code is in no cache, it took four times as long.)
+_ends: dict[int, weakref.ref[EndsOfBackward]] = {}
 
 
 def _shared_views(reducers: Sequence[Ending]) -> RuntimeError | None:
