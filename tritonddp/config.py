@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +46,8 @@ FLAGS = (
     "skip_all_reduce_unused_params",
     "static_graph",
 )
+
+_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -340,6 +345,20 @@ def buffer_options(given: Any) -> tuple[bool, bool]:
     if current is not None:
         return bool(current), True
     return former is not False, former is not False
+
+
+def suggesting(constructor: _Constructor) -> _Constructor:
+    """Say of an option that the constructor does not have how it is spelt."""
+    known = inspect.signature(constructor).parameters
+
+    @wraps(constructor)
+    def construct(*arguments: Any, **options: Any) -> None:
+        for name in options.keys() - known.keys():
+            if alike := get_close_matches(name, known, 1):
+                raise TypeError(f"there is no option {name!r}: did you mean {alike[0]!r}?")
+        constructor(*arguments, **options)
+
+    return cast(_Constructor, construct)
 
 
 def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:

@@ -32,7 +32,7 @@ from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
-from tritonddp.config import process_group_of
+from tritonddp.config import process_group_of, suggesting
 from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.features.join import announce_forward, refuse_inside
@@ -138,6 +138,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         optimizer.step()
     """
 
+    @suggesting
     def __init__(
         self,
         module: nn.Module,

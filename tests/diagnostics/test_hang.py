@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -168,8 +169,9 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int) -> No
 
 
 @ranks(2)
-def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int) -> None:
-    with seconds("1"), logged(logging.WARNING, LOGGER) as kept:
+def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "hangs"
+    with seconds("1", **{hang.DIRECTORY: str(folder)}), logged(logging.WARNING, LOGGER) as kept:
         if rank == 0:
             held = mock.patch.object(hang._GroupWatch, "look")
         else:
@@ -185,6 +187,10 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int) -> None
         wrapping, *_, waiting = [line for line in kept.lines() if line.startswith("waiting for")]
         assert "rank 0 has not begun to wrap a module" in wrapping
         assert "does not answer: it runs: it has moved lately, or something holds" in waiting
+        (file,) = folder.iterdir()
+        found = json.loads(file.read_text())
+        assert found["report"] == waiting
+        assert any("test_hang.py" in line for each in found["stacks"].values() for line in each)
 
 
 def test_a_thread_looks_while_there_is_a_wrapper_of_several_ranks() -> None:

@@ -168,6 +168,10 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "delayed until nothing": ({DELAYED: [], UNTIL: 1}, UNTIL + "; " + "got 1"),
     "mixed precision": ({"mixed_precision": object()}, "mixed_precision; _MixedPrecision"),
     "reduce_dtype by name": ({"reduce_dtype": "bf16"}, "reduce_dtype; 'bf16'"),
+    "misspelt": (
+        {"find_unused_parameter": True},
+        "'find_unused_parameter': did you mean 'find_unused_parameters'?",
+    ),
     "like no option": ({"nbytes": 3}, "unexpected keyword argument 'nbytes'"),
     "divided by truth": ({"gradient_divide_factor": True}, "None or a number, got True"),
     "divided by a word": ({"gradient_divide_factor": "mean"}, "None or a number, got 'mean'"),

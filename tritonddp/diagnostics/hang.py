@@ -40,7 +40,7 @@ from tritonddp.reducer.reducer import Reducer
 
 logger = logging.getLogger("tritonddp.hang")
 
-SECONDS = "TRITONDDP_HANG_SECONDS"
+SECONDS, DIRECTORY = "TRITONDDP_HANG_SECONDS", "TRITONDDP_HANG_DIR"
 _DEFAULT = "60"
 # Seconds between two looks, at most; and for the store: a call to one whose host is stopped does
 # not return, and counts as not answered after a while.
@@ -303,7 +303,9 @@ class _GroupWatch:
         if not answer:
             return
         answer[0] = f"waiting for {seconds:.0f} s: {answer[0]}"
-        logger.warning("%s", "\n  ".join(answer))
+        text = "\n  ".join([*answer, *_flight_recorder()])
+        logger.warning("%s", text)
+        _write(self.group, text)
         self._next = 2 * seconds
         timeout = timeout_of(group, wrappers[0].device)
         if timeout is not None and seconds < timeout.total_seconds() - 3 * pause:
@@ -336,6 +338,34 @@ class _GroupWatch:
         except Exception:  # a group written in Python has no store, for example
             logger.debug("no other rank could be asked", exc_info=True)
         self._answer = since, answer
+
+
+def _flight_recorder() -> list[str]:
+    """A line that says where torch's own record of collectives is, if it is on."""
+    sizes = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    if not any(os.environ.get(each, "0") != "0" for each in sizes):
+        return []
+    return [
+        "torch's flight recorder is on: at the timeout it writes the collectives of each rank to "
+        "TORCH_FR_DUMP_TEMP_FILE, which torchfrtrace reads"
+    ]
+
+
+def _write(group: Group, text: str) -> None:
+    """Write the report, and the stacks of all threads, to a file of this rank."""
+    if not (directory := os.environ.get(DIRECTORY)):
+        return
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {
+        f"{names.get(number, '')} {number}": traceback.format_stack(frame)
+        for number, frame in frames_of_threads().items()
+    }
+    path = Path(directory, f"{group.name or 'group'}-rank{group.rank}.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"time": time.time(), "report": text, "stacks": stacks}))
+    except OSError as error:
+        logger.warning("%s could not be written: %s", path, error)
 
 
 class _Watch(threading.Thread):
