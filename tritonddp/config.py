@@ -291,7 +291,7 @@ def check_module(
                 f"{name or 'the module'!r} is wrapped already, by {type(layer).__name__} for the "
                 "same ranks: its gradients are sent and averaged twice. Leave one of the wrappers "
                 "out",
-                stacklevel=5,  # where the user's program wraps it
+                stacklevel=6,  # where the user's program wraps it
             )
         if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
             raise ValueError(

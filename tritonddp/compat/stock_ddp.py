@@ -105,9 +105,9 @@ class StockDDPNames:
         self.use_side_stream_for_tensor_copies = variable == "1"
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._divide_by_initial_world_size, self._authoritative_rank = True, 0
-        warn_of_deprecated(arguments, stacklevel=3)
+        warn_of_deprecated(arguments, stacklevel=4)
         if self.static_graph:
-            warn_of_static_graph(self.find_unused_parameters, stacklevel=3)
+            warn_of_static_graph(self.find_unused_parameters, stacklevel=4)
 
     def _enter_group(self) -> None:
         """Make the objects for the process group and the module's parameters. No collective."""
