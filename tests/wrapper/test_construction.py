@@ -143,7 +143,6 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"compression": "int4"},
         "should be 'int8', a tritonddp.Int8 or None, got 'int4'",
     ),
-    "e4m3": ({"compression": "fp8"}, "'int8' sends as many bytes"),
     "a choice of it": ({"compression": "auto"}, "take 'int8', on faster ones None"),
     "exact, by another name": (
         {"compression": Int8(exact="wheight")},

@@ -152,26 +152,22 @@ class Failing(torch.optim.AdamW):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2)
-def test_a_step_that_fails_is_told_by_a_flag(rank: int, transport: str) -> None:
+def test_a_step_behind_one_that_failed_makes_the_ranks_equal(rank: int, transport: str) -> None:
     pair = Pair(mlp(4, 8, 8, 2), Failing, wrapper=TRANSPORTS[transport])
     for number in range(3):
         pair.step(drawn(5, 4, step=number))
     optimizer = pair.optimizer
-    assert optimizer.is_whole
     squares(pair.zero(drawn(5, 4))).backward()
     optimizer.optim.fails = True  # type: ignore[attr-defined]
     with pytest.raises(ArithmeticError):
         optimizer.step()
-    assert not optimizer.is_whole
     optimizer.optim.fails = False  # type: ignore[attr-defined]
     with (
         mock.patch.object(OwnedValues, "exchange", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         optimizer.step()
-    assert not optimizer.is_whole
     optimizer.step()
-    assert optimizer.is_whole
     assert_same_on_all_ranks(list(pair.zero.parameters()))
 
 

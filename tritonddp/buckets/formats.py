@@ -33,12 +33,6 @@ from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Resi
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What to do instead of values of its ``compression`` that earlier versions had.
-_GONE = {
-    "auto": ": nothing chooses by itself any more. On lines of about 1 Gbit/s and slower take "
-    "'int8', on faster ones None (docs/fewer-bytes.md)",
-    "fp8": ": 'int8' sends as many bytes, on all hardware",
-}
 # The dtypes of gradients that can be quantised.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -90,9 +84,8 @@ class Int8:
             return compression
         if isinstance(compression, str) and compression == "int8":
             return cls()
-        hint = _GONE.get(str(compression), "")
         raise ValueError(
-            f"compression should be 'int8', a tritonddp.Int8 or None, got {compression!r}{hint}"
+            f"compression should be 'int8', a tritonddp.Int8 or None, got {compression!r}"
         )
 
 

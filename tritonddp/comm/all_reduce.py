@@ -16,7 +16,22 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.point_to_point import TO_OWNERS, SumOfParts, tag_of
 
 
-class AllReduce:
+class Collective:
+    """An exchange by the process group alone; see :class:`BucketExchange`."""
+
+    before_pack: Callable[[], None] | None = None
+    after_unpack: Callable[[], None] | None = None
+
+    def wait(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.wait`."""
+        work.wait()
+
+    def abort(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.abort`."""
+        work.wait()
+
+
+class AllReduce(Collective):
     """One SUM all-reduce of the bucket's buffer. One object serves all buckets.
 
     The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, stays open to
@@ -29,9 +44,6 @@ class AllReduce:
     AVG: NCCL multiplies by ``1 / world_size`` before it adds, which is exact for a power of two.
     With one rank there is nothing to multiply by, and SUM leaves out a pass.
     """
-
-    before_pack: Callable[[], None] | None = None
-    after_unpack: Callable[[], None] | None = None
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group.process_group
@@ -57,17 +69,12 @@ class AllReduce:
             return group.allreduce([data], self._options)
         return collectives.all_reduce(data, group)
 
-    def wait(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.wait`."""
-        work.wait()
 
-    def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`."""
-        work.wait()
+class DirectSum(Collective):
+    """The sum of a small bucket on the CPU, by one round of messages. It serves all of these."""
 
-
-class DirectSum(AllReduce):
-    """The sum of a small bucket on the CPU, by one round of messages."""
+    def __init__(self, group: Group, counters: Counters) -> None:
+        self._group, self._size, self._counters = group.process_group, group.size, counters
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """See :meth:`BucketExchange.launch`."""
@@ -78,7 +85,7 @@ class DirectSum(AllReduce):
         return collectives.sum_directly(bucket.flat.data, self._group)
 
 
-class ReduceToOwners:
+class ReduceToOwners(Collective):
     """A reduce-scatter of the gradients, and an all-reduce of the trailer. It serves one bucket.
 
     A reduce-scatter has half of the bytes of an all-reduce. That of the trailer tells all ranks
@@ -89,9 +96,6 @@ class ReduceToOwners:
     (One reduce for each owner would use one direction of a line at a time: with two ranks over gloo
     at 1 Gbit/s they took twice the time.)
     """
-
-    before_pack: Callable[[], None] | None = None
-    after_unpack: Callable[[], None] | None = None
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group, self._counters = group, counters
@@ -115,14 +119,6 @@ class ReduceToOwners:
         rows = mine.new_empty(group.size - 1, len(mine))
         of_ranks = dict(enumerate(parts))
         return SumOfParts(group.process_group, range(group.size), of_ranks, group.rank, rows, tag)
-
-    def wait(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.wait`."""
-        work.wait()
-
-    def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`."""
-        work.wait()
 
 
 class _Both:

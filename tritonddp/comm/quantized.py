@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.futures import Future
 from tritonddp._device import SideStreams
 from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
+from tritonddp.comm.all_reduce import Collective
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import close_connections
@@ -34,7 +34,7 @@ from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
 
-class QuantizedAllReduce:
+class QuantizedAllReduce(Collective):
     """Sums a quantised bucket over the ranks, in quantised messages.
 
     Each of W ranks owns 1/W of a bucket: it gets that part from all ranks, sums in rank order,
@@ -46,9 +46,6 @@ class QuantizedAllReduce:
     on the CPU send each other their whole message instead, which is the same number of bytes, and
     both make the sum: without a thread, and without a second rounding.
     """
-
-    before_pack: Callable[[], None] | None = None
-    after_unpack: Callable[[], None] | None = None
 
     def __init__(self, group: Group, counters: Counters, second_step: SecondStep) -> None:
         self._size = group.size
@@ -62,14 +59,6 @@ class QuantizedAllReduce:
         for message in (flat.received,) if is_direct else (flat.received, flat.gathered):
             self._counters.collective(message.nbytes, self._size)
         return self._second_step.begin(flat)
-
-    def wait(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.wait`."""
-        work.wait()
-
-    def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`."""
-        work.wait()
 
 
 class SecondStep:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from tritonddp._torch import loading_loop, loading_processes, set_loading_loop
@@ -142,12 +142,7 @@ class StopOnSignal:
     def __enter__(self) -> StopOnSignal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def remove(self) -> None:
