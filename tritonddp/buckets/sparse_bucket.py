@@ -81,13 +81,11 @@ class SparseBucket(Bucket):
         return Layout.of([(0,)], [(1,)], self._kernels.alignment, size)
 
     def allocate(self) -> None:
-        """See :meth:`Bucket.allocate`."""
         super().allocate()
         behind = self.flat.trailer[1 + self._headers :]  # the flag and the headers
         self._announcements = behind[: _ANNOUNCEMENT * self._world_size]
 
     def prepare(self) -> None:
-        """See :meth:`Bucket.prepare`."""
         super().prepare()
         self._rows = self._dense = self._mean = None  # they may be left of a failed backward
 
@@ -173,7 +171,6 @@ class SparseBucket(Bucket):
         self._mean = total
 
     def unpack(self, factor: Tensor | None = None) -> None:
-        """See :meth:`Bucket.unpack`."""
         self.before = {}
         mean, self._mean = self._mean, None
         if mean is None:  # no rank has used the parameter

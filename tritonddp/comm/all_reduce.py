@@ -23,11 +23,9 @@ class Collective:
     after_unpack: Callable[[], None] | None = None
 
     def wait(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.wait`."""
         work.wait()
 
     def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`."""
         work.wait()
 
 
@@ -57,7 +55,6 @@ class AllReduce(Collective):
         self._is_plain = type(self._group) is dist.ProcessGroup
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """See :meth:`BucketExchange.launch`."""
         counters, nbytes, size = self._counters, bucket.nbytes, self._size
         counters.collectives += 1
         counters.wire_bytes += nbytes
@@ -77,7 +74,6 @@ class DirectSum(Collective):
         self._group, self._size, self._counters = group.process_group, group.size, counters
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """See :meth:`BucketExchange.launch`."""
         counters, nbytes = self._counters, bucket.nbytes
         counters.collectives += 1
         counters.wire_bytes += nbytes
@@ -101,7 +97,6 @@ class ReduceToOwners(Collective):
         self._group, self._counters = group, counters
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """See :meth:`BucketExchange.launch`."""
         assert bucket.owned is not None
         flat, counters, group = bucket.flat, self._counters, self._group
         trailer = flat.data[len(flat.payload) :]

@@ -101,7 +101,6 @@ class CommHook:
         return [self] * len(buckets)
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """See :meth:`BucketExchange.launch`."""
         if bucket.index == 0:  # a reduction begins
             self._calls, self._factors, self._failure = [], None, None
         if is_broken:
@@ -245,7 +244,6 @@ class _Call:
         """Do nothing: when the trailers are reduced, all calls have ended."""
 
     def get_future(self) -> Future:
-        """See :meth:`Work.get_future`."""
         self._ended = self._ended or Future()
         return self._ended
 

@@ -62,7 +62,6 @@ class ProcessGroupTransport:
         return is_torchs and backend_name(group, torch.device("cuda")) == "nccl"
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
-        """See :meth:`Transport.exchanges`."""
         made: list[BucketExchange] = []
         to_end = 0  # bytes of a bucket and all behind it
         for bucket in reversed(buckets):

@@ -53,7 +53,6 @@ class QuantizedAllReduce(Collective):
         self._second_step = second_step
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """See :meth:`BucketExchange.launch`."""
         flat: QuantizedBuffer = bucket.flat
         is_direct = flat.message_layout.is_direct
         for message in (flat.received,) if is_direct else (flat.received, flat.gathered):
@@ -182,7 +181,6 @@ class _Messages:
         self._is_reduced.set()
 
     def wait(self) -> None:
-        """See :meth:`Work.wait`."""
         flat = self._flat
         self._is_reduced.wait()
         with self._waiting:

@@ -44,7 +44,6 @@ class ComplexBuffer(FlatBuffer):
         self.views = list(map(self.tensor_at, range(len(layout.numels))))
 
     def cut(self, first: int, last: int) -> None:
-        """See :meth:`FlatBuffer.cut`."""
         self.real = self.real.part(first, last)
         super().cut(first, last)
 

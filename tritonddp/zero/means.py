@@ -74,9 +74,7 @@ class OwnedMeans(Extension):
                 param.grad = None
 
     def on_close(self, reduction: Reduction | None) -> None:
-        """See :meth:`EarlierMeans.on_close`."""
         self._earlier.on_close(reduction)
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """See :meth:`EarlierMeans.on_abort`."""
         self._earlier.on_abort(reduction)

@@ -75,7 +75,6 @@ class InPlaceBucket(Bucket):
     def _set_unbuffered(
         self, grads: list[Any], sources: list[Any], scale: float
     ) -> tuple[Any, ...]:
-        """See :meth:`Bucket._set_unbuffered`."""
         grads, sources, unbuffered, self._copies = list(grads), list(sources), [], {}
         scale *= self._size
         seen: set[int] = set()
@@ -103,33 +102,27 @@ class InPlaceBucket(Bucket):
         return grads, sources, scale
 
     def note_incoming(self, incoming: Sequence[Tensor | None]) -> None:
-        """See :meth:`Bucket.note_incoming`."""
         self._incoming = incoming
 
     def copy_unbuffered(self) -> None:
-        """See :meth:`Bucket.copy_unbuffered`."""
         self._copies_next = True
 
     def drop_gradients(self, segment: Segment) -> None:
-        """See :meth:`Bucket.drop_gradients`."""
         super().drop_gradients(segment)
         self._copies = {slot: (copy, None) for slot, (copy, _) in self._copies.items()}
 
     def fetch_gradients(self, segment: Segment) -> None:
-        """See :meth:`Bucket.fetch_gradients`."""
         super().fetch_gradients(segment)
         for slot in self._large:
             self._copies[slot] = self._copies[slot][0], self._grads[slot]
             self._grads[slot] = self._nothing
 
     def fill_nan(self, header: bytes = b"") -> None:
-        """See :meth:`Bucket.fill_nan`."""
         super().fill_nan(header)
         self._copies = {slot: (self._nan(slot), None) for slot in self._large}
         self.unbuffered = [copy for copy, _ in self._copies.values()]
 
     def overwrite_nan(self) -> None:
-        """See :meth:`Bucket.overwrite_nan`."""
         super().overwrite_nan()
         for slot, sent in zip(self._large, self.unbuffered, strict=True):
             target = self._copies[slot][1] if slot in self._copies else sent
@@ -140,7 +133,6 @@ class InPlaceBucket(Bucket):
         return self._empty_gradient(slot).fill_(torch.nan)
 
     def unpack(self, factor: Tensor | None = None) -> None:
-        """See :meth:`Bucket.unpack`."""
         flags: Sequence[float] = ()
         if self.wants_flags:
             flags = self._take_flags()

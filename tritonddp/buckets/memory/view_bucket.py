@@ -64,7 +64,6 @@ class ViewBucket(Bucket):
             self._drop_others()
 
     def discard(self) -> None:
-        """See :meth:`Bucket.discard`."""
         super().discard()
         self._stashed.clear()
 
@@ -88,7 +87,6 @@ class ViewBucket(Bucket):
         return grad
 
     def in_buffer(self) -> dict[Parameter, Tensor]:
-        """See :meth:`Bucket.in_buffer`."""
         if self.flat is None:
             return {}
         views: list[Tensor] = self.flat.views
@@ -96,7 +94,6 @@ class ViewBucket(Bucket):
         return {param: view for param, view in pairs if param.grad is view}
 
     def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
-        """See :meth:`Bucket.adopt`."""
         if not in_buffer:
             return
         if self.flat is None:

@@ -96,7 +96,6 @@ class HostSums:
         return sorted(self._with_shares, key=lambda each: each.number)
 
     def sum_packed(self) -> None:
-        """See :meth:`Background.sum_packed`."""
         if self.thread is not None:
             for exchange in self._in_order():
                 if exchange.started < exchange.number:
@@ -227,7 +226,6 @@ class MemoryExchange(WaitPoint):
             progress.free = progress.read  # the last sum of that reduction
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """See :meth:`BucketExchange.launch`."""
         sums, peers, counters, nbytes = self._sums, self.peers, self._counters, bucket.nbytes
         counters.collectives += 1
         counters.wire_bytes += nbytes
@@ -247,7 +245,6 @@ class MemoryExchange(WaitPoint):
         return self
 
     def wait(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.wait`."""
         progress = self._progress
         if self.taken < self.number:
             self.wait_for(PACKED)
@@ -293,7 +290,6 @@ class MemoryExchange(WaitPoint):
             peers.flush()
 
     def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`."""
         self.wait_for(PACKED)
         self._forget()
 
@@ -382,14 +378,11 @@ class Announced:
         self.before_pack, self.after_unpack = exchange.before_pack, exchange.after_unpack
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """See :meth:`BucketExchange.launch`."""
         self._sums.goes_elsewhere(bucket, self._peers)
         return self._exchange.launch(bucket, is_broken)
 
     def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
-        """See :meth:`BucketExchange.wait`."""
         return self._exchange.wait(bucket, work)
 
     def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`."""
         self._exchange.abort(bucket, work)

@@ -60,7 +60,6 @@ class _Point(WaitPoint):
     """Where ranks wait for a broadcast of buffers."""
 
     def check(self, late: Peer) -> None:
-        """See :meth:`WaitPoint.check`."""
         own = self.wrapper
         for (kind, wrapper), (layout, _) in late.last.items():
             is_new = late.counts[kind, wrapper] > late.seen[wrapper]

@@ -271,7 +271,6 @@ class QuantizedBuffer(FlatBuffer):
 
     @property
     def memory(self) -> list[Tensor]:
-        """See :attr:`FlatBuffer.memory`."""
         residuals = self.residuals
         kept = [] if residuals is None else [residuals.sent, residuals.reduced]
         return [self.data, self.message, self.received, self.gathered, self.flags, *kept]
@@ -291,6 +290,5 @@ class QuantizedBuffer(FlatBuffer):
         self.outgoing.trailers[:, : len(which)].masked_fill_(which, _NOT_FINITE)
 
     def not_finite(self, world_size: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`FlatBuffer.not_finite`."""
         noted = self.incoming.trailers[:, : len(self.flags)] == _NOT_FINITE
         return noted.any(0), noted.any(1)
