@@ -95,12 +95,7 @@ class Vectors(nn.Module):
 
 
 def step_calls(
-    count: int,
-    buckets: int,
-    moves: bool = False,
-    size: int = 64,
-    own: bool = False,
-    **options: Any,
+    count: int, buckets: int, moves: bool = False, size: int = 64, own: bool = False, **options: Any
 ) -> Calls:
     """What a steady step of ``count`` parameters in so many buckets calls.
 

@@ -239,10 +239,7 @@ def process_group_of(
 
 
 def check_module(
-    module: nn.Module,
-    params: Sequence[tuple[str, Tensor]],
-    views: bool,
-    group: dist.ProcessGroup,
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, group: dist.ProcessGroup
 ) -> None:
     """Raise if this module cannot be wrapped; errors name the parameters.
 

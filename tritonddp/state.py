@@ -205,12 +205,7 @@ class DDPState:
         for extension in self._extensions(core):
             core.events.install(extension)
         self.buffer_sync = BufferSync(
-            self.parameters,
-            group,
-            self.sync,
-            self.counters,
-            broadcast,
-            config.transport,
+            self.parameters, group, self.sync, self.counters, broadcast, config.transport
         )
         if self.buffer_hook is not None:
             self.use_buffer_hook(self.buffer_hook)

@@ -45,11 +45,7 @@ class Subject:
     """
 
     def __init__(
-        self,
-        configuration: Configuration,
-        count: int,
-        per_bucket: int,
-        marks: Sequence[int] = (),
+        self, configuration: Configuration, count: int, per_bucket: int, marks: Sequence[int] = ()
     ) -> None:
         self.sends = configuration.wrapper is not None and not configuration.is_idle
         self.bare = ManyParameters(count, SIZE).to(DEVICE)

@@ -47,10 +47,7 @@ class Inputs:
 
     @classmethod
     def make(
-        cls,
-        shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
     ) -> Inputs:
         """Random gradients of these shapes, and buffers for them."""
         kernels = select(device)

@@ -72,9 +72,7 @@ def input_sets(nbytes: int, device: torch.device) -> int:
 
 
 def time_rounds(
-    contenders: Sequence[Contender],
-    rotation: Sequence[Inputs],
-    rounds: Iterable[int],
+    contenders: Sequence[Contender], rotation: Sequence[Inputs], rounds: Iterable[int]
 ) -> dict[str, Samples]:
     """Count the launches of the contenders and time them, by name.
 

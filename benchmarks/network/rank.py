@@ -163,11 +163,7 @@ def main() -> None:
 
 
 def measure(
-    contenders: Contenders,
-    rate: float | None,
-    ranks: Ranks,
-    plan: Plan,
-    end: float,
+    contenders: Contenders, rate: float | None, ranks: Ranks, plan: Plan, end: float
 ) -> dict[str, Any]:
     """Time all contenders at one rate until ``end``.
 

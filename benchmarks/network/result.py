@@ -16,14 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.base.paired import Spread, paired_ratio
-from benchmarks.models.configurations import (
-    UNWRAPPED,
-    Configuration,
-    Family,
-    families,
-    once,
-    wires,
-)
+from benchmarks.models.configurations import UNWRAPPED, Configuration, Family, families, once, wires
 from benchmarks.network.namespaces import burst_bytes
 
 # The token bucket counts Ethernet frames without preamble, checksum and gap (qdisc_pkt_len), and

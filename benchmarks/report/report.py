@@ -136,11 +136,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument(
-        "--pages",
-        type=Path,
-        nargs="+",
-        default=PAGES,
-        help="default: README and pages of docs",
+        "--pages", type=Path, nargs="+", default=PAGES, help="default: README and pages of docs"
     )
     options = parser.parse_args()
     if options.source is not None and not options.figures:

@@ -193,11 +193,7 @@ def replay(events: Sequence[dict[str, Any]]) -> Peaks:
 
 
 def _cuda_peaks(
-    configuration: Configuration,
-    case: Case,
-    ranks: Ranks,
-    drawn: nn.Module,
-    floor: int,
+    configuration: Configuration, case: Case, ranks: Ranks, drawn: nn.Module, floor: int
 ) -> tuple[Peaks, list[int]]:
     """Run a copy of ``drawn`` once and read the caching allocator's peak of each phase.
 

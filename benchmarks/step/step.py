@@ -48,13 +48,7 @@ from benchmarks.models.configurations import (
 from benchmarks.models.gradients import STEPS, WrongGradients, check
 from benchmarks.report import tables
 from benchmarks.report.table import text
-from benchmarks.step.comparison import (
-    Bound,
-    Comparison,
-    IdleError,
-    check_exchange,
-    overhead,
-)
+from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange, overhead
 from benchmarks.step.plan import Plan, parser, run
 from benchmarks.step.rounds import Rounds
 from benchmarks.step.traffic import Traffic, exposed
@@ -142,11 +136,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan, end: float, choose: Choose) ->
 
 
 def compared(
-    case: Case,
-    ranks: Ranks,
-    plan: Plan,
-    names: Sequence[str],
-    transport: str,
+    case: Case, ranks: Ranks, plan: Plan, names: Sequence[str], transport: str
 ) -> Families:
     """The families of these names, ours by this transport; collective."""
     if ranks.device.type == "cuda":

@@ -24,10 +24,7 @@ GRADIENTS = {
 }
 SUMS = {
     "sm_80": [(8, True)],
-    "sm_90": [
-        *((ranks, True) for ranks in (1, 3, 8, 64)),
-        (8, False),
-    ],
+    "sm_90": [*((ranks, True) for ranks in (1, 3, 8, 64)), (8, False)],
     "sm_100": [(8, True)],
     "gfx942": [(1, True), (8, True)],
 }

@@ -104,8 +104,7 @@ def test_a_part_is_ok_not_run_or_failed(code: str, outcome: str, tmp_path: Path)
 
 def test_all_parts_together_are_under_ten_minutes() -> None:
     grace, limit = re.findall(
-        r"timeout -k (\d+) (\d+) \S+ benchmarks/bench",
-        (bench.HERE.parent / "Makefile").read_text(),
+        r"timeout -k (\d+) (\d+) \S+ benchmarks/bench", (bench.HERE.parent / "Makefile").read_text()
     )[0]
     assert sum(part.seconds for part in bench.PARTS) == bench.SECONDS
     # Between them there is time for parts that take longer than they should.

@@ -13,13 +13,7 @@ from modules import Layers
 from oracle import assert_mean, one_per_rank
 from torch import nn
 from torch.nn import Parameter
-from training import (
-    assert_mean_of,
-    breaking_off,
-    drawn,
-    train_step,
-    wrap,
-)
+from training import assert_mean_of, breaking_off, drawn, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.reducer.averager import Averager

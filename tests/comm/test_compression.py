@@ -19,12 +19,7 @@ from launched import ROOT, played
 from modules import linears
 from oracle import mean_over_ranks, one_per_rank, play, seed
 from torch import Tensor, nn
-from training import (
-    assert_gradients_alike,
-    counted,
-    gradients,
-    train_step,
-)
+from training import assert_gradients_alike, counted, gradients, train_step
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.buckets.residuals import residuals_of

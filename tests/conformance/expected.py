@@ -144,7 +144,7 @@ _NEITHER = {
 
 # What fails with the torch of these tables and passes with another one.
 PASSES_ELSEWHERE = {
-    "test_ddp_hook_pickling_powerSGD",  # 2.15
+    "test_ddp_hook_pickling_powerSGD"  # 2.15
 }
 
 # Torch's tests say how many GPUs they need at least; two are enough for all others.

@@ -11,12 +11,7 @@ import torch
 from distributed import assert_same_bits, ranks
 from modules import linears
 from torch import nn
-from training import (
-    assert_gradients_alike,
-    drawn,
-    gradients,
-    train_step,
-)
+from training import assert_gradients_alike, drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel, Int8
 

@@ -78,12 +78,7 @@ groups: dict[Any, Any] = {}  # of the programs, made once; to be cleared with th
 
 
 def play_all(
-    seeds: Sequence[int],
-    folder: str,
-    kind: str,
-    mutation: str | None,
-    compiled: bool,
-    wrapper: str,
+    seeds: Sequence[int], folder: str, kind: str, mutation: str | None, compiled: bool, wrapper: str
 ) -> None:
     """Play programs; what this rank saw of each goes into a file of the folder, ``SEED.RANK``.
 

@@ -34,9 +34,7 @@ MODULES: dict[str, Callable[[Program], nn.Module]] = {
 
 # The options of its wrapper.
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "other bucket sizes": {"bucket_cap_mb": 1},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"other bucket sizes": {"bucket_cap_mb": 1}}
 
 # What it does when it has wrapped its module.
 
@@ -46,7 +44,7 @@ def a_hook(program: Program, ddp: DistributedDataParallel) -> None:
 
 
 WRAPPED: dict[str, Callable[[Program, DistributedDataParallel], None]] = {
-    "hook on one rank": a_hook,
+    "hook on one rank": a_hook
 }
 
 # What it does in the struck step instead of forward and backward.

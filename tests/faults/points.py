@@ -117,10 +117,7 @@ POINTS = {
         step=0,
     ),
     "message through memory": Point(
-        "plain",
-        f"{MEMORY}.launch",
-        "kill 2/3 views, stop 0/2 views, leave 1/2",
-        call=2,
+        "plain", f"{MEMORY}.launch", "kill 2/3 views, stop 0/2 views, leave 1/2", call=2
     ),
     "wait for a message": Point(
         "plain", f"{HOST}.peers:WaitPoint.wait_for", "kill 1/2, stop 3/4, leave 1/3", call=2
@@ -190,10 +187,7 @@ POINTS = {
 }
 
 # Where a rank that does something else than the others is told apart by the loop alone.
-_NOWHERE = {
-    "longer buffer": Point("buffers", ""),
-    "another parameter": Point("check", ""),
-}
+_NOWHERE = {"longer buffer": Point("buffers", ""), "another parameter": Point("check", "")}
 
 
 def point_of(at: str) -> Point:

@@ -12,14 +12,7 @@ from distributed import recorded_collectives as recorded
 from modules import Kinds, linears
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from training import (
-    assert_gradients_alike,
-    breaking_off,
-    counted,
-    warned,
-    ways,
-    wrap,
-)
+from training import assert_gradients_alike, breaking_off, counted, warned, ways, wrap
 
 from tritonddp import DistributedDataParallel
 

@@ -220,10 +220,7 @@ def test_who_divides_by_another_number_is_refused(rank: int) -> None:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(ValueError, match=said):
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    with (
-        pytest.raises(ValueError, match="gradient_divide_factor=3 was given"),
-        ddp.weighted(2),
-    ):
+    with pytest.raises(ValueError, match="gradient_divide_factor=3 was given"), ddp.weighted(2):
         pass
     ddp(drawn(2, 4)).sum().backward()
     assert_same_on_all_ranks(gradients(ddp))

@@ -72,11 +72,7 @@ def test_all_ranks_stop_after_the_same_step_and_nothing_more_is_sent(asking: set
     assert not plain.should_stop(), "that is up to each wrapper"
 
 
-MORE = {
-    **WAYS,
-    "metrics": {"metrics": True},
-    "used": {"find_unused_parameters": False},
-}
+MORE = {**WAYS, "metrics": {"metrics": True}, "used": {"find_unused_parameters": False}}
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -105,9 +101,7 @@ def test_whatever_reduces_carries_the_request(step: Any) -> None:
 
 
 @ranks(2, 3)
-def test_a_rank_without_inputs_asks_and_the_mean_is_still_over_those_with_inputs(
-    rank: int,
-) -> None:
+def test_a_rank_without_inputs_asks_and_the_mean_is_still_over_those_with_inputs(rank: int) -> None:
     ddp, last = wrap(mlp(4, 8, 2)), dist.get_world_size() - 1
     steps = 0
     with ddp.join(divide_by_initial_world_size=False):

@@ -166,10 +166,7 @@ METHODS: dict[str, tuple[list[st.SearchStrategy[Any]], bool]] = {
     "_register_fused_optim": ([absurd()], False),
     "_register_buffer_comm_hook": ([absurd(), absurd().filter(lambda e: not callable(e))], False),
     "_set_ddp_runtime_logging_sample_rate": ([absurd()], False),
-    "_default_broadcast_coalesced": (
-        [st.one_of(absurd(), st.lists(absurd(), max_size=2))],
-        False,
-    ),
+    "_default_broadcast_coalesced": ([st.one_of(absurd(), st.lists(absurd(), max_size=2))], False),
     "metrics": ([], False),
 }
 

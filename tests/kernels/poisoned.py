@@ -121,10 +121,7 @@ def embedded_gradients(
 
 
 def embedded_flat(
-    slots: Sequence[tuple[tuple, tuple]],
-    wire: torch.dtype,
-    device: str = "cpu",
-    headers: int = 0,
+    slots: Sequence[tuple[tuple, tuple]], wire: torch.dtype, device: str = "cpu", headers: int = 0
 ) -> tuple[FlatBuffer, Arena]:
     """A flat buffer full of poison, gaps and trailer too, in an arena."""
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]

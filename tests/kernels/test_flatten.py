@@ -5,14 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from poisoned import (
-    assert_gaps_intact,
-    assert_same_bits,
-    dense,
-    embedded_flat,
-    raw,
-    values,
-)
+from poisoned import assert_gaps_intact, assert_same_bits, dense, embedded_flat, raw, values
 
 from tritonddp.kernels import launch, reference
 from tritonddp.kernels.flat_buffer import DTYPES

@@ -4,13 +4,7 @@ import itertools
 
 import pytest
 import torch
-from poisoned import (
-    assert_same_bits,
-    dense,
-    embedded_flat,
-    embedded_gradients,
-    values,
-)
+from poisoned import assert_same_bits, dense, embedded_flat, embedded_gradients, values
 
 from tritonddp.kernels import launch, reference
 from tritonddp.kernels.device_tables import DeviceTables

@@ -45,10 +45,7 @@ OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
 
 # WeakKeyDictionary and WeakSet at the level of a module: what ranks share, by process group; the
 # threads of an exchange, which have to end before the interpreter.
-REGISTRIES = {
-    "coordination/group.py: _shared",
-    "comm/quantized.py: _threads",
-}
+REGISTRIES = {"coordination/group.py: _shared", "comm/quantized.py: _threads"}
 
 # The classes whose attributes each step reads.
 HOT = ("Bucket", "BucketManager", "BucketSet", "Reducer", "Reduction", "Segment", "ViewBucket")

@@ -45,16 +45,16 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         ),
     },
     "buckets/parameters.py": {
-        "ModuleParameters.verify": (1, "verify_same, before it, raises where hashes have differed"),
+        "ModuleParameters.verify": (1, "verify_same, before it, raises where hashes have differed")
     },
     "buckets/residuals.py": {
         "add_to": (
             1,
             "a parameter of a loaded state is quantised no more: its dtype is another one now",
-        ),
+        )
     },
     "buckets/memory/view_bucket.py": {
-        "ViewBucket.in_buffer": (1, "a lazy bucket, when buckets are renewed"),
+        "ViewBucket.in_buffer": (1, "a lazy bucket, when buckets are renewed")
     },
     "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},
     "comm/reduction.py": {
@@ -113,13 +113,10 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "ReadyTracker._hook_end.gradient_is_final": (
             1,
             "the wrapper is dropped in the midst of a backward",
-        ),
+        )
     },
     "reducer/graph/backward.py": {"Backward.still_runs": (2, GPU)},
-    "reducer/averager.py": {
-        "Averager.make_up": (2, DISAGREE),
-        "Averager.check_pending": (1, GPU),
-    },
+    "reducer/averager.py": {"Averager.make_up": (2, DISAGREE), "Averager.check_pending": (1, GPU)},
     "reducer/reducer.py": {
         "Reducer.make_up": (1, "on_abort of a capture, which check_finite has"),
         "Reducer.on_backward": (1, "a backward while one waits for its end"),

@@ -181,11 +181,7 @@ def test_a_gradient_in_whose_memory_the_backward_goes_on_is_not_written_to(
 
     expected = means(module, step)
     unchecked = mock.patch.object(in_place_bucket, "is_shared", return_value=False)
-    with (
-        limit(),
-        recording() as recorder,
-        contextlib.nullcontext() if checks else unchecked,
-    ):
+    with limit(), recording() as recorder, contextlib.nullcontext() if checks else unchecked:
         # A bucket for ``first``, which comes last, and one for the others.
         net = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=500 / 2**20)
         for _ in range(3):

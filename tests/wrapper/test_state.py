@@ -12,24 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed import (
-    assert_same_bits,
-    gather,
-    ranks,
-    recorded_collectives,
-    run_ranks,
-)
+from distributed import assert_same_bits, gather, ranks, recorded_collectives, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import (
-    assert_right_step,
-    breaking_off,
-    drawn,
-    gradients,
-    train_step,
-    wrap,
-)
+from training import assert_right_step, breaking_off, drawn, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 

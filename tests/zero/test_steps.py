@@ -44,12 +44,7 @@ def test_the_values_are_those_of_the_plain_optimizer(view: bool, transport: str,
     if within and is_sharp:
         within = {"rtol": 1e-2, "atol": 1e-2}
     pair = Pair(
-        mlp(4, 16, 16, 8, 2),
-        optimizer_class,
-        wrapper=wrapper,
-        tolerance=within,
-        lr=0.01,
-        **options,
+        mlp(4, 16, 16, 8, 2), optimizer_class, wrapper=wrapper, tolerance=within, lr=0.01, **options
     )
     for number in range(8):
         pair.step(drawn(5, 4, step=number))

@@ -358,10 +358,7 @@ class ModuleParameters:
         return self._named_buffers
 
     def verify(
-        self,
-        where: str,
-        requested: Sequence[tuple[str, Tensor]] | None = None,
-        call_site: str = "",
+        self, where: str, requested: Sequence[tuple[str, Tensor]] | None = None, call_site: str = ""
     ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 

@@ -46,12 +46,7 @@ class _Layout(NamedTuple):
     def whole(self, local: Tensor) -> DTensor:
         """The DTensor of which this is the local part."""
         return _dtensor().from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def __deepcopy__(self, _: Any) -> _Layout:

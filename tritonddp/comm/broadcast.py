@@ -157,10 +157,7 @@ def memcmp() -> Callable[[int, int, int], int]:
 
 
 def broadcast_coalesced(
-    tensors: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    group_src: int,
-    max_bytes: int,
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, max_bytes: int
 ) -> None:
     """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 

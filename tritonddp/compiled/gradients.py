@@ -28,11 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._torch import (
-    backward_hooks_of,
-    hooks_after_accumulation,
-    queue_end_of_backward,
-)
+from tritonddp._torch import backward_hooks_of, hooks_after_accumulation, queue_end_of_backward
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction

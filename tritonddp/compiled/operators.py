@@ -26,13 +26,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._modes import outside_modes
-from tritonddp._torch import (
-    comptime,
-    current_graph_task_id,
-    is_traced,
-    keep_dynamo_out,
-    keep_order,
-)
+from tritonddp._torch import comptime, current_graph_task_id, is_traced, keep_dynamo_out, keep_order
 from tritonddp.buckets.parameters import parameters_of
 from tritonddp.compiled.gradients import GraphGradients
 

@@ -31,11 +31,7 @@ class ComplexBuffer(FlatBuffer):
     tables = _of_real("tables")
 
     def __init__(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: Tensor | None = None,
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, memory: Tensor | None = None
     ) -> None:
         """See :class:`FlatBuffer`."""
         real = self.real = FlatBuffer(_real_layout(layout), REAL[dtype], device, memory)

@@ -179,11 +179,7 @@ class FlatBuffer:
     last_flags: tuple[bytes, Sequence[float]] = b"", ()
 
     def __init__(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: Tensor | None = None,
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, memory: Tensor | None = None
     ) -> None:
         """Allocate the buffer, or use ``memory``, uint8 zeros ``(nbytes,)``."""
         self.layout = layout

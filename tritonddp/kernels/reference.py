@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._modes import outside_modes
-from tritonddp._torch import (
-    foreach_copy_,
-    foreach_mul,
-    foreach_mul_,
-    foreach_zero_,
-)
+from tritonddp._torch import foreach_copy_, foreach_mul, foreach_mul_, foreach_zero_
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 # No gaps in the buffer: on the CPU alignment does not make gradients faster to copy.

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonddp._torch import (
-    load_state_dict_pre_hooks,
-    state_dict_post_hooks,
-    state_dict_pre_hooks,
-)
+from tritonddp._torch import load_state_dict_pre_hooks, state_dict_post_hooks, state_dict_pre_hooks
 from tritonddp.coordination import collectives
 from tritonddp.coordination.group import Group
 from tritonddp.zero.masters import MasterWeights

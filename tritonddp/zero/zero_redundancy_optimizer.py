@@ -27,12 +27,7 @@ from tritonddp.state import DDPState
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import OwnedMeans
 from tritonddp.zero.partition import add_owners
-from tritonddp.zero.state_dict import (
-    OwnedState,
-    packed,
-    unpacked,
-    without_idle_copies,
-)
+from tritonddp.zero.state_dict import OwnedState, packed, unpacked, without_idle_copies
 from tritonddp.zero.values import OwnedValues
 
 _NO_JOIN = (

@@ -349,11 +349,7 @@ class _Generator(Chance):
             case 4 if self._is_averaged:
                 by = self._one_of(["load_state_dict", "data"])
                 ranks = self._some_ranks()
-                return [
-                    SwapIn(ranks, by),
-                    *self._evaluate("main"),
-                    SwapIn(ranks, by, back=True),
-                ]
+                return [SwapIn(ranks, by), *self._evaluate("main"), SwapIn(ranks, by, back=True)]
             case _:
                 return [self._draw_write(list(WAYS))]
 

@@ -56,11 +56,7 @@ class PeerMemory:
     """
 
     def __init__(
-        self,
-        group: Group,
-        transport: ProcessGroupTransport,
-        counters: Counters,
-        is_required: bool,
+        self, group: Group, transport: ProcessGroupTransport, counters: Counters, is_required: bool
     ) -> None:
         self._group, self._transport, self._counters = group, transport, counters
         self._is_required = is_required

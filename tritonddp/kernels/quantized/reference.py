@@ -224,10 +224,7 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
 
 
 def _quantize_chunk(
-    chunk: _Chunk,
-    sources: Mapping[int, Tensor | None],
-    used: Mapping[int, bool],
-    scale: float,
+    chunk: _Chunk, sources: Mapping[int, Tensor | None], used: Mapping[int, bool], scale: float
 ) -> None:
     values, other, line = _scratch(chunk.size)
     fragments: Sequence[Tensor] = line.split(chunk.sizes)
