@@ -128,15 +128,6 @@ class DDPState:
         self.sync, self.group = SyncState(), Group(process_group)
         self.sync.enabled = syncs
 
-    def change_group(self, process_group: dist.ProcessGroup) -> None:
-        """Average over the ranks of this group, once the reducer is made anew."""
-        self.group = Group(process_group)
-
-    def run_in(self, low_precision: LowPrecision, wrapper: nn.Module) -> None:
-        """Run the module of ``wrapper`` in low precision."""
-        self.low_precision = low_precision
-        low_precision.remove_hooks_with(wrapper)
-
     def run_in_place(self, wrapper: nn.Module, call: Callable[..., Any]) -> None:
         """The module is replicated in place, and ``call`` runs it; any call of it counts."""
         self.call = call

@@ -195,7 +195,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if init_sync:
             state.begin_alike(params)
         if mixed_precision is not None:
-            state.run_in(LowPrecision(module, mixed_precision, ignored), self)
+            state.low_precision = LowPrecision(module, mixed_precision, ignored)
+            state.low_precision.remove_hooks_with(self)
         self._build_reducer()
         state.parameters.register()  # all ranks hold the same module
         DDPState.wrapped += 1

@@ -46,15 +46,11 @@ class Host:
 
     Its methods work anywhere on the machine. A process on the host can make the object anew from
     ``namespace`` and ``address``, to change its own rate say.
-
-    Attributes:
-        namespace: as ``ip netns`` knows it.
-        address: IPv4 address of ``eth0``, in reach of all hosts of the network.
     """
 
     def __init__(self, namespace: str, address: str) -> None:
-        self.namespace = namespace
-        self.address = address
+        self.namespace = namespace  # as ip netns knows it
+        self.address = address  # IPv4 address of eth0, in reach of all hosts of the network
         self._started: list[subprocess.Popen[Any]] = []
 
     def command(self, arguments: Sequence[str]) -> list[str]:

@@ -220,16 +220,11 @@ def seeded(net: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Net:
-    """A wrapper as one graph.
-
-    Attributes:
-        module: a copy of what was wrapped.
-        ddp: the wrapper, and ``call`` what is compiled of it.
-    """
+    """A wrapper as one graph."""
 
     def __init__(self, ddp: nn.Module, backend: Any = "aot_eager", **settings: Any) -> None:
-        self.ddp: Any = ddp
-        self.module: Any = copy.deepcopy(ddp.module)
+        self.ddp: Any = ddp  # the wrapper, and call what is compiled of it
+        self.module: Any = copy.deepcopy(ddp.module)  # a copy of what was wrapped
         self.call = torch.compile(ddp, backend=backend, fullgraph=True, **settings)
 
     @property

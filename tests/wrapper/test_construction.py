@@ -143,7 +143,6 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"compression": "int4"},
         "should be 'int8', a tritonddp.Int8 or None, got 'int4'",
     ),
-    "a choice of it": ({"compression": "auto"}, "take 'int8', on faster ones None"),
     "exact, by another name": ({"compression": Int8(exact="wheight")}, "no parameter 'wheight'"),
     "divided by nothing": ({"gradient_divide_factor": 0}, "positive and finite, got 0"),
     "divided by less": ({"gradient_divide_factor": -2.0}, "positive and finite, got -2.0"),

@@ -44,14 +44,10 @@ def parameters_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tupl
 
 
 class _Kinds:
-    """What buckets expect of their parameters.
-
-    Attributes:
-        expected: of each parameter, see :data:`_kind`.
-    """
+    """What buckets expect of their parameters."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self.expected = list(map(_kind, params))
+        self.expected = list(map(_kind, params))  # of each parameter, see _kind
         self._alike: Callable[..., bool] | None = None
 
     def are_those_of(self, params: Sequence[Tensor]) -> bool:

@@ -42,15 +42,11 @@ _INT8_PAYS = 1e9 / 8
 
 @dataclass(frozen=True)
 class Line:
-    """What all-reduces through the process group take.
-
-    Attributes:
-        nbytes, seconds: of a large one.
-    """
+    """What all-reduces through the process group take."""
 
     latency: float  # seconds of one of a single element
-    nbytes: int
-    seconds: float
+    nbytes: int  # of a large all-reduce
+    seconds: float  # that it takes
     rate: float  # bytes per second that each rank sends in it
 
 

@@ -34,14 +34,10 @@ def ranks(text: str) -> str:
 
 
 class Progress:
-    """Lines on stderr, each with the seconds since the start, one in ten seconds at least.
-
-    Attributes:
-        stage: what goes on; said by :meth:`tick` when nothing else has been said for a while.
-    """
+    """Lines on stderr, each with the seconds since the start, one in ten seconds at least."""
 
     def __init__(self) -> None:
-        self.stage = ""
+        self.stage = ""  # what goes on; said by tick() when nothing else has been said for a while
         self._start = self._last = time.monotonic()
 
     @property

@@ -71,9 +71,6 @@ class CommHook:
     whose ``.grad`` becomes NaN. A KeyboardInterrupt is raised unchanged. A future that is not
     completed within the timeout of the process group is an error of the hook. A future holds one
     tensor with as many elements as the buffer, or a list of one.
-
-    Attributes:
-        hook: see above.
     """
 
     averages = False
@@ -82,7 +79,7 @@ class CommHook:
     after_unpack: Callable[[], None] | None = None
 
     def __init__(self, hook: Hook, state: Any, group: Group, counters: Counters) -> None:
-        self.hook = hook
+        self.hook = hook  # see above
         self._state = state
         self._group = group
         self._counters = counters

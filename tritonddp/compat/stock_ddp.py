@@ -39,6 +39,7 @@ from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.compiled.forward import inlined
 from tritonddp.config import process_group_of, warn_of_deprecated
+from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.buffer_sync import BufferHook
 from tritonddp.features.join import JoinProtocol, ShadowHook, UnevenInputs
@@ -335,7 +336,7 @@ class StockDDPNames:
         self._ddp_state.core.detach()
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
-        self._ddp_state.change_group(self.process_group)
+        self._ddp_state.group = Group(self.process_group)
         self._enter_group()
         self._build_reducer()
 

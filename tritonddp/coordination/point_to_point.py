@@ -94,9 +94,6 @@ class SumOfParts:
         own: this rank. Its part becomes the sum.
         rows: what arrives, a row for each other rank: ``(len(ranks) - 1, len(parts[own]))``.
         tag: of the messages.
-
-    Attributes:
-        messages: what is under way.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class SumOfParts:
         self._mine, self._own, self._rows = parts[own], ranks.index(own), rows.unbind()
         others = [rank for rank in ranks if rank != own]
         received = dict(zip(others, self._rows, strict=True))
-        self.messages = MessagesUnderWay(group, tag, received, parts)
+        self.messages = MessagesUnderWay(group, tag, received, parts)  # what is under way
 
     def wait(self) -> None:
         """Wait until the sum is in the own part. To be called once.

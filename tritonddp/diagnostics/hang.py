@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize
 
 import torch
@@ -36,7 +36,6 @@ from tritonddp._torch import frames_of_threads, own_connection, timeout_of
 from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process, look_up
-from tritonddp.reducer.reducer import Reducer
 
 logger = logging.getLogger("tritonddp.hang")
 
@@ -92,29 +91,15 @@ def hang_seconds() -> float:
     return seconds
 
 
-class Wrapper(Protocol):
-    """What is watched: the state of a wrapper."""
-
-    group: Group
-    device: torch.device
-    is_running: bool
-    core: Reducer  # once it is made
-
-
 class Place(NamedTuple):
-    """Where a wrapper is on one rank.
-
-    Attributes:
-        launched, back: number of buckets of the last one.
-        phase, bucket: for people: what it does, and the bucket that is the next to come back.
-    """
+    """Where a wrapper is on one rank."""
 
     number: int  # of the wrapper, alike on all ranks
     step: int  # number of the reductions that have begun
-    launched: int
-    back: int
-    phase: str
-    bucket: str = ""
+    launched: int  # number of buckets of the last one
+    back: int  # how many of these are reduced
+    phase: str  # for people: what it does
+    bucket: str = ""  # the next one to come back
 
     @property
     def waits(self) -> bool:
@@ -122,7 +107,7 @@ class Place(NamedTuple):
         return self.back < self.launched
 
 
-def place_of(wrapper: Wrapper) -> Place | None:
+def place_of(wrapper: Any) -> Place | None:
     """Where ``wrapper`` is, as seen from any thread; ``None`` before it has a reducer."""
     core = getattr(wrapper, "core", None)
     if core is None:
@@ -265,7 +250,7 @@ class _GroupWatch:
         self._asked = 0.0  # when that began
         self._answer: tuple[float, list[str] | None] = 0.0, None  # since when; what was found
 
-    def add(self, wrapper: Wrapper) -> None:
+    def add(self, wrapper: Any) -> None:
         """Watch ``wrapper`` too, which this thread trains."""
         self.wrappers.add(wrapper)
         self.training = threading.get_ident()
@@ -402,7 +387,7 @@ _lock = threading.Lock()
 _watch: _Watch | None = None
 
 
-def watch(wrapper: Wrapper) -> None:
+def watch(wrapper: Any) -> None:
     """Report if ``wrapper``, which this thread trains, waits too long for other ranks.
 
     Raises:

@@ -30,13 +30,9 @@ _Named = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class BufferHook:
-    """A function of the user that synchronises buffers.
+    """A function of the user that synchronises buffers."""
 
-    Attributes:
-        function: takes the buffers by name, and may return futures.
-    """
-
-    function: Callable[[dict[str, Tensor]], Any]
+    function: Callable[[dict[str, Tensor]], Any]  # takes buffers by name, may return futures
     is_after: bool  # it runs after the module's forward, not before
 
     def run(self, named: _Named) -> Iterable[torch.futures.Future]:

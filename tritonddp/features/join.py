@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,16 +25,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Parameter
 
 from tritonddp._torch import CountingJoin, leave_join, throws_on_early_termination
-from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.coordination.agreement import GradSource
-from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.reducer import capture
-from tritonddp.reducer.graph.backward import SyncState
-from tritonddp.reducer.reducer import Reducer
-from tritonddp.reducer.requests import Requests
 
 # Flags of a rank's announcement. A rank without inputs sends 0.
 _PRESENT = 1
@@ -138,38 +131,18 @@ def _in_words(flags: list[int]) -> str:
     )
 
 
-class State(Protocol):
-    """The part of a wrapper's state that this file needs."""
-
-    group: Group
-    sync: SyncState
-    device: torch.device
-    core: Reducer
-    requests: Requests
-    parameters: ModuleParameters
-    counters: Counters
-    state_broadcast: StateBroadcast
-
-
 class Wrapper(Protocol):
-    """The attributes of a wrapped module that this file needs, beside those of ``Joinable``."""
+    """What this file needs of a wrapper, beside what ``Joinable`` has."""
 
-    @property
-    def _ddp_state(self) -> State: ...
-
+    _ddp_state: Any
     forward_sync_buffers: bool
     require_forward_param_sync: bool
     _divide_by_initial_world_size: bool
     _authoritative_rank: int
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with a broadcast of module buffers."""
-
-    def _sync_buffers(self) -> None:
-        """Broadcast module buffers."""
-
-    def _adopt_parameters(self) -> None:
-        """Parameters have come or gone: build new buckets with the other ranks."""
+    def will_sync_module_buffers(self) -> bool: ...
+    def _sync_buffers(self) -> None: ...
+    def _adopt_parameters(self) -> None: ...
 
 
 class UnevenInputs(CountingJoin):
@@ -183,19 +156,14 @@ class UnevenInputs(CountingJoin):
         """Context: an error of the count of ranks that have inputs names the missing rank."""
         return _counting(self._ddp)
 
-    def __exit__(
-        self,
-        type: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         ddp = self._ddp
         state = ddp._ddp_state
         try:
-            if type is None and state.sync.join is not None:
+            if error[0] is None and state.sync.join is not None:
                 state.core.settle_and_refresh()
                 _make_up(ddp)
-            super().__exit__(type, value, traceback)
+            super().__exit__(*error)
         finally:
             _leave(ddp)
 

@@ -23,14 +23,10 @@ _NAMED = 3  # parameters in a message
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
-
-    Attributes:
-        first, second: of the contenders, None if not known.
-    """
+    """One line of the table."""
 
     label: str
-    first: float | None = None
+    first: float | None = None  # of the contenders, None if not known
     second: float | None = None
     ratio: Ratio | None = None  # of what is not zero, with its interval
     why: str = ""  # it is not known

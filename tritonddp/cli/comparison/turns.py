@@ -83,18 +83,13 @@ class Plan:
 
 @dataclass
 class Played:
-    """What a contender has shown in one launch; what is empty it has not.
+    """What a contender has shown in one launch; what is empty it has not."""
 
-    Attributes:
-        blocks: seconds per step, of each block the slowest rank's.
-        shares: of a step, by the names of its parts; means over steps and ranks.
-        captures: what ranks had at the first steps and later, by title and rank.
-    """
-
-    blocks: list[float] = field(default_factory=list)
-    shares: dict[str, float] = field(default_factory=dict)
+    blocks: list[float] = field(default_factory=list)  # seconds per step, of the slowest rank
+    shares: dict[str, float] = field(default_factory=dict)  # of a step: means, by part
     backwards: float = 0.0  # in a step of rank 0
     peak_bytes: int = 0  # of the largest rank
+    # What ranks had at the first steps and later, by title and rank.
     captures: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
 
 

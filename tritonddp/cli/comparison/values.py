@@ -127,20 +127,15 @@ def _finite(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Finding:
-    """How the contenders compare at one point of the script, in the launch that differs most.
-
-    Attributes:
-        of_stock: the largest of stock's first launch to its others; None if there is one alone.
-        shared: whether all ranks had the same bits, of the first contender and of the second.
-    """
+    """How the contenders compare at one point of the script, in the launch that differs most."""
 
     title: str  # which point
     state: str  # IDENTICAL, ROUNDING or DIFFERENT
     largest: float  # the largest relative difference
     names: Sequence[str]  # the parameters beyond the tolerance, the worst first
     tolerance: float  # up to which a difference is one of rounding
-    of_stock: float | None
-    shared: tuple[bool, bool]
+    of_stock: float | None  # the largest between stock's own launches; None of one alone
+    shared: tuple[bool, bool]  # whether all ranks of each contender had the same bits
 
     @property
     def is_wrong(self) -> bool:

@@ -45,14 +45,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The other ranks of this host, connected.
-
-    Attributes:
-        hosts: the ranks of each host, in rank order; alike on all ranks. All lists have one length.
-    """
+    """The other ranks of this host, connected."""
 
     connections: dict[int, socket.socket]  # a socket for each (SOCK_SEQPACKET), by rank
-    hosts: list[list[int]]
+    hosts: list[list[int]]  # the ranks of each, in order; as many on each host
 
 
 def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
