@@ -357,7 +357,8 @@ class Bucket:
             self.wants_flags = True
             # A parameter may have been used under no_sync, and its gradient dropped since; or there
             # was none: a custom function has returned no gradient for it, or it is frozen.
-            known = {id(param) for param in arrived if hooks_after_accumulation(param)}
+            dropped = [param for param in arrived if param.grad is None]
+            known = {id(param) for param in dropped if hooks_after_accumulation(param)}
             params = segment.params
             used = [
                 flag and (grad is not None or id(param) in known)

@@ -282,7 +282,8 @@ class ReadyTracker:
 
     def arrivals(self) -> list[int]:
         """The log, as numbers of parameters."""
-        return [self._number_of[id(param)] for param in self.log if self.knows(param)]
+        number_of = self._number_of  # after swap_tensors a hook may be called for another one
+        return [number_of[key] for key in map(id, self.log) if key in number_of]
 
     def unannounced(self) -> list[tuple[int, int]]:
         """Gradients that were not announced, or came again: parameter and position in the log."""
