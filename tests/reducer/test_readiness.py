@@ -13,7 +13,7 @@ from modules import Layers
 from oracle import Alone, Net, assert_mean, in_step, one_per_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import delayed, wrap
+from training import wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.reducer.graph.readiness import ReadyTracker
@@ -102,24 +102,16 @@ def test_reentrant_checkpoint_that_is_new_in_the_second_step_is_waited_for_from_
 
 
 class Inner(nn.Module):
-    """Two vectors; the second one on demand, in a reentrant checkpoint behind the first, or before.
+    """Two vectors of ``size``; the second one on demand, in a reentrant checkpoint."""
 
-    Args:
-        size: of each.
-        is_before: where.
-    """
-
-    def __init__(self, size: int, is_before: bool = False) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.is_before = is_before
         self.first = nn.Parameter(torch.ones(size))
         self.second = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
-        if both and self.is_before:
-            x = checkpoint(self._inner, x, use_reentrant=True)
         x = (self.first * x).mean()
-        if both and not self.is_before:
+        if both:
             x = checkpoint(self._inner, x, use_reentrant=True)
         return x
 
@@ -147,15 +139,6 @@ def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
     ddp = wrap(Inner(size), view, bucket_cap_mb=100)
     use_the_second_again(ddp, torch.ones((), requires_grad=True))
     assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]
-
-
-@ranks(2, views=True)
-def test_a_gradient_of_an_inner_backward_counts_in_a_bucket_that_is_sent_later(view: bool) -> None:
-    """No gradient comes behind it but the one that its bucket waits for."""
-    module, outside = Inner(100, is_before=True), nn.Parameter(torch.ones(()))
-    ddp = wrap(module, view, **delayed(module, "second", until=outside))
-    use_the_second_again(ddp, outside)
-    assert [bucket.names for bucket in ddp.reducer.buckets] == [["first"], ["second"]]
 
 
 @ranks(2, views=True)
