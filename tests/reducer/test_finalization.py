@@ -25,27 +25,6 @@ def by_hand(**options: Any) -> DistributedDataParallel:
 
 
 @ranks(2, views=True)
-def test_the_same_gradients_once_they_are_finalised(view: bool) -> None:
-    automatic, manual = wrapped(), by_hand(gradient_as_bucket_view=view)
-    for step in range(4):
-        for net in automatic, manual:
-            if step == 2:
-                with net.no_sync():
-                    net(filled(2, 4)).sum().backward()
-            net(filled(2, 4)).sum().backward()
-        if not view:
-            local = torch.autograd.grad(manual.module(filled(2, 4)).sum(), manual.module[2].weight)[
-                0
-            ]
-            factor = 2 if step == 2 else 1
-            assert_same_bits(manual.module[2].weight.grad, local * factor, "before")
-        manual.finalize_backward()
-        assert_same_bits(gradients(manual), gradients(automatic), f"step {step}")
-        for net in automatic, manual:
-            net.zero_grad()
-
-
-@ranks(2, views=True)
 def test_from_a_hook_when_all_buckets_are_launched(view: bool) -> None:
     automatic, manual = wrapped(), by_hand(gradient_as_bucket_view=view)
     assert manual.should_finalize_after_backward
@@ -113,18 +92,6 @@ def test_after_a_backward_that_broke_off_backwards_may_end_by_themselves_again()
     net.require_manual_backward_finalization = False
     train_step(net, filled(2, 4), loss=torch.sum)
     assert all(grad.isfinite().all() for grad in gradients(net))
-
-
-@ranks(2)
-def test_others_of_the_group_may_reduce_in_between() -> None:
-    first, second = by_hand(), wrapped()
-    for _ in range(2):
-        first(filled(2, 4)).sum().backward()
-        second(filled(2, 4)).sum().backward()
-        first.finalize_backward()
-        assert_same_bits(gradients(first), gradients(second))
-        for net in first, second:
-            net.zero_grad()
 
 
 @ranks(2)

@@ -200,18 +200,6 @@ def test_outputs_of_one_node_share_a_hook_and_each_tells_of_its_backward() -> No
     assert [each.is_late for each in begun] == [False] * 3  # not noticed by a gradient alone
 
 
-@ranks(2, views=True)
-def test_accumulated_gradients_are_freed_by_zero_grad(view: bool) -> None:
-    ddp = wrap(layers(), view)
-    for number in range(3):
-        with ddp.no_sync():
-            ddp(drawn(3, 4, step=number)).sum().backward()
-        kept = [weakref.ref(param.grad) for param in ddp.parameters()]
-        ddp(drawn(3, 4, step=number)).sum().backward()
-        ddp.zero_grad()
-        assert not any(reference() is not None for reference in kept)
-
-
 @ranks(2)
 def test_a_backward_that_leaves_parameters_out_keeps_nothing_of_its_graph() -> None:
     ddp = wrap(nn.ModuleList([layers(), layers()]))

@@ -146,22 +146,6 @@ def test_after_each_microbatch_gradients_are_those_of_stock(
 
 
 @ranks(2)
-def test_ranks_that_use_different_parameters_reduce_the_same_backwards(rank: int) -> None:
-    """A gradient of the penalty may come before the outputs are seen, on one rank only."""
-    ddp = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}))
-    ddp.module.forward = lambda both: sum(
-        ddp.module[name](torch.ones(1, 2)) for name in ("ab" if both else "a")
-    )
-    for step in range(6):
-        is_last = step % 3 == 2
-        with contextlib.nullcontext() if is_last else ddp.no_sync():
-            loss = ddp(both=rank == 0)
-        penalty = sum(param.square().sum() for param in ddp.parameters())
-        (loss + penalty).backward()
-        assert ddp.reducer.counters.reductions == (step + 1) // 3
-
-
-@ranks(2)
 def test_a_backward_through_no_output_is_reduced_only_if_a_forward_has_armed_it() -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 1))
 
@@ -190,18 +174,6 @@ def window_of_forwards_inside(ddp: Any) -> None:
     for is_last in (False, False, True):
         (reduced if is_last else forward_inside)(ddp, torch.ones(1, 2))
         assert ddp.reducer.counters.reductions == before + is_last
-
-
-@ranks(2)
-def test_after_join_all_ranks_begin_alike(rank: int) -> None:
-    """The rank that had inputs has run a forward more than the other, without a backward."""
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    with ddp.join():
-        for _ in range(1 + rank):
-            reduced(ddp, torch.ones(1, 2))
-        if rank:
-            ddp(torch.ones(1, 2))
-    window_of_forwards_inside(ddp)
 
 
 @ranks(2)

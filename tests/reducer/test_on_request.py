@@ -45,26 +45,6 @@ def test_gradients_of_autograd_grad_come_back_as_means(view: bool, cap: float) -
     assert_same_on_all_ranks(means)
 
 
-@ranks(3)
-def test_none_of_one_rank_counts_as_zero_and_comes_back_as_the_mean(rank: int) -> None:
-    ddp, _ = wrapped()
-    params = [ddp.module.first.weight, ddp.module.last.bias]
-    mine = [None if rank == 1 else torch.full_like(params[0], 3.0), None]
-    first, second = ddp.reduce_gradients(mine, params)
-    assert second is None
-    torch.testing.assert_close(first, torch.full_like(first, 2.0))
-
-
-@ranks(2)
-def test_a_mapping_of_names_comes_back_as_one(rank: int) -> None:
-    ddp, _ = wrapped()
-    bias = torch.full((30,), float(rank), dtype=torch.float64)
-    means = ddp.reduce_gradients({"first.bias": bias})
-    assert list(means) == [name for name, _ in ddp.module.named_parameters()]
-    torch.testing.assert_close(means["first.bias"], torch.full_like(bias, 0.5))
-    assert [name for name, value in means.items() if value is not None] == ["first.bias"]
-
-
 @ranks(2, views=True)
 def test_grad_attributes_are_reduced_in_place_and_end_the_window(rank: int, view: bool) -> None:
     ddp, x = wrapped(view)
@@ -104,34 +84,6 @@ def test_what_is_frozen_keeps_its_gradient_but_for_what_was_accumulated_before(
     ddp.reduce_gradients()
     assert first.grad is None
     assert torch.equal(last.grad, torch.full_like(last, rank))
-
-
-@ranks(2, views=True)
-def test_a_gradient_penalty_reduces_as_one_process_would(view: bool) -> None:
-    ddp, x = wrapped(view)
-    params = [p for name, p in ddp.named_parameters() if "first" in name or "last" in name]
-
-    def grads(net: nn.Module) -> tuple[torch.Tensor, ...]:
-        loss = net(x).square().sum()
-        first = torch.autograd.grad(loss, params, create_graph=True)
-        return torch.autograd.grad(loss + sum(g.square().sum() for g in first), params)
-
-    before = ddp.reducer.counters.collectives
-    found = ddp.reduce_gradients(grads(ddp), params)
-    assert ddp.reducer.counters.collectives - before == 1
-    for one, alone in zip(found, grads(ddp.module), strict=True):
-        torch.testing.assert_close(one, mean(alone))
-    ddp(x).sum().backward()  # and the next backward is reduced as ever
-    torch.testing.assert_close(params[-1].grad, mean(torch.full((2,), 4.0, dtype=torch.float64)))
-
-
-@ranks(2)
-def test_one_collective_a_bucket() -> None:
-    ddp, x = wrapped(bucket_cap_mb=1e-4)
-    ddp(x).sum().backward()
-    with recorded_collectives() as calls:
-        ddp.reduce_gradients()
-    assert calls.names == ["all_to_all_single"] * len(ddp.reducer.buckets)
 
 
 @ranks(2)

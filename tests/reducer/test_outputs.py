@@ -40,18 +40,6 @@ def test_containers_of_many_types_beside_each_other() -> None:
     assert not tensors_in([[], {}, ()])
 
 
-def test_a_dataclass_of_which_a_field_is_not_set() -> None:
-    whole = Result(TWO)
-    whole.unset = [THREE]
-    assert found([Result(ONE), whole, Result()]) == {ONE, TWO, THREE}
-
-
-def test_containers_that_hold_themselves_and_each_other() -> None:
-    ring: list[Any] = [ONE]
-    ring += [ring, {"ring": ring, "more": [TWO]}, ring]
-    assert found(ring) == {ONE, TWO}
-
-
 def test_what_is_shared_on_each_level_is_looked_at_once() -> None:
     nested: Any = [ONE]
     for _ in range(200):

@@ -3,15 +3,11 @@
 The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
 """
 
-import copy
-from collections.abc import Callable
-
 import pytest
 import torch
-from cases.models import Branches, batch, branch
-from distributed import assert_same_bits, in_rings, ranks, recorded_collectives
+from cases.models import Branches, batch
+from distributed import assert_same_bits, ranks
 from oracle import Net, in_step, one_per_rank
-from torch import Tensor, nn
 from training import assert_gradients_alike, train_step, wrap
 
 
@@ -33,28 +29,6 @@ def test_gradients_nobody_used_stay_bit_for_bit(rank: int, view: bool) -> None:
             assert view or param.grad is grad
         assert all(param.grad is None for param in never)
     assert_gradients_alike(ddp.module.branches["a"])
-
-
-@ranks(2, views=True)
-def test_stale_gradient_of_odd_strides_contributes(view: bool) -> None:
-    """A rank that does not use a parameter contributes what lies in .grad, however it lies."""
-    numbers = torch.arange(32.0, dtype=torch.float64)
-    for odd in (
-        lambda: numbers[:16].clone().view(4, 4).t(),
-        lambda: numbers[3].clone().expand(4, 4),
-        lambda: numbers.clone().view(4, 8)[:, ::2],
-    ):
-        ddp = wrap(Branches().double(), view)
-        alone = one_per_rank(ddp.module)
-
-        def step(net: Net, rank: int, odd: Callable[[], Tensor] = odd) -> None:
-            net.zero_grad()
-            if rank == 0:
-                branch(net, "c")[0].weight.grad = odd()
-            net(batch(), "abc" if rank else "ab").sum().backward()
-
-        for number in range(3):
-            in_step(step, ddp, alone, number)
 
 
 def all_branches(net: Net, rank: int) -> None:
@@ -80,40 +54,6 @@ def test_strict_mode_raises_at_the_next_forward_and_then_goes_on(
             assert "branches.e" not in message
         ddp.zero_grad()
         in_step(all_branches, ddp, alone, step)
-
-
-@ranks(2)
-def test_automatic_mode_is_the_default_and_what_true_means() -> None:
-    for option in (
-        {},
-        {"find_unused_parameters": None},
-        {"find_unused_parameters": True},
-        {"find_unused_parameters": False, "static_graph": True},  # as in stock
-    ):
-        ddp = in_rings(Branches().double(), **option)
-        for _ in range(3):
-            with recorded_collectives() as calls:
-                ddp(batch(), "a").sum().backward()
-        assert calls.names == ["all_reduce"] * len(ddp.reducer.buckets)
-
-
-class Tagged(torch.Tensor):
-    """A subclass with the default ``__torch_function__``."""
-
-
-@ranks(2, views=True)
-def test_parameters_of_a_tensor_subclass_are_synchronised(view: bool) -> None:
-    plain = nn.Linear(4, 4).double()
-    model = copy.deepcopy(plain)
-    model.weight = nn.Parameter(plain.weight.detach().clone().as_subclass(Tagged))
-    ddp = wrap(model, view)
-    alone = one_per_rank(plain)
-
-    def step(net: Net, rank: int) -> None:
-        train_step(net, batch())
-
-    for number in range(3):
-        in_step(step, ddp, alone, number)
 
 
 @ranks(2, views=True)

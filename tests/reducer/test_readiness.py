@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cases.models import Branches, batch, branch
 from distributed import in_rings, ranks, recorded_collectives
 from modules import Layers
-from oracle import Alone, Net, assert_mean, in_step, one_per_rank
+from oracle import Net, assert_mean, in_step, one_per_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import wrap
@@ -139,20 +139,3 @@ def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
     ddp = wrap(Inner(size), view, bucket_cap_mb=100)
     use_the_second_again(ddp, torch.ones((), requires_grad=True))
     assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]
-
-
-@ranks(2, views=True)
-def test_a_layer_that_is_back_has_the_mean_in_that_very_step(view: bool) -> None:
-    """Nobody uses it for some steps, then both ranks, or one of them, in a bucket of its own."""
-    ddp = wrap(Branches().double(), view, bucket_cap_mb=1e-6)
-    alone: list[Alone] = one_per_rank(ddp.module)
-    used = [*2 * ["ab ab"], *3 * ["a a"], *2 * ["ab ab"], *2 * ["a a"], "a ab", "ab ab"]
-    for number, names in enumerate(map(str.split, used)):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        in_step(
-            lambda net, rank, names=names: net(batch(), names[rank]).sum().backward(),
-            ddp,
-            alone,
-            number,
-        )

@@ -141,25 +141,6 @@ def test_a_new_wrapper_after_a_backward_that_broke_off_on_one_rank(rank: int, ke
     assert keeps or kept[0]() is None
 
 
-@ranks(2, views=True)
-def test_a_backward_that_broke_off_under_no_sync_costs_nothing(rank: int, view: bool) -> None:
-    ddp = wrap(layers(), view)
-    assert_right_step(ddp, batch(0))
-    with ddp.no_sync(), breaking_off(ddp.module[2].weight, rank == 1):
-        train_step(ddp, batch(5))
-    for number in (6, 7):
-        assert_right_step(ddp, batch(number))
-
-
-@ranks(2, views=True)
-def test_a_forward_that_raises_leaves_the_next_step_right(view: bool) -> None:
-    ddp = wrap(layers(), view)
-    for number in range(3):
-        with pytest.raises(RuntimeError):
-            ddp(torch.randn(3, 5))
-        assert_right_step(ddp, batch(number))
-
-
 def made_sparse(param: Any) -> None:
     param.grad = param.grad.to_sparse()
 

@@ -1,6 +1,5 @@
 """A world of one: nothing is exchanged, and all else is as on several ranks."""
 
-import threading
 import weakref
 from typing import Any
 
@@ -12,7 +11,7 @@ from distributed import ranks, recorded_collectives
 from modules import linears
 from oracle import assert_mean, one_per_rank, seed
 from torch import Tensor, nn
-from training import delayed, train_step, wrap
+from training import train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.diagnostics import logging_data
@@ -95,20 +94,6 @@ def test_nothing_is_exchanged(cap: float | None, view: bool) -> None:
 
 
 @ranks(1)
-def test_a_backward_that_the_caller_finalises() -> None:
-    ddp = wrapped(linear())
-    ddp.require_manual_backward_finalization = True
-    for step in range(1, 5):
-        train_step(ddp, inputs(step), loss=torch.sum)
-        with pytest.raises(RuntimeError, match="finalize"):
-            ddp(inputs())
-        ddp.finalize_backward()
-        assert weight_of(ddp) == 2 * step
-        with pytest.raises(RuntimeError, match="already called"):
-            ddp.finalize_backward()
-
-
-@ranks(1)
 def test_which_parameters_were_used_is_known() -> None:
     ddp = wrapped(Branches().double())
     for names in ("abcdef", "ab", "a", "a", "", "fa"):
@@ -123,62 +108,6 @@ def test_which_parameters_were_used_is_known() -> None:
     ddp(batch(), "a").sum().backward()
     expected = [int(branch_of(name) in "abc") for name, _ in ddp.module.named_parameters()]
     assert ddp.reducer._get_local_used_map().tolist() == expected
-
-
-@ranks(1)
-def test_join_counts_and_checks() -> None:
-    ddp = wrapped(linear())
-    with ddp.join():
-        for step in range(1, 5):
-            train_step(ddp, inputs(step), loss=torch.sum)
-            assert weight_of(ddp) == 2 * step
-            assert ddp.reducer.counters.reductions == step
-    assert ddp.reducer.counters.reductions == 4
-    with ddp.join():
-        loss = ddp(inputs()).sum()
-        loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="that no forward has announced"):
-            loss.backward()
-    with recorded_collectives() as calls:
-        for step in range(3):
-            assert gives(ddp, step) == 2 * step
-    assert calls.names == []
-
-
-@pytest.mark.parametrize("wrap", [wrapped, DistributedDataParallel], ids=["alone", "measured"])
-@ranks(1)
-def test_delayed_parameters_and_a_first_bucket_that_is_not_reached(wrap: Any) -> None:
-    module = nn.ModuleList(nn.Linear(4, 3).double() for _ in range(3))
-    module.forward = lambda x, used: sum(each(x).sum() for each in module[:used])  # type: ignore
-    ddp = wrap(module, bucket_cap_mb=1e-5, **delayed(module, "0.weight", until=module[1].weight))
-    for step in range(logging_data.FIRST + 5):
-        used = 3 if step % 5 == 0 else 2
-        train_step(ddp, inputs(1.0 + step), used, loss=torch.sum)
-        for layer in module[:used]:
-            wanted = torch.full_like(layer.weight, 2 * (1.0 + step))
-            torch.testing.assert_close(layer.weight.grad, wanted, msg=f"step {step}")
-            assert layer.bias.grad.tolist() == [2.0] * 3
-        assert used == 3 or module[2].weight.grad is None
-    buckets = [bucket.names for bucket in ddp.reducer.buckets]
-    assert "2.weight" in buckets[0] + buckets[1]
-    assert buckets[-1] == ["0.weight"]
-
-
-@ranks(1)
-def test_the_end_of_a_backward_waits_for_hooks_of_buffers() -> None:
-    ddp = wrapped(nn.BatchNorm1d(4).double())
-    futures: list[torch.futures.Future[Any]] = []
-
-    def hook(state: None, buffers: dict[str, Tensor]) -> Any:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        futures.append(future)
-        threading.Timer(0.1, future.set_result, [None]).start()
-        return [future]
-
-    ddp._register_buffer_comm_hook(None, hook)
-    for step in range(1, 4):
-        ddp(inputs()).sum().backward()
-        assert [future.done() for future in futures] == [True] * step
 
 
 @ranks(1, views=True)
@@ -273,30 +202,3 @@ def test_frozen_and_added_parameters_and_a_hook_that_comes_later(view: bool) -> 
         assert sent == ["all_reduce"]  # what the ranks say to each other
     assert seen == [0, 0]
     ddp.check_sync()
-
-
-@ranks(1, views=True)
-def test_gradients_on_request_and_weights(view: bool) -> None:
-    ddp = wrapped(linear(), gradient_as_bucket_view=view)
-    for step in range(1, 4):
-        train_step(ddp, inputs(step), loss=torch.sum)
-    ddp.zero_grad()
-    with ddp.no_sync():
-        ddp(inputs(5)).sum().backward()
-    ddp.reduce_gradients()
-    assert weight_of(ddp) == 10
-    means = ddp.reduce_gradients({"weight": torch.full((3, 4), 7.0).double()})
-    assert means["weight"].tolist() == [[7.0] * 4] * 3
-    for weight, reduction, wanted in ((3, "mean", 12.0), (3, "sum", 4.0), (0, "mean", 0.0)):
-        ddp.zero_grad()
-        with ddp.weighted(weight, reduction):
-            ddp(inputs(6)).sum().backward()
-        assert weight_of(ddp) == wanted
-    ddp.zero_grad()
-    with ddp.no_sync(), ddp.weighted(1):
-        ddp(inputs(1)).sum().backward()
-    with ddp.weighted(3):
-        ddp(inputs(2)).sum().backward()
-    assert weight_of(ddp) == (1 * 2 + 3 * 4) / 4
-    train_step(ddp, inputs(6), loss=torch.sum)
-    assert weight_of(ddp) == 12
