@@ -123,14 +123,6 @@ def train(
     return grads
 
 
-def assert_joins(ddp: Any, counts: Sequence[int], what: str = "") -> None:
-    """Ranks that leave at different times train as one process that plays them all."""
-    rank, alone = dist.get_rank(), Alone(counts)
-    grads = train(ddp, counts[rank], ddp.join())
-    assert_close(grads, alone.means[: counts[rank]], what)
-    assert_close(ddp.module.state_dict(), alone.final, what)
-
-
 def assert_close(actual: Any, expected: Any, what: str) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}"

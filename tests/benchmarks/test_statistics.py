@@ -9,8 +9,6 @@ from benchmarks.models.configurations import UNWRAPPED, families, on_cards
 from benchmarks.report import verdicts
 from benchmarks.step.comparison import Bound, Comparison, IdleError, check_exchange
 
-LONG_AGO = 0.0
-
 
 def noisy(value: float, number: int, seed: int, noise: float = 0.05) -> list[float]:
     generator = random.Random(seed)

@@ -8,11 +8,9 @@ import torch.distributed as dist
 from distributed import ranks
 from recording.device import recording
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.assignment import MIB, BucketCaps, assign_buckets
-from tritonddp.kernels.memory_order import gradient_strides
+from tritonddp.buckets.assignment import BucketCaps, assign_buckets
 
 
 @pytest.mark.parametrize("limits", [(400, 2000), (0,), (1,), (10**9,), (100, 300, 900)])
@@ -20,35 +18,6 @@ def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits):
     params = [torch.empty(n) for n in (10, 200, 3, 50, 50, 400, 1, 0, 99)]
     expected, _ = dist._compute_bucket_assignment_by_size(params, list(limits), [False] * 9)
     assert assign_buckets(params, range(9), BucketCaps(tuple(limits))) == expected
-
-
-def test_dtypes_do_not_share_a_bucket_and_each_has_its_own_first_limit():
-    params = [torch.empty(10), torch.empty(10, dtype=torch.float64)] * 3
-    # 40 bytes close the first bucket of a dtype; its second one takes the rest.
-    assert assign_buckets(params, range(6), BucketCaps((40, 10**6))) == [[0], [1], [2, 4], [3, 5]]
-
-
-def test_buckets_are_launched_in_the_order_in_which_they_get_complete():
-    big, small = torch.empty(100, dtype=torch.float64), torch.empty(1)
-    params = [small, big, big, small]  # the bucket of the small ones is opened first, full last
-    assert assign_buckets(params, range(4), BucketCaps((1600,))) == [[1, 2], [0, 3]]
-
-
-def test_buckets_follow_the_given_order_not_the_registration_order():
-    params = [torch.empty(10) for _ in range(4)]
-    assert assign_buckets(params, [2, 0, 3, 1], BucketCaps((80,))) == [[2, 0], [3, 1]]
-
-
-def test_default_sizes_are_those_of_stock_ddp():
-    default = BucketCaps.of(None, None)
-    assert default == BucketCaps((MIB, 25 * MIB))
-    for device, sizes in (("cuda", [1, 1, 2, 4, 8, 16, 25]), ("cpu", [1, 1, 2, 4, 8])):
-        few = BucketCaps.of(None, None, device_type=device, few_bytes=True)
-        assert [limit // MIB for limit in few.limits] == sizes
-        assert BucketCaps.of(2, None, device_type=device, few_bytes=True).limits == (2 * MIB,)
-    assert BucketCaps.of(2, None) == BucketCaps((2 * MIB,))
-    assert BucketCaps.of(0, None) == BucketCaps((0,))
-    assert BucketCaps.of(None, [1, 2]) == BucketCaps((MIB, 2 * MIB), is_list=True)
 
 
 PARAMETERS = {
@@ -61,17 +30,6 @@ PARAMETERS = {
     "with gaps": torch.empty(4, 6)[:, ::2],
     "expanded": torch.empty(1, 6).expand(4, 6),
 }
-
-
-def test_slots_have_the_strides_that_autograd_gives_gradients():
-    for kind, tensor in PARAMETERS.items():
-        param = Parameter(tensor)
-        (param * 2.0).sum().backward()
-        expected, found = param.grad.stride(), gradient_strides(param)
-        # Strides of dimensions of one element, or of tensors of none, mean nothing.
-        assert param.numel() == 0 or all(
-            a == b for a, b, size in zip(expected, found, param.shape, strict=True) if size != 1
-        ), kind
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])

@@ -2,22 +2,8 @@
 
 import pytest
 from distributed import ranks
-from modules import mlp
 from torch import nn
-from training import drawn, filled, train_step, wrap
-
-
-@ranks(2)
-def test_views_alias_the_buckets_and_copies_do_not() -> None:
-    for view in (True, False):
-        ddp = wrap(mlp(8, 32, 32, 3), view)
-        for number in range(3):
-            train_step(ddp, drawn(4, 8, step=number))
-            storages = {
-                bucket.flat.data.untyped_storage().data_ptr() for bucket in ddp.reducer.buckets
-            }
-            for param in ddp.parameters():
-                assert (param.grad.untyped_storage().data_ptr() in storages) is view
+from training import filled, wrap
 
 
 @ranks(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, ranks
-from oracle import Alone, assert_mean, in_step, one_per_rank, seed
+from oracle import assert_mean, one_per_rank, seed
 from torch import Tensor, nn
 from training import wrap
 
@@ -54,28 +54,6 @@ def train(
         with net.no_sync():
             net(Complex.batch().to(real), sometimes=rank == 1).backward()
     net(Complex.batch().to(real), sometimes=rank == 1 and step > 1).backward()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cap"),
-    [(torch.complex64, None), (torch.complex128, 1e-5)],
-    ids=["complex64", "complex128, many buckets"],
-)
-@ranks(2, 3, views=True)
-def test_the_mean_of_complex_gradients(dtype: torch.dtype, cap: float | None, view: bool) -> None:
-    model = Complex(dtype)
-    alone: list[Alone] = one_per_rank(model)
-    ddp = wrap(model, view, bucket_cap_mb=cap)
-    for step in range(5):
-        for net in (*alone, ddp):
-            net.zero_grad(set_to_none=step % 2 == 0)
-        in_step(lambda net, rank, step=step: train(net, rank, step, dtype), ddp, alone, step)
-    for bucket in ddp.reducer.buckets:
-        assert not bucket.flat.data.is_complex(), "kernels and collectives see real numbers"
-    dtypes = [{param.dtype for param in bucket.params} for bucket in ddp.reducer.buckets]
-    assert all(len(each) == 1 for each in dtypes)
-    assert ddp.module.mix.grad.dtype == dtype
-    assert not ddp.module.conjugate.grad.is_conj()
 
 
 @ranks(2)

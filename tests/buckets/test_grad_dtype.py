@@ -92,19 +92,6 @@ def test_rows_of_a_table_have_it(rank: int) -> None:
     assert_close(grad.to_dense()[:3], rows)
 
 
-@ranks(2)
-def test_gradients_on_request_have_it() -> None:
-    ddp = wrap(low(Layers("a", WIDTH), "layers.a.weight"))
-    squares(ddp.module(inputs(0))).backward()
-    given = gradients(ddp)
-    expected = means(given)
-    reduced = ddp.reduce_gradients(given)
-    assert [each.dtype for each in reduced] == [torch.float32, torch.bfloat16]
-    assert_close(list(reduced), expected)
-    with pytest.raises(ValueError, match=r"layers.a.weight' should be \(64, 64\) torch.float32"):
-        ddp.reduce_gradients([each.bfloat16() for each in reduced])
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"reduce_in_place": True}, {"check_finite": "warn"}], ids=str
 )

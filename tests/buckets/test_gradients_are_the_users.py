@@ -48,31 +48,6 @@ def same_steps(ours: nn.Module, stock: nn.Module, *numbers: int) -> None:
         assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
 
 
-@pytest.mark.parametrize("how", ["itself", "detached", "a slice", "numpy", "in a graph"])
-@ranks(2)
-def test_a_gradient_that_is_held_stays_what_it_is(how: str) -> None:
-    ours, stock = beside_stock(Branches())
-    for number in range(2):
-        step(ours, number)
-    param = ours.module.vectors[1]
-    held = {
-        "itself": lambda: param.grad,
-        "detached": lambda: param.grad.detach(),
-        "a slice": lambda: param.grad[5:],
-        "numpy": lambda: param.grad.numpy(),
-        "in a graph": lambda: (param.grad * torch.ones(SIZE, requires_grad=True)).sum(),
-    }[how]()
-    expected = param.grad.clone()
-    for number in range(2, 5):
-        same_steps(ours, stock, number)
-        if how == "in a graph":
-            leaf = held.grad_fn.next_functions[0][0].next_functions[1][0].variable
-            (found,) = torch.autograd.grad(held, leaf, retain_graph=True)
-        else:
-            found = torch.as_tensor(held)
-        assert_same_bits(found, expected[-len(found) :], "held gradient")
-
-
 @ranks(2)
 def test_a_graph_of_gradients_keeps_them_as_they_are() -> None:
     ours, _ = beside_stock(Branches())

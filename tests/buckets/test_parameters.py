@@ -13,7 +13,7 @@ from modules import Layers
 from oracle import assert_mean, one_per_rank
 from torch import nn
 from torch.nn import Parameter
-from training import assert_mean_of, breaking_off, drawn, train_step, wrap
+from training import breaking_off, drawn, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.reducer.averager import Averager
@@ -143,29 +143,6 @@ def test_the_ranks_agree_once_on_a_layer_that_is_called_beside() -> None:
     calls.assert_called_once()
 
 
-@ranks(2)
-def test_the_order_of_buckets_is_saved_without_a_replaced_layer_that_is_called_beside() -> None:
-    ddp = wrap(net())
-    check_step(ddp, 0)
-    former = ddp.module.layers["a"]
-    replace_a_layer(ddp.module)
-    former(ddp(batch(1))).sum().backward()
-    ddp.load_comm_state_dict(ddp.comm_state_dict())
-    check_step(ddp, 2)
-
-
-@ranks(2)
-def test_a_layer_that_was_replaced_twice_leaves_its_bucket_when_it_is_frozen() -> None:
-    ddp = wrap(net())
-    for step in range(3):
-        check_step(ddp, step)
-        replace_a_layer(ddp.module)
-    check_step(ddp, 3)
-    ddp.module.layers["a"].requires_grad_(False)
-    check_step(ddp, 4)
-    assert "layers.a.weight" not in {name for each in ddp.reducer.buckets for name in each.names}
-
-
 @CHANGE
 @pytest.mark.parametrize("first", [0, 2], ids=["before the first step", "later"])
 @pytest.mark.parametrize("local", [False, True], ids=["", "no_sync"])
@@ -270,21 +247,6 @@ def test_buffers_that_one_rank_alone_has_added_are_not_broadcast(rank: int) -> N
 
 
 @ranks(2, views=True)
-def test_a_stale_gradient_of_an_unfrozen_parameter_that_nobody_uses_stays(
-    rank: int, view: bool
-) -> None:
-    ddp = wrap(net(), view)
-    check_step(ddp, 0)
-    spare = nn.Linear(2, 2).double()
-    ddp.module.spare = spare
-    spare.weight.grad = torch.full((2, 2), float(rank), dtype=torch.float64)
-    ddp.zero_grad = lambda: None  # type: ignore[method-assign]
-    ddp(batch(1)).sum().backward()
-    assert spare.weight.grad.tolist() == [[float(rank)] * 2] * 2
-    assert spare.bias.grad is None
-
-
-@ranks(2, views=True)
 def test_a_backward_that_breaks_while_parameters_are_taken_up(rank: int, view: bool) -> None:
     ddp = wrap(net(), view, bucket_cap_mb=1e-4)
     check_step(ddp, 0)
@@ -332,42 +294,6 @@ def test_leaves_that_stand_in_are_neither_reduced_nor_overwritten(rank: int, vie
             assert torch.equal(tensor, alone[name])
             assert torch.equal(tensor.grad, alone[name].grad)
         check_step(ddp, step)
-
-
-def call_by_name(ddp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    fast = {name: 2 * param for name, param in ddp.named_parameters() if "a." in name}
-    return torch.func.functional_call(ddp, fast, (x,))
-
-
-def call_with_attributes(ddp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    layer = ddp.get_submodule("module.layers.a")
-    slow = dict(layer.named_parameters())
-    for name, param in slow.items():
-        delattr(layer, name)
-        setattr(layer, name, 2 * param)
-    outputs = ddp(x)
-    for name, param in slow.items():
-        delattr(layer, name)
-        layer.register_parameter(name, param)
-    return outputs
-
-
-@pytest.mark.parametrize("call", [call_by_name, call_with_attributes])
-@ranks(2, views=True)
-def test_tensors_that_stand_in_for_some_parameters_change_nothing(
-    rank: int, call: Callable[[nn.Module, torch.Tensor], torch.Tensor], view: bool
-) -> None:
-    ddp = wrap(net(), view)
-    ddp.module.layers["b"].requires_grad_(True)
-    x = torch.full((1, 4), rank + 1, dtype=torch.float64)
-    for _ in range(4):
-        ddp.zero_grad()
-        call(ddp, x).sum().backward()
-    alone = nn.ModuleDict({"module": copy.deepcopy(ddp.module)})
-    alone.forward = alone["module"].forward
-    alone.zero_grad()
-    call(alone, x).sum().backward()
-    assert_mean_of(ddp, alone["module"])
 
 
 @ranks(1)

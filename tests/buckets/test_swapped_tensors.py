@@ -171,17 +171,6 @@ def test_what_torch_refuses_between_forward_and_backward_comes_through(rank: int
 
 
 @ranks(2)
-def test_in_place() -> None:
-    for change in CHANGES.values():
-        net = tritonddp.replicate(Layers("abc").double(), bucket_cap_mb=1e-4)
-        for step in range(4):
-            net.zero_grad()
-            check(net, step, tolerance=1e-6)
-            if step % 2:
-                change(net)
-
-
-@ranks(2)
 def test_in_place_an_optimizer_refuses_gradients_of_which_nothing_told() -> None:
     net = tritonddp.replicate(Layers("abc").double())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

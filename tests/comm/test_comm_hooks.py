@@ -14,7 +14,6 @@ import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
 from hooked import FIVE_BUCKETS, OURS, STOCK, net, power_sgd, train
 from torch import Tensor, nn
-from torch.distributed.algorithms import ddp_comm_hooks as hooks
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -118,21 +117,6 @@ def test_hooks_of_torch_reach_the_loss_that_they_reach_under_stock() -> None:
             stock, _ = trained(STOCK, register, gradient_as_bucket_view=True)
             ours, _ = trained(OURS, register, gradient_as_bucket_view=True)
         assert stock == pytest.approx(ours, rel=1e-4), name
-
-
-@ranks(2)
-def test_the_registry_of_torch_registers_its_hooks() -> None:
-    for kind in hooks.DDPCommHookType:
-        model = OURS(net())
-        bf16 = kind is hooks.DDPCommHookType.BF16_COMPRESS
-        if bf16 and not torch.cuda.is_available():
-            with pytest.raises(TypeError, match="BF16"):
-                hooks.register_ddp_comm_hook(kind, model)
-            continue
-        hooks.register_ddp_comm_hook(kind, model, dist.group.WORLD)
-        assert model._comm_hooks[0][0] is kind.value.keywords["comm_hook"]
-        with hooks_mended():
-            train(model, 2)
 
 
 # The collectives of hooks never mix.

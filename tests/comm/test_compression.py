@@ -1,11 +1,7 @@
 """``compression``: quantised gradients, with real ranks over gloo."""
 
-import copy
-import gc
-import pickle
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -204,20 +200,6 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
 
 
 @ranks(2)
-def test_what_was_left_out_of_frozen_parameters_takes_no_memory_when_they_have_gone() -> None:
-    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    ddp = DistributedDataParallel(module, compression="int8")
-    ddp(torch.randn(4, 64)).sum().backward()
-    module[0].requires_grad_(False)
-    residuals = [weakref.ref(bucket.quantization.residuals.sent) for bucket in ddp.reducer.buckets]
-    ddp(torch.randn(4, 64)).sum().backward()
-    assert len(ddp.reducer.placement.params) == 2
-    gc.collect()
-    storages = [each() for each in residuals]
-    assert storages == [None] * len(residuals)
-
-
-@ranks(2)
 def test_what_is_quantised_and_what_is_not() -> None:
     class Kinds(nn.Module):
         def __init__(self) -> None:
@@ -275,23 +257,6 @@ def test_a_communication_hook_beside_it_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match="compression='int8' and a communication hook"):
         ddp.register_comm_hook(None, lambda state, bucket: None)
     ddp(torch.randn(4, 64)).sum().backward()
-
-
-@ranks(2, 3)
-def test_copies_and_pickles_train_and_no_thread_outlives_its_reducer(rank: int) -> None:
-    before = set(_threads())  # of what earlier tests in this process have left to be collected
-    ddp = DistributedDataParallel(nn.Linear(64, 64), compression=Int8(exact="bias"))
-    ddp(torch.randn(4, 64)).sum().backward()
-    copied = copy.deepcopy(ddp) if rank else pickle.loads(pickle.dumps(ddp))
-    for _ in range(2):
-        copied(torch.randn(4, 64)).sum().backward()
-    assert_gradients_alike(copied)
-    started = set(_threads()) - before
-    assert len(started) == (0 if dist.get_world_size() == 2 else 2)
-    del ddp, copied
-    for thread in started:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in started)
 
 
 def _threads() -> list[threading.Thread]:

@@ -67,29 +67,6 @@ def test_the_sum_is_in_the_order_of_the_ranks(wire: torch.dtype | None, view: bo
     assert_same_on_all_ranks(grad)
 
 
-@ranks(3)
-def test_groups_of_some_ranks_and_large_ones_side_by_side(rank: int) -> None:
-    """Buckets of both kinds in one backward, in a group that is not the default one."""
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    ddp = DistributedDataParallel(
-        Given(10, 300_000),
-        process_group=group,
-        bucket_cap_mb_list=[0.5, 0.5],
-        transport="process_group",
-    )
-    mine = 1.0 + rank
-    with recorded_collectives() as calls:
-        for _ in range(4):
-            given = torch.full((10,), mine), torch.full((300_000,), 10 * mine)
-            train_step(ddp, *given, loss=torch.sum)
-    assert sorted(calls.names[-2:]) == ["all_reduce", "all_to_all_single"]
-    small, large = ddp.module.params
-    assert torch.equal(small.grad, torch.full((10,), 2.0))
-    assert torch.equal(large.grad, torch.full((300_000,), 20.0))
-
-
 @ranks(2)
 def test_a_group_of_another_kind_reduces(rank: int) -> None:
     """One that is written in Python may have nothing but an all-reduce."""

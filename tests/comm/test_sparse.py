@@ -124,20 +124,6 @@ def test_a_dense_gradient_of_some_ranks_makes_a_dense_mean(view: bool) -> None:
         torch.testing.assert_close(param.grad.to_dense(), mean.to_dense())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@ranks(3, views=True)
-def test_narrow_dtypes(rank: int, dtype: torch.dtype, view: bool) -> None:
-    model = nn.Sequential(nn.Embedding(5, 7, sparse=True), nn.Embedding(5, 0, sparse=True))
-    ddp = wrap(model[0].to(dtype), view)
-    for rows in ([0], [0, 1, 2], [0, 4]):
-        ddp.zero_grad()
-        with ddp.weighted(rank + 1):
-            ddp(torch.tensor(rows[: rank + 1])).sum().backward()
-        grad = model[0].weight.grad
-        assert grad.dtype == dtype
-        assert grad.to_dense()[0].tolist() == [1.0] * 7
-
-
 @ranks(2)
 def test_nothing_is_exchanged_where_nobody_has_rows(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=True))

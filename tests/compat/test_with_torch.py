@@ -1,16 +1,13 @@
 """What torch builds on top of the wrapper: mixed precision, pipelines, checkpoints, averages."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -30,53 +27,6 @@ def batch(rank: int, step: int = 0) -> Tensor:
 
 
 # Mixed precision
-
-
-def train_with_scaler(wrapper: Any) -> tuple[list[Tensor], list[float], list[bool]]:
-    """Parameters at the end, the scale after each step, and which steps changed parameters."""
-    ddp = wrapper(network())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    scales, changed = [], []
-    for step in range(8):
-        before = [param.detach().clone() for param in ddp.parameters()]
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = ddp(batch(dist.get_rank(), step)).float().square().mean()
-        if step in (2, 5) and dist.get_rank() == step % 2:
-            loss = loss * torch.inf  # one rank overflows
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        changed.append(
-            any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-        )
-    return [param.detach() for param in ddp.parameters()], scales, changed
-
-
-@ranks(2)
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    params, scales, changed = train_with_scaler(DistributedDataParallel)
-    assert changed == [step not in (2, 5) for step in range(8)]
-    assert_same_on_all_ranks([*params, torch.tensor(scales)])
-    stock_params, stock_scales, _ = train_with_scaler(STOCK)
-    assert scales == stock_scales
-    for param, stock in zip(params, stock_params, strict=True):
-        assert_same_bits(param, stock)
-
-
-@ranks(2)
-def test_autocast_to_bfloat16_gives_stocks_gradients() -> None:
-    ours, stock = DistributedDataParallel(network()), STOCK(network())
-    for ddp in (ours, stock):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = ddp(batch(dist.get_rank()))
-            assert output.dtype == torch.bfloat16
-            output.square().mean().backward()
-    for param, other in zip(ours.parameters(), stock.parameters(), strict=True):
-        assert param.grad is not None
-        assert_same_bits(param.grad, other.grad)
 
 
 # Layers
@@ -156,29 +106,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
         model(batch(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [("stock", "ours"), ("ours", "stock"), ("stock", "in place"), ("in place", "stock")],
-)
-@ranks(2)
-def test_a_distributed_checkpoint_of_one_class_resumes_in_the_other(
-    first: str, then: str, tmp_path: Path
-) -> None:
-    path = gather(str(tmp_path))[0]
-    model, optimizer = made(first)
-    train(model, optimizer, range(3))
-    params, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": params, "optimizer": moments}, checkpoint_id=path)
-    train(model, optimizer, range(3, 6))  # never interrupted
-    resumed, its_optimizer = made(then)
-    params, moments = get_state_dict(resumed, its_optimizer)
-    dcp.load({"model": params, "optimizer": moments}, checkpoint_id=path)
-    set_state_dict(resumed, its_optimizer, model_state_dict=params, optim_state_dict=moments)
-    train(resumed, its_optimizer, range(3, 6))
-    for param, other in zip(resumed.parameters(), model.parameters(), strict=True):
-        assert_same_bits(param, other)
 
 
 @ranks(2)

@@ -127,12 +127,3 @@ def test_a_first_loss_that_passes_the_outputs_by_on_one_rank_is_no_error(
         first.backward(retain_graph=True)
         out.backward()
     assert ddp.module.scale.grad.tolist() == [3 * 1.5] * 3
-
-
-@ranks(2, views=True)
-def test_forwards_reduced_together_on_one_rank_and_again_one_by_one(rank: int, view: bool) -> None:
-    ddp = wrap(Scale(), view)
-    one, two = ddp(torch.ones(3)).sum(), ddp(torch.ones(3)).sum()
-    (one + two).backward(retain_graph=True)
-    (one if rank else two).backward()
-    assert ddp.module.scale.grad.tolist() == [3.0] * 3

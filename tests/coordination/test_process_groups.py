@@ -175,12 +175,6 @@ def test_one_rank_of_a_group_in_python_without_a_default_group(work: Any, view: 
     assert_same_bits(ddp.parameters(), alone.parameters())
 
 
-def test_nothing_is_sent_where_nothing_is_to_be_synchronised() -> None:
-    group = InPython()
-    DistributedDataParallel(net(), process_group=group, init_sync=False)
-    assert (group.waits, group.futures) == (0, 0)
-
-
 def test_compression_names_what_a_group_in_python_lacks() -> None:
     class Two(InPython):
         def getSize(self) -> int:
@@ -284,11 +278,6 @@ def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> Non
     ) as caught:
         train(ddp, 0)
     assert "this process group, a Broken, has no store" in str(caught.value)
-
-
-def test_what_has_no_group_at_all_says_what_to_call() -> None:
-    with pytest.raises(ValueError, match="init_process_group"):
-        DistributedDataParallel(net())
 
 
 @VIEW

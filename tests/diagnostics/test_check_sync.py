@@ -118,22 +118,6 @@ def test_buffers_gradients_and_signs_of_zero_are_named_and_the_rest_counted(rank
     assert "(8 of 8 parameters):" in text
 
 
-@ranks(2)
-def test_other_names_shapes_dtypes_and_requests_are_named(rank: int) -> None:
-    ddp = DistributedDataParallel(Net())
-    if rank == 1:
-        ddp.module.scale = torch.ones(5)
-    text = error_of(ddp.check_sync)
-    assert "check_sync(): DDP expects same model" in text
-    assert "buffer 'scale': rank 0 has (4,)" in text
-    ddp.module.scale = torch.ones(4)
-    text = error_of(lambda: ddp.check_sync(gradients=rank == 1))
-    assert "option 'gradients': rank 0 has False, rank 1 has True" in text
-    if rank == 1:
-        ddp.module.layers[0].requires_grad_(False)
-    assert "'layers.0.weight': rank 0 has" in error_of(ddp.check_sync)
-
-
 @ranks(3)
 def test_of_many_tensors_and_contents_the_first_are_listed_and_the_others_counted(
     rank: int,
@@ -219,36 +203,6 @@ def test_synchronised_statistics_are_compared_where_the_layer_spans_the_group() 
     ddp.check_sync()
 
 
-@ranks(2)
-def test_mixed_precision_bucket_views_sparse_and_complex_gradients_are_alike(rank: int) -> None:
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    low = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    for options in (
-        {"mixed_precision": low},
-        {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True},
-        {"compression": "int8"},
-    ):
-        ddp = DistributedDataParallel(Net(), **options)
-        for _ in range(2):
-            step(ddp)
-            ddp.check_sync(gradients=True)
-
-    net = nn.ModuleDict({"rows": nn.Embedding(9, 4, sparse=True)})
-    net.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-    net.forward = lambda rows: (net["rows"](rows) * net.phase).abs()  # type: ignore[method-assign]
-    ddp = DistributedDataParallel(net)
-    for _ in range(2):
-        ddp(torch.randint(9, (6,)) // (1 + rank)).sum().backward()
-        ddp.check_sync(gradients=True)
-    if rank == 1:
-        net["rows"].weight.grad = net["rows"].weight.grad * 2
-        net.phase.grad = net.phase.grad.conj()
-    text = error_of(ddp.check_sync)
-    assert "gradient 'rows.weight' (9, 4)" in text
-    assert "gradient 'phase' (4,) torch.complex64" in text
-
-
 # When it may be called.
 
 
@@ -272,26 +226,6 @@ def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off(ran
     ddp.check_sync(gradients=False)
     with pytest.raises(TypeError, match="buffers should be True, False or None, got 'all'"):
         ddp.check_sync(buffers="all")
-
-
-@ranks(3)
-def test_it_compares_the_ranks_of_the_process_group_in_force(rank: int) -> None:
-    ddp = stepped()
-    with ddp.no_sync():
-        step(ddp)
-    pair = dist.new_group([0, 2])
-    ddp._update_process_group(pair)
-    if rank == 1:
-        add(ddp.module.layers[0].weight, 1)
-        return
-    ddp.check_sync()
-    if rank == 2:
-        add(ddp.module.layers[0].bias, 1)
-    with pytest.raises(RuntimeError, match="differ between ranks") as raised:
-        ddp.check_sync()
-    dist.barrier(pair)
-    assert "rank 0 has" in str(raised.value)
-    assert "rank 1 (global rank 2) has" in str(raised.value)
 
 
 @ranks(2)

@@ -10,7 +10,7 @@ from distributed import ranks
 from modules import Two
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import breaking_off, train_step
+from training import train_step
 
 from tritonddp import DistributedDataParallel
 
@@ -142,17 +142,3 @@ def test_only_sampled_steps_look_at_the_clock() -> None:
         with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
             net._set_ddp_runtime_logging_sample_rate(rate)
     assert "sample rate" in net._get_ddp_logging_data()["error"]
-
-
-@ranks(2)
-def test_a_step_that_breaks_off_is_not_measured_and_leaves_nothing_behind() -> None:
-    net = DistributedDataParallel(Two())
-    step(net)
-    with breaking_off(net.module.first.weight):
-        step(net)
-    net(torch.randn(4, 3))  # no backward
-    assert net._get_ddp_logging_data()["iteration"] == 1
-    step(net)
-    step(net)
-    assert net._get_ddp_logging_data()["iteration"] == 4
-    assert len(net._ddp_state.core.events.extensions) == 2, "those of the step that is measured now"

@@ -4,7 +4,6 @@ import copy
 import errno
 import gc
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from distributed import assert_same_bits, gather, ranks, sequence_number
 from modules import normed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.host.memory import Memory
@@ -130,14 +128,6 @@ def test_a_receiver_that_has_written_to_its_buffers_gets_them_back(rank: int) ->
     assert_same_bits(ddp.module.table, expected)
 
 
-@ranks(2)
-def test_without_buffers_nothing_is_called() -> None:
-    with mock.patch.object(DistributedDataParallel, "_sync_buffers") as synced:
-        trained(lambda: nn.Linear(3, 4))
-        trained(forward_sync_buffers=False)
-    assert not synced.called
-
-
 def larger(ddp: DistributedDataParallel) -> None:
     ddp.module.register_buffer("late", torch.full((3000,), float(dist.get_rank())))
 
@@ -226,68 +216,7 @@ def test_where_memory_cannot_be_had_all_ranks_take_the_process_group(
 # Ctrl-C, and ranks that are gone
 
 
-@ranks(3)
-def test_a_forward_that_only_one_rank_repeats_costs_one_step(rank: int) -> None:
-    """After Ctrl-C in its module: the source has one broadcast more, until the next step."""
-    ddp = trained()
-    if rank == 0:
-        ddp(batch())
-    step(ddp, batch(), 0)
-    assert_forwards_have_those_of_rank_0(ddp)
-
-
 # Beside what else there is
-
-
-@pytest.mark.parametrize(("before", "inputs"), [(3, 3), (4, 0)])
-@ranks(3)
-def test_inside_join_buffers_come_from_a_rank_with_inputs(
-    rank: int, before: int, inputs: int
-) -> None:
-    """(After it, in stock, they still come from the highest rank.)"""
-
-    def run(cls: Any) -> list[Any]:
-        torch.manual_seed(5)
-        ddp = cls(batch_norms())
-        seen = first_of(ddp)
-        found = []
-        torch.manual_seed(rank)
-        for number in range(before):
-            step(ddp, batch(), number)
-        with ddp.join():
-            for number in range(inputs * (1 + rank)):
-                step(ddp, batch(), number)
-                found.append(dict(seen()))
-        if cls is not Stock:
-            assert_forwards_have_those_of_rank_0(ddp)
-            assert goes_through_memory(ddp)
-        return found
-
-    assert_same_bits(run(DistributedDataParallel), run(Stock), "buffers at forward")
-
-
-@pytest.mark.parametrize("options", [{"compression": "int8"}, {"lazy_bucket_allocation": True}])
-@ranks(2)
-def test_wrappers_whose_gradients_do_not_go_through_memory(options: dict[str, Any]) -> None:
-    """Their buffers do, once another wrapper has connected the ranks."""
-    ddp = trained(**options)
-    trained()
-    assert_forwards_have_those_of_rank_0(ddp)
-    assert goes_through_memory(ddp)
-
-
-@ranks(2)
-def test_copies_and_other_groups_begin_anew() -> None:
-    ddp = trained()
-    twin = pickle.loads(pickle.dumps(ddp))
-    assert not goes_through_memory(twin)
-    for each in (ddp, twin):
-        assert_forwards_have_those_of_rank_0(each)
-        assert goes_through_memory(each)
-    ddp._update_process_group(dist.new_group([0, 1]))
-    assert not goes_through_memory(ddp)
-    assert_forwards_have_those_of_rank_0(ddp)
-    assert goes_through_memory(ddp)
 
 
 @ranks(2)

@@ -83,17 +83,6 @@ def test_broadcast_at_the_same_forwards_as_stock_with_the_same_result() -> None:
     assert_same_bits(states, expected_states, "buffer after forward")
 
 
-@ranks(2)
-def test_the_forward_says_beforehand_whether_it_will_broadcast() -> None:
-    ddp = DistributedDataParallel(normed())
-    for _, gradients, no_sync, _, count in SEQUENCE:
-        ddp.require_backward_grad_sync = not no_sync
-        assert ddp.will_sync_module_buffers() is bool(count)
-        with torch.set_grad_enabled(gradients):
-            ddp(batch())
-    assert not DistributedDataParallel(nn.Linear(2, 2)).will_sync_module_buffers()
-
-
 def copies(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 

@@ -149,18 +149,6 @@ def test_gradients_that_are_reduced_on_request_and_those_of_added_parameters(ran
 
 
 @ranks(2)
-def test_what_does_not_count_is_not_looked_at(rank: int) -> None:
-    module, ddp = net()
-    weight = 0 if rank == 1 else 5
-    loss = spoiled(
-        ddp(torch.ones(4, 40)).sum(), {module[0].weight: math.nan} if weight == 0 else {}
-    )
-    with ddp.weighted(weight):
-        assert outcome(loss) == "nothing"
-    assert all(param.grad.isfinite().all() for param in module.parameters())
-
-
-@ranks(2)
 def test_a_rank_without_inputs_warns_and_goes_on(rank: int) -> None:
     module, ddp = net()
     said = []

@@ -1,6 +1,5 @@
 """join() with hooks, optimizers in the backward, and options of the wrapper."""
 
-import copy
 import itertools
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from training import gradients, train_step, wrap
-from uneven import LR, STOCK, Alone, assert_close, assert_joins, draw, loss_of, net, step_of, train
+from uneven import LR, STOCK, Alone, assert_close, draw, loss_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
 
@@ -48,17 +47,6 @@ def test_unused_buckets_are_sent_to_ranks_that_have_left(rank: int) -> None:
             grads = [layer.weight.grad is not None for layer in ddp.module.layers]
             assert grads == [number == step % 3 for number in range(3)]
     assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
-
-
-@ranks(3)
-def test_groups_of_some_ranks_join_and_so_do_copies(rank: int) -> None:
-    group = dist.new_group([1, 2])
-    if rank > 0:
-        ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=1e-4)
-        train(ddp, 3 - rank, ddp.join())
-        assert ddp._authoritative_rank == 0
-    ddp = copy.deepcopy(DistributedDataParallel(net(), bucket_cap_mb=1e-4))
-    assert_joins(ddp, (2, 3, 0), "copy")
 
 
 HOOKS = {

@@ -235,33 +235,6 @@ def test_evaluation_and_saving_in_between_are_in_full_precision() -> None:
     assert ddp.module.first(torch.ones(4)).dtype == torch.float32
 
 
-@ranks(1)
-def test_a_copy_of_the_module_alone_recomputes_in_full_precision() -> None:
-    """One that is averaged over time, say, or a teacher."""
-    ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
-    ddp(torch.ones(2, 4)).backward()
-    for alone in copy.deepcopy(ddp.module), pickle.loads(pickle.dumps(ddp.module)):
-        alone(torch.ones(2, 4)).backward()
-        plain = Blocks(not_reentrant)
-        plain.load_state_dict(alone.state_dict())
-        plain(torch.ones(2, 4)).backward()
-        assert_same_bits(gradients(alone), gradients(plain))
-
-
-class OfADtype(nn.Linear):
-    def forward(self, x: Tensor, dtype: torch.dtype, **others: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x + others["bias"]).to(dtype)
-
-
-@ranks(1)
-def test_arguments_may_have_any_name() -> None:
-    ddp = DistributedDataParallel(OfADtype(4, 4), mixed_precision=HALF)
-    out = ddp(torch.ones(2, 4), dtype=torch.float64, bias=torch.ones(4))
-    assert out.dtype == torch.float64
-    out.sum().backward()
-    assert_same_bits(ddp.module.weight.grad, torch.full((4, 4), 4.0))
-
-
 @pytest.mark.parametrize("is_copy", [False, True])
 @ranks(1)
 def test_the_module_is_left_as_it_was(is_copy: bool) -> None:

@@ -91,14 +91,3 @@ def test_a_backward_that_breaks_off_leaves_the_ranks_in_step(rank: int) -> None:
     loss_of(net, "abc").backward()
     dist.barrier()
     assert all(param.grad.isfinite().all() for param in net.parameters())
-
-
-@ranks(2)
-def test_all_is_sent_on_request(rank: int) -> None:
-    net = wrapped(skip=True)
-    loss_of(net, "c").backward()
-    assert net.module.layers["a"].weight.grad is None
-    for param in net.parameters():
-        param.grad = torch.full_like(param, 1.0 + rank)
-    net.reduce_gradients()
-    assert all((param.grad == 1.5).all() for param in net.parameters())

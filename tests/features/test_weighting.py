@@ -17,7 +17,6 @@ from training import (
     assert_close,
     assert_gradients_alike,
     breaking_off,
-    counted,
     gradients,
     train_step,
     wrap,
@@ -166,37 +165,12 @@ def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> N
 
 
 @ranks(2, views=True)
-def test_gradients_dropped_by_zero_grad_leave_no_weight_for_a_request(
-    rank: int, view: bool
-) -> None:
-    ddp = wrap(net(), view)
-    backward(ddp, weight=1 + rank, is_local=True)
-    ddp.zero_grad()
-    with ddp.weighted(1 - rank):  # an error if those before had a weight still
-        ddp.reduce_gradients()
-    for param in ddp.parameters():
-        param.grad = torch.full_like(param, rank)
-    ddp.reduce_gradients()
-    for param in ddp.parameters():
-        assert_all(param, 0.5)
-
-
-@ranks(2, views=True)
 def test_large_weights_do_not_overflow_fp16_once_their_size_is_known(view: bool) -> None:
     ddp = wrap(nn.Linear(1, 1, bias=False).half(), view)
     for n in (1, 4000, 30_000):  # each within the range of the one before
         with ddp.weighted(n):
             train_step(ddp, torch.full((1, 1), 10.0, dtype=torch.half), loss=torch.sum)
     assert ddp.module.weight.grad.item() == 10
-
-
-@ranks(2)
-def test_the_weight_costs_no_collective() -> None:
-    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
-    for step in range(3):
-        with counted(ddp) as found:
-            backward(ddp, weight=3)
-        assert found.collectives == len(ddp.reducer.buckets) + (step == 0)  # the order, at first
 
 
 class SharesMemory(nn.Module):

@@ -109,28 +109,6 @@ def test_the_module_is_what_it_was(rank: int) -> None:
     assert net.encode.__func__ is Encoder.encode
 
 
-@ranks(2, 3)
-def test_bits_of_the_wrapper_in_fifty_steps(rank: int) -> None:
-    wrapped = seeded(nn.BatchNorm1d)
-    both = replicate(seeded(nn.BatchNorm1d)), DistributedDataParallel(wrapped)
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in both]
-    for number in range(50):
-        for net, optimizer in zip(both, optimizers, strict=True):
-            with net.no_sync() if number % 7 == 3 else nullcontext():
-                squares(net(drawn(5, 4, step=number))).backward()
-            if number % 7 != 3:
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-    net = both[0]
-    for (name, found), expected in zip(net.named_parameters(), wrapped.parameters(), strict=True):
-        assert_same_bits(found, expected, name)
-    if rank == 0:  # the others have its buffers already, the wrapper's in the next forward
-        for (name, found), expected in zip(net.named_buffers(), wrapped.buffers(), strict=True):
-            assert_same_bits(found, expected, name)
-    assert_same_on_all_ranks(list(net.buffers()), "buffers")
-
-
 # What one rank does alone
 
 
@@ -155,26 +133,6 @@ def test_a_backward_of_one_rank_alone_is_an_error_on_all_and_averages_nothing(ra
     assert "under no_sync(), or use torch.autograd.grad" in text
     train_step(net, drawn(5, 4, step=4))  # and training may go on
     assert_same_on_all_ranks(gradients(net))
-
-
-@ranks(2)
-def test_a_probe_stays_on_its_rank_in_no_sync_and_by_autograd_grad(rank: int) -> None:
-    net = replicate(seeded(nn.BatchNorm1d))
-    expected = copy.deepcopy(net)
-    expected_wrapper = DistributedDataParallel(expected)
-    for number in range(4):
-        for each in (net, expected_wrapper):
-            train_step(each, drawn(5, 4, step=number))
-            descend(each)
-        if rank == 0:
-            with net.no_sync():
-                net.eval()(drawn(2, 4)).max(1).values.sum().backward()
-            net.zero_grad()
-            x = drawn(2, 4).requires_grad_()
-            params = list(net.parameters())
-            assert torch.autograd.grad(net(x).sum(), [x, *params])[1].shape == params[0].shape
-            net.train()
-    assert_same_bits(list(net.parameters()), list(expected.parameters()))
 
 
 @ranks(2)

@@ -20,48 +20,6 @@ def on_device(*shape: int) -> Any:
     return torch.ones(*shape, device="cuda")
 
 
-@pytest.mark.parametrize("first", ["read", "write"])
-@pytest.mark.parametrize("second", ["read", "write"])
-def test_streams_that_do_not_wait_are_not(recorder: Recorder, first: str, second: str) -> None:
-    does = {"read": lambda tensor: tensor + 1, "write": lambda tensor: tensor.add_(1)}
-    x, side = on_device(4), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    does[first](x)
-    with torch.cuda.stream(side):
-        does[second](x)
-    assert bool(recorder.races) == ("write" in (first, second))
-
-
-@pytest.mark.parametrize("guard", ["record_stream", "the stream waits in time", None])
-def test_memory_is_given_back_to_its_stream(recorder: Recorder, guard: str | None) -> None:
-    """Which may use it for something else, as soon as it goes on, and not before."""
-    x, side = on_device(4), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.add_(1)
-        if guard == "record_stream":
-            x.record_stream(side)
-    del x
-    assert not recorder.races
-    if guard == "the stream waits in time":
-        torch.cuda.current_stream().wait_stream(side)
-    on_device(2)
-    assert bool(recorder.races) == (guard is None)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_pinned_memory_is_read_when_the_copy_is_there(recorder: Recorder, waits: bool) -> None:
-    x = on_device(4)
-    copy = torch.empty(4, pin_memory=True)
-    copy.copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    if waits:
-        event.synchronize()
-    assert bool((copy == 1).all()) == waits
-    assert bool(recorder.races) == (not waits)
-
-
 def test_the_device_goes_with_the_context() -> None:
     current_stream, backward = torch.cuda.current_stream, torch.autograd._engine_run_backward
     with recording():

@@ -15,7 +15,7 @@ from modules import normed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import train_step, wrap
+from training import train_step
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.coordination import verify
@@ -462,21 +462,6 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DistributedDataParallel(nn.Sequential(inner), process_group=other)
-
-
-@pytest.mark.parametrize("view", [False, True])
-@ranks(2)
-def test_wrappers_that_share_a_parameter_own_its_gradient_in_turns(rank: int, view: bool) -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.weight = first.weight
-    nets = [DistributedDataParallel(first, gradient_as_bucket_view=True), wrap(second, view)]
-    for _ in range(3):
-        for times, each in enumerate(nets, start=1):
-            for accumulated in (1, 2):
-                each(torch.full((1, 2), 2.0 * times * rank)).sum().backward()
-                expected = torch.full((2, 2), float(times * accumulated))
-                torch.testing.assert_close(first.weight.grad, expected)
-            first.zero_grad()
 
 
 @ranks(2)

@@ -174,18 +174,6 @@ def test_subclasses_may_have_copied_stocks_forward(kind: Any, options: dict[str,
         assert_same_bits(theirs.module[1].running_mean, ours.module[1].running_mean)
 
 
-@ranks(2)
-def test_a_copy_of_stocks_forward_can_be_joined(rank: int) -> None:
-    module = nn.Linear(3, 3)
-    nets = [DistributedDataParallel(copy.deepcopy(module)), HasStocksForward(module)]
-    for net in nets:
-        with net.join():
-            for _ in range(1 + rank):
-                net(torch.ones(2, 3)).sum().backward()
-    for mine, own in zip(*(net.parameters() for net in nets), strict=True):
-        assert_same_bits(own.grad, mine.grad)
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 @ranks(2)
 def test_a_copy_of_all_of_it_cannot_be_joined_and_is_told_what_to_call(is_first: bool) -> None:

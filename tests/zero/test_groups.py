@@ -6,45 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from beside_replicated import TRANSPORTS, Pair, owner_of
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from beside_replicated import Pair, owner_of
+from distributed import assert_same_bits, ranks
 from modules import mlp
-from torch import nn
 from training import drawn, squares, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
-
-
-def decayed(net: nn.Module) -> list[dict[str, Any]]:
-    """Weights and biases in groups of their own."""
-    params = list(net.parameters())
-    return [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1, "lr": 0.02},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "name": "biases"},
-    ]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2)
-def test_groups_have_their_own_options_which_schedulers_change(transport: str) -> None:
-    pair = Pair(mlp(4, 8, 8, 2), params=decayed, wrapper=TRANSPORTS[transport])
-    warm = [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=20)
-        for _, optimizer in pair.each()
-    ]
-    for number in range(8):
-        pair.step(drawn(5, 4, step=number))
-        for each in warm:
-            each.step()
-        mine, theirs = pair.optimizer.param_groups, pair.oracle.param_groups
-        for one, other in zip(mine, theirs, strict=True):
-            keys = set(one) - {"params"}
-            assert keys == set(other) - {"params"}
-            assert {k: one[k] for k in keys} == {k: other[k] for k in keys}
-        if number == 4:
-            for _, optimizer in pair.each():
-                optimizer.param_groups[1]["weight_decay"] = 0.3
-                optimizer.param_groups[0]["betas"] = (0.8, 0.9)
 
 
 @ranks(2)
@@ -188,28 +155,6 @@ def test_a_constructor_that_raised_may_be_called_again(rank: int) -> None:
     ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1)
 
 
-@ranks(2, 3)
-def test_one_made_between_backward_and_step_steps_every_parameter() -> None:
-    """In another order, and where gradients are kept: the earlier owners have them."""
-    nets = wrap(mlp(4, 8, 8, 2)), wrap(mlp(4, 8, 8, 2))
-    nets[1].module.load_state_dict(nets[0].module.state_dict())
-    kinds = ZeroRedundancyOptimizer, lambda params, kind, lr: kind(params, lr=lr)
-    optimizers = [
-        kind(net.parameters(), torch.optim.SGD, lr=0.1)
-        for kind, net in zip(kinds, nets, strict=True)
-    ]
-    for step in range(7):
-        for number, (kind, net) in enumerate(zip(kinds, nets, strict=True)):
-            if step % 3 != 2:
-                net.zero_grad()
-            squares(net(drawn(5, 4, step=step))).backward()
-            if step in (0, 1, 3, 5):
-                params = [*net.parameters()][:: -1 if step % 2 else 1]
-                optimizers[number] = kind(params, torch.optim.SGD, lr=0.1)
-            optimizers[number].step()
-        torch.testing.assert_close([*nets[0].parameters()], [*nets[1].parameters()])
-
-
 @ranks(2)
 def test_one_that_leaves_out_gradients_which_only_their_owners_have_is_refused() -> None:
     net = wrap(mlp(4, 8, 8, 2))
@@ -223,25 +168,6 @@ def test_one_that_leaves_out_gradients_which_only_their_owners_have_is_refused()
     for _ in range(2):  # before zero_grad(), which the loop of the next stage calls, and after it
         ZeroRedundancyOptimizer([*net.parameters()][:2], torch.optim.SGD, lr=0.1)
         net.zero_grad()
-
-
-@pytest.mark.parametrize("first", ["new ones first", "old ones first"])
-@ranks(2)
-def test_a_layer_that_was_added_has_an_owner_before_its_first_forward(first: str) -> None:
-    net = wrap(mlp(4, 4))
-    squares(net(drawn(5, 4))).backward()
-    net.module.append(nn.Linear(4, 4))
-    params = [*net.parameters()][:: -1 if first == "new ones first" else 1]
-    optimizer = ZeroRedundancyOptimizer(params[:2], torch.optim.SGD, lr=0.1)
-    net.module.append(nn.Linear(4, 4))
-    optimizer.add_param_group({"params": [*params[2:], *net.module[-1].parameters()]})
-    before = [param.detach().clone() for param in net.parameters()]
-    for step in range(2):
-        net.zero_grad()
-        squares(net(drawn(5, 4, step=step))).backward()
-        optimizer.step()
-    assert all(not torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
-    assert_same_on_all_ranks([*net.parameters()])
 
 
 @ranks(2)

@@ -154,12 +154,3 @@ def test_values_that_a_user_writes_count() -> None:
     optimizer.step()  # without gradients it changes nothing
     parameters: list[Tensor] = list(ours.parameters())
     assert all(bool((each == 1).all()) for each in parameters)
-
-
-@ranks(2)
-def test_ranks_without_parameters_in_low_precision_step_theirs(rank: int) -> None:
-    module = mlp(8, 16, 4)
-    plain, ours = wrap(copy.deepcopy(module)), wrap(module)
-    train(plain, AdamW(plain.parameters(), lr=LR), range(4))
-    train(ours, sharded(ours), range(4))
-    assert_same_bits(dict(ours.module.state_dict()), dict(plain.module.state_dict()), "values")

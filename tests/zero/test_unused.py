@@ -1,7 +1,5 @@
 """Accumulation, unused and frozen parameters, beside the plain optimizer."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,25 +64,3 @@ def test_a_parameter_that_nobody_uses_keeps_its_value_and_has_no_state(transport
     if dist.get_rank() == 0:
         theirs = pair.oracle.state_dict()["state"]
         assert sorted(pair.optimizer.state_dict()["state"]) == sorted(theirs)
-
-
-@ranks(2)
-def test_the_optimizer_may_be_made_after_some_steps(rank: int) -> None:
-    """Then buckets exist already, and their order is known."""
-    pair: Any = Pair.__new__(Pair)
-    pair.tolerance = None
-    pair.zero, pair.plain = wrap(mlp(4, 8, 8, 2)), wrap(mlp(4, 8, 8, 2))
-    pair.plain.load_state_dict(pair.zero.state_dict())
-    for number in range(3):
-        for net in (pair.zero, pair.plain):
-            net.zero_grad()
-            squares(net(drawn(5, 4, step=number))).backward()
-    pair.optimizer = ZeroRedundancyOptimizer(pair.zero.parameters(), torch.optim.AdamW, lr=0.1)
-    pair.oracle = torch.optim.AdamW(pair.plain.parameters(), lr=0.1)
-    for number in range(4):  # the first one steps down the gradients that were there
-        for net, optimizer in pair.each():
-            optimizer.step()
-            optimizer.zero_grad()
-            squares(net(drawn(5, 4, step=number))).backward()
-        pair.check(f"step {number}")
-        pair.check_gradients(f"step {number}")
