@@ -96,8 +96,6 @@ def main() -> int:
             outcomes[part.name] = run(part, deadline.until(end, part.seconds / left), out)
     finally:  # also when the run is cut off
         print("\n".join(["", *summary(outcomes, out)]), flush=True)
-    if _has_gpu():
-        print("This machine has a GPU, of which make bench measures nothing: run make gpu too.")
     return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
 
 
@@ -123,8 +121,6 @@ def run(part: Part, end: float, out: Path) -> str:
         environment={**ENVIRONMENT, deadline.VARIABLE: str(end)},
     )
     last = (text.strip() or "it said nothing").splitlines()[-1].strip()
-    if _result(result) is None:
-        result.unlink(missing_ok=True)  # pytest opens it before there is anything
     took = f"{time.monotonic() - start:.0f} s"
     if not any(codes) and None not in codes:
         return f"ok, {took}"
@@ -146,10 +142,7 @@ def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
         yield from ("", *text([Table(verdicts.HEADER, table)]))
         counts = Counter(row[-2].strip("*") for row in table)
         yield ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    unjudged = [name for name in results if name not in {row[0] for row in table}]
     yield ""
-    if unjudged:
-        yield f"Measured, but against no bound: {', '.join(unjudged)} (see tables.md)."
     yield f"Written to {out}; the committed results and figures are as they were."
     if out == LOCAL:
         yield "make figures FROM=local takes these results over."
@@ -161,12 +154,6 @@ def _result(path: Path) -> Result | None:
         return Result(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-
-
-def _has_gpu() -> bool:
-    import torch  # not before the parts: it holds memory
-
-    return torch.cuda.is_available()
 
 
 def _options() -> argparse.Namespace:

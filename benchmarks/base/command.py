@@ -115,19 +115,12 @@ def run_suite(
     """The command of a suite; returns the exit status.
 
     The result file is written after each group. A group that fails is told and left out; the others
-    are measured, and the exit status is 1.
-
-    Args:
-        doc: of the script.
-        benchmark: its name in the result file.
-        rounds: the default of ``--rounds``.
-        show: lines that show a result.
+    are measured, and the exit status is 1. ``show`` gives the lines that show a result.
     """
     made = parser(doc, rounds)
     made.add_argument("--only", nargs="+", default=[], metavar="WORD", help="in a group's name")
     options = made.parse_args()
-    only = options.only
-    wanted = [name for name in groups if not only or any(word in name for word in only)]
+    wanted = [name for name in groups if any(word in name for word in options.only or [""])]
     if not wanted:
         made.error(f"no group is called so: {', '.join(groups)}")
     if not torch.cuda.is_available():

@@ -25,15 +25,10 @@ def deadline() -> float:
     return float(os.environ.get(VARIABLE, math.inf))
 
 
-def share(part: float) -> float:
-    """The end of this part of the time left, by the same clock."""
-    return until(deadline(), part)
-
-
 def shares(names: Sequence[Name]) -> Iterator[tuple[Name, float]]:
     """Each, and when it should be done: it gets its share of the time that is left."""
     for number, name in enumerate(names):
-        yield name, share(1 / (len(names) - number))
+        yield name, until(deadline(), 1 / (len(names) - number))
 
 
 def until(end: float, part: float) -> float:

@@ -23,15 +23,7 @@ REHEARSE = BENCHMARKS.parent / "tests" / "recording" / "rehearse.py"
 # Set for the tests of a rehearsal, see tests/gpu/worlds.py.
 REHEARSING = "TRITONDDP_REHEARSE"
 KERNEL_TESTS = (TESTS / "test_kernels_gpu.py",)
-NCCL_TESTS = (
-    TESTS / "test_reducer_nccl.py",
-    TESTS / "test_agreement_nccl.py",
-    TESTS / "test_quantized_nccl.py",
-    TESTS / "test_features_nccl.py",
-    TESTS / "test_metrics_nccl.py",
-    TESTS / "test_compiled_nccl.py",
-    TESTS / "test_graphs_nccl.py",
-)
+NCCL_TESTS = tuple(sorted(TESTS.glob("test_*_nccl.py")))
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TESTS_FAILED = 1  # pytest's exit status
 
@@ -92,7 +84,7 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
     mlp, both = "--models mlp", f"stock and not {one}"
     quick = f"{SANITY} or ({one} and ({SANITY_NCCL}))"
     few = f"missing or ({one} and one_flatten)"
-    files = (*KERNEL_TESTS, NCCL_TESTS[0])
+    files = (*KERNEL_TESTS, TESTS / "test_reducer_nccl.py")
     found = [
         _tests("sanity", "what all else needs", 28, 18, files, quick, few),
         *_trained(rehearse, cards, f"{mlp} --builds 1 --mib 1"),

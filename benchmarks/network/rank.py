@@ -151,7 +151,9 @@ def main() -> None:
             contenders = Contenders(MODELS[model], ranks, plan.by_wire)
             for rate in plan.rates:
                 host.limit(rate)
-                end = min(deadline.share(1 / left), time.monotonic() + plan.seconds)
+                end = min(
+                    deadline.until(deadline.deadline(), 1 / left), time.monotonic() + plan.seconds
+                )
                 samples = measure(contenders, rate, ranks, plan, end)
                 left -= 1
                 found = ranks.gathered({"rate": rate, **contenders.facts, **samples})

@@ -154,13 +154,18 @@ variants = Rows(
 )
 
 
-def host(result: Result) -> Blocks:
-    """Medians and quartiles in microseconds."""
+def _costs(result: Result, show: Callable[[Any], str]) -> dict[str, dict[str, str]]:
+    """The host's work in microseconds, by configuration, and by kind and column."""
     cells: dict[str, dict[str, str]] = {}
     for row in result.rows:
-        for column, us in row.us.items():
-            text = f"{number(us.median)} ({quartiles(us, per=1)})"
-            cells.setdefault(row.configuration, {})[f"{row.kind}: {column}"] = text
+        shown = {f"{row.kind}: {column}": show(us) for column, us in row.us.items()}
+        cells.setdefault(row.configuration, {}).update(shown)
+    return cells
+
+
+def host(result: Result) -> Blocks:
+    """Medians and quartiles in microseconds."""
+    cells = _costs(result, lambda us: f"{number(us.median)} ({quartiles(us, per=1)})")
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     rows = [(name, *(row.get(column, "-") for column in columns)) for name, row in cells.items()]
     yield Table(("us, median (quartiles)", *columns), rows)
@@ -457,12 +462,7 @@ def of_host(results: Mapping[str, Result]) -> Blocks:
     """The host's work in microseconds, medians, by machine."""
     rows = []
     for machine, result in results.items():
-        costs: dict[str, dict[str, str]] = {}
-        for row in result.rows:
-            for column, us in row.us.items():
-                costs.setdefault(row.configuration, {})[f"{row.kind}: {column}"] = (
-                    f"{us.median:.1f}"
-                )
+        costs = _costs(result, lambda us: f"{us.median:.1f}")
         for name in filter(costs.__contains__, _HOST):
             rows.append((machine, name, *(costs[name].get(each, "-") for each in _COSTS)))
     yield Table(("us", "configuration", *_COSTS), rows)
