@@ -128,6 +128,19 @@ def test_a_layer_that_is_called_beside_the_module_is_reduced_until_no_rank_uses_
     check_step(ddp, 6)
 
 
+@ranks(2, views=True)
+def test_a_table_that_is_replaced_keeps_its_sparse_gradient(view: bool) -> None:
+    table, head = nn.EmbeddingBag(5, 4, mode="sum", sparse=True), nn.Linear(4, 2)
+    ddp = wrap(nn.Sequential(table, head), view)
+    ddp(torch.tensor([[1, 2]])).sum().backward()
+    former = table.weight.grad
+    ddp.module[0] = nn.EmbeddingBag(5, 4, mode="sum")
+    ddp.zero_grad()  # it does not know the former table any more
+    ddp(torch.tensor([[3]])).sum().backward()
+    assert table.weight.grad is former
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
 @ranks(2)
 def test_the_ranks_agree_once_on_a_layer_that_is_called_beside() -> None:
     ddp = wrap(net())

@@ -82,7 +82,7 @@ class BucketManager:
         self.ready_order: list[str] = []
         self.former_counts: list[tuple[list[Parameter], Tensor]] | None = None
         # Registration order is roughly forward order, so its reverse is a guess at ready order.
-        self.current = self._build(parameters.trainable[::-1], factory)
+        self.current = self._build(parameters.trainable[::-1], factory, parameters.sparse)
 
     def temporary(
         self,
@@ -97,7 +97,7 @@ class BucketManager:
         """
         self.announce()
         factory = self.factory.temporary(self._of_temporary, views)
-        return self._build(named_params, factory, sparse=sparse)
+        return self._build(named_params, factory, self._sparse() if sparse is None else sparse)
 
     def where(self) -> str:
         """This rank and its step, for messages."""
@@ -162,10 +162,9 @@ class BucketManager:
         self,
         named_params: Sequence[tuple[str, Parameter]],
         factory: BucketFactory,
+        sparse: Collection[Tensor],
         former: BucketSet | None = None,
-        sparse: Collection[Tensor] | None = None,
     ) -> BucketSet:
-        sparse = self._parameters.sparse if sparse is None else sparse
         is_temporary = factory is not self.factory
         caps = self._caps
         with outside_modes(param for _, param in named_params):
@@ -310,10 +309,16 @@ class BucketManager:
         if not named:
             return False
         self._check_dtypes({param for _, param in named})
-        if self.current.fits(named, self._caps, self._parameters.sparse, self.factory.owners):
+        if self.current.fits(named, self._caps, self._sparse(), self.factory.owners):
             return False
         self._rebuild(named)
         return True
+
+    def _sparse(self) -> set[Tensor]:
+        """Parameters with sparse gradients: what the module has no more stays as it was."""
+        held, buckets = self._parameters.held, self.current.buckets
+        were = {param for each in buckets if each.is_sparse for param in each.params}
+        return self._parameters.sparse | (were - held)
 
     def _check_dtypes(self, kept: Collection[Tensor]) -> None:
         """Raise if gradients have another dtype than in their buckets, on this rank perhaps alone.
@@ -334,7 +339,7 @@ class BucketManager:
         number_of = {param: number for number, param in enumerate(self.current.params)}
         with torch.no_grad():
             self.factory.keep({p: left for _, p, left in residuals_of(self.current.buckets)})
-            self.current = self._build(named, self.factory, former=self.current)
+            self.current = self._build(named, self.factory, self._sparse(), self.current)
             # The remaining ones belong to gradients that are not quantised any more. They are
             # views, and would keep the residuals of whole buckets alive.
             self.factory.keep({})
