@@ -60,6 +60,74 @@ class _Kinds:
         return is_met
 
 
+class ModuleBuffers:
+    """The buffers that all ranks hold, each once. Modules may reassign them at any time.
+
+    Attributes:
+        tables: the buffer dictionaries of all modules: if all are empty, there are none.
+    """
+
+    def __init__(self, children: Mapping[str, nn.Module | None], ignored: Collection[str]) -> None:
+        self._children, self._ignored = children, ignored
+        self.tables: list[Mapping[str, Tensor | None]] = []
+        self._named_tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # as modules say now
+        self._agreed = self._named_tables  # as they said when the ranks last agreed
+        # From the last look: keys and numbers of keys, tensors, and the result.
+        self._places: list[int | str] = []
+        self._held: list[Tensor | None] = []
+        self._named: list[tuple[str, Tensor]] = []
+
+    def update(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """These are the modules now."""
+        self._named_tables = [(name, _table(each._buffers)) for name, each in modules]
+        self.tables = [table for _, table in self._named_tables]
+        if self._is_overridden():  # it may yield others
+            self.tables.append({"": None})
+
+    def commit(self) -> None:
+        """All ranks have made the same change."""
+        if self._agreed is not self._named_tables:
+            self._agreed, self._places = self._named_tables, []
+            self.named(is_agreed=True)
+
+    def named(self, is_agreed: bool) -> list[tuple[str, Tensor]]:
+        """As in stock DDP, what ``named_buffers()`` says.
+
+        Until the ranks have agreed on a change they are those of before, as their modules hold them
+        by these names now.
+        """
+        tables = [table for _, table in self._agreed]
+        # As for parameters: comparing all buffers is faster than collecting their names again.
+        held = list(chain.from_iterable(map(_values, tables)))
+        places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
+        if places != self._places or not all(map(is_, held, self._held)):
+            if not is_agreed:
+                now = {
+                    f"{prefix}.{key}" if prefix else key: buffer
+                    for prefix, table in self._agreed
+                    for key, buffer in table.items()
+                }
+                taken_up = [(name, now.get(name, former)) for name, former in self._named]
+                named = [(name, buffer) for name, buffer in taken_up if buffer is not None]
+            else:
+                found = self._module.named_buffers()
+                named = [each for each in found if each[0] not in self._ignored]
+            if not all(buffer.is_leaf for _, buffer in named):
+                return named  # not cached: a buffer with a graph would keep that graph alive
+            self._named = named
+            if is_agreed and not self._is_overridden():
+                self._held, self._places = held, places
+        return self._named
+
+    @property
+    def _module(self) -> Any:
+        return self._children["module"]
+
+    def _is_overridden(self) -> bool:
+        method = getattr(self._module.named_buffers, "__func__", None)
+        return method is not nn.Module.named_buffers
+
+
 class ModuleParameters:
     """The parameters and buffers of the module in ``wrapper``, and whether they are still the same.
 
@@ -77,20 +145,15 @@ class ModuleParameters:
         schema: hash of the trainable parameters, which should be the same on all ranks.
         is_agreed: the buckets hold what is trainable, and nothing that the module has no more but
             what the ranks have agreed on. Otherwise they have to: see :meth:`commit`.
-        buffer_tables: the buffer dictionaries of all modules: if all are empty, there are none.
+        module_buffers: see :class:`ModuleBuffers`.
     """
 
     def __init__(self, wrapper: nn.Module, ignored: Collection[str], group: Group) -> None:
         # Not the wrapper itself, which would be a cycle: it holds the reducer, which holds this.
         self._children = wrapper._modules
         self._ignored = ignored
-        self._buffers_since_update: list[tuple[str, Mapping[str, Tensor | None]]] = []
-        self._buffers = self._buffers_since_update
+        self.module_buffers = ModuleBuffers(self._children, ignored)
         self._held: list[Any] = []
-        # From the last check: keys and numbers of keys, tensors, and the result of buffers().
-        self._buffer_places: list[int | str] = []
-        self._held_buffers: list[Tensor | None] = []
-        self._named_buffers: list[tuple[str, Tensor]] = []
         self.params: list[tuple[str, Parameter]] = []
         self._group = group
         self.number = -1
@@ -265,10 +328,7 @@ class ModuleParameters:
         announced = sparse_parameters(module.modules())
         sparse_names = {name for name, param in found if param in announced}
         self.sparse = {param for name, param in self.params if name in sparse_names}
-        self._buffers_since_update = [(name, _table(each._buffers)) for name, each in modules]
-        self.buffer_tables = [table for _, table in self._buffers_since_update]
-        if _overrides_buffers(module):  # it may yield others
-            self.buffer_tables.append({"": None})
+        self.module_buffers.update(modules)
         self._places = {id(_table(each._parameters)) for _, each in modules}
         self._registered = []
         self._empty_tables = [table for table in tables if not table]
@@ -279,9 +339,7 @@ class ModuleParameters:
         """All ranks have made the same change, so that their buffers are the same, too."""
         self.is_agreed = self._holds_all = True
         self._known = self.held
-        if self._buffers is not self._buffers_since_update:
-            self._buffers, self._buffer_places = self._buffers_since_update, []
-            self.buffers()
+        self.module_buffers.commit()
 
     def new(self) -> list[tuple[str, Parameter]]:
         """Those of :attr:`unplaced` that came since :meth:`commit`: the ranks may differ there."""
@@ -325,33 +383,8 @@ class ModuleParameters:
         return len(held) != len(self._held) or not all(map(is_, held, self._held))
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers that all ranks hold, each once. Modules may reassign them at any time.
-
-        As in stock DDP, ``named_buffers()`` says which. But until the ranks have agreed on a change
-        they are those of before, as their modules hold them by these names now.
-        """
-        tables = [table for _, table in self._buffers]
-        # As for parameters: comparing all buffers is faster than collecting their names again.
-        held = list(chain.from_iterable(map(_values, tables)))
-        places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
-        if places != self._buffer_places or not all(map(is_, held, self._held_buffers)):
-            if not self.is_agreed:
-                now = {
-                    f"{prefix}.{key}" if prefix else key: buffer
-                    for prefix, table in self._buffers
-                    for key, buffer in table.items()
-                }
-                taken_up = [(name, now.get(name, former)) for name, former in self._named_buffers]
-                named = [(name, buffer) for name, buffer in taken_up if buffer is not None]
-            else:
-                found = self.module.named_buffers()
-                named = [each for each in found if each[0] not in self._ignored]
-            if not all(buffer.is_leaf for _, buffer in named):
-                return named  # not cached: a buffer with a graph would keep that graph alive
-            self._named_buffers = named
-            if self.is_agreed and not _overrides_buffers(self.module):
-                self._held_buffers, self._buffer_places = held, places
-        return self._named_buffers
+        """See :meth:`ModuleBuffers.named`."""
+        return self.module_buffers.named(self.is_agreed)
 
     def verify(
         self, where: str, requested: Sequence[tuple[str, Tensor]] | None = None, call_site: str = ""
@@ -402,11 +435,6 @@ def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
 def _in_words(kind: tuple[Any, ...]) -> str:
     shape, dtype, device, layout = kind
     return f"{dtype} on {device}, {tuple(shape)}" + f" {layout}" * (layout is not torch.strided)
-
-
-def _overrides_buffers(module: nn.Module) -> bool:
-    method = getattr(module.named_buffers, "__func__", None)
-    return method is not nn.Module.named_buffers
 
 
 class _ScriptedTable(Mapping[str, Any]):

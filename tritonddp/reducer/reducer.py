@@ -576,7 +576,7 @@ class Reducer:
         except KeyboardInterrupt:
             self.group.refuse_further_use()
             raise
-        if self.averager.afterwards is not None and any(self.parameters.buffer_tables):
+        if self.averager.afterwards is not None and any(self.parameters.module_buffers.tables):
             self.averager.afterwards()
         for call in self.events.on_end:
             call(reduction)
