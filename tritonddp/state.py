@@ -30,7 +30,13 @@ from tritonddp.config import DDPConfig, sendable
 from tritonddp.coordination.agreement import Agreement
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.verify import describe, plain_tensors, tell_failure, verify_same
+from tritonddp.coordination.verify import (
+    describe,
+    plain_tensors,
+    refuse_read_only,
+    tell_failure,
+    verify_same,
+)
 from tritonddp.diagnostics import hang
 from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
@@ -156,6 +162,7 @@ class DDPState:
         hides some of ``params``.
 
         Raises:
+            NotImplementedError: a tensor cannot be overwritten; names it.
             RuntimeError: they do not; names what differs.
         """
         parameters = self.parameters
@@ -164,6 +171,11 @@ class DDPState:
         if sparse := parameters.names_of_sparse():
             options["sparse gradients"] = sparse
         sent = plain_tensors(parameters.shown())
+        try:
+            refuse_read_only([*sent, *buffers])
+        except NotImplementedError as error:
+            tell_failure(error, self.group, self.device)
+            raise
         described = describe([*params, *sent], buffers, options)
         verify_same(described, self.group, self.device)
         self.group.remember_processes()

@@ -174,7 +174,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        nn.Module.__init__(self)
+        super().__init__()  # of the next class: a subclass may have other bases
         self._adopt_patches()
         self.process_group = process_group_of(process_group, device_mesh)
         group = Group(self.process_group)

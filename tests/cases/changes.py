@@ -52,7 +52,7 @@ def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case(UNUSED, RIGHT, adds=[2])
+@case(UNUSED, RIGHT)
 def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     """What its microbatches accumulated before is reduced."""
     net.requires_grad_(True)
@@ -62,7 +62,7 @@ def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     net(batch(), "abcdef").sum().backward()
 
 
-@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[0, 1])
+@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[0])
 def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         branch(net, "a").requires_grad_(True)

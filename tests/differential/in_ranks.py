@@ -329,7 +329,8 @@ def play(
         after(player, len(program.actions))
         if player.has_metrics:
             _compare_metrics(player, is_joined=program.counts is not None)
-        makes_cycles = any(getattr(each, "in_a_cycle", False) for each in program.actions)
+        actions = [getattr(each, "action", each) for each in program.actions]  # inside Under(), too
+        makes_cycles = any(getattr(each, "in_a_cycle", False) for each in actions)
         if not (may_leave_cycles or makes_cycles or title == STOCK):
             _check_cycles()
     except Exception as error:

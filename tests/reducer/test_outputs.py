@@ -23,6 +23,18 @@ class Plain:
     """Nobody knows what it holds."""
 
 
+class Lazy(UserDict):
+    """Its values cannot be had yet, as those of a configuration with placeholders."""
+
+    def values(self) -> Any:
+        raise KeyError("not computed")
+
+
+class Guarded(list):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iterated")
+
+
 def found(output: Any) -> set[Tensor]:
     return set(tensors_in(output))
 
@@ -38,6 +50,10 @@ def test_containers_of_many_types_beside_each_other() -> None:
     assert tensors_in(param) == [param]
     assert not tensors_in(None)
     assert not tensors_in([[], {}, ()])
+
+
+def test_containers_whose_code_raises() -> None:
+    assert found([Lazy(a=ONE), Guarded([TWO]), {"b": THREE}]) == {TWO, THREE}
 
 
 def test_what_is_shared_on_each_level_is_looked_at_once() -> None:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -66,6 +67,12 @@ def lazy() -> nn.Module:
 
 def complex_weights() -> nn.Module:
     return nn.ParameterDict({"weight": nn.Parameter(torch.zeros(2, dtype=torch.complex32))})
+
+
+def with_buffer(make: Callable[[], torch.Tensor]) -> nn.Module:
+    model = small()
+    model.register_buffer("buffer", make())
+    return model
 
 
 def sync_batch_norm() -> nn.Module:
@@ -176,6 +183,16 @@ for kind, wrong in ((ValueError, WRONG_VALUES), (TypeError, WRONG_TYPES)):
     REFUSED |= {name: (small, options, kind, said) for name, (options, said) in wrong.items()}
 
 
+for kind, make in {
+    "sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "expanded": lambda: torch.zeros(1).expand(3),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "uninitialized": nn.UninitializedBuffer,
+}.items():
+    REFUSED[kind] = (partial(with_buffer, make), {}, NotImplementedError, f"'buffer' is; {kind}")
+
+
 def assert_says(caught: Any, case: str, parts: str) -> None:
     for part in parts.split("; "):
         assert part in str(caught.value), f"{case}: {part!r} is not in: {caught.value}"
@@ -193,7 +210,7 @@ def test_refused_with_the_reason_and_nothing_left_half_done() -> None:
 
 @ranks(3)
 def test_a_module_that_one_rank_cannot_wrap_is_an_error_on_every_rank(rank: int) -> None:
-    for case in ("nothing to train", "lazy", "complex", "sync batch norm on CPU"):
+    for case in ("nothing to train", "lazy", "complex", "sparse_coo", "sync batch norm on CPU"):
         make, _, _, parts = REFUSED[case]
         model = make() if rank == 1 else small()
         with pytest.raises(RuntimeError) as caught:

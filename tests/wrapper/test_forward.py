@@ -144,6 +144,21 @@ def test_subclasses_may_have_a_forward_of_their_own(rank: int, kind: Any, locati
     assert (module.seen == gather(module.seen)[0]).item() is (is_last or rank == 0)
 
 
+class Tagged(nn.Module):
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.tag = "set"
+
+
+class HasAnotherBase(DistributedDataParallel, Tagged):
+    pass
+
+
+@ranks(1)
+def test_the_other_bases_of_a_subclass_are_initialised() -> None:
+    assert HasAnotherBase(Two()).tag == "set"
+
+
 class HasStocksForward(DistributedDataParallel):
     """Copied from torch, of whatever version is installed."""
 

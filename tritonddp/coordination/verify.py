@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from tritonddp.coordination.collectives import all_gather
 from tritonddp.coordination.failures import plain
@@ -40,6 +41,26 @@ def is_plain(tensor: Tensor) -> bool:
     """
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not own or (not hasattr(tensor, "__tensor_flatten__") and bool(tensor.data_ptr()))
+
+
+def refuse_read_only(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise a NotImplementedError if one of these tensors cannot get the bytes of another rank."""
+    for name, tensor in named:
+        if is_lazy(tensor):
+            kind = "uninitialized"
+        elif tensor.is_quantized or tensor.is_nested:
+            kind = "quantized" if tensor.is_quantized else "nested"
+        elif tensor.layout is not torch.strided:
+            kind = str(tensor.layout)
+        elif any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            kind = "expanded"
+        else:
+            continue
+        raise NotImplementedError(
+            f"{name!r} is {kind}, and cannot be overwritten by that of rank 0: make it a dense "
+            "tensor, or list it in module._ddp_params_and_buffers_to_ignore, so that each rank "
+            "keeps its own"
+        )
 
 
 def plain_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

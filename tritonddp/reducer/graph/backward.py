@@ -487,7 +487,7 @@ def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tens
 
 
 # Types of values that hold nothing else, and of containers that C code looks into.
-_LEAVES = frozenset({NoneType, bool, bytes, float, int, str, Tensor})
+_LEAVES = frozenset({NoneType, bool, bytes, float, int, str, type, Tensor})
 _PLAIN = frozenset({dict, list, tuple, set, frozenset})
 _BUILTIN = _LEAVES | _PLAIN
 
@@ -529,18 +529,22 @@ def _of_types(family: set[type], kinds: set[type], values: list[Any]) -> list[An
 
 
 def _values_in(containers: list[Any]) -> list[tuple[set[type], list[Any]]]:
-    """What these objects of one type, or plain ones, hold: lists of values, with their types."""
+    """What these objects of one type, or plain ones, hold: lists of values, with their types.
+
+    Nothing where code of theirs raises: their values may be made when they are asked for.
+    """
     first = containers[0]
     held: list[Iterable[Any]]
-    if type(first) in _PLAIN:
+    if isinstance(first, dict | list | tuple | set | frozenset):
         held = [get_referents(*containers)]
     elif isinstance(first, Mapping):
         held = [chain.from_iterable(map(methodcaller("values"), containers))]
-    elif isinstance(first, list | tuple | set | frozenset):
-        held = [chain.from_iterable(containers)]
     elif is_dataclass(first):  # of which a field may not be set
         names = [each.name for each in fields(first)]
         held = [map(getattr, containers, repeat(name), repeat(None)) for name in names]
     else:
         held = [chain.from_iterable(map(tree_leaves, containers))]
-    return [({*map(type, values)}, values) for values in map(list, held)]
+    try:
+        return [({*map(type, values)}, values) for values in map(list, held)]
+    except Exception:
+        return []
