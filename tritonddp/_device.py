@@ -73,16 +73,13 @@ class Readback:
     """Copies a small tensor from a GPU to the host, which waits for it later or not at all.
 
     Pinned memory and events are expensive to make, so they are reused.
-
-    Attributes:
-        memory: address of the copy on the host, and its bytes: NaN where it is not complete.
     """
 
     def __init__(self) -> None:
         self._copy: Any = None
         self._event: Any = None
         self._kind: Any = None
-        self.memory = (0, 0)
+        self.memory = (0, 0)  # address of the copy, and its bytes: NaN where it is not complete
         self._source: Callable[[], Tensor | None] = NoneType  # of the last copy, not kept alive
 
     def start(self, tensor: Tensor) -> None:

@@ -63,8 +63,6 @@ class DDPState:
     Attributes:
         call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
         late_buffers: of such a module: buffers, their values, and those of the next forward.
-        builtin_hook: communication hook of torch in C++, if one is registered.
-        contexts: reduces gradients in contexts of ``torch.distributed.autograd``.
         window: counts what weighted backwards have accumulated, once there is one.
     """
 
@@ -82,7 +80,7 @@ class DDPState:
     is_running: bool = False  # a forward runs
     late_buffers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     finalizes_manually: bool = False  # see require_manual_backward_finalization
-    builtin_hook: dist.BuiltinCommHookType | None = None
+    builtin_hook: dist.BuiltinCommHookType | None = None  # torch's in C++, if one is registered
     buffer_hook: BufferHook | None = None  # registered by the user, instead of a broadcast
     state_broadcast: StateBroadcast = field(init=False)  # sends parameters and buffers
     parameters: ModuleParameters = field(init=False)  # of the module, with its buffers
@@ -90,7 +88,7 @@ class DDPState:
     buffer_sync: BufferSync = field(init=False)  # synchronises buffers before forwards
     core: Reducer = field(init=False)  # reduces gradients
     requests: Requests = field(init=False)  # what users ask of it between steps
-    contexts: ContextReducer = field(init=False)
+    contexts: ContextReducer = field(init=False)  # reduces gradients in RPC's contexts
     metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
     logger: Logger = field(init=False)  # configuration and statistics

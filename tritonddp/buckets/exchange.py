@@ -96,14 +96,11 @@ class Transport(Protocol):
 
 
 class HostMemory(Protocol):
-    """Moves buckets to memory that the ranks of one host share.
-
-    Attributes:
-        refusal: why it does not; ``None`` if it does, or nobody has tried yet.
-    """
+    """Moves buckets to memory that the ranks of one host share."""
 
     @property
-    def refusal(self) -> Any: ...
+    def refusal(self) -> Any:
+        """Why it does not; ``None`` if it does, or nobody has tried yet."""
 
     def begin(self, current: BucketSet) -> None:
         """Buckets that have not moved yet are about to be reduced."""

@@ -38,9 +38,6 @@ class BucketManager:
     freezes and unfreezes in turns: it stays from then on, and counts as unused while it is frozen.
 
     Attributes:
-        current: the current buckets.
-        factory: makes the buckets of backwards.
-        memory: moves buckets to memory of the host; ``None`` if they stay with the process group.
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
         keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
@@ -48,7 +45,6 @@ class BucketManager:
             reduction for which no rank had a gradient. (A program may have taken a layer out of the
             module and call it beside, or have put a tensor made from a parameter in its place.)
         former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
-        has_moved: the buckets have been replaced at least once.
         ready_order: names, in the order of the gradients in the first reduced backward.
     """
 
@@ -61,8 +57,8 @@ class BucketManager:
         counters: Counters,
         memory: HostMemory | None = None,
     ) -> None:
-        self.factory = factory
-        self.memory = memory
+        self.factory = factory  # of the buckets of backwards
+        self.memory = memory  # to which it moves buckets; None: they stay with the process group
         self._listener: Callable[[], Any] = NoneType
         self._captured: list[Bucket | JointUnpack] = []
         self._of_temporary = factory.transport  # for temporary buckets
@@ -78,7 +74,7 @@ class BucketManager:
         self.leaving: set[Tensor] = set()
         self._have_left: set[str] = set()
         self._in_turns: set[str] = set()
-        self.has_moved = False
+        self.has_moved = False  # the buckets have been replaced at least once
         self.ready_order: list[str] = []
         self.former_counts: list[tuple[list[Parameter], Tensor]] | None = None
         # Registration order is roughly forward order, so its reverse is a guess at ready order.

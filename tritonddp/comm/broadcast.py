@@ -84,9 +84,7 @@ class Message:
     """Some tensors of one device, which are sent together.
 
     Attributes:
-        tensors: the tensors.
-        pieces: for each, its bytes, or those of its copy.
-        sizes: of the pieces, in bytes.
+        pieces: for each tensor its bytes, or those of its copy.
         copies: pairs of a tensor and its copy that is sent, for tensors that are not row-major, or
             have the conjugate or negative bit.
     """

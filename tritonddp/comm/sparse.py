@@ -26,23 +26,19 @@ _MOST_NBYTES = 8 << 20
 
 
 class _Rows:
-    """Rows of one table that the ranks have announced.
-
-    Attributes:
-        counts: of each rank.
-        is_broken: a rank sends none, since its backward failed.
-        nbytes: in the message of a rank.
-    """
+    """Rows of one table that the ranks have announced."""
 
     def __init__(self, bucket: SparseBucket, announced: Sequence[Announcement]) -> None:
         self.bucket = bucket
-        self.counts = [each.rows for each in announced]
+        self.counts = [each.rows for each in announced]  # of each rank
+        # A rank sends none, since its backward failed.
         self.is_broken = any(each.kind is Kind.BROKEN for each in announced)
         param = bucket.params[0]
         self.device = param.device
         self._shape = param.shape[1:]
         self._width = math.prod(self._shape) * bucket.gradient_dtype.itemsize  # bytes of a row
         most = max(self.counts)
+        # In the message of a rank.
         self.nbytes = _values_at(most) + round_up(most * self._width, _ALIGNMENT)
 
     def write(self, message: Tensor) -> None:

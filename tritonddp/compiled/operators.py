@@ -54,19 +54,15 @@ class Traced:
     """The state of a wrapper that its graphs use.
 
     Args:
-        wrapper: the wrapper.
         begin: function that does the wrapper's work before each forward.
 
     Attributes:
-        number: int64 ``()`` on the CPU: the number of the wrapper.
         version: of this package. torch keeps graphs on disk, also those of an older version.
-        gradients: takes the gradients that graphs announce, once a graph has run.
-        while_tracing: function that calls its argument while a forward is traced.
         obstacle: why its forward cannot be traced into one graph, and what to do; empty if it can.
     """
 
     def __init__(self, wrapper: Any, begin: Callable[..., Any]) -> None:
-        self.while_tracing = _prepare_tracing()
+        self.while_tracing = _prepare_tracing()  # calls its argument while a forward is traced
         self.version = sys.modules[__package__.partition(".")[0]].__version__
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._begin: Callable[[], Any] = weakref.WeakMethod(begin)
@@ -78,8 +74,8 @@ class Traced:
                 self.obstacle = _OVERRIDES.format(name)
         number = next(_numbers)
         with outside_modes():
-            self.number = torch.tensor(number, device="cpu")
-        self.gradients: GraphGradients | None = None
+            self.number = torch.tensor(number, device="cpu")  # of the wrapper
+        self.gradients: GraphGradients | None = None  # takes what a graph that has run announces
         _traced[number] = self
 
     def refuse_buffers_after(self) -> None:

@@ -159,14 +159,10 @@ def total_weight(headers: Tensor) -> Tensor:
 
 
 class Mismatch(Exception):
-    """The ranks do not reduce the same.
-
-    Attributes:
-        where: this rank and the step, if that is over; else empty.
-    """
+    """The ranks do not reduce the same."""
 
     sent: Sent | None = None  # what this rank has sent, if that was found in headers
-    where = ""
+    where = ""  # this rank and the step, if that is over
 
 
 class Disagreement(Mismatch):
@@ -246,9 +242,7 @@ class Agreement:
     """Writes this rank's header in each reduction, and compares the headers of all ranks.
 
     Attributes:
-        group: the ranks.
         key: the last arguments of :meth:`open`. With the same arguments the header is the same.
-        sent: what they have led to.
         divisor: what the sum is divided by: the number of ranks, or a number of the user's, which
             then is that of a mean over the ranks with inputs too.
         scale: factor of the gradients before the sum: the weight (else 1), divided by
@@ -268,7 +262,7 @@ class Agreement:
         self.group = group
         self.divisor = group.size if divide_factor is None else divide_factor
         self._is_mean = divide_factor is None
-        self.key: object = None
+        self.key: object = None  # which has led to:
         self.sent = Sent(RankHeader(bytes(3), GradSource.BROKEN), b"", (), False)
         self.scale = 1.0 / self.divisor
         self.unit = self._next_unit = _FIRST_UNIT

@@ -1,11 +1,6 @@
 """Accelerate, and libraries that use it (Trainer of transformers, TRL): wrap with tritonddp.
 
-    accelerator = use_tritonddp(Accelerator())
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-    trainer = Trainer(...)
-    use_tritonddp(trainer.accelerator)
-    trainer.train()
+    use_tritonddp(trainer.accelerator)  # before trainer.train()
 
 This module does not import Accelerate: the caller passes the accelerator.
 """

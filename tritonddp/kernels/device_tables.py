@@ -71,16 +71,10 @@ class DeviceTables:
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
             (0 or 1) and m headers, both times ``Layout.trailer_unit``, the bits of the scale as
             fp64. One copy uploads everything, and no launch depends on the scale's value.
-        one: fp64 ``(1,)``, 1.0: the factor of an unflatten without a factor.
-        num_chunks: number of rows of ``chunks``.
         block: largest number of elements of a chunk, a power of two and a multiple of 16.
-        num_warps: number of warps of a program.
-        aligned: every address is a multiple of 16 bytes.
-        usual_dtype: dtype for which a flatten is compiled that finds no gradient at all.
         addresses, dtype, used, headers, scale: those of the last update.
         uploads: number of copies of ``dynamic`` to the device so far.
         moves: number of launches so far that wrote addresses to it.
-        device_index: index of the GPU; ``None`` for tensors on the CPU.
         launches: prepared launches for this buffer. The key is the kernel's launcher, and all that
             is compiled in and may change between steps.
     """
@@ -95,7 +89,7 @@ class DeviceTables:
                 is not aligned for 16-byte accesses.
         """
         block = BLOCK if block is None else block
-        self.num_warps = WARPS if num_warps is None else num_warps
+        self.num_warps = WARPS if num_warps is None else num_warps  # of a program
         if block < 16 or block & (block - 1):
             raise ValueError(f"block should be a power of two of at least 16, but is {block}")
         layout, device = flat.layout, flat.data.device
@@ -113,9 +107,9 @@ class DeviceTables:
         self._slots = len(layout.numels)
         self._is_known = True  # dynamic holds what the attributes below say
         self.launches: dict[Any, Any] = {}
-        self.one = torch.ones(1, dtype=torch.float64, device=device)
-        self.aligned = True
-        self.usual_dtype = flat.dtype
+        self.one = torch.ones(1, dtype=torch.float64, device=device)  # the factor, without one
+        self.aligned = True  # every address is a multiple of 16 bytes
+        self.usual_dtype = flat.dtype  # for which a flatten without any gradient is compiled
         self.uploads = self.moves = 0
         self.device_index = device.index if device.type == "cuda" else None
         self._layout = layout

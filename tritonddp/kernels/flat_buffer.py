@@ -162,20 +162,17 @@ class FlatBuffer:
         encoded: the content of ``trailer`` before the collective: ``encoded_flags`` and
             ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
-        is_part: made by :meth:`part`; its flags are written with those of the whole buffer.
-        first_slot: number of the first slot of a part in the whole buffer.
-        last_flags: bytes of the reduced flags in the last reduction, and what
-            :meth:`reduced_flags` has returned then.
     """
 
     # Defaults for subclasses too, whose constructors differ.
-    is_part = False
-    first_slot = 0
+    is_part = False  # made by part(): its flags are written with those of the whole buffer
+    first_slot = 0  # of a part, its number in the whole buffer
     tables: Any = None  # tables of the kernels, made at their first launch
     encoded: Tensor | None = None
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
     batched: Any = None  # state of the CPU's flatten, made at its first call
+    # Bytes of the reduced flags in the last reduction, and what reduced_flags() has returned then.
     last_flags: tuple[bytes, Sequence[float]] = b"", ()
 
     def __init__(

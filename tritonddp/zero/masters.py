@@ -21,13 +21,10 @@ _UNKNOWN = -1  # no version of a tensor
 
 
 class MasterWeights:
-    """The fp32 copies of the parameters in low precision that this rank owns.
-
-    Attributes:
-        of: by parameter, what the optimizer steps: the copy, or the parameter itself.
-    """
+    """The fp32 copies of the parameters in low precision that this rank owns."""
 
     def __init__(self) -> None:
+        # By parameter, what the optimizer steps: the copy, or the parameter itself.
         self.of: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}  # of parameters with a copy, after the last step
 

@@ -50,9 +50,6 @@ class PeerMemory:
         transport: reduces the buckets that do not move.
         counters: count bytes sent.
         is_required: raise an error if this is not possible.
-
-    Attributes:
-        refusal: why it is not possible; ``None`` if it is, or nobody has tried yet.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class PeerMemory:
     ) -> None:
         self._group, self._transport, self._counters = group, transport, counters
         self._is_required = is_required
-        self.refusal: Refusal | None = None
+        self.refusal: Refusal | None = None  # why it is not possible, once somebody has tried
         self._peers: Peers | None = None
         self._progress = Progress(0)  # gets its number when the ranks are connected
         self._handed = 0  # number of handovers

@@ -31,14 +31,13 @@ class RankBuffers:
     Args:
         flat: the bucket's buffer.
         memory: of each rank, uint8 ``(nbytes,)``.
-        into_grads, has_shares: see below, and above.
+        into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
+        has_shares: each rank adds up one share of the buffer, and reads the others.
         mine: first element and end of the gradients that this rank owns: only their sum is needed,
             and that of the trailer. ``None``: all of it.
 
     Attributes:
         packed: the buffers, 1-D, of the dtype that is sent.
-        has_shares: see above.
-        into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
         result: the part of the bucket's buffer that :meth:`sum` writes to.
         pair: of two ranks, the two parts whose sum that is; else ``None``.
     """

@@ -63,33 +63,29 @@ class Peer:
     """The connection with one other rank of the host.
 
     Attributes:
-        rank: rank of the peer in the group.
         counts: number of its last message, by kind and wrapper.
         announced: wrapper, bucket and bytes of the buckets it has packed, by number of the sum.
         last: third and last number of its last message about buffers, by kind and wrapper.
         seen: number of its last broadcast of buffers that this rank has read, by wrapper.
         handed: its memory for buckets, or why it could not be mapped, by wrapper.
         lent: memory with its buffers, or why it could not be mapped, by wrapper.
-        is_open: messages may still come.
         received: messages that are not handled yet. Python handles signals between any two
             instructions, so one call in C both receives a message and appends it here.
-        receive, send_now: methods of the connection, which do not block.
-        unsent: messages to the peer that did not fit into the socket buffer.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self.rank = rank
+        self.rank = rank  # in the group
         self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.announced: dict[int, tuple[int, int, int]] = {}
         self.last: dict[tuple[int, int], tuple[int, int]] = {}
         self.seen: defaultdict[int, int] = defaultdict(int)
         self.handed: dict[int, Memory | str] = {}
         self.lent: dict[int, Memory | str] = {}
-        self.is_open = True
+        self.is_open = True  # messages may still come
         self.received: deque[Any] = deque()
-        self.receive, self.send_now = connection.recvmsg, connection.send
-        self.unsent: deque[bytes] = deque()
+        self.receive, self.send_now = connection.recvmsg, connection.send  # they do not block
+        self.unsent: deque[bytes] = deque()  # messages that did not fit into the socket buffer
         self.descriptor = connection.fileno()
         self._connection = connection
 
@@ -169,28 +165,25 @@ class Peers:
     Attributes:
         hosts: the ranks of each host, in their order.
         host, local_rank: index of this rank's host in ``hosts``, and of this rank on its host.
-        others: the connections, in the order of ranks.
         direct_sends: functions that send a message to each peer, if its socket buffer has room.
         sends: ``direct_sends``; or, while messages are unsent, a function that queues behind them.
-        background: other work to do while this rank waits; ``None`` if there is none.
-        poll, pause: function that waits for messages, and its timeout in milliseconds.
     """
 
     def __init__(self, group: Group, found: Neighbours) -> None:
-        self.others: list[Peer] = []
         self.hosts = found.hosts
         self.host = next(at for at, ranks in enumerate(found.hosts) if group.rank in ranks)
         self.local_rank = found.hosts[self.host].index(group.rank)
+        # The connections, in the order of ranks.
         self.others = [Peer(rank, each) for rank, each in sorted(found.connections.items())]
         self.direct_sends = [peer.send_now for peer in self.others]
         self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
-        self.background: Background | None = None
+        self.background: Background | None = None  # other work to do while this rank waits
         self._numbers = count(ANY + 1)
         self._process_group = ref(group.process_group)  # weak: the group may hold this object
         self._poll = select.poll()
         for peer in self.others:
             self._poll.register(peer.descriptor, select.POLLIN)
-        self.poll, self.pause = self._poll.poll, 1000 * _PATIENCE
+        self.poll, self.pause = self._poll.poll, 1000 * _PATIENCE  # its timeout in milliseconds
         group.join_forks(self)
         group.close_on_failure(self)
 
@@ -330,15 +323,11 @@ _working: set[ref[Peers]] = set()
 
 
 class WaitPoint:
-    """A point that all ranks reach repeatedly, and where they wait for each other.
-
-    Attributes:
-        wrapper: the wrapper's number, the same on all ranks.
-        number: counts the times.
-    """
+    """A point that all ranks reach repeatedly, and where they wait for each other."""
 
     def __init__(self, wrapper: int, peers: Peers, number: int = 0) -> None:
-        self.wrapper, self.number = wrapper, number
+        self.wrapper = wrapper  # its number, the same on all ranks
+        self.number = number  # counts the times
         self.peers = peers
         self._keys = [(kind, wrapper) for kind in range(LENT + 1)]
         self._keys[PACKED] = PACKED, ANY

@@ -60,17 +60,12 @@ class MessageLayout:
     """Where each gradient lies in the message.
 
     Attributes:
-        numels: number of elements of each gradient.
         quantized: for each gradient, whether it is quantised; otherwise it is exact.
-        world_size: number of ranks.
         is_direct: each rank gets the whole message of the other, and sums are not sent.
-        parts: number of parts of a message.
-        header: bytes of the header of one rank.
         places: for a quantised gradient the number of its first block, for an exact one the number
             of its first element among all exact elements.
-        blocks: number of blocks of all gradients.
-        exact: number of exact elements of all gradients, with padding.
-        part_blocks, part_exact: blocks (``Bp``) and exact elements (``Ep``) in a part.
+        blocks, exact: blocks, and exact elements with padding, of all gradients.
+        part_blocks, part_exact: those in a part (``Bp`` and ``Ep``).
         scales_offset, exact_offset: offset in a part, in bytes.
         part_bytes: bytes of a part without its trailer, which is the offset of the trailer.
         stride: bytes from one part of the message to the next.
@@ -86,12 +81,12 @@ class MessageLayout:
         is_direct: bool = False,
     ) -> None:
         """A layout of gradients with ``numels`` elements, and ``headers`` bytes for all ranks."""
-        self.numels = tuple(numels)
+        self.numels = tuple(numels)  # of each gradient
         self.quantized = tuple(quantized)
         self.world_size = world_size
         self.is_direct = is_direct
-        self.parts = parts = 1 if is_direct else world_size
-        self.header = headers // world_size
+        self.parts = parts = 1 if is_direct else world_size  # of a message
+        self.header = headers // world_size  # bytes, of one rank
         self.places: list[int] = []
         self.blocks = self.exact = 0
         for numel, is_quantized in zip(numels, quantized, strict=True):
@@ -203,8 +198,7 @@ class QuantizedBuffer(FlatBuffer):
         outgoing, incoming, result: sections of ``message``, ``received`` and ``gathered``.
         data: fp32, one gradient after the other, quantised ones first, each at a multiple of 256.
             Elements between them have no meaning. On a GPU it is the message.
-        flags, headers: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
-        views: on the CPU only.
+        flags, headers: fp32, after ``reduce_parts``.
     """
 
     def __init__(
@@ -240,7 +234,7 @@ class QuantizedBuffer(FlatBuffer):
         trailer = torch.zeros(slots + layout.headers, dtype=dtype, device=device)
         self.flags = trailer[:slots]
         self.headers = trailer[slots:]
-        self.views: list[Tensor] = []
+        self.views: list[Tensor] = []  # on the CPU only
         self.addresses: list[int] = []
         self.data = self.message
         if device.type == "cpu":
