@@ -253,7 +253,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync
-            and any(state.parameters.module_buffers.tables)
+            and any(state.parameters.module_buffers.of_modules)
             and self._check_sync_bufs_pre_fwd()
         ):
             self._sync_buffers()

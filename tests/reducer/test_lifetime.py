@@ -140,7 +140,7 @@ def test_a_dropped_wrapper_leaves_no_hook_on_the_parameters(rank: int, view: boo
     ddp = wrap(model, view)
     train(ddp, 3)
     reducer = weakref.proxy(ddp._ddp_state.core)
-    hooks = [weakref.ref(handle) for handle in ddp._ddp_state.core.tracker._handles]
+    hooks = [weakref.ref(handle) for handle in ddp._ddp_state.core.tracker.gradients._handles]
     assert len(hooks) == len(nodes)
     del ddp
     gc.collect()

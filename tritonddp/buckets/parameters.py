@@ -64,25 +64,25 @@ class ModuleBuffers:
     """The buffers that all ranks hold, each once. Modules may reassign them at any time.
 
     Attributes:
-        tables: the buffer dictionaries of all modules: if all are empty, there are none.
+        of_modules: the buffer dictionaries of all modules: if all are empty, there are none.
     """
 
     def __init__(self, children: Mapping[str, nn.Module | None], ignored: Collection[str]) -> None:
         self._children, self._ignored = children, ignored
-        self.tables: list[Mapping[str, Tensor | None]] = []
+        self.of_modules: list[Mapping[str, Tensor | None]] = []
         self._named_tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # as modules say now
         self._agreed = self._named_tables  # as they said when the ranks last agreed
         # From the last look: keys and numbers of keys, tensors, and the result.
         self._places: list[int | str] = []
         self._held: list[Tensor | None] = []
-        self._named: list[tuple[str, Tensor]] = []
+        self._buffers: list[tuple[str, Tensor]] = []
 
     def update(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """These are the modules now."""
         self._named_tables = [(name, _table(each._buffers)) for name, each in modules]
-        self.tables = [table for _, table in self._named_tables]
+        self.of_modules = [table for _, table in self._named_tables]
         if self._is_overridden():  # it may yield others
-            self.tables.append({"": None})
+            self.of_modules.append({"": None})
 
     def commit(self) -> None:
         """All ranks have made the same change."""
@@ -107,17 +107,17 @@ class ModuleBuffers:
                     for prefix, table in self._agreed
                     for key, buffer in table.items()
                 }
-                taken_up = [(name, now.get(name, former)) for name, former in self._named]
+                taken_up = [(name, now.get(name, former)) for name, former in self._buffers]
                 named = [(name, buffer) for name, buffer in taken_up if buffer is not None]
             else:
                 found = self._module.named_buffers()
                 named = [each for each in found if each[0] not in self._ignored]
             if not all(buffer.is_leaf for _, buffer in named):
                 return named  # not cached: a buffer with a graph would keep that graph alive
-            self._named = named
+            self._buffers = named
             if is_agreed and not self._is_overridden():
                 self._held, self._places = held, places
-        return self._named
+        return self._buffers
 
     @property
     def _module(self) -> Any:

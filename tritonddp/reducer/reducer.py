@@ -43,7 +43,6 @@ from tritonddp.reducer.graph.backward import (
     UNFINALIZED,
     WAITING,
     Backward,
-    EndsOfBackward,
     Forward,
 )
 from tritonddp.reducer.graph.participation import as_trainable, is_of_others
@@ -303,7 +302,7 @@ class Reducer:
         manager, tracker, group = self.manager, self.tracker, self.group
         current = manager.current
         if is_captured:
-            capture.begin(self.averager, tracker.streams, missing, is_reduced=True)
+            capture.begin(self.averager, tracker.gradients.streams, missing, is_reduced=True)
         if noted:
             self.unreduced.reduced_backward_begins(current.params)
         if self.parameters.number < 0:
@@ -399,7 +398,7 @@ class Reducer:
     ) -> None:
         """A backward begins that only accumulates."""
         if is_captured:
-            capture.begin(self.averager, self.tracker.streams, (), is_reduced=False)
+            capture.begin(self.averager, self.tracker.gradients.streams, (), is_reduced=False)
         may_be_reduced = self.sync.enabled and self.sync.join is None
         doubt = ""
         if self.group.size > 1 and self.sync.join is None:
@@ -467,7 +466,7 @@ class Reducer:
             return self.tracker.wait_for_end()
         try:
             with self.launching:
-                if self.tracker.other_streams:
+                if self.tracker.gradients.other_streams:
                     self.tracker.join_streams(number)
                 reduction.pack(number, launches=True, incoming=incoming)
         except KeyboardInterrupt:
@@ -507,7 +506,7 @@ class Reducer:
             is_new = not arrived_as_usual or self.manager.is_provisional
             if is_new:
                 self._look_back(reduction)
-            if self.tracker.streams and (is_new or is_left):
+            if self.tracker.gradients.streams and (is_new or is_left):
                 self.tracker.join_streams()
             if is_left:
                 with self.launching, self.group.uninterrupted():
@@ -517,7 +516,7 @@ class Reducer:
                 self.group.open_backwards.pop(self, None)  # nobody may call finalize_backward()
                 self.wait_post_backward()
                 return
-        backward.wait(self, self._broke_off)
+        backward.ends(self, self._broke_off)
 
     def _accumulate(self, backward: Backward, arrived_as_usual: bool) -> None:
         """Note which parameters this local backward has used: they are reduced later."""
@@ -533,8 +532,8 @@ class Reducer:
             current = self.manager.current
             named = zip(current.names, current.params, used, strict=True)
             left = [(name, param) for name, param, comes in named if comes]
-            ends = EndsOfBackward.of(backward.graph_task)
-            ends.local.append((self.unreduced, left, backward.where, backward.doubt))
+            found = (self.unreduced, left, backward.where, backward.doubt)
+            backward.ends().local.append(found)
         self._close(backward)
 
     def _look_back(self, reduction: Reduction) -> None:
@@ -576,7 +575,7 @@ class Reducer:
         except KeyboardInterrupt:
             self.group.refuse_further_use()
             raise
-        if self.averager.afterwards is not None and any(self.parameters.module_buffers.tables):
+        if self.averager.afterwards is not None and any(self.parameters.module_buffers.of_modules):
             self.averager.afterwards()
         for call in self.events.on_end:
             call(reduction)

@@ -301,11 +301,24 @@ class Backward:
         """It has ended, and is in this phase now."""
         self.phase, self._end = phase, None
 
-    def wait(self, reducer: Ending, broke_off: Callable[[object], None]) -> None:
-        """It has ended, and all buckets are launched: see :attr:`Phase.WAITING`."""
-        ends = EndsOfBackward.of(self.graph_task)
-        ends.reducers.append(reducer)
-        self.phase, self._end = WAITING, weakref.ref(ends, broke_off)
+    def ends(
+        self, waits: Ending | None = None, broke_off: Callable[[object], None] | None = None
+    ) -> EndsOfBackward:
+        """The ends of all wrappers in this backward.
+
+        With ``waits`` it has ended, and all buckets are launched: see :attr:`Phase.WAITING`.
+        ``broke_off`` is called if that fails.
+        """
+        reference = _ends.get(self.graph_task)
+        ends = None if reference is None else reference()
+        if ends is None:
+            ends = EndsOfBackward()
+            _ends[self.graph_task] = weakref.ref(ends, partial(_ends.pop, self.graph_task))
+            queue_end_of_backward(ends.finish)
+        if waits is not None:
+            ends.reducers.append(waits)
+            self.phase, self._end = WAITING, weakref.ref(ends, broke_off)
+        return ends
 
     def finish_waiting(self) -> None:
         """If it waits for the engine's last callback: do now what that would do."""
@@ -371,17 +384,6 @@ class EndsOfBackward:
     local: list[tuple[Unreduced, list[tuple[str, Parameter]], str, str]] = field(
         default_factory=list
     )
-
-    @classmethod
-    def of(cls, graph_task: int) -> EndsOfBackward:
-        """That of the backward with this id, which is called by its end."""
-        reference = _ends.get(graph_task)
-        found = None if reference is None else reference()
-        if found is None:
-            found = cls()
-            _ends[graph_task] = weakref.ref(found, partial(_ends.pop, graph_task))
-            queue_end_of_backward(found.finish)
-        return found
 
     def finish(self) -> None:
         """Wait for all reductions. An error of one does not keep the others from their end."""

@@ -7,11 +7,11 @@ whole bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import count
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -48,21 +48,63 @@ class Listener(Protocol):
         """Gradients came in another order than last time."""
 
 
+class GradientLog:
+    """The parameters in the order of their gradients, written down without Python.
+
+    All parameters have the same hook, a ``functools.partial``, which C calls and whose function can
+    be replaced. While a backward runs that is ``list.append``. Between backwards it calls the
+    reducer: a gradient that comes then is the first of a backward that does not begin at an output
+    of the module.
+
+    Attributes:
+        entries: the parameters.
+        set_hook: has the hook do what one of the next three says. (Held here: the hook may be
+            exchanged while it runs.)
+        idle, writing: call the reducer; add to the entries.
+        hearing: add to the entries, and note the stream of the gradient.
+        streams: on a GPU, the known streams of their autograd nodes. A node runs on the stream that
+            was current when it was made, by us, or earlier by other code that still holds it.
+        other_streams: all but the first.
+        unheard: the parameters on a GPU for which that is not known.
+        remove: takes the hook away.
+    """
+
+    def __init__(self, params: Sequence[Parameter], listener: weakref.ref[Listener]) -> None:
+        self.entries: list[Tensor] = []
+        self.streams: list[Any] = []
+        self.other_streams: list[Any] = []
+        self.unheard = {param for param in params if param.is_cuda}
+        heard = (self.entries, self.streams, self.other_streams, self.unheard)
+        self.idle: tuple[Any, ...] = (_first_gradient, (listener,), {}, None)
+        self.writing: tuple[Any, ...] = (self.entries.append, (), {}, None)
+        self.hearing: tuple[Any, ...] = (_gradient_on_stream, heard, {}, None)
+        self._listener = listener
+        self._hook = cast(Any, partial(_first_gradient, listener))
+        self.set_hook: Callable[[tuple[Any, ...]], None] = self._hook.__setstate__
+        self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
+        # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
+        self.remove = weakref.finalize(self, _remove_all, self._handles)
+        self.remove.atexit = False
+
+    def tell_first(self, usual: tuple[Any, ...]) -> None:
+        """Call :meth:`Listener.on_gradients` when the next gradient has come; then do as usual."""
+        self.set_hook((_gradient_tells, (self._hook, usual, self._listener), {}, None))
+
+    def inherit(self, former: GradientLog, kept: Collection[Tensor]) -> None:
+        """Take over the streams of ``former``, where the nodes of ``kept`` are the same."""
+        self.streams[:], self.other_streams[:] = former.streams, former.other_streams
+        self.unheard.difference_update(set(kept).difference(former.unheard))
+
+
 class ReadyTracker:
     """Knows which gradients of a backward have come, and calls back when a segment is full.
 
-    In a steady step no Python runs for a gradient. All parameters have the same hook, a
-    ``functools.partial``. C calls it, and its function can be replaced. While a backward runs the
-    function is ``list.append``, so that the *log* holds the parameters in the order of their
-    gradients. Between backwards it calls the reducer: a gradient that comes then is the first of a
-    backward that does not begin at an output of the module.
-
-    The parameter whose gradient comes last in its segment also has an *end hook* in Python, on its
-    autograd node. The engine runs it after all hooks that a user has put on the parameter. It
-    compares the log with that of the last backward, in C. Where they differ, it looks for missing
-    gradients of the segment. If there are any, one missing parameter gets an end hook, and is
-    waited for. So if the order changes in each step, end hooks are added until each parameter has
-    one.
+    In a steady step no Python runs for a gradient: see :class:`GradientLog`. The parameter whose
+    gradient comes last in its segment also has an *end hook* in Python, on its autograd node. The
+    engine runs it after all hooks that a user has put on the parameter. It compares the log with
+    that of the last backward, in C. Where they differ, it looks for missing gradients of the
+    segment. If there are any, one missing parameter gets an end hook, and is waited for. So if the
+    order changes in each step, end hooks are added until each parameter has one.
 
     Args:
         params: the parameters, those of a segment side by side.
@@ -81,18 +123,15 @@ class ReadyTracker:
         # Holding AccumulateGrad nodes keeps them, and the hooks registered on them, alive: autograd
         # itself refers to them only weakly.
         self.nodes = accumulating_nodes(params)
-        self.log: list[Tensor] = []  # the parameters in the order of their gradients
+        self._listener = weakref.ref(listener)
+        self.gradients = GradientLog(params, self._listener)
+        self.log = self.gradients.entries
+        self._writes = self.gradients.writing  # what the hook does in the next backward
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
         # The engine was not asked for each of them. What is not reached is found at the end.
         self.is_assumed = False
         self._reach_all: bool | None = None  # all backwards until now; None before the first
         self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
-        # On a GPU, the known streams of these nodes. A node runs on the stream that was current
-        # when it was made, by us, or earlier by other code that still holds it.
-        self.streams: list[Any] = []
-        self.other_streams: list[Any] = []  # all but the first
-        self._unheard = {param for param in params if param.is_cuda}  # their stream is not known
-        self._hears = False  # this backward will show the streams of some of them
         self._params = list(params)
         self._ranges = ranges
         self._segments_of = segments_of
@@ -107,18 +146,7 @@ class ReadyTracker:
         self._full_at = [_NEVER] * len(ranges)  # for each segment, length of the log when full
         self._last = [_NEVER] * len(ranges)  # for each segment, the parameter expected last
         self._looked = [_NOBODY_LOOKS]  # length of the part of the log that is as expected
-        self._listener = weakref.ref(listener)
         self._end_hooks: dict[int, Any] = {}
-        # Functions and arguments of the hook. Held here: the hook may be exchanged while it runs.
-        self._idle: tuple[Any, ...] = (_first_gradient, (self._listener,), {}, None)
-        self._logging: tuple[Any, ...] = (self.log.append, (), {}, None)
-        heard = (self.log, self.streams, self.other_streams, self._unheard)
-        self._hearing: tuple[Any, ...] = (_gradient_on_stream, heard, {}, None)
-        self._hook: Any = partial(_first_gradient, self._listener)
-        self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
-        # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
-        self._remove = weakref.finalize(self, _remove_all, self._handles)
-        self._remove.atexit = False
 
     def query(self, assumes: bool = False) -> list[bool] | None:
         """For each parameter, whether the backward that runs on this thread will reach it.
@@ -175,7 +203,7 @@ class ReadyTracker:
         self.log.clear()
         if reached != self.reached or doubtful != self._doubtful:
             self._expect(reached, doubtful)
-        self._hook.__setstate__(self._hearing if self._hears else self._logging)
+        self.gradients.set_hook(self._writes)
         self._looked[0] = 0 if looks else _NOBODY_LOOKS
 
     def tell_first(self) -> None:
@@ -184,8 +212,7 @@ class ReadyTracker:
         Buckets that wait for no gradient leave then, as under stock: the module may make
         collectives of its own before its first gradient.
         """
-        usual = self._hearing if self._hears else self._logging
-        self._hook.__setstate__((_gradient_tells, (self._hook, usual, self._listener), {}, None))
+        self.gradients.tell_first(self._writes)
 
     def stop(self) -> bool:
         """The backward is over: a gradient that comes now begins another one.
@@ -194,9 +221,8 @@ class ReadyTracker:
             Whether all announced gradients have come, each once, in the usual order.
         """
         log, usual, looked = self.log, self._usual, self._looked[0]
-        self._hook.__setstate__(self._idle)
-        self._looked[0] = _NOBODY_LOOKS
-        self._hears = False
+        self.gradients.set_hook(self.gradients.idle)
+        self._looked[0], self._writes = _NOBODY_LOOKS, self.gradients.writing
         return len(log) == len(usual) and (looked == len(log) or all(map(is_, log, usual)))
 
     def join_streams(self, number: int | None = None) -> None:
@@ -209,14 +235,12 @@ class ReadyTracker:
         params = self._params
         if number is not None:
             params = [params[each] for each in self._ranges[number]]
-        join_streams(self.streams, [param.grad for param in params])
+        join_streams(self.gradients.streams, [param.grad for param in params])
 
     def inherit(self, former: ReadyTracker) -> None:
         """Take over the streams of the nodes that ``former`` holds too."""
-        self.streams[:], self.other_streams[:] = former.streams, former.other_streams
         held, both = set(self.nodes), zip(former._params, former.nodes, strict=False)
-        kept = {param for param, node in both if node in held}
-        self._unheard.difference_update(kept.difference(former._unheard))
+        self.gradients.inherit(former.gradients, [param for param, node in both if node in held])
 
     def is_outdated(self, numbers: Collection[int]) -> bool:
         """Whether one of these parameters has another autograd node now, without our hooks.
@@ -234,7 +258,7 @@ class ReadyTracker:
         With ``drops_nodes`` let go of the nodes too: after swap_tensors torch lets none run that
         existed then, and a parameter gets a new one only where nobody holds it.
         """
-        self._remove()
+        self.gradients.remove()
         if drops_nodes:
             self.nodes = []
         _remove_all(self._end_hooks.values())
@@ -248,7 +272,8 @@ class ReadyTracker:
         for position, number in enumerate(usual, start=1):
             segment = self.segment_of[number]
             self._full_at[segment], self._last[segment] = position, number
-        self._hears = not self._unheard.isdisjoint(self._expected)
+        if not self.gradients.unheard.isdisjoint(self._expected):
+            self._writes = self.gradients.hearing
         waits = [number != _NEVER for number in self._last]
         for number in doubtful:
             segment = self.segment_of[number]
