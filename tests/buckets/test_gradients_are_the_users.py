@@ -79,6 +79,14 @@ def test_hooks_on_the_nodes_that_accumulate_change_what_is_averaged() -> None:
 
 
 @ranks(2)
+def test_a_program_that_clears_the_hooks_of_its_parameters_gets_means_too() -> None:
+    ours, stock = beside_stock(Branches())
+    for param in ours.parameters():
+        param._post_accumulate_grad_hooks.clear()
+    same_steps(ours, stock, 0, 1)
+
+
+@ranks(2)
 def test_gradients_that_are_bucket_views_are_tensors_in_their_own_right() -> None:
     """Those of stock are views in autograd's sense, which share one version and refuse this."""
     ours, _ = beside_stock(Branches(), gradient_as_bucket_view=True)

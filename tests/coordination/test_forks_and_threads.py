@@ -71,13 +71,14 @@ def in_child(call: Callable[[], Any]) -> str:
 def test_a_forked_process_sends_nothing_and_disturbs_nobody(rank: int, options: Any) -> None:
     """What it sent through the connections it shares would be taken for messages of the rank."""
     ddp = DistributedDataParallel(layers(), **options)
+    without_buffers = DistributedDataParallel(nn.Linear(4, 2))
     for seed in range(2):
         step(ddp, seed)
     loss = ddp(batch(2)).sum()
 
-    def evaluate() -> None:
+    def evaluate(net: nn.Module = ddp) -> None:
         with torch.no_grad():
-            ddp.eval()(batch(3))
+            net.eval()(batch(3))
 
     def accumulate() -> None:
         with ddp.no_sync():
@@ -115,6 +116,7 @@ def test_a_forked_process_sends_nothing_and_disturbs_nobody(rank: int, options: 
         ddp.state_dict()
 
     assert in_child(train_alone) == "ended"
+    assert in_child(lambda: evaluate(without_buffers)) == "ended"
     loss.backward()
     step(ddp, 3)
     assert_gradients_alike(ddp)

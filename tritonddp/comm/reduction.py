@@ -153,13 +153,8 @@ class Reduction:
         """Do not launch this bucket, and those behind it, before the end."""
         self.unfilled[index] += 1
 
-    def note_used(self, numbers: Iterable[int], earlier: Sequence[bool] | None = None) -> None:
-        """This rank has gradients for these parameters, and for those that it had used earlier.
-
-        Without ``earlier`` for those that are noted already.
-        """
-        if earlier is not None:
-            self.used[:] = earlier
+    def note_used(self, numbers: Iterable[int]) -> None:
+        """This rank has gradients for these parameters too."""
         for number in numbers:
             self.used[number] = True
 

@@ -139,10 +139,11 @@ class Reducer:
         Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU ranks that do
         not reduce the same find that in the backward, see :class:`Agreement`.)
         """
-        if self.is_detached:
-            self.group.refuse_if_forked()
-            return
         has_grad = torch.is_grad_enabled()
+        if self.is_detached:
+            if has_grad or any(self.parameters.module_buffers.of_modules):
+                self.group.refuse_if_forked()
+            return
         if has_grad and self.backward is not None:
             self.check_finalized()
         if self.group.open_backwards:
@@ -540,7 +541,7 @@ class Reducer:
         """Handle gradients that came in another order, did not come, or were not announced."""
         tracker = self.tracker
         if self.manager.is_provisional:
-            reduction.note_used(tracker.arrivals(), self.unreduced.used)
+            reduction.note_used(tracker.arrivals())
         tracker.note_unannounced(reduction, self.reentrant)
         if missing := tracker.assumed_too_much():
             self.reentrant.note_missing(missing)
