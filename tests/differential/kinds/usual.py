@@ -207,7 +207,7 @@ class _Generator(Chance):
     def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         names = [name for name in self._network.names if name not in self._network.frozen]
         # (Who hooks a parameter that gets no gradient finds zeros there.)
-        if self._steps and "withholding" in self._network.blocks:
+        if "withholding" in self._network.blocks:
             return ()
         hook = self._one_of(names), self._one_of([TENSOR, POST_ACCUMULATE]), False
         return (hook,) if self._chance(0.25) else ()
