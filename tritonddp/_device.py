@@ -196,9 +196,7 @@ class SideStreams:
     def behind_current(self, device: torch.device, *memory: Tensor) -> Iterator[None]:
         """Context: the side stream of ``device`` is current, and waits for the one before.
 
-        Args:
-            device: the device.
-            memory: tensors that are used inside. They may be dropped before the stream is done.
+        Tensors of ``memory`` are used inside, and may be dropped before the stream is done.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)

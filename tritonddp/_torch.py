@@ -208,7 +208,6 @@ def is_shared(gradient: Tensor, incoming: Sequence[Tensor | None] = ()) -> bool:
     """Whether another tensor lies in the memory of ``gradient``, which is a ``.grad``.
 
     Args:
-        gradient: the gradient.
         incoming: those that the engine hands on now. ``.grad`` may be made of one, in its memory.
             The engine drops it then, and what it is a view of if nobody else holds that.
     """

@@ -26,8 +26,6 @@ class BucketSet:
     Args:
         named_params: in the order in which their gradients become ready. Any tensor that can have
             ``.grad`` will do.
-        caps: bucket sizes.
-        factory: makes the buckets.
         former: its buckets are dropped before new ones are made, so that both never exist at the
             same time; gradients that are views of them move.
         sparse: parameters with sparse gradients, each of which gets a bucket of its own.

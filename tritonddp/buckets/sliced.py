@@ -54,16 +54,11 @@ class _Layout(NamedTuple):
 
 
 class _Parts:
-    """The parameters of one module, without its submodules, that are local parts.
-
-    Args:
-        table: the module's parameters by name.
-        layouts: of the DTensors, by name.
-    """
+    """The parameters of one module, without its submodules, that are local parts."""
 
     def __init__(self, table: dict[str, Any], layouts: dict[str, _Layout]) -> None:
-        self._table = table
-        self._layouts = layouts
+        self._table = table  # of all parameters of the module
+        self._layouts = layouts  # of the DTensors
         self._local: dict[str, Parameter] = {}  # while DTensors are in their place
         self._running = 0  # forwards, one inside the other
 

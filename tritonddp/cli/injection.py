@@ -27,12 +27,7 @@ _LONGEST = 500
 
 
 def environment(command: str, **session: Any) -> dict[str, str]:
-    """The variables to add to a script's environment.
-
-    Args:
-        command: ``RUN`` or ``COMPARE``.
-        session: what :func:`act` has to know there; JSON.
-    """
+    """The variables to add to a script's environment, with what :func:`act` has to know there."""
     path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     package = str(Path(tritonddp.__file__).parent)
     content = {"command": command, "prefix": sys.prefix, "package": package, **session}

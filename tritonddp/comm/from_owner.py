@@ -21,16 +21,11 @@ _Named = Sequence[tuple[str, Tensor]]
 
 
 class FromOwner:
-    """Overwrites some tensors of one wrapper with those of one rank.
-
-    Args:
-        group: the ranks.
-        transport: of the wrapper.
-        kind: what the tensors are, for errors.
-    """
+    """Overwrites some tensors of one wrapper with those of one rank."""
 
     def __init__(self, group: Group, transport: TransportChoice, kind: str) -> None:
-        self._group, self._transport, self._kind = group, transport, kind
+        self._group, self._transport = group, transport
+        self._kind = kind  # what the tensors are, for errors
         self._cache = Messages()
         self._shared: SharedBroadcast | None = None
         # Of the last broadcast: the tensors, their messages, names and kinds; and what follows.
@@ -69,9 +64,7 @@ class FromOwner:
 
         Args:
             named: the tensors with their names; the same list as before if nothing was replaced.
-            tensors: those that are written to.
             step: grows from step to step.
-            owner: the rank.
             where: this rank and its step, for errors.
             max_bytes: see :meth:`messages`.
             uses_memory: go through memory, which is there; else through the process group.

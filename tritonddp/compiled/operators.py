@@ -154,9 +154,7 @@ def _begin_forward(
 def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
     """Put ``gradient_ready`` into the backward of the graph that is traced, if one is.
 
-    Args:
-        param: a parameter of the module, or an input.
-        forward, name: see :func:`_gradient_ready`.
+    ``param`` is one of the module, or an input.
     """
     if not is_traced(param) or not param.requires_grad:
         return

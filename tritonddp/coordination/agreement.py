@@ -385,24 +385,17 @@ class Agreement:
             self.is_stopped, self.unit = self._has_stop, self._next_unit
 
     def request_stop(self, reductions: int) -> None:
-        """Ask all ranks to stop, in the next header that is made.
+        """Ask all ranks to stop, in the next header that is made: so many reductions have begun.
 
         A signal handler may call it, and any thread: it takes no lock, and a request that comes
         while :meth:`open` runs is not lost.
-
-        Args:
-            reductions: how many have begun.
         """
         if self._asked_at < 0:
             self._asked_at = reductions
             self.key = None  # after that: see the end of open()
 
     def should_stop(self, reductions: int) -> bool:
-        """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since.
-
-        Args:
-            reductions: how many have begun.
-        """
+        """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since."""
         if self.is_stopped:
             return True
         return self.group.size == 1 and 0 <= self._asked_at < reductions

@@ -58,12 +58,7 @@ def gather_directly(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> W
 
     gloo's collectives are rings of ``world_size - 1`` rounds, an all-reduce has two. Each round
     waits for a thread of another process to wake, which takes the time of a small tensor. Here
-    there is one round.
-
-    Args:
-        rows: what the ranks send, contiguous, ``(world_size, n)``.
-        tensor: of this rank, ``(n,)``.
-        group: the process group, of gloo.
+    there is one round. ``rows`` are contiguous, ``(world_size, n)``.
     """
     sent = tensor.expand_as(rows).contiguous()
     options = dist.AllToAllOptions()

@@ -46,8 +46,6 @@ class MessagesUnderWay:
     send only after a receive is posted: make it early.
 
     Args:
-        group: the process group.
-        tag: of the messages.
         received, sent: contiguous tensors, by rank; empty ones are left out, and that of this rank.
             Until :meth:`wait` has returned they belong to the group.
     """
@@ -88,12 +86,10 @@ class SumOfParts:
     """Sums a part that this rank owns over some ranks, and sends them theirs.
 
     Args:
-        group: the process group.
         ranks: those that take part, this one among them, in the order of the sum.
         parts: by rank of ``ranks``, what this rank has for it, 1-D. They may differ in length.
         own: this rank. Its part becomes the sum.
         rows: what arrives, a row for each other rank: ``(len(ranks) - 1, len(parts[own]))``.
-        tag: of the messages.
     """
 
     def __init__(

@@ -130,7 +130,6 @@ def verify_same(
 
     Args:
         description: see :func:`describe`.
-        group: the ranks.
         device: the device of the tensors that are sent.
         where: this rank and its place, for errors; by default that a module is being wrapped.
         advice: what to do if they differ.

@@ -46,11 +46,9 @@ class BufferSync:
 
     Args:
         parameters: of the wrapper's module, with the buffers.
-        group: the ranks.
         sync: says which rank's buffers all take over.
         counters: of the reductions so far, for errors.
         broadcast: sends buffers through the process group.
-        transport: of the wrapper.
     """
 
     def __init__(

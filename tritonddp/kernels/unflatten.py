@@ -137,11 +137,7 @@ def unflatten(
 def compile_for(flat: FlatBuffer, dtype: torch.dtype, in_place: bool, is_joint: bool) -> None:
     """Compile all that :func:`unflatten` may need for gradients of this dtype.
 
-    Args:
-        flat: the buffer.
-        dtype: of gradients.
-        in_place: gradients are ``flat.views``.
-        is_joint: what :class:`JointUnflatten` may need, too.
+    With ``is_joint`` what :class:`JointUnflatten` may need, too.
     """
     tables = DeviceTables.of(flat)
     for aligned in {True, in_place}:

@@ -19,7 +19,6 @@ class OwnedMeans(Extension):
     Args:
         parameters: those of the wrapper. (Owners have those of layers that were replaced, too.)
         owners: by parameter, the rank.
-        rank: this one.
         is_reduced: gradients are means already.
         optimizer: weak reference to the optimizer whose owners they are.
     """

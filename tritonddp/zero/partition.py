@@ -17,7 +17,6 @@ def add_owners(owners: dict[Tensor, int], params: Iterable[Tensor], world_size: 
     Args:
         owners: by parameter, the rank; what is added goes there.
         params: in the order in which their gradients become ready.
-        world_size: number of ranks.
     """
     load = [0] * world_size
     for param, rank in owners.items():

@@ -23,13 +23,8 @@ MASTER = "master_weight"
 class OwnedState:
     """The state of the parameters that this rank owns, a part of the state of all.
 
-    In that, a parameter has its number among all parameters, as in the plain optimizer.
-
-    Args:
-        optim: the optimizer of this rank.
-        owners: by parameter, the rank.
-        masters: the copies that ``optim`` has instead of parameters.
-        group: all ranks.
+    In that, a parameter has its number among all parameters, as in the plain optimizer. ``optim``
+    is that of this rank, and has ``masters`` instead of some parameters.
     """
 
     def __init__(
@@ -65,9 +60,7 @@ class OwnedState:
     def load(self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
         """Take over what belongs to owned parameters, and the options of the groups.
 
-        Args:
-            groups: of all parameters.
-            state_dict: of all parameters; the state of those that others own may be missing.
+        In ``state_dict`` the state of parameters that others own may be missing.
         """
         state: dict[Any, Any] = {}
         copies: dict[Tensor, Tensor] = {}

@@ -38,13 +38,7 @@ class OwnedValues:
     """Gives all ranks the values of parameters that their owners have.
 
     On one host, once its ranks are connected, values go through memory that they share: it takes
-    the memory of the parameters once for the host.
-
-    Args:
-        group: all ranks.
-        of_ranks: for each rank, the parameters that it owns, with their names.
-        transport: of the wrapper.
-        counters: count the bytes.
+    the memory of the parameters once for the host. ``of_ranks`` has what each rank owns.
     """
 
     def __init__(

@@ -417,11 +417,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     def norms(self, given: dict[int, Tensor], norm_type: float) -> Tensor:
         """The norm of each of these gradients that is owned, of those too that other ranks own.
 
-        In the order of the optimizer. All ranks call this.
-
-        Args:
-            given: gradients by their ids; those of parameters of this optimizer are removed.
-            norm_type: the order of the norm.
+        In the order of the optimizer. All ranks call this. Gradients of its parameters are removed
+        from ``given``, in which they are by their ids.
         """
         params = self._all_params()
         mine: dict[int, Tensor] = {}

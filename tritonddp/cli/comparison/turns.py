@@ -94,12 +94,7 @@ class Played:
 
 
 class Contender:
-    """The processes of one contender in one launch.
-
-    Args:
-        port: of the launcher, on this machine.
-        folder: for what they print and for values.
-    """
+    """The processes of one contender in one launch."""
 
     def __init__(
         self, command: Sequence[str], label: str, port: int, folder: Path, progress: Progress
@@ -207,11 +202,7 @@ class Contender:
 class Launches:
     """Launches of both contenders, one after the other.
 
-    Args:
-        command: behind ``torchrun --standalone``.
-        labels: of the contenders; whichever is not called :data:`OURS` has torch's class.
-        folder: for logs and values.
-        progress: is told what goes on.
+    Whichever of ``labels`` is not :data:`OURS` has torch's class.
     """
 
     def __init__(

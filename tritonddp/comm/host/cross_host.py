@@ -35,9 +35,6 @@ class CrossHost:
         partners: for each host, the rank that has this share.
         host: index of this rank in ``partners``.
         share: ``(n,)``. Nothing else may write to it until :meth:`finish` has returned.
-
-    Attributes:
-        sent_bytes: bytes that this rank sends in one exchange.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class CrossHost:
         self._rows = share.new_empty(len(others), len(self._parts[self._own]))
         self._sum: SumOfParts | None = None
         self._sent: MessagesUnderWay | None = None  # the sums, with more than two hosts
-        self.sent_bytes = sum(part.nbytes for part in others)
+        self.sent_bytes = sum(part.nbytes for part in others)  # by this rank, in one exchange
         if number > 2:
             self.sent_bytes += self._parts[self._own].nbytes * len(others)
         self._number = 0

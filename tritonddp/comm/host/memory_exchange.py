@@ -166,11 +166,7 @@ class MemoryExchange(WaitPoint):
     """The sums of one bucket, one after the other; a :class:`BucketExchange`, and a work object.
 
     Args:
-        progress: of its wrapper.
-        group, peers: all ranks, and the others of this host.
         memory: in which each rank of the host packs the bucket, in the order of ranks.
-        bucket: the bucket.
-        counters: count bytes.
 
     Attributes:
         number: of the last sum.
@@ -179,7 +175,6 @@ class MemoryExchange(WaitPoint):
         summed: number of the last sum of which the share of this rank is complete.
         buffers: what the ranks have packed, and its sum.
         has_shares: it has two shots.
-        content: wrapper, bucket and bytes; the same on all ranks.
     """
 
     def __init__(
@@ -195,7 +190,7 @@ class MemoryExchange(WaitPoint):
         self._progress, self._sums, self._counters = progress, HostSums.of(peers), counters
         progress.exchanges.add(self)
         self.taken = self.started = self.summed = 0
-        self.content = progress.wrapper, bucket.index, bucket.nbytes
+        self.content = progress.wrapper, bucket.index, bucket.nbytes  # the same on all ranks
         is_large = bucket.nbytes >= _BYTES_OF_SHARES
         is_shared = is_large and len(memory) >= _RANKS_OF_SHARES and bucket.owned is None
         self.has_shares = is_shared or len(peers.hosts) > 1

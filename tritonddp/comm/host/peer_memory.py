@@ -46,9 +46,7 @@ class PeerMemory:
     through the process group.
 
     Args:
-        group: all ranks.
         transport: reduces the buckets that do not move.
-        counters: count bytes sent.
         is_required: raise an error if this is not possible.
     """
 

@@ -29,7 +29,6 @@ class RankBuffers:
     """The buffers of one bucket that the ranks of a host have packed, in the order of the ranks.
 
     Args:
-        flat: the bucket's buffer.
         memory: of each rank, uint8 ``(nbytes,)``.
         into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
         has_shares: each rank adds up one share of the buffer, and reads the others.

@@ -93,14 +93,10 @@ class SharedBroadcast:
     A broadcast has a number: the step, and how many of this step were before it. Only one that is
     over counts, so that Ctrl-C in a wait leaves the ranks alike if they repeat the forward; else a
     rank may see the former buffers until the next step.
-
-    Args:
-        group, peers: the ranks, which are on one host.
-        number: of the wrapper, the same on all ranks.
     """
 
     def __init__(self, group: Group, peers: Peers, number: int) -> None:
-        self.number = number
+        self.number = number  # of the wrapper, the same on all ranks
         self._group, self._peers = group, peers
         self._point = _Point(number, peers)
         self._over = 0  # number of the last broadcast that is over

@@ -55,7 +55,6 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
     """Connect the ranks of each host of ``group``. Collective: all ranks must call it.
 
     Args:
-        group: the ranks.
         refusal: why this rank does not want connections; empty if it does.
 
     Returns:
