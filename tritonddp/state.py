@@ -197,7 +197,7 @@ class DDPState:
             Agreement(group, config.divide_factor),
             self.counters,
             self.sync,
-            broadcast if self.init_sync else None,
+            broadcast=broadcast if self.init_sync else None,
         )
         core = self.core = Reducer(averager, counts_dropped=not finds_unused)
         self.requests, self.contexts = Requests(core), ContextReducer(core)

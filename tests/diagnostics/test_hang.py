@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
 
 
 def test_a_thread_looks_while_there_is_a_wrapper_of_several_ranks() -> None:
-    wrapper: Any = mock.Mock(group=SimpleNamespace(size=1, process_group=None), core=None)
+    wrapper: Any = mock.Mock(group=SimpleNamespace(size=1, rank=0, process_group=None), core=None)
     with mock.patch.object(hang, "_watch", None):  # that of other tests goes on
         before = threads()
         with seconds("1"):
@@ -203,6 +203,8 @@ def test_a_thread_looks_while_there_is_a_wrapper_of_several_ranks() -> None:
             wrapper.group.size = 2
             hang.watch(wrapper)
         assert threads() == before
+        with seconds("1"), mock.patch.object(hang._Watch, "start", side_effect=RuntimeError):
+            hang.watch(wrapper)  # no more threads
         with seconds("1"):
             hang.watch(wrapper)
         (thread,) = threads() - before

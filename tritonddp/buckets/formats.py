@@ -251,13 +251,13 @@ class BucketFactory:
             names,
             kernels,
             self.counters,
-            headers,
-            wire_dtype,
-            self.lazy,
-            first,
-            quantization,
-            self._owned(params),
-            checked,
+            headers=headers,
+            wire_dtype=wire_dtype,
+            lazy=self.lazy,
+            first=first,
+            quantization=quantization,
+            owned=self._owned(params),
+            checked=checked,
         )
         if quantization is not None:
             for param in bucket.params:

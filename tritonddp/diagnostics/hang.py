@@ -399,8 +399,13 @@ def watch(wrapper: Any) -> None:
         return
     with _lock:
         if _watch is None:
-            _watch = _Watch()
-            _watch.start()
+            starts = _Watch()
+            try:
+                starts.start()
+            except RuntimeError as error:  # the user may have no more threads: training goes on
+                logger.warning("rank %d: no watch for hangs: %s", group.rank, error)
+                return
+            _watch = starts
         known = [each for each in _watch.groups if each.group.process_group is group.process_group]
         if not known:
             known = [_GroupWatch(group, limit)]

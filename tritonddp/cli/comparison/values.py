@@ -164,4 +164,4 @@ def judge(title: str, launches: Sequence[tuple[Captured, Captured]]) -> Finding:
         all(len({each["digest"] for each in of.values()}) == 1 for of in captures)
         for captures in zip(*launches, strict=True)
     )
-    return Finding(title, state, largest, names, tolerance, of_stock, (first, second))
+    return Finding(title, state, largest, names, tolerance, of_stock, shared=(first, second))
