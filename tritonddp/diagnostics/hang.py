@@ -403,7 +403,7 @@ def watch(wrapper: Any) -> None:
             try:
                 starts.start()
             except RuntimeError as error:  # the user may have no more threads: training goes on
-                logger.warning("rank %d: no watch for hangs: %s", group.rank, error)
+                logger.warning("rank %d: no watch for hangs: %s", group.rank, str(error))
                 return
             _watch = starts
         known = [each for each in _watch.groups if each.group.process_group is group.process_group]
