@@ -8,7 +8,7 @@ import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks, recorded_collectives
 from modules import Given
 from torch import Tensor
-from training import counted, drawn, filled, train_step
+from training import counted, drawn, train_step
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
@@ -65,29 +65,3 @@ def test_the_sum_is_in_the_order_of_the_ranks(wire: torch.dtype | None, view: bo
         first = first + other
     assert_same_bits(grad, first.float(), "mean")
     assert_same_on_all_ranks(grad)
-
-
-@ranks(2)
-def test_a_group_of_another_kind_reduces(rank: int) -> None:
-    """One that is written in Python may have nothing but an all-reduce."""
-
-    class Forwarding(dist.ProcessGroup):
-        def __init__(self) -> None:
-            super().__init__(rank, dist.get_world_size())
-
-        def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-            return dist.group.WORLD.allreduce(tensors, options)
-
-        def allgather(self, outputs: Any, inputs: Any, options: Any) -> Any:
-            return dist.group.WORLD.allgather(outputs, inputs, options)
-
-        def broadcast(self, tensors: Any, options: Any) -> Any:
-            return dist.group.WORLD.broadcast(tensors, options)
-
-        def getBackendName(self) -> str:
-            return "gloo"
-
-    ddp = DistributedDataParallel(Given(10), process_group=Forwarding())
-    for _ in range(3):
-        grad = reduced(ddp, filled(10))
-    assert torch.equal(grad, torch.full((10,), 1.5))

@@ -16,7 +16,6 @@ from modules import normed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import train_step
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.coordination import verify
@@ -405,20 +404,6 @@ def test_parameters_become_those_of_rank_0_unless_init_sync_is_off(rank: int) ->
         ddp = DistributedDataParallel(model)
         assert_same_bits(ddp.parameters(), first, name)
         assert all(param.is_leaf for param in ddp.parameters())
-
-
-@ranks(3)
-def test_a_group_of_some_ranks_averages_over_these(rank: int) -> None:
-    group = dist.new_group([2, 1])
-    if rank:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, float(rank))
-        ddp = DistributedDataParallel(model, process_group=group)
-        for _ in range(3):
-            train_step(ddp, torch.full((1, 1), float(rank)), loss=torch.sum)
-            assert model.weight.grad.item() == 1.5
-            first = dist.get_global_rank(group, 0)
-            assert model.weight.item() == first, "the first rank of the group is its source"
 
 
 @ranks(2)
