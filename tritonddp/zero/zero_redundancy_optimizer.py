@@ -469,7 +469,6 @@ def _total_norm(
 
     Args:
         tensors: gradients, as many as this rank has.
-        norm_type: the order of the norm.
         params: all parameters, where these are known: alike on all ranks.
     """
     # (Of a module that was wrapped again the optimizer of the last wrapper counts.)
