@@ -73,6 +73,16 @@ def test_every_file_that_a_page_names_exists() -> None:
         assert (ROOT / path).exists(), f"{name} names {path}"
 
 
+def test_every_file_that_the_picture_of_the_rooms_names_exists() -> None:
+    found = {path.stem for path in (ROOT / "tritonddp").rglob("*")}
+    for shade in ("light", "dark"):
+        picture = (ROOT / "docs" / f"architecture-{shade}.svg").read_text()
+        lines = re.findall(r'class="files".*?>(.*)</text>', picture)
+        named = re.findall(r"\w+", re.sub("<.*?>", "", " ".join(lines)))
+        assert len(named) > 60
+        assert set(named) <= found
+
+
 def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_in_it() -> None:
     links = [(page, *link) for page in LINKING for link in LINK.findall(page.read_text())]
     assert len(links) > 20
