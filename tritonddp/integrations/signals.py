@@ -53,8 +53,7 @@ def stop_on_signal(*signals: int) -> StopOnSignal:
     Raises:
         RuntimeError: this is not the main thread, or a handler was not set by Python.
         TypeError: a signal is no number.
-        ValueError: there is no such signal.
-        OSError: it can have no handler, as SIGKILL.
+        ValueError: there is no such signal, or it can have no handler, as SIGKILL.
 
     Example::
 
@@ -134,9 +133,9 @@ class StopOnSignal:
         try:
             for each in self._former:
                 signal.signal(each, self._handle)
-        except OSError:
+        except OSError as error:
             self.remove()
-            raise
+            raise ValueError(f"{_name(each)} can have no handler: {error}") from None
         _shield.add(self, signals)
 
     def __enter__(self) -> StopOnSignal:
