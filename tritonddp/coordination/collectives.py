@@ -60,7 +60,7 @@ def gather_directly(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> W
     waits for a thread of another process to wake, which takes the time of a small tensor. Here
     there is one round. ``rows`` are contiguous, ``(world_size, n)``.
     """
-    sent = tensor.expand_as(rows).contiguous()
+    sent = torch.empty_like(rows).copy_(tensor)
     options = dist.AllToAllOptions()
     return getattr(group, ALL_TO_ALL_SINGLE)(rows, sent, [], [], options)
 
