@@ -83,6 +83,15 @@ def test_every_file_that_the_picture_of_the_rooms_names_exists() -> None:
         assert set(named) <= found
 
 
+def test_every_call_in_the_life_of_a_backward_is_in_its_file() -> None:
+    page = (ROOT / "docs" / "one-backward.md").read_text()
+    calls = re.findall(r"^ [^.\n]*?(\w+)\.(\w+).* (\w+\.py)$", page, re.MULTILINE)
+    assert len(calls) > 20
+    for owner, call, file in calls:
+        (path,) = (ROOT / "tritonddp").rglob(file)
+        assert re.search(rf"(def |self\.){call}\b", path.read_text()), f"{owner}.{call} in {file}"
+
+
 def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_in_it() -> None:
     links = [(page, *link) for page in LINKING for link in LINK.findall(page.read_text())]
     assert len(links) > 20
