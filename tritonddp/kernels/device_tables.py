@@ -168,7 +168,7 @@ class DeviceTables:
                 address or the first dtype changed, not at every launch.
         """
         # The fast path, if nothing has changed: in C, without a call of another function. (That of
-        # flatten and unflatten is in them, to spare the call.)
+        # flatten and of JointUnflatten is in them, to spare the call.)
         try:
             addresses = list(map(ADDRESS_OF, grads))  # type: ignore[arg-type]
             dtype = grads[0].dtype if grads else None  # type: ignore[union-attr]
