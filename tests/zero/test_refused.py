@@ -1,5 +1,6 @@
 """What cannot have owners is refused by name, and breaks nothing."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from beside_replicated import Pair
 from distributed import ranks
+from logged import logged
 from modules import mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -130,6 +132,23 @@ def test_a_second_optimizer_of_one_wrapper(rank: int) -> None:
 
 def clipped(net: nn.Module, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+@ranks(2)
+def test_a_plain_optimizer_that_steps_the_same_parameters_is_said_once(rank: int) -> None:
+    net = wrap(mlp(4, 8, 2))
+    plain = torch.optim.SGD(net.module[2].parameters(), lr=0.1)
+    others = torch.optim.SGD(net.module[0].parameters(), lr=0.1)
+    with logged(logging.WARNING) as said:
+        plain.step()  # before there are owners
+        optimizer = ZeroRedundancyOptimizer(net.module[2].parameters(), AdamW)
+        for number in range(3):
+            trained = squares(net(drawn(5, 4, step=number)))
+            trained.backward()
+            for each in (optimizer, others, plain):
+                each.step()
+    (line,) = said.lines()
+    assert "SGD steps '2.weight', '2.bias', and so does a ZeroRedundancyOptimizer" in line
 
 
 @ranks(2)

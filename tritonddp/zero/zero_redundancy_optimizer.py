@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as Stock
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonddp._torch import (
     agree_on_overflow,
@@ -30,11 +32,15 @@ from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import OwnedState, packed, unpacked, without_idle_copies
 from tritonddp.zero.values import OwnedValues
 
+logger = logging.getLogger("tritonddp.zero")
+
 _NO_JOIN = (
     "ZeroRedundancyOptimizer inside join(): a rank that has no inputs left would not take part in "
     "its steps. Use a plain optimizer with join()"
 )
 _WRAP = "wrap the module with tritonddp.DistributedDataParallel before making the optimizer"
+# Hooks of all optimizers, once there is an optimizer with owners.
+_hooks: list[Any] = []
 
 
 class ZeroRedundancyOptimizer(Optimizer):
@@ -142,12 +148,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self.defaults = dict(self.optim.defaults)  # schedulers look for momentum there
-        self._is_made = True
+        self._is_made, self._known = True, WeakSet[Optimizer]([self, self.optim])
         self.number = ZeroRedundancyOptimizer.made
         ZeroRedundancyOptimizer.made += 1
         self.live.add(self)
         agree_on_overflow(_combine_overflow)
         combine_total_norms(_total_norm)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_look_at))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer; parameters are those of the same wrapper. All ranks call it.
@@ -414,6 +422,22 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Whether a rank owns one of these parameters."""
         return not self._owners.keys().isdisjoint(params)
 
+    def look_at(self, other: Optimizer) -> None:
+        """Another optimizer steps: warn, the first time, if it steps parameters of this one."""
+        if other in self._known or not self.is_in_force:
+            return
+        self._known.add(other)
+        params = [param for group in other.param_groups for param in group["params"]]
+        if shared := self._named(param for param in params if param in self._owners):
+            logger.warning(
+                "%s: %s steps %s, and so does a ZeroRedundancyOptimizer, which leaves each "
+                "gradient on one rank alone: others have none to step by. Give a parameter to one "
+                "of the two. It is said once",
+                self._core.where(),
+                type(other).__name__,
+                listed([name for name, _ in shared]),
+            )
+
     def norms(self, given: dict[int, Tensor], norm_type: float) -> Tensor:
         """The norm of each of these gradients that is owned, of those too that other ranks own.
 
@@ -449,6 +473,12 @@ class ZeroRedundancyOptimizer(Optimizer):
             what = "agreement on whether gradients are finite"
             self._group.all_reduce(each, self._core.where(), what, dist.ReduceOp.MAX)
         return found
+
+
+def _look_at(optimizer: Optimizer, *_: Any) -> None:
+    """Hook of all optimizers."""
+    for each in ZeroRedundancyOptimizer.live:
+        each.look_at(optimizer)
 
 
 def _combine_overflow(
