@@ -209,8 +209,10 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
     lines = [f"  {plain(line.strip(), _LONGEST)}" for line in lines]
-    heading = "these differ:"
     counts = [len(description["parameter"]) for description in descriptions]
+    if not any(counts):  # no module is meant
+        return "\n".join(["the ranks differ:", *lines])
+    heading = "these differ:"
     odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)
     if odd is not None:
         heading = f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent "
