@@ -22,6 +22,17 @@ from tritonddp.wrapper import DistributedDataParallel
 
 logger = logging.getLogger("tritonddp.signals")
 
+# No handler may be set for the first two. The others are faults: a handler in Python runs after the
+# instruction that failed, which is then repeated for ever.
+_UNUSABLE = {
+    signal.SIGKILL,
+    signal.SIGSTOP,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+}
+
 # Environment variable, set where a server starts that shall have a process group of its own.
 _APART = "_TRITONDDP_OWN_PROCESS_GROUP"
 
@@ -53,7 +64,7 @@ def stop_on_signal(*signals: int) -> StopOnSignal:
     Raises:
         RuntimeError: this is not the main thread, or a handler was not set by Python.
         TypeError: a signal is no number.
-        ValueError: there is no such signal, or it can have no handler, as SIGKILL.
+        ValueError: there is no such signal, or a process cannot go on after it.
 
     Example::
 
@@ -89,6 +100,11 @@ def checked(signals: Sequence[int]) -> list[int]:
             ) from None
         if number not in signal.valid_signals():
             raise ValueError(f"there is no signal {number}: use one such as signal.SIGTERM")
+        if number in _UNUSABLE:
+            raise ValueError(
+                f"a process cannot go on after {_name(number)}: use another signal, such as "
+                "signal.SIGTERM"
+            )
         if signal.getsignal(number) is None:
             raise RuntimeError(
                 f"the handler of {_name(number)} was not set by Python, and could not be put back: "
@@ -133,9 +149,9 @@ class StopOnSignal:
         try:
             for each in self._former:
                 signal.signal(each, self._handle)
-        except OSError as error:
+        except OSError:
             self.remove()
-            raise ValueError(f"{_name(each)} can have no handler: {error}") from None
+            raise
         _shield.add(self, signals)
 
     def __enter__(self) -> StopOnSignal:
