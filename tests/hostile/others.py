@@ -159,12 +159,18 @@ def waits_in_a_callback(DDP, record, first=0):
         out = ddp(x)
         if rank == 1 and done >= first:
             out.register_hook(lambda gradient: wait_in_the_end())
+        elif rank == 0 and done >= first:
+            # Rank 1 is in its callback before this backward begins. Were it the last of all ranks,
+            # it could take part in the whole exchange before its callback.
+            dist.recv(torch.empty(1), src=1, group=others)
         return out
 
     def wait_in_the_end() -> None:
-        Variable._execution_engine.queue_callback(
-            lambda: dist.recv(torch.empty(1), src=0, group=others)
-        )
+        Variable._execution_engine.queue_callback(exchange_with_rank_0)
+
+    def exchange_with_rank_0() -> None:
+        dist.send(torch.ones(1), dst=0, group=others)
+        dist.recv(torch.empty(1), src=0, group=others)
 
     for _ in steps(ddp, 8, 8, 256, forward=forward):
         if rank == 0 and done >= first:
