@@ -8,7 +8,7 @@ hand on to the module whatever the wrapper does not have.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonddp._torch import current_graph_task_id, graph_is_retained, preserve_version_counters
 from tritonddp.buckets.formats import BucketFactory
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
@@ -62,7 +61,6 @@ class DDPState:
 
     Attributes:
         call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
-        late_buffers: of such a module: buffers, their values, and those of the next forward.
         window: counts what weighted backwards have accumulated, once there is one.
     """
 
@@ -78,7 +76,6 @@ class DDPState:
     low_precision: LowPrecision | None = None  # runs the module with mixed_precision
     call: Callable[..., Any] | None = None
     is_running: bool = False  # a forward runs
-    late_buffers: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     finalizes_manually: bool = False  # see require_manual_backward_finalization
     builtin_hook: dist.BuiltinCommHookType | None = None  # torch's in C++, if one is registered
     buffer_hook: BufferHook | None = None  # registered by the user, instead of a broadcast
@@ -292,16 +289,7 @@ class DDPState:
 
     def synchronise_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
-        if named := self.parameters.buffers():
-            if self.buffer_hook is None:
-                self.buffer_sync.synchronise(named)
-            else:
-                self.core.post_backward.extend(self.buffer_hook.run(named))
-
-    def take_over_buffers(self) -> None:
-        """Write those that came while a graph was retained, where nobody has written since."""
-        late, self.late_buffers = self.late_buffers, []
-        _overwrite((buffer, new) for buffer, own, new in late if torch.equal(buffer, own))
+        self.core.post_backward.extend(self.buffer_sync.synchronise(self.buffer_hook))
 
     def count_weights(self) -> None:
         """From now on note which weights the accumulated gradients have.
@@ -330,29 +318,10 @@ def _buffers_after_backward(reference: weakref.ref[Any]) -> None:
     """A reduction of a module that is replicated in place is over: synchronise its buffers.
 
     Inside ``join()`` its forwards do that, as those of a wrapper: ranks without inputs take part.
-    A graph that is retained may have saved buffers for the next backward: then they keep their
-    values until the next forward, as with a wrapper.
     """
     wrapper = reference()
-    if wrapper is None or not wrapper.forward_sync_buffers:
-        return
-    state: DDPState = wrapper._ddp_state
-    if state.sync.join is not None:
-        return
-    state.take_over_buffers()
-    if current_graph_task_id() == -1 or not graph_is_retained():
-        state.synchronise_buffers()
-        return
-    buffers = [each.detach() for _, each in state.parameters.buffers()]
-    own = [each.clone() for each in buffers]
-    state.synchronise_buffers()
-    late = [each.clone() for each in buffers]
-    _overwrite(zip(buffers, own, strict=True))
-    state.late_buffers = list(zip(buffers, own, late, strict=True))
-
-
-def _overwrite(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give each first tensor the values of the second; for autograd it stays what it was."""
-    for tensor, values in pairs:
-        with preserve_version_counters([tensor]), torch.no_grad():
-            tensor.copy_(values)
+    if wrapper is not None and wrapper.forward_sync_buffers:
+        state: DDPState = wrapper._ddp_state
+        if state.sync.join is None:
+            futures = state.buffer_sync.after_backward(state.buffer_hook)
+            state.core.post_backward.extend(futures)

@@ -248,8 +248,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             raise
         if sync.join is not None:
             announce_forward(self)
-        if state.late_buffers:
-            state.take_over_buffers()
+        if state.buffer_sync.late:
+            state.buffer_sync.take_over_late()
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp._torch import preserve_version_counters
+from tritonddp._torch import current_graph_task_id, graph_is_retained, preserve_version_counters
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.from_owner import FromOwner
@@ -49,6 +49,10 @@ class BufferSync:
         sync: says which rank's buffers all take over.
         counters: of the reductions so far, for errors.
         broadcast: sends buffers through the process group.
+
+    Attributes:
+        late: of a module that is replicated in place: buffers, their values, and those of the next
+            forward.
     """
 
     def __init__(
@@ -64,13 +68,25 @@ class BufferSync:
         self._sync, self._counters = sync, counters
         self._broadcast = broadcast
         self._to_all = FromOwner(group, transport, "buffers")
+        self.late: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def synchronise(self, named: _Named) -> None:
-        """Give all ranks the same buffers: those of the wrapper's module.
+    def synchronise(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
+        """Give all ranks the same buffers of the wrapper's module, if there are any.
+
+        Those of one rank, or what ``hook`` makes of them. Returns what the end of the next backward
+        waits for.
 
         Raises:
             RuntimeError: a rank is missing, or has other buffers; the message names it.
         """
+        named = self._parameters.buffers()
+        if named and hook is not None:
+            return hook.run(named)
+        if named:
+            self._send(named)
+        return ()
+
+    def _send(self, named: _Named) -> None:
         buffers = [buffer for _, buffer in named]
         step, source = self._counters.reductions + 1, self._sync.source_rank
         where = f"rank {self._group.rank}, step {step}, forward"
@@ -85,3 +101,32 @@ class BufferSync:
                 max_bytes=self._broadcast.max_bytes,
                 uses_memory=uses_memory,
             )
+
+    def after_backward(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
+        """As :meth:`synchronise`, when a backward of a module replicated in place was reduced.
+
+        A graph that is retained may have saved buffers for the next backward: then they keep their
+        values until the next forward, as with a wrapper.
+        """
+        self.take_over_late()
+        if current_graph_task_id() == -1 or not graph_is_retained():
+            return self.synchronise(hook)
+        buffers = [each.detach() for _, each in self._parameters.buffers()]
+        own = [each.clone() for each in buffers]
+        futures = self.synchronise(hook)
+        late = [each.clone() for each in buffers]
+        _overwrite(zip(buffers, own, strict=True))
+        self.late = list(zip(buffers, own, late, strict=True))
+        return futures
+
+    def take_over_late(self) -> None:
+        """Write the buffers that came while a graph was retained, unless written to since."""
+        late, self.late = self.late, []
+        _overwrite((buffer, new) for buffer, own, new in late if torch.equal(buffer, own))
+
+
+def _overwrite(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give each first tensor the values of the second; for autograd it stays what it was."""
+    for tensor, values in pairs:
+        with preserve_version_counters([tensor]), torch.no_grad():
+            tensor.copy_(values)
