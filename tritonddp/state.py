@@ -211,7 +211,7 @@ class DDPState:
             self._count_any_call(wrapper)
         core.finalize_manually(self.finalizes_manually)
         self.logger = Logger(wrapper)
-        core.log_errors(self.logger.set_error_and_log)
+        core.events.install(self.logger)
         DDPState.live.add(self)
         # (In this order: a signal may come here. The ranks of a new group agree anew.)
         if DDPState.stop_requests or (former is not None and former.agreement.wants_stop):

@@ -60,7 +60,7 @@ class StockReducer:
         Raises:
             RuntimeError: a forward has run already.
         """
-        if self._core.counted_forwards:
+        if self._core.forwards.begun:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
                 "starts and after DistributedDataParallel is constructed. Or wrap with "
@@ -77,11 +77,11 @@ class StockReducer:
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each trainable parameter: int32."""
         counts: dict[Parameter, int] = {}
-        alone = self._core.alone
+        skipped, _, alone = self._core.last
         if alone is not None:
             counts = dict(zip(alone.bucket_set.params, map(int, alone.used), strict=True))
         for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
-            if index not in self._core.skipped and alone is None:
+            if index not in skipped and alone is None:
                 counts.update(zip(params, flags.tolist(), strict=True))
         params = [param for _, param in self._core.parameters.trainable]
         return torch.tensor(

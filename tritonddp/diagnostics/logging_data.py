@@ -57,7 +57,7 @@ _STAMPS = [
 ]
 
 
-class Logger:
+class Logger(Extension):
     """The configuration and statistics of a wrapper, which it does not keep alive.
 
     Values are read when they are asked for, except the first buckets, the last error and the times
@@ -79,6 +79,9 @@ class Logger:
     def set_error_and_log(self, message: str) -> None:
         self._noted["error"] = message
         self.sampler.note_error()
+
+    def on_error(self, message: str) -> None:
+        self.set_error_and_log(message)
 
     def set_runtime_stats_and_log(self) -> None:
         """Called when a forward begins whose backward will be reduced."""
@@ -104,7 +107,7 @@ class Logger:
             "unused_parameter_size": _nbytes(
                 current.params[n] for n in reducer.reentrant.missing or ()
             ),
-            "num_buckets_reduced": reducer.reduced,
+            "num_buckets_reduced": reducer.last.sent,
             "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
             "has_error": "error" in self._noted or None,

@@ -67,6 +67,9 @@ class Extension:
         It may be called again for the same one, when its collectives are made up for.
         """
 
+    def on_error(self, message: str) -> None:
+        """A reduction failed with this error."""
+
 
 _Kind = TypeVar("_Kind", bound=Extension)
 
@@ -81,6 +84,7 @@ class Events(ReductionEvents):
     on_close: Sequence[Callable[[Reduction | None], None]] = ()
     on_end: Sequence[Callable[[Reduction], None]] = ()
     on_abort: Sequence[Callable[[Reduction | None], None]] = ()
+    on_error: Sequence[Callable[[str], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
     needs_reached = False  # an extension does

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,6 +55,14 @@ _NONE: frozenset[int] = frozenset()
 logger = logging.getLogger("tritonddp.reducer")
 
 
+class Reduced(NamedTuple):
+    """What a reduction of a backward did."""
+
+    skipped: Collection[int] = ()  # indices of the buckets that it left out
+    sent: int = 0  # number of the buckets that it reduced
+    alone: Reduction | None = None  # itself, if it exchanged nothing, as there is only one rank
+
+
 class Reducer:
     """Reduces the gradients of a module over a process group during each backward.
 
@@ -77,10 +85,7 @@ class Reducer:
         comm_hook: reduces the buckets; ``None`` if the user has registered none.
         steps_optimizers: optimizers step in the backward.
         finalizes_manually: backwards end in ``finalize_backward()``.
-        counted_forwards: number of forwards with gradients.
-        skipped: indices of the buckets that the last reduction of a backward left out.
-        reduced: number of the buckets that it reduced.
-        alone: it, if it exchanged nothing, as there is only one rank.
+        last: what the last reduction of a backward did.
     """
 
     # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
@@ -102,11 +107,8 @@ class Reducer:
         self.launching = threading.RLock()
         self.comm_hook: CommHook | None = None
         self.steps_optimizers = self.finalizes_manually = False
-        self.counted_forwards = self.reduced = 0
-        self.skipped: Collection[int] = ()
-        self.alone: Reduction | None = None
+        self.last = Reduced()
         self._counts_dropped = counts_dropped
-        self._log_error: Callable[[str], object] | None = None
         self.reference = weakref.ref(self)
         self._broke_off = partial(_broke_off, self.reference)
         self._others = WatchedParameters(self.reference)
@@ -152,7 +154,7 @@ class Reducer:
             self.wait_post_backward()
         if not has_grad:
             return
-        self.counted_forwards += 1
+        self.forwards.begun += 1
         for call in self.events.on_forward:
             call()
         if self.forwards.was_local:
@@ -590,8 +592,8 @@ class Reducer:
                 self.averager.raise_mismatch(error, backward.reduction)
             raise error
         except RuntimeError as named:
-            if self._log_error is not None:
-                self._log_error(str(named))
+            for report in self.events.on_error:
+                report(str(named))
             # After a local error the other ranks go on: make_up waits for what is in flight.
             if not isinstance(named, LocalError):
                 for call in self.events.on_abort:
@@ -607,10 +609,9 @@ class Reducer:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
             reduction, current = backward.reduction, self.manager.current
-            self.skipped = reduction.skipped
             # (Its buckets may have been replaced.)
-            self.reduced = len(reduction.unfilled) - len(reduction.skipped)
-            self.alone = reduction if reduction.is_alone else None
+            sent = len(reduction.unfilled) - len(reduction.skipped)
+            self.last = Reduced(reduction.skipped, sent, reduction if reduction.is_alone else None)
             for bucket in current.to_release:
                 bucket.release()
             if reduction.skipped or reduction.is_alone:
@@ -734,10 +735,6 @@ class Reducer:
     def step_optimizers(self) -> None:
         """Optimizers step in the backward from now on."""
         self.steps_optimizers = True
-
-    def log_errors(self, log: Callable[[str], object]) -> None:
-        """Call ``log`` with the message of each error that ends a backward."""
-        self._log_error = log
 
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""

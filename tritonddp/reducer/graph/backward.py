@@ -89,6 +89,7 @@ class Forwards:
             output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
         call_site: where the last reduced backward was called. ``None`` for a wrapper, and inside
             ``join()``, where ranks without inputs call none.
+        begun: number of forwards with gradients.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         deferred_error: what the next forward raises.
     """
@@ -97,6 +98,7 @@ class Forwards:
         self.call_sites: CallSites | None = None
         self.call_site: CallSite | None = None
         self.deferred_error: str | None = None
+        self.begun = 0
         self._number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         self._is_armed = False
