@@ -64,7 +64,6 @@ class _Rows:
         self.bucket.receive_rows(torch.cat(all_indices), values)
 
 
-@torch.no_grad()
 def exchange_rows(buckets: Iterable[SparseBucket], group: Group, counters: Counters) -> None:
     """Give these buckets, whose buffers are reduced, the sums of the sparse gradients of all ranks.
 
