@@ -20,10 +20,10 @@ class Kept(logging.Handler):
 
 
 @contextmanager
-def logged(level: int, name: str = "tritonddp") -> Iterator[Kept]:
+def logged(level: int, name: str = "tritonddp", kept: Kept | None = None) -> Iterator[Kept]:
     """Context: what is logged by ``name``, and all below it, from ``level`` on."""
     logger = logging.getLogger(name)
-    handler, before = Kept(), logger.level
+    handler, before = kept or Kept(), logger.level
     logger.addHandler(handler)
     logger.setLevel(level)
     try:
