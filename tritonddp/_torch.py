@@ -17,17 +17,12 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from pkgutil import iter_modules
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# The module's functions bind the default group at import time. If it is imported after the group
-# was made (by torch._dynamo at the latest), they keep the group, and its threads, alive even after
-# destroy_process_group(). A thread of gloo that drops a tensor while the interpreter exits then
-# aborts the process ("terminate called without an active exception").
-import torch.distributed.nn
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -46,6 +41,16 @@ from torch.nn.parallel.distributed import (
 from torch.utils import _pytree
 from torch.utils.data._utils import worker as _loading
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+# These functions bind the default group at import time. If they are imported after the group was
+# made (by torch._dynamo at the latest), they keep the group, and its threads, alive even after
+# destroy_process_group(). A thread of gloo that drops a tensor while the interpreter exits then
+# aborts the process ("terminate called without an active exception"). None means that group too.
+for _function in vars(torch.distributed.nn.functional).values():
+    if isinstance(_function, FunctionType):
+        _function.__defaults__ = tuple(
+            None if each is dist.group.WORLD else each for each in _function.__defaults__ or ()
+        )
 
 # Arguments of stock's class and its _register_buffer_comm_hook: users import them from there.
 BufferCommHookLocation = _BufferCommHookLocation
