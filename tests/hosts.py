@@ -34,7 +34,7 @@ def hosts_or_skip(count: int, rate: float | None = None) -> Iterator[list[namesp
 
 
 def outputs(
-    hosts: Sequence[namespaces.Host], *arguments: str | Path, timeout: float = 200
+    hosts: Sequence[namespaces.Host], *arguments: str | Path, timeout: float = 400
 ) -> list[str]:
     """Run a script as one rank on each host; what each printed, when all have succeeded."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

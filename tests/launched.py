@@ -30,7 +30,7 @@ def run(
     *arguments: str | Path,
     nproc: int | None = 2,
     env: dict[str, str] | None = None,
-    timeout: float = 200,
+    timeout: float = 400,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script under torchrun (without it if ``nproc`` is None); nothing outlives the call."""

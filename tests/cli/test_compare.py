@@ -19,6 +19,7 @@ from typing import Any
 import launched
 import pytest
 import torch
+from clock import Clock
 
 from tritonddp.cli.compare import _stopped
 from tritonddp.cli.comparison import recorder
@@ -70,7 +71,7 @@ def test_a_wrong_gradient_is_found_and_figures_are_there(tmp_path: Path) -> None
     assert not left_over(script)
     seconds = [float(each) for each in re.findall(r"^\[ *(\d+) s\]", said, re.MULTILINE)]
     assert seconds[0] == 0
-    assert max(b - a for a, b in itertools.pairwise(seconds)) < 15
+    assert max(b - a for a, b in itertools.pairwise(seconds)) < 40
 
 
 def left_over(script: str) -> list[str]:
@@ -114,7 +115,7 @@ def test_an_interrupt_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsy
     assert "0.900 (" in first
     assert "0.900 (" in last
     assert "others may differ from it by more. Interrupted; launches until then: 1." in last
-    assert re.search(r"; at most \d+ more of 0 s$", said.err, re.MULTILINE)
+    assert re.search(r"; at most \d+ more of \d+ s$", said.err, re.MULTILINE)
 
 
 def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
         for words in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n"):
             other = others.enter_context(socket.create_connection(listener.getsockname()))
             other.sendall(words)
-        late = Timer(5, others.close)  # what waits for them goes on
+        late = Timer(60, others.close)  # what waits for them goes on
         late.start()
         with Client(listener.getsockname()) as rank:
             hello = {"contender": "stock-1", "rank": 0, "world_size": 1}
@@ -152,12 +153,14 @@ def test_slow_first_steps_do_not_make_blocks_of_one_step(tmp_path: Path) -> None
 
 
 def test_to_read_the_times_of_a_step_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "logged_times", lambda model: time.sleep(0.05))
+    clock = Clock()
+    monkeypatch.setattr(recorder, "time", clock)
+    monkeypatch.setattr(recorder, "logged_times", lambda model: clock.sleep(0.05))
     model, follower = torch.nn.Linear(1, 1), recorder.Recorder({})
     follower._models.append(weakref.ref(model))
     follower._start_clock()
     follower._note_parts()
-    assert follower._now() - follower._began < 0.04
+    assert follower._began == follower._now() > 0
 
 
 @pytest.mark.thorough

@@ -31,7 +31,7 @@ def report(*words: str, **others: str) -> tuple[int, list[str]]:
         env={**inherited, "PYTHONPATH": str(ROOT), **others},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     return done.returncode, done.stdout.splitlines()
 

@@ -63,7 +63,7 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment(RUN, folder="/nowhere"), **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
 

@@ -120,9 +120,10 @@ class Full:
 @ranks(3)
 def test_as_many_descriptors_as_a_user_may_have_on_their_way(times: float) -> None:
     ddp = net(bucket_cap_mb=1e-3)
+    patience = peers._SENDING if times == 5 else 0.5
     with (
         mock.patch.object(socket, "send_fds", Full(times)),
-        mock.patch.object(peers, "_SENDING", 0.5),
+        mock.patch.object(peers, "_SENDING", patience),
     ):
         for number in range(3):
             assert_same_on_all_ranks(step(ddp, number), "gradients")
@@ -262,10 +263,11 @@ REFUSALS = {
 def test_where_one_rank_cannot_all_take_the_process_group(rank: int, how: str) -> None:
     is_failure, why = REFUSALS[how]
     log = logging.getLogger("tritonddp.comm.peer_memory")
+    patience = 1.0 if how == "no connection" else connect._CONNECTING
     with (
         refuses(how),
         mock.patch.object(log, "log") as said,
-        mock.patch.object(connect, "_CONNECTING", 1.0),
+        mock.patch.object(connect, "_CONNECTING", patience),
     ):
         ddp = net()
         for number in range(3):

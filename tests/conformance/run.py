@@ -28,7 +28,7 @@ import on_cpu
 import torch
 from expected import EXPECTED, PASSES, WORLD_SIZES
 
-TIMEOUT = 120.0
+TIMEOUT = 400.0
 # Once one rank has failed, the others have this long to end by themselves.
 _GRACE = 2.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -37,7 +37,7 @@ def test_a_thread_that_ends_does_not_take_the_group_apart() -> None:
 ONE_RANK = """
 import gc, pathlib, time, torch, torch.distributed as dist, tritonddp
 
-gc.disable()
+gc.disable()  # the group is in no reference cycle
 
 def has_threads():
     found = 0
@@ -73,12 +73,15 @@ def test_a_group_that_is_destroyed_leaves_no_thread(tmp_path: Path) -> None:
 
 
 SLOW_THREAD = """
-import time, torch, torch.distributed as dist, tritonddp
+import time, torch, torch.distributed as dist, tritonddp, weakref
 
 def hook(state, bucket):
+    global slow
     inner = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
     future = inner.then(lambda done: done.value()[0] if state else None)
-    inner.add_done_callback(lambda _: time.sleep(1))  # all callbacks are let go behind it
+    sleep = lambda _: time.sleep(1)
+    inner.add_done_callback(sleep)  # all callbacks are let go behind it
+    slow = weakref.ref(sleep)
     return future
 
 def train():
@@ -90,7 +93,8 @@ for _ in range(2):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     train()
     dist.destroy_process_group()
-    time.sleep(1.5)
+    while slow() is not None:
+        time.sleep(0.1)
 print("ended")
 """
 

@@ -57,7 +57,7 @@ def in_child(call: Callable[[], Any]) -> str:
         os.write(theirs, said.encode())
         os._exit(0)
     os.close(theirs)
-    readable, _, _ = select.select([ours], [], [], 20)
+    readable, _, _ = select.select([ours], [], [], 100)
     if not readable:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from distributed import assert_same_bits, gather, ranks, sequence_number
 from modules import normed
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tritonddp import DistributedDataParallel
+from tritonddp.comm.host.shared_broadcast import _AHEAD
 from tritonddp.coordination.host.memory import Memory
 from tritonddp.coordination.host.peers import Peer
 
@@ -174,21 +176,24 @@ def test_a_rank_with_other_buffers_is_an_error_that_names_them(rank: int) -> Non
 
 @ranks(2)
 def test_the_source_runs_ahead_of_a_slow_rank_but_not_without_end(rank: int) -> None:
-    ddp = trained()
-    seen = first_of(ddp)
-    ahead = 0.0
+    ddp = trained().eval()
+    seen, others, store = first_of(ddp), dist.new_group(), _get_default_store()
     for number in range(300):
         if rank == 0:
+            if number == _AHEAD:  # so far is it ahead: rank 1 has not begun
+                dist.send(torch.ones(1), 1, group=others)
             ddp.module[1].running_mean.fill_(number // 100)
-        elif number % 50 == 0:
-            time.sleep(0.1)
-        begin = time.monotonic()
+        else:
+            if number == 0:
+                dist.recv(torch.ones(1), 0, group=others)
+            if number % 50 == 0:
+                time.sleep(0.1)
+            assert store.add("forwards of rank 0", 0) - number <= _AHEAD
         ddp(batch())
-        ahead += time.monotonic() - begin
-        assert seen()["1.running_mean"][0].item() == number // 100 or rank == 0
-        ddp.eval()
-    if rank == 0:
-        assert ahead > 0.3  # it has waited for the other one
+        if rank == 0:
+            store.add("forwards of rank 0", 1)
+        else:
+            assert seen()["1.running_mean"][0].item() == number // 100
 
 
 # Where there is no memory

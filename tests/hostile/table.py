@@ -12,8 +12,8 @@ class Expected:
     Attributes:
         error: text of the error in which it ends, a regular expression; ``""`` where it ends as
             stock.
-        timeout: of the process group, in seconds, for this class alone: an error within it names
-            who waits for whom. ``None`` is the harness's.
+        timeout: of the process group, in seconds, for this class alone, once the program says that
+            it waits in vain; see ``Record.waits_in_vain``.
     """
 
     row: str  # how the row of the page begins: its first cell

@@ -141,7 +141,7 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
     """Strictly: a link, an anchor, a picture or a name of the reference that is missing fails."""
     pytest.importorskip("mkdocs", reason="needs the extra [docs]")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
     assert len(pages) > len(PAGES)

@@ -132,7 +132,7 @@ def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: P
     # Without the site packages, in which this tree may be installed already.
     run = [sys.executable, "-S", script, installed]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(run, env=plain, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(run, env=plain, capture_output=True, text=True, timeout=400, check=False)
     assert done.stdout.strip() == str(tree / "tritonddp.py"), done.stderr
 
 

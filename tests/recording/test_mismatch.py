@@ -30,7 +30,7 @@ def warmed_up(net: Any, x: torch.Tensor) -> Callable[[], None]:
     ("what", "said"),
     [("weighted", "the mean is weighted on some ranks only"), ("frozen", "third.weight")],
 )
-@ranks(2, interprets=True, timeout=60)
+@ranks(2, interprets=True)
 def test_a_step_that_one_rank_makes_otherwise(what: str, said: str) -> None:
     """Its header alone is new. The buffers' broadcast in the next forward needs both ranks."""
     with recording():
@@ -51,7 +51,7 @@ def test_a_step_that_one_rank_makes_otherwise(what: str, said: str) -> None:
         torch.cuda.synchronize()
 
 
-@ranks(2, interprets=True, timeout=60)
+@ranks(2, interprets=True)
 def test_a_probe_of_one_rank_is_an_error_on_both_in_the_next_backward() -> None:
     """Of a module that is replicated in place."""
     with recording():
@@ -77,7 +77,7 @@ def test_a_probe_of_one_rank_is_an_error_on_both_in_the_next_backward() -> None:
     ],
     ids=["same parameters", "one is frozen"],
 )
-@ranks(2, interprets=True, timeout=60)
+@ranks(2, interprets=True)
 def test_a_request_of_one_rank_and_a_backward_of_the_other(
     rank: int, freezes: bool, said: str
 ) -> None:

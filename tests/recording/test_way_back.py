@@ -91,7 +91,7 @@ def test_a_device_that_is_one_backward_behind_keeps_no_host_waiting() -> None:
         assert not recorder.races, recorder.report()
 
 
-@ranks(2, interprets=True, timeout=60)
+@ranks(2, interprets=True)
 def test_a_rank_that_adds_a_parameter_alone_makes_the_next_backward_as_before(rank: int) -> None:
     """It has other parameters than the others: all find that at the end of the next backward."""
     with recording():
