@@ -94,7 +94,7 @@ POINTS = {
     "broadcast of added parameters": Point(
         "added", "tritonddp.comm.broadcast:StateBroadcast.send", "kill 0/3, stop 0/3"
     ),
-    "bucket of added parameters": Point("added", f"{RUN}.reduce_now", "kill 1/2"),
+    "bucket of added parameters": Point("added", f"{RUN}.ask", "kill 1/2"),
     "exchange of compressed gradients": Point(
         "plain", "tritonddp.coordination.collectives:send", "kill 1/3 int8", call=2
     ),

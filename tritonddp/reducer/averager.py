@@ -139,6 +139,8 @@ class Averager:
         capture.refuse(manager.current, self.where(), f"{message} without a graph before")
         parameters.register()
         manager.announce()
+        # (A backward counts when it begins, a request not at all.)
+        step = f"step {self.counters.reductions + (not requested)}"
         with self.group.uninterrupted():
             if self.group.size > 1:
                 current = manager.current if requested is None else manager.temporary(requested)
@@ -146,9 +148,7 @@ class Averager:
                     current,
                     GradSource.CHANGED,
                     [False] * len(current.params),
-                    # (A backward counts when it begins, a request not at all.)
-                    where=f"rank {self.group.rank}, "
-                    f"step {self.counters.reductions + (not requested)}",
+                    where=f"rank {self.group.rank}, {step}",
                     schema=parameters.schema_of_change(),
                 )
                 try:
@@ -161,11 +161,13 @@ class Averager:
                         self.raise_mismatch(error, asks, requested)
                     return  # on a GPU
                 if self._broadcast is not None and (new := parameters.new()):
-                    self._send_values(new, in_backward)
+                    self._send_values(new, in_backward, step)
             parameters.commit()
             manager.place()
 
-    def _send_values(self, named: Sequence[tuple[str, Parameter]], are_used: bool) -> None:
+    def _send_values(
+        self, named: Sequence[tuple[str, Parameter]], are_used: bool, step: str
+    ) -> None:
         params = [param for _, param in named]
         own = [param.detach().clone() for param in params] if are_used else []
         # (The values are mostly equal already, so a graph that is kept may be used again.)
@@ -173,7 +175,7 @@ class Averager:
             assert self._broadcast is not None
             self._broadcast.send(
                 [param.detach() for param in params],
-                f"step {self.counters.reductions}",
+                step,
                 f"parameters that were added ({listed([name for name, _ in named])})",
             )
         pairs = zip(named, own, strict=False)
