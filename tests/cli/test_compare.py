@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import time
 import weakref
@@ -109,6 +110,7 @@ def test_an_interrupt_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsy
         launches.played.append([Played(), Played()])
 
     monkeypatch.setattr(Launches, "play", play)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # or later tests had its handlers
     assert main(["compare", str(PLANTED)]) == 130
     said = capsys.readouterr()
     first, last = said.out.split("A FIRST TABLE, of one launch")[1].split("stock  tritonddp")[1:]
