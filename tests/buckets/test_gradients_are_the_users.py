@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
 from training import beside_stock, drawn, gradients, raises_if, train_step
@@ -17,6 +18,7 @@ from training import beside_stock, drawn, gradients, raises_if, train_step
 from tritonddp.comm.host.rank_buffers import RankBuffers
 
 SIZE = 10_000  # elements of a gradient that is large
+STRICT = {"find_unused_parameters": False}
 
 
 class Branches(nn.Module):
@@ -38,6 +40,30 @@ def batch(step: int) -> Tensor:
 def step(model: nn.Module, number: int, without: tuple[int, ...] = ()) -> None:
     inputs = [batch(number), without] if without else [batch(number)]
     train_step(model, *inputs, loss=torch.sum)
+
+
+class Withheld(torch.autograd.Function):
+    """Has no gradient for its second argument, unless it ``gives`` one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gives: bool) -> Tensor:
+        ctx.gives = gives
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad.sum().repeat(4) if ctx.gives else None, None
+
+
+class Withholding(nn.Module):
+    """A weight whose gradient is withheld at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, gives: bool) -> Tensor:
+        return Withheld.apply(self.first(x), self.weight, gives)
 
 
 def same_steps(ours: nn.Module, stock: nn.Module, *numbers: int) -> None:
@@ -84,6 +110,42 @@ def test_a_program_that_clears_the_hooks_of_its_parameters_gets_means_too() -> N
     for param in ours.parameters():
         param._post_accumulate_grad_hooks.clear()
     same_steps(ours, stock, 0, 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("options", [{}, STRICT, {"find_unused_parameters": True}], ids=str)
+def test_of_a_gradient_that_is_withheld_what_lies_in_grad_counts(
+    rank: int, view: bool, options: dict[str, Any]
+) -> None:
+    """Nothing counts as zero, but where unused parameters are to be found."""
+    ours, stock = beside_stock(Withholding(), gradient_as_bucket_view=view, **options)
+    for number in range(8):
+        for net in (ours, stock):
+            net.zero_grad(set_to_none=number != 7)
+            if number in (2, 3):
+                net.module.weight.grad = torch.full((4,), 1.0 + rank)
+            gives = number in (3, 6) or (number == 4 and rank == 0)
+            net(drawn(3, 4, step=number), gives).sum().backward()
+        assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
+
+
+@ranks(2)
+def test_gradients_may_be_lazily_negated_also_by_a_communication_hook(rank: int) -> None:
+    def negate(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(torch._neg_view(bucket.buffer()))
+        return future
+
+    ours, stock = beside_stock(nn.Linear(4, 3))
+    for hook in (None, negate):
+        for net in (ours, stock):
+            if hook is not None:
+                net.register_comm_hook(None, hook)
+            for param in net.parameters():
+                param.grad = torch._neg_view(torch.full(param.shape, 2.0 + rank))
+            net(drawn(5, 4)).sum().backward()
+        assert_same_bits(gradients(ours), gradients(stock), f"gradients with {hook}")
 
 
 @ranks(2)

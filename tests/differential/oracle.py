@@ -8,6 +8,7 @@ program is judged by itself, to the rounding of that step alone.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from oracle import Alone, Window, terms_of_mean
@@ -27,7 +28,7 @@ from differential.actions.training import (
     ZeroGrad,
     clips_to_rounding,
 )
-from differential.networks import Network, Withholding, build
+from differential.networks import Network, build
 from differential.player import Player
 from differential.program import Program
 from differential.trace import Entry, Snapshot, dense
@@ -80,7 +81,6 @@ class Oracle:
         self._broadcast = self._buffers()
         # What each rank's backwards have given a gradient since the last reduction.
         self._used: list[set[Tensor]] = [set() for _ in self._players]
-        self._has_local = False  # a backward since the last reduction was not reduced
         # How far the gradients that the last action has reduced may be from the mean.
         self._bounds: dict[str, Tensor | None] = {}
         self._wire = getattr(torch, program.options.reduce_dtype or "float64")
@@ -110,12 +110,14 @@ class Oracle:
         elif isinstance(action, Replace):  # by parameters that have no owner yet
             gone = f"blocks.{action.block}."
             self.owners = {n: r for n, r in self.owners.items() if not n.startswith(gone)}
-        before = [_gradients(player.network) for player in self._players]
         looks_at_all = isinstance(action, Clip | Step)
         with self._gradients_of_owners() if looks_at_all else contextlib.nullcontext():
+            reached = []
             for player in self._players:
                 player.trace = []
-                player.perform(number)
+                with _reached(player.network) as came:
+                    player.perform(number)
+                reached.append(came)
         if isinstance(action, Forward):
             self._syncs_next_forward = self._syncs_forwards and action.grad and not action.local
         if isinstance(action, BreakOff):
@@ -130,11 +132,10 @@ class Oracle:
             self._sync_buffers()
         self._bounds = {}
         if isinstance(action, Backward):
-            for player, used, earlier in zip(self._players, self._used, before, strict=True):
-                used |= _changed(player.network, earlier)
-            if action.local:
-                self._has_local = True
-            else:
+            for used, came in zip(self._used, reached, strict=True):
+                used |= came
+            if not action.local:
+                self._give_zeros(reached)
                 self._reduce(action.retain_graph)
         elif isinstance(action, ReduceGradients):
             for player, used in zip(self._players, self._used, strict=True):
@@ -247,6 +248,14 @@ class Oracle:
     def _buffers(self) -> list[list[Tensor]]:
         return [list(player.network.buffers()) for player in self._players]
 
+    def _give_zeros(self, reached: Sequence[set[Tensor]]) -> None:
+        """By default a gradient that a custom function has not given is zero, as under stock."""
+        options = self._program.options
+        if not (options.find_unused_parameters or options.static_graph):
+            for param in set().union(*reached):
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+
     def _reduce(self, retains_graph: bool = False) -> None:
         """Give every rank the mean over the ranks.
 
@@ -262,11 +271,6 @@ class Oracle:
                 for param, used, window in zip(params, self._used, windows, strict=True)
             ]
             if not any(is_used):
-                withheld = self._has_local and _is_withheld(self._players[0].network, name)
-                if withheld and params[0].grad is not None:
-                    # Who returned no gradient for it has used it all the same, as under stock: an
-                    # earlier mean is that of equal numbers.
-                    _, self._bounds[name] = _mean(params, [], len(params), self._wire)
                 continue
             former = self._means.get(name)
             for rank, param in enumerate(params):
@@ -320,7 +324,6 @@ class Oracle:
             for param in others:
                 param.grad = None
         self._means, self._are_means = {}, True
-        self._has_local = False
         if self._syncs_afterwards and not retains_graph:
             self._sync_buffers()
 
@@ -386,11 +389,6 @@ def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
     return bound.masked_fill(total > info.max / 2, torch.inf)  # it may overflow
 
 
-def _is_withheld(network: Network, name: str) -> bool:
-    """Whether backwards return no gradient for this parameter now and then."""
-    return isinstance(network.get_submodule(name.rpartition(".")[0]), Withholding)
-
-
 def _is_sparse(param: Tensor, window: Window) -> bool:
     """Whether a rank has a sparse gradient of this parameter."""
     grads = param.grad, window.sums.get(param)
@@ -401,22 +399,23 @@ def _window(net: Alone) -> Window:
     return net.windows[-1] if net.windows else Window()
 
 
-def _gradients(network: Network) -> dict[Tensor, tuple[Tensor, int]]:
-    """The gradients that there are, and their versions."""
-    return {
-        param: (param.grad, param.grad._version)
-        for param in network.parameters()
-        if param.grad is not None
-    }
+@contextlib.contextmanager
+def _reached(network: Network) -> Iterator[set[Tensor]]:
+    """The parameters that backwards reach meanwhile, also those that get no gradient."""
+    came: set[Tensor] = set()
+    params = [param for param in network.parameters() if param.requires_grad]
+    # (After swap_tensors torch does not call hooks of the parameters themselves.)
+    with torch.enable_grad():
+        nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in params]
+    notes = [partial(_note, came, param) for param in params]
+    handles = [node.register_hook(note) for node, note in zip(nodes, notes, strict=True)]
+    yield came
+    for handle in handles:
+        handle.remove()
 
 
-def _changed(network: Network, before: dict[Tensor, tuple[Tensor, int]]) -> set[Tensor]:
-    """The parameters to which a backward has given a gradient: of a custom function, maybe none."""
-    return {
-        param
-        for param, (grad, version) in _gradients(network).items()
-        if param not in before or before[param][0] is not grad or before[param][1] != version
-    }
+def _note(came: set[Tensor], param: Tensor, *_: object) -> None:
+    came.add(param)
 
 
 def _gradients_by_name(network: Network) -> dict[str, Tensor | None]:

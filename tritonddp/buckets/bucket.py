@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._device import record_use
-from tritonddp._torch import hooks_after_accumulation, like
+from tritonddp._torch import like
 from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
@@ -123,7 +123,6 @@ class Bucket:
             makes them in ``.grad``: the buffer gets that of the trailer only.
         segments: the parts of the bucket that are flattened at once.
         nbytes: bytes sent: payload and trailer (used flags and headers).
-        before: gradients from before the backward, and their versions, by slot.
         used: for each packed slot, whether this rank has a gradient for it.
         quantization: how its gradients are quantised; ``None`` if they are not.
         has_views: ``.grad`` tensors are views of the buffer.
@@ -168,7 +167,6 @@ class Bucket:
         self.names = list(names)
         self.first = first
         self.quantization = quantization
-        self.before: dict[int, tuple[Tensor, int]] = {}
         self._kernels = kernels
         self._counters = counters
         self.gradient_dtype = gradient_dtype(params[0])
@@ -290,32 +288,6 @@ class Bucket:
         """A lazy bucket gives its memory back, if the last backward has left it some."""
         self.release()
 
-    def note_before(self, grads: Sequence[Tensor | None]) -> None:
-        """Note the gradients from before the backward, one per slot."""
-        self.before = {
-            slot: (grad, grad._version) for slot, grad in enumerate(grads) if grad is not None
-        }
-
-    def note_early(self, slot: int) -> None:
-        """The gradient of this slot had come already when :meth:`note_before` was called."""
-        grad = self.params[slot].grad
-        if grad is not None:
-            self.before[slot] = grad, -1
-
-    def forget_before(self) -> None:
-        """The gradients from before the backward are not needed any more."""
-        self.before = {}
-
-    def unchanged_slots(self, segment: Segment) -> list[int]:
-        """Slots whose gradient has not changed: a custom function returned ``None`` for it."""
-        return [
-            slot
-            for slot, (grad, version) in self.before.items()
-            if segment.first <= slot < segment.last
-            and self.params[slot].grad is grad
-            and grad._version == version
-        ]
-
     def to_slot_layout(self) -> None:
         """Copy gradients whose memory order is not that of their slot, as users may set them.
 
@@ -342,9 +314,10 @@ class Bucket:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero, and as used only if it is in
-        ``arrived`` and has hooks, of which one has dropped it. A parameter that is not ``used``,
-        but has a gradient of an earlier backward, contributes that gradient, as it would on this
-        rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
+        ``arrived``: a custom function has returned none, or a hook has dropped it. A parameter that
+        is not ``used``, but has a gradient of an earlier backward, contributes that gradient, as it
+        would on this rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even
+        for NaN.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -355,11 +328,8 @@ class Bucket:
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
-            # A parameter may have been used under no_sync, and its gradient dropped since; or there
-            # was none: a custom function has returned no gradient for it, or it is frozen.
-            dropped = [param for param in arrived if param.grad is None]
-            known = {id(param) for param in dropped if hooks_after_accumulation(param)}
-            params = segment.params
+            # (A parameter may have been used under no_sync, and its gradient dropped since.)
+            known, params = set(map(id, arrived)), segment.params
             used = [
                 flag and (grad is not None or id(param) in known)
                 for flag, grad, param in zip(used, grads, params, strict=True)
@@ -526,7 +496,7 @@ class Bucket:
         for slot, grad in made.items():
             self.params[slot].grad = grad
         # References here would outlive zero_grad.
-        self._grads, self.before, self.wants_flags = [None] * len(grads), {}, False
+        self._grads, self.wants_flags = [None] * len(grads), False
         if self.owned is not None:
             self._drop_others()
 
@@ -554,7 +524,6 @@ class Bucket:
         """Leave ``.grad`` as it is."""
         self._grads = [None] * len(self._grads)
         self.wants_flags, self._flags_on_host = False, None
-        self.before = {}
 
     def release(self) -> None:
         """The backward is over: free the memory of a lazy bucket."""
@@ -707,7 +676,7 @@ class JointUnpack:
             for bucket, size in zip(buckets, sizes, strict=True):
                 if bucket.unbuffered is not None:
                     bucket.finish_unbuffered(factor)
-                bucket._grads, bucket.before = [None] * size, {}
+                bucket._grads = [None] * size
 
     def retire(self) -> None:
         """It will be dropped, perhaps while a GPU still unflattens."""

@@ -171,7 +171,6 @@ class SparseBucket(Bucket):
         self._mean = total
 
     def unpack(self, factor: Tensor | None = None) -> None:
-        self.before = {}
         mean, self._mean = self._mean, None
         if mean is None:  # no rank has used the parameter
             return

@@ -101,7 +101,7 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
             "the future that a communication hook returns should hold a tensor like the bucket's "
             f"buffer, of {buffer.numel()} elements, but holds one of shape {tuple(result.shape)}"
         )
-    return result
+    return result.resolve_neg()
 
 
 def write_back(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:

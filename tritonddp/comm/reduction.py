@@ -84,15 +84,14 @@ class Reduction:
         is_alone: there is only one rank, and no bucket is needed.
         from_grad: its gradients are in ``.grad``, where backwards have accumulated them. Else
             the user has given them, or they are in a context of ``torch.distributed.autograd``.
-        earlier: for each parameter, whether an earlier backward that was not reduced has used it.
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
         header: what this rank writes into the first bucket.
         arrived: the parameters in the order of their gradients, as far as these have come.
         has_unannounced: the engine has not announced the gradients of all parameters, and some may
             come all the same.
-        counts_dropped: a gradient that has come, and that a hook has dropped, counts as zero; else
-            the parameter counts as unused.
+        counts_dropped: a gradient that has come and is ``None``, since a hook has dropped it or a
+            custom function has returned none, counts as zero; else as unused.
         filled: for each segment, whether it is packed.
         packed_at: for packed segments, how many gradients had come then.
         unfilled: for each bucket, the number of segments, or of other events, that it waits for.
@@ -119,7 +118,6 @@ class Reduction:
     weight: Weight | None = None
     from_grad: bool = True
     is_captured: bool = False
-    earlier: Sequence[bool] = ()
     arrived: Sequence[Tensor] = ()
     has_unannounced: bool = False
     counts_dropped: bool = True
@@ -211,9 +209,6 @@ class Reduction:
             self._announce()
         bucket, segment = self.bucket_set.segments[number]
         first, last = bucket.first + segment.first, bucket.first + segment.last
-        if bucket.before:
-            for slot in bucket.unchanged_slots(segment):
-                self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
         if bucket.unbuffered is not None:
             bucket.note_incoming(incoming)
         if bucket.quantization is not None:
@@ -614,7 +609,6 @@ class ReductionFactory:
         where: str = "",
         schema: bytes = b"",
         call_site: bytes = bytes(3),
-        earlier: Sequence[bool] | None = None,
         **details: Any,
     ) -> Reduction:
         """A reduction begins, which ``details`` describe further: attributes of it."""
@@ -634,6 +628,5 @@ class ReductionFactory:
             join=join,
             filled=[False] * len(bucket_set.segments),
             unfilled=[0] * len(bucket_set.buckets),
-            earlier=used if earlier is None else earlier,  # no gradient is of before it
             **details,
         )

@@ -155,7 +155,11 @@ def unflatten(
         flat.check_factor(factor)
         _unflatten_scaled(targets, sources, factor.item())  # type: ignore[arg-type]
     elif targets:
-        foreach_copy_(targets, sources)
+        try:
+            foreach_copy_(targets, sources)
+        except RuntimeError:  # torch copies to lazily negated tensors one by one only
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)  # type: ignore[union-attr]
 
 
 def segments(layout: Layout) -> list[tuple[int, int]]:

@@ -20,8 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from operator import attrgetter, or_
-from types import NoneType
+from operator import or_
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -49,7 +48,6 @@ from tritonddp.reducer.graph.participation import as_trainable, is_of_others
 from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
 from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
 
-_grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
 
 logger = logging.getLogger("tritonddp.reducer")
@@ -289,8 +287,7 @@ class Reducer:
             call(None)
         is_captured = self.manager.current.is_on_gpu and is_capturing()
         self._open(source, True, reached, missing, is_captured, local)
-        for param in arrived:
-            self._note_early(param)
+        self.tracker.log.extend(arrived)
 
     def _open(
         self,
@@ -330,7 +327,6 @@ class Reducer:
             call_site=bytes(3) if site is None else site.hash,
             is_alone=is_alone,
             is_captured=is_captured,
-            earlier=left.used,
             arrived=tracker.log,
             has_unannounced=bool(missing),
             counts_dropped=self._counts_dropped,
@@ -364,10 +360,6 @@ class Reducer:
                 manager.announce()
             for bucket in current.to_prepare:
                 bucket.prepare()
-            grads = list(map(_grad_of, current.params))
-            if set(map(type, grads)) != {NoneType}:
-                for bucket in current.buckets:
-                    bucket.note_before(grads[bucket.first :][: len(bucket.params)])
             backward.queue_end(partial(self._end), self._broke_off, local)
         except BaseException:
             backward.moves_to(FAILED)
@@ -439,7 +431,7 @@ class Reducer:
         """The first gradient of a backward that has not begun at an output of the module."""
         self.on_backward()
         if self.backward_runs and self.tracker.knows(param):
-            self._note_early(param)
+            self.tracker.log.append(param)
 
     def on_gradients(self) -> None:
         """A gradient has come: launch the buckets at the front that wait for none."""
@@ -447,14 +439,6 @@ class Reducer:
         if reduction is not None:
             with torch.no_grad(), self.launching, self.group.uninterrupted():
                 reduction.launch_ready()
-
-    def _note_early(self, param: Tensor) -> None:
-        """A gradient had come before the reduction was opened."""
-        number = self.tracker.number_of(param)
-        if self.backward is not None and self.backward.reduction is not None:
-            bucket, _ = self.manager.current.segments[self.tracker.segment_of[number]]
-            bucket.note_early(number - bucket.first)
-        self.tracker.log.append(param)
 
     def on_segment_ready(self, number: int, incoming: Sequence[Tensor | None] = ()) -> None:
         """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
@@ -508,7 +492,7 @@ class Reducer:
             is_left = len(reduction.works) < len(reduction.buckets)
             is_new = not arrived_as_usual or self.manager.is_provisional
             if is_new:
-                self._look_back(reduction)
+                self._look_back(reduction, backward.earlier)
             if self.tracker.gradients.streams and (is_new or is_left):
                 self.tracker.join_streams()
             if is_left:
@@ -539,7 +523,7 @@ class Reducer:
             backward.ends().local.append(found)
         self._close(backward)
 
-    def _look_back(self, reduction: Reduction) -> None:
+    def _look_back(self, reduction: Reduction, earlier: Sequence[bool]) -> None:
         """Handle gradients that came in another order, did not come, or were not announced."""
         tracker = self.tracker
         if self.manager.is_provisional:
@@ -548,6 +532,8 @@ class Reducer:
         if missing := tracker.assumed_too_much():
             self.reentrant.note_missing(missing)
             self.reentrant.stayed_away(missing)
+            for number in missing:
+                reduction.used[number] = earlier[number]
         tracker.learn()
 
     def finish_ended(self) -> None:
@@ -614,9 +600,6 @@ class Reducer:
             self.last = Reduced(reduction.skipped, sent, reduction if reduction.is_alone else None)
             for bucket in current.to_release:
                 bucket.release()
-            if reduction.skipped or reduction.is_alone:
-                for bucket in current.buckets:
-                    bucket.forget_before()
         for call in self.events.on_close:
             call(backward.reduction)
 

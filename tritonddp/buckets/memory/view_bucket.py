@@ -59,7 +59,6 @@ class ViewBucket(Bucket):
                 if flag and not self.used[slot] and self._grads[slot] is not views[slot]:
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
-        self.before = {}
         if self.owned is not None:
             self._drop_others()
 

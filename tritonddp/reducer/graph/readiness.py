@@ -355,10 +355,6 @@ class ReadyTracker:
         """Whether it has this parameter: after swap_tensors a hook may be called for another."""
         return id(param) in self._number_of
 
-    def number_of(self, param: Tensor) -> int:
-        """The number of a parameter."""
-        return self._number_of[id(param)]
-
     # Hooks are plain functions that refer to this object weakly: parameters and autograd nodes
     # hold them, and this object holds those, a cycle through C++ that the garbage collector could
     # not see.
