@@ -1,7 +1,8 @@
-"""Checks of arguments, shared by several subpackages."""
+"""Checks of arguments, and warnings of them, shared by several subpackages."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,6 +19,15 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         is_numpys = type(flag).__name__ in ("bool", "bool_")
         if flag is not None and not isinstance(flag, int) and not is_numpys:
             raise TypeError(f"{name} should be True or False, got {flag!r}")
+
+
+def users_level() -> int:
+    """The ``stacklevel`` of a warning that names the line which has called this package."""
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def plain_names(wanted: Any) -> set[str]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from tritonddp._arguments import check_flags
+from tritonddp._arguments import check_flags, users_level
 from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, Int8, WireFormat
@@ -288,7 +288,7 @@ def check_module(
                 f"{name or 'the module'!r} is wrapped already, by {type(layer).__name__} for the "
                 "same ranks: its gradients are sent and averaged twice. Leave one of the wrappers "
                 "out",
-                stacklevel=6,  # where the user's program wraps it
+                stacklevel=users_level(),
             )
         if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
             raise ValueError(
@@ -358,7 +358,7 @@ def suggesting(constructor: _Constructor) -> _Constructor:
     return cast(_Constructor, construct)
 
 
-def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:
+def warn_of_deprecated(arguments: Mapping[str, Any]) -> None:
     """Warn of arguments that torch has deprecated."""
     if arguments["broadcast_buffers"] is not None:
         message = (
@@ -368,7 +368,7 @@ def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:
         )
         if arguments["forward_sync_buffers"] is not None:
             message += " It is ignored beside forward_sync_buffers."
-        warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
+        warnings.warn(message, FutureWarning, stacklevel=users_level())
     if arguments["check_reduction"]:
         message = "`check_reduction` is deprecated and has no effect"
-        warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
+        warnings.warn(message, FutureWarning, stacklevel=users_level())

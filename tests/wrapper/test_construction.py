@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 
+import tritonddp
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.coordination import verify
 
@@ -182,13 +183,14 @@ for kind, wrong in ((ValueError, WRONG_VALUES), (TypeError, WRONG_TYPES)):
     REFUSED |= {name: (small, options, kind, said) for name, (options, said) in wrong.items()}
 
 
-for kind, make in {
+READ_ONLY = {
     "sparse_coo": lambda: torch.eye(2).to_sparse(),
     "expanded": lambda: torch.zeros(1).expand(3),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "uninitialized": nn.UninitializedBuffer,
-}.items():
+}
+for kind, make in READ_ONLY.items():
     REFUSED[kind] = (partial(with_buffer, make), {}, NotImplementedError, f"'buffer' is; {kind}")
 
 
@@ -205,6 +207,17 @@ def test_refused_with_the_reason_and_nothing_left_half_done() -> None:
         assert_says(caught, case, parts)
         assert type(caught.value) is error, case
         assert_works()
+
+
+@ranks(2)
+def test_a_buffer_that_cannot_be_synchronised_is_named_before_the_forward_too() -> None:
+    for kind, make in READ_ONLY.items():
+        ddp = DistributedDataParallel(with_buffer(make), init_sync=False)
+        with pytest.raises(NotImplementedError, match=f"'buffer' is .*{kind}"):
+            ddp(torch.randn(4, 3))
+    empty = with_buffer(lambda: torch.zeros(1, 0).expand(3, 0))
+    DistributedDataParallel(empty)(torch.randn(4, 3)).sum().backward()
+    assert_works()
 
 
 @ranks(3)
@@ -437,8 +450,10 @@ def test_it_passes_for_what_it_replaces() -> None:
 
 @ranks(2)
 def test_arguments_without_effect_are_accepted() -> None:
-    with pytest.warns(FutureWarning, match="check_reduction"):
-        DistributedDataParallel(small(), check_reduction=True)
+    for make in (DistributedDataParallel, tritonddp.replicate):
+        with pytest.warns(FutureWarning, match="check_reduction") as said:
+            make(small(), check_reduction=True, bucket_cap_mb=torch.tensor(1))
+        assert [each.filename for each in said] == [__file__]
     with pytest.warns(FutureWarning, match="forward_sync_buffers"):
         DistributedDataParallel(small(), broadcast_buffers=True)
     with warnings.catch_warnings():

@@ -16,6 +16,7 @@ from tritonddp.comm.broadcast import Message, Messages, broadcast_messages
 from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast
 from tritonddp.comm.transport import TransportChoice
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.verify import refuse_read_only
 
 _Named = Sequence[tuple[str, Tensor]]
 
@@ -70,8 +71,11 @@ class FromOwner:
             uses_memory: go through memory, which is there; else through the process group.
 
         Raises:
+            NotImplementedError: a tensor cannot be overwritten; names it.
             RuntimeError: a rank is missing, or has other tensors; the message names it.
         """
+        if self._named is not named:
+            refuse_read_only(named)
         messages = self.messages(tensors, max_bytes)
         if self._named is not named or self._messages is not messages:
             self._named, self._messages = named, messages

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from tritonddp._arguments import check_flags, plain_names
+from tritonddp._arguments import check_flags, plain_names, users_level
 from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
@@ -106,9 +106,9 @@ class StockDDPNames:
         self.use_side_stream_for_tensor_copies = variable == "1"
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._divide_by_initial_world_size, self._authoritative_rank = True, 0
-        warn_of_deprecated(arguments, stacklevel=4)
+        warn_of_deprecated(arguments)
         if self.static_graph:
-            warn_of_static_graph(self.find_unused_parameters, stacklevel=4)
+            warn_of_static_graph(self.find_unused_parameters)
 
     def _enter_group(self) -> None:
         """Make the objects for the process group and the module's parameters. No collective."""
@@ -353,7 +353,7 @@ class StockDDPNames:
             return
         self._noting(self.reducer._set_static_graph)
         self.static_graph = True
-        warn_of_static_graph(self.find_unused_parameters, stacklevel=3)
+        warn_of_static_graph(self.find_unused_parameters)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Has no effect: outputs are never cloned, and may still be changed in place."""
@@ -651,13 +651,13 @@ class StockDDPNames:
             )
 
 
-def warn_of_static_graph(find_unused_parameters: bool | None, stacklevel: int) -> None:
+def warn_of_static_graph(find_unused_parameters: bool | None) -> None:
     """Warn if ``find_unused_parameters=True`` is given with a static graph."""
     if find_unused_parameters:
         warnings.warn(
             "You passed find_unused_parameters=true to DistributedDataParallel beside a static "
             "graph: neither is needed here, since unused parameters are found automatically.",
-            stacklevel=stacklevel + 1,
+            stacklevel=users_level(),
         )
 
 

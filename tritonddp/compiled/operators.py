@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import comptime, current_graph_task_id, is_traced, keep_dynamo_out, keep_order
@@ -114,7 +115,8 @@ def _overlap(tensors: Iterable[Tensor]) -> bool:
     """Whether two of these tensors share memory. (No graph can overwrite such views.)"""
     ranges = []
     for each in tensors:
-        if each.layout is torch.strided and each.numel():
+        is_odd = is_lazy(each) or each.is_nested or each.layout is not torch.strided
+        if not is_odd and each.numel():
             last = sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True))
             ranges.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size()))
     return any(first[1] > second[0] for first, second in pairwise(sorted(ranges)))

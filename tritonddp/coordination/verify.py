@@ -52,7 +52,9 @@ def refuse_read_only(named: Iterable[tuple[str, Tensor]]) -> None:
             kind = "quantized" if tensor.is_quantized else "nested"
         elif tensor.layout is not torch.strided:
             kind = str(tensor.layout)
-        elif any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        elif tensor.numel() and any(
+            n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
             kind = "expanded"
         else:
             continue
