@@ -195,8 +195,9 @@ class DDPState:
             self.counters,
             self.sync,
             broadcast=broadcast if self.init_sync else None,
+            counts_dropped=not finds_unused,
         )
-        core = self.core = Reducer(averager, counts_dropped=not finds_unused)
+        core = self.core = Reducer(averager)
         self.requests, self.contexts = Requests(core), ContextReducer(core)
         if finds_unused is False:
             core.events.install(StrictUnused(self.parameters, group.rank, core.forwards))

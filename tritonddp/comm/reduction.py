@@ -58,6 +58,42 @@ class ReductionEvents:
     needs_buckets = False  # somebody is called for one of these
 
 
+@dataclass(eq=False)
+class UsedParameters:
+    """The one place that knows which parameters of a reduction this rank has used.
+
+    A parameter counts as used if the backward reaches it, which the engine announces, or if a
+    backward has, since the last reduction, that was not reduced. If its gradient comes without
+    announcement, it does too. If it has no ``.grad`` when it is packed, only where its gradient has
+    come, and with :attr:`counts_dropped`: see :meth:`Bucket.pack`.
+
+    Attributes:
+        flags: for each parameter, whether it is used.
+        arrived: the parameters in the order of their gradients, as far as these have come.
+        has_unannounced: the engine has not announced the gradients of all parameters, and some may
+            come all the same.
+        counts_dropped: a gradient that has come and is ``None``, since a hook has dropped it or a
+            custom function has returned none, counts as zero; else as unused.
+        packed_at: for packed segments, how many gradients had come then.
+    """
+
+    flags: list[bool]
+    arrived: Sequence[Tensor] = ()
+    has_unannounced: bool = False
+    counts_dropped: bool = True
+    packed_at: dict[int, int] = field(default_factory=dict)
+
+    def note(self, numbers: Iterable[int]) -> None:
+        """This rank has gradients for these parameters too."""
+        for number in numbers:
+            self.flags[number] = True
+
+    def note_arrived(self, params: Sequence[Tensor], numbers: range) -> None:
+        """Note those of ``params`` with these ``numbers`` whose gradients have come."""
+        arrived = set(map(id, self.arrived))
+        self.note(number for number in numbers if id(params[number]) in arrived)
+
+
 @dataclass(eq=False, kw_only=True)
 class Reduction:
     """The gradients of this rank become the mean over all ranks, once.
@@ -75,7 +111,7 @@ class Reduction:
         agreement: writes the header of this rank, and compares those of all ranks.
         events: callbacks for progress.
         counters: count what is sent.
-        used: for each parameter, whether this rank has a gradient for it.
+        used: the parameters for which this rank has a gradient.
         source: where the gradients come from.
         where: this rank and its step, for messages.
         hashes: of its parameters, and of where it was called: ``schema`` and ``call_site`` of
@@ -87,13 +123,7 @@ class Reduction:
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
         header: what this rank writes into the first bucket.
-        arrived: the parameters in the order of their gradients, as far as these have come.
-        has_unannounced: the engine has not announced the gradients of all parameters, and some may
-            come all the same.
-        counts_dropped: a gradient that has come and is ``None``, since a hook has dropped it or a
-            custom function has returned none, counts as zero; else as unused.
         filled: for each segment, whether it is packed.
-        packed_at: for packed segments, how many gradients had come then.
         unfilled: for each bucket, the number of segments, or of other events, that it waits for.
         works: work objects of the launched buckets, in launch order; ``None`` where there is
             nothing to wait for.
@@ -107,7 +137,7 @@ class Reduction:
     agreement: Agreement
     events: ReductionEvents
     counters: Counters
-    used: list[bool]
+    used: UsedParameters
     source: GradSource
     where: str
     hashes: tuple[bytes, bytes]
@@ -118,10 +148,6 @@ class Reduction:
     weight: Weight | None = None
     from_grad: bool = True
     is_captured: bool = False
-    arrived: Sequence[Tensor] = ()
-    has_unannounced: bool = False
-    counts_dropped: bool = True
-    packed_at: dict[int, int] = field(default_factory=dict)
     works: list[Any] = field(default_factory=list)
     # Without arguments: they stay on the class until they are set.
     skipped: Collection[int] = field(default=(), init=False)
@@ -150,11 +176,6 @@ class Reduction:
     def hold(self, index: int) -> None:
         """Do not launch this bucket, and those behind it, before the end."""
         self.unfilled[index] += 1
-
-    def note_used(self, numbers: Iterable[int]) -> None:
-        """This rank has gradients for these parameters too."""
-        for number in numbers:
-            self.used[number] = True
 
     def break_off(self) -> None:
         """The backward has failed on this rank. If nothing was sent yet, it has no gradients."""
@@ -208,6 +229,7 @@ class Reduction:
         if not self.header:
             self._announce()
         bucket, segment = self.bucket_set.segments[number]
+        used = self.used
         first, last = bucket.first + segment.first, bucket.first + segment.last
         if bucket.unbuffered is not None:
             bucket.note_incoming(incoming)
@@ -222,11 +244,11 @@ class Reduction:
                 before_pack()
             bucket.pack(
                 segment,
-                self.used[first:last],
+                used.flags[first:last],
                 self.agreement.scale,
                 b"" if bucket.index else self.header,
                 counts_earlier,
-                self.arrived if self.counts_dropped else (),
+                used.arrived if used.counts_dropped else (),
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
@@ -234,7 +256,7 @@ class Reduction:
             raise self.explain(bucket, error) from error
         self.filled[number] = True
         self.unfilled[bucket.index] -= 1
-        self.packed_at[number] = len(self.arrived)
+        used.packed_at[number] = len(used.arrived)
         if launches and not self.unfilled[bucket.index]:
             index, works = bucket.index, self.works
             if (
@@ -270,8 +292,10 @@ class Reduction:
                 continue
             for number in self.bucket_set.segments_of[bucket.index]:
                 if not self.filled[number]:
-                    if self.has_unannounced:
-                        self._note_arrived(number)
+                    if self.used.has_unannounced:
+                        self.used.note_arrived(
+                            self.bucket_set.params, self.bucket_set.ranges[number]
+                        )
                     self.pack(number)
             if len(bucket.segments) > 1:
                 bucket.finish_trailer(b"" if bucket.index else self.header)
@@ -285,13 +309,6 @@ class Reduction:
                 works.append(bucket.exchange.launch(bucket, is_spoiled))
             except RuntimeError as error:
                 raise self.explain(bucket, error) from error
-
-    def _note_arrived(self, number: int) -> None:
-        """Mark parameters of this segment as used whose gradients came without announcement."""
-        arrived = set(map(id, self.arrived))
-        for index in self.bucket_set.ranges[number]:
-            if not self.used[index]:
-                self.used[index] = id(self.bucket_set.params[index]) in arrived
 
     def launch_now(self, bucket: Bucket) -> None:
         """Launch the next bucket, with gradients that do not come from a backward that runs.
@@ -586,6 +603,7 @@ class ReductionFactory:
         agreement, events, counters: see :class:`Reduction`.
         sync: its ``join`` is that of a reduction that begins.
         where: returns this rank and its step.
+        counts_dropped: see :class:`UsedParameters`.
     """
 
     def __init__(
@@ -596,8 +614,10 @@ class ReductionFactory:
         counters: Counters,
         sync: Any,
         where: Callable[[], str],
+        counts_dropped: bool = True,
     ) -> None:
         self._parameters, self._sync, self._where = parameters, sync, where
+        self._counts_dropped = counts_dropped
         self._agreement, self._events, self._counters = agreement, events, counters
 
     def open(
@@ -609,9 +629,14 @@ class ReductionFactory:
         where: str = "",
         schema: bytes = b"",
         call_site: bytes = bytes(3),
+        arrived: Sequence[Tensor] = (),
+        has_unannounced: bool = False,
         **details: Any,
     ) -> Reduction:
-        """A reduction begins, which ``details`` describe further: attributes of it."""
+        """A reduction begins, which ``details`` describe further: attributes of it.
+
+        ``used``, ``arrived`` and ``has_unannounced`` are those of :class:`UsedParameters`.
+        """
         join = self._sync.join
         if join is not None and source is not GradSource.CHANGED:
             join.reduction_begins()
@@ -621,7 +646,7 @@ class ReductionFactory:
             agreement=self._agreement,
             events=self._events,
             counters=self._counters,
-            used=used,
+            used=UsedParameters(used, arrived, has_unannounced, self._counts_dropped),
             source=source,
             where=where or self._where(),
             hashes=(schema or self._parameters.schema, call_site),

@@ -60,7 +60,7 @@ class StockReducer:
         Raises:
             RuntimeError: a forward has run already.
         """
-        if self._core.forwards.begun:
+        if self._core.forwards.number:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
                 "starts and after DistributedDataParallel is constructed. Or wrap with "
@@ -79,7 +79,7 @@ class StockReducer:
         counts: dict[Parameter, int] = {}
         skipped, _, alone = self._core.last
         if alone is not None:
-            counts = dict(zip(alone.bucket_set.params, map(int, alone.used), strict=True))
+            counts = dict(zip(alone.bucket_set.params, map(int, alone.used.flags), strict=True))
         for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
             if index not in skipped and alone is None:
                 counts.update(zip(params, flags.tolist(), strict=True))

@@ -99,6 +99,6 @@ class SkipUnused(Extension):
         for bucket in reduction.buckets[1:]:
             numbers = range(bucket.first, bucket.first + len(bucket.params))
             # Doubtful parameters may get a gradient although the engine does not announce it.
-            if not any(reduction.used[each] or each in backward.doubtful for each in numbers):
+            if not any(reduction.used.flags[each] or each in backward.doubtful for each in numbers):
                 skipped.append(bucket.index)
         reduction.skip(skipped)

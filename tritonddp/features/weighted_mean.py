@@ -107,7 +107,7 @@ class AccumulationWindow(Extension):
             first = bucket.first + segment.first
             if reduction.source is not GradSource.REQUEST:
                 self.merge(segment.params)
-            self.divide(segment.params, reduction.used[first : first + len(segment.params)])
+            self.divide(segment.params, reduction.used.flags[first : first + len(segment.params)])
 
     def on_compute_end(self, backward: Backward) -> None:
         if backward.reduction is None:

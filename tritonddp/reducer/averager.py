@@ -50,6 +50,7 @@ class Averager:
         sync: settings of the next backward, written by the wrapper.
         broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
             its own.
+        counts_dropped: gradients that hooks drop count as zero: see :class:`UsedParameters`.
 
     Attributes:
         parameters, group, manager, agreement, counters, sync: see above.
@@ -70,13 +71,15 @@ class Averager:
         counters: Counters,
         sync: SyncState,
         broadcast: StateBroadcast | None = None,
+        counts_dropped: bool = True,
     ) -> None:
         self.parameters, self.group, self.manager = parameters, group, manager
         self.agreement, self.counters, self.sync = agreement, counters, sync
         self.where = manager.where
         self.events = Events()
-        make = ReductionFactory(parameters, agreement, self.events, counters, sync, self.where)
-        self.open = make.open
+        self.open = ReductionFactory(
+            parameters, agreement, self.events, counters, sync, self.where, counts_dropped
+        ).open
         self.reentrant = ReentrantGrads()
         self.forwards = Forwards()
         self._broadcast = broadcast

@@ -104,7 +104,7 @@ class ContextBackward:
         found = gradients_in_context(self.context)
         for number in numbers:
             self.reduction.bucket_set.params[number].grad = found.get(self.params[number])
-        self.reduction.note_used(each for each in numbers if self.params[each] in found)
+        self.reduction.used.note(each for each in numbers if self.params[each] in found)
 
     def write(self) -> None:
         """Add means to the context for the gradients that it did not have on this rank."""
@@ -125,7 +125,7 @@ class ContextBackward:
             numbers = range(bucket.first, bucket.first + len(bucket.params))
             self.read(numbers)
             for number in numbers:
-                if self.arrived[number] and not reduction.used[number]:
+                if self.arrived[number] and not reduction.used.flags[number]:
                     raise RuntimeError(
                         f"{where}: this backward was called with another "
                         "torch.distributed.autograd context than its forward: the context of the "

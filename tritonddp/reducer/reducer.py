@@ -66,7 +66,6 @@ class Reducer:
 
     Args:
         averager: opens reductions, and does what the ranks do alike.
-        counts_dropped: gradients that hooks drop count as zero: see :class:`Reduction`.
 
     Attributes:
         averager: see above.
@@ -91,7 +90,7 @@ class Reducer:
     # memory of their own, as with many ranks.)
     exchanges_alone = False
 
-    def __init__(self, averager: Averager, counts_dropped: bool = True) -> None:
+    def __init__(self, averager: Averager) -> None:
         self.averager = averager
         self.counters, self.events = averager.counters, averager.events
         self.group, self.parameters = averager.group, averager.parameters
@@ -106,7 +105,6 @@ class Reducer:
         self.comm_hook: CommHook | None = None
         self.steps_optimizers = self.finalizes_manually = False
         self.last = Reduced()
-        self._counts_dropped = counts_dropped
         self.reference = weakref.ref(self)
         self._broke_off = partial(_broke_off, self.reference)
         self._others = WatchedParameters(self.reference)
@@ -152,7 +150,6 @@ class Reducer:
             self.wait_post_backward()
         if not has_grad:
             return
-        self.forwards.begun += 1
         for call in self.events.on_forward:
             call()
         if self.forwards.was_local:
@@ -329,7 +326,6 @@ class Reducer:
             is_captured=is_captured,
             arrived=tracker.log,
             has_unannounced=bool(missing),
-            counts_dropped=self._counts_dropped,
         )
         is_provisional = manager.is_provisional
         backward = Backward(
@@ -527,13 +523,13 @@ class Reducer:
         """Handle gradients that came in another order, did not come, or were not announced."""
         tracker = self.tracker
         if self.manager.is_provisional:
-            reduction.note_used(tracker.arrivals())
+            reduction.used.note(tracker.arrivals())
         tracker.note_unannounced(reduction, self.reentrant)
         if missing := tracker.assumed_too_much():
             self.reentrant.note_missing(missing)
             self.reentrant.stayed_away(missing)
             for number in missing:
-                reduction.used[number] = earlier[number]
+                reduction.used.flags[number] = earlier[number]
         tracker.learn()
 
     def finish_ended(self) -> None:

@@ -89,7 +89,7 @@ class Forwards:
             output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
         call_site: where the last reduced backward was called. ``None`` for a wrapper, and inside
             ``join()``, where ranks without inputs call none.
-        begun: number of forwards with gradients.
+        number: of the last forward whose outputs can be reduced; 0 before the first.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         deferred_error: what the next forward raises.
     """
@@ -98,8 +98,7 @@ class Forwards:
         self.call_sites: CallSites | None = None
         self.call_site: CallSite | None = None
         self.deferred_error: str | None = None
-        self.begun = 0
-        self._number = 0
+        self.number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         self._is_armed = False
         self.was_local = False
@@ -128,15 +127,15 @@ class Forwards:
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
         """A forward has run; see :class:`Forward`."""
-        self._number += 1
+        self.number += 1
         self._is_armed = self._is_armed or syncs
         self.was_local = not syncs
-        return Forward(self._number, reductions, syncs)
+        return Forward(self.number, reductions, syncs)
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
         self._is_armed = True
-        self._prepared = self._number
+        self._prepared = self.number
 
     def decide(
         self,
@@ -160,7 +159,7 @@ class Forwards:
         """
         join = sync.join
         is_joined = join is not None and join.is_open
-        number = self._number if forward is None else forward.number
+        number = self.number if forward is None else forward.number
         # (Inside join() ranks without inputs know only what the forward has told them.)
         if is_joined:
             is_wanted = forward is None or forward.syncs

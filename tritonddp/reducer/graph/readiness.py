@@ -328,9 +328,9 @@ class ReadyTracker:
         late: list[int] = []
         for number, position in self.unannounced():
             reentrant.note(number)
-            reduction.note_used([number])
+            reduction.used.note([number])
             segment = self.segment_of[number]
-            if reduction.filled[segment] and position >= reduction.packed_at.get(segment, 0):
+            if reduction.filled[segment] and position >= reduction.used.packed_at.get(segment, 0):
                 late.append(number)
         if late:
             self.learn()
