@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
+from sys import _getframe
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 def users_level() -> int:
     """The ``stacklevel`` of a warning that names the line which has called this package."""
-    frame, level = sys._getframe(1), 1
+    frame, level = _getframe(1), 1
     package = __name__.partition(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         frame, level = frame.f_back, level + 1

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, give_up_after, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from logged import logged
 from modules import OnDemand
 from torch import Tensor, nn
@@ -334,7 +334,6 @@ def test_a_connection_of_another_user_is_refused() -> None:
 
 @ranks(2)
 def test_ranks_that_do_not_exchange_the_same_are_told(rank: int) -> None:
-    give_up_after(5, dist.group.WORLD)
     ddp = net()
     step(ddp, 0)
     step(ddp, 1)
