@@ -329,7 +329,9 @@ class Bucket:
         if NoneType in map(type, grads):
             self.wants_flags = True
             # (A parameter may have been used under no_sync, and its gradient dropped since.)
-            known, params = set(map(id, arrived)), segment.params
+            # What is frozen by now gets no gradient, and none is owed to it.
+            known = {id(param) for param in arrived if param.requires_grad}
+            params = segment.params
             used = [
                 flag and (grad is not None or id(param) in known)
                 for flag, grad, param in zip(used, grads, params, strict=True)
