@@ -13,7 +13,7 @@ from modules import mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import drawn, squares, train_step, wrap
+from training import assert_close, drawn, means, squares, train_step, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
 
@@ -213,6 +213,30 @@ def test_a_step_during_a_backward(rank: int) -> None:
             handle.remove()
     assert "while a backward runs" in errors[0]
     pair.end()
+
+
+@pytest.mark.parametrize("by", ["request", "backward"])
+@ranks(2)
+def test_gradients_that_were_set_since_the_last_reduction(rank: int, by: str) -> None:
+    """Each owner kept its own, beside the mean of the others' with zeros."""
+    net, x = wrap(mlp(4, 8, 2)), drawn(3, 4)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        squares(net(x)).backward()
+        optimizer.step()
+    own = torch.autograd.grad(squares(net.module(x)), list(net.parameters()))
+    for param, grad in zip(net.parameters(), own, strict=True):
+        param.grad = grad
+    with pytest.raises(RuntimeError, match=r"step \d.*: \.grad of .* was set since the last"):
+        net.reduce_gradients() if by == "request" else squares(net(x)).backward()
+    for param, mean in zip(net.parameters(), net.reduce_gradients(own), strict=True):
+        param.grad = mean
+    assert_close([param.grad for param in net.parameters()], means(own))
+    optimizer.step()
+    optimizer.zero_grad()
+    squares(net(x)).backward()
+    optimizer.step()
 
 
 @ranks(2)

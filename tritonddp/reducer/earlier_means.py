@@ -56,7 +56,7 @@ class EarlierMeans(Extension):
             if self.is_reduced:
                 self.set_aside()
         else:
-            self._mixed = _held(self._params() if self.is_reduced else self._mixed)
+            self._mixed = held(self._params() if self.is_reduced else self._mixed)
         self.is_reduced = False
 
     def on_request(self, reduction: Reduction) -> None:
@@ -90,7 +90,7 @@ class EarlierMeans(Extension):
         self._put_back()
 
     def _check(self, where: str) -> None:
-        self._mixed = _held(self._mixed)
+        self._mixed = held(self._mixed)
         if self._mixed:
             names = listed([name for name, _ in self._mixed])
             raise RuntimeError(
@@ -102,7 +102,7 @@ class EarlierMeans(Extension):
 
 
 @torch.no_grad()
-def _held(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def held(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Those whose gradients were neither dropped nor set to zero."""
     grads = ((name, param, param.grad) for name, param in named)
     return [(n, param) for n, param, grad in grads if grad is not None and bool(grad.norm() != 0)]

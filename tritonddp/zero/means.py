@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
-from tritonddp.reducer.earlier_means import EarlierMeans
+from tritonddp.coordination.failures import listed
+from tritonddp.reducer.earlier_means import EarlierMeans, held
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
@@ -39,6 +40,10 @@ class OwnedMeans(Extension):
             is_reduced,
         )
         self._optimizer, self._owners, self._rank = optimizer, owners, rank
+        self._others = lambda: [each for each in parameters.params if self._is_of_other(each[1])]
+
+    def _is_of_other(self, param: Tensor) -> bool:
+        return self._owners.get(param, self._rank) != self._rank
 
     def take_over(self, former: OwnedMeans) -> None:
         """Go on from the means of an earlier optimizer, whose parameters keep their owners."""
@@ -48,7 +53,7 @@ class OwnedMeans(Extension):
         """A backward that is reduced needs the optimizer.
 
         Raises:
-            RuntimeError: it is gone, or see :meth:`EarlierMeans.on_begin`.
+            RuntimeError: it is gone, or gradients were set; or see :meth:`EarlierMeans.on_begin`.
         """
         if backward.reduction is not None and self._optimizer() is None:
             raise RuntimeError(
@@ -56,10 +61,22 @@ class OwnedMeans(Extension):
                 "other rank would get the gradients of those that it owns: make another one, or "
                 "wrap the module again"
             )
+        if backward.reduction is not None and not backward.is_late:
+            self._refuse_set(backward.where)
         self._earlier.on_begin(backward)
+
+    def _refuse_set(self, where: str) -> None:
+        """What the owner has set in ``.grad`` could not be told from its mean."""
+        if self._earlier.is_reduced and (found := held(self._others())):
+            raise RuntimeError(
+                f"{where}: .grad of {listed([name for name, _ in found])} was set since the last "
+                "reduction, which the ZeroRedundancyOptimizer takes for means where it steps them: "
+                "give gradients of your own to reduce_gradients(), and set what that returns"
+            )
 
     def on_request(self, reduction: Reduction) -> None:
         """Another request changes nothing, as without owners."""
+        self._refuse_set(reduction.where)
         self._earlier.on_request(reduction)
         if self._earlier.is_reduced:
             self._earlier.set_aside()
@@ -69,7 +86,7 @@ class OwnedMeans(Extension):
         self._earlier.on_reduced_all(reduction)
         # (Not those of a layer that was frozen until now: they are reduced after all buckets.)
         for param in (param for bucket in reduction.buckets for param in bucket.params):
-            if self._owners.get(param, self._rank) != self._rank:
+            if self._is_of_other(param):
                 param.grad = None
 
     def on_close(self, reduction: Reduction | None) -> None:
