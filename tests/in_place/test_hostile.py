@@ -4,18 +4,20 @@ import copy
 import gc
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, Dataset
 from training import drawn, gradients, train_step
 
-from tritonddp import DistributedDataParallel, replicate
+from tritonddp import DistributedDataParallel, ddp, replicate
 from tritonddp.in_place import ReplicatedModule
 
 
@@ -126,6 +128,40 @@ def test_the_next_forward_has_the_buffers_of_rank_0_if_all_graphs_are_retained(r
     with torch.no_grad():
         net(torch.zeros(1, 4))
     torch.testing.assert_close(net.scale, saved["scale"] / 2)
+
+
+def sends_later(state: None, buffers: dict[str, Tensor]) -> list[torch.futures.Future[None]]:
+    """A hook for buffers that writes when the backward may be over."""
+    future: torch.futures.Future[None] = torch.futures.Future()
+
+    def send() -> None:
+        buffers["scale"].data.fill_(7)
+        future.set_result(None)
+
+    threading.Timer(0.05, send).start()
+    return [future]
+
+
+@pytest.mark.parametrize("way", ["broadcast", "new group", "hook"])
+@ranks(2)
+def test_a_retained_graph_has_its_buffers_in_all_its_backwards(way: str) -> None:
+    net = replicate(Scaled())
+    if way == "hook":
+        ddp(net)._register_buffer_comm_hook(None, sends_later)
+    loss = net(drawn(5, 4)).square().sum()
+    own, steps = [net.scale.clone()], []
+    for _ in range(3):
+        net.zero_grad()
+        loss.backward(retain_graph=True)
+        steps.append(gradients(net))
+        assert_same_bits([net.scale], own)
+        assert_same_bits(steps[-1], steps[0])
+    if way == "new group":
+        ddp(net)._update_process_group(dist.new_group())
+    with torch.no_grad():
+        net(torch.zeros(1, 4))
+    assert_same_on_all_ranks([net.scale])
+    assert (net.scale[0].item() == 3.5) is (way == "hook")
 
 
 # Processes that get the model

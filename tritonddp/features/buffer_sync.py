@@ -108,16 +108,16 @@ class BufferSync:
         A graph that is retained may have saved buffers for the next backward: then they keep their
         values until the next forward, as with a wrapper.
         """
-        self.take_over_late()
+        self.late = []  # of an earlier backward through that graph, perhaps: they come anew
         if current_graph_task_id() == -1 or not graph_is_retained():
             return self.synchronise(hook)
         buffers = [each.detach() for _, each in self._parameters.buffers()]
         own = [each.clone() for each in buffers]
-        futures = self.synchronise(hook)
+        torch.futures.wait_all([*self.synchronise(hook)])  # what they write is late too
         late = [each.clone() for each in buffers]
         _overwrite(zip(buffers, own, strict=True))
         self.late = list(zip(buffers, own, late, strict=True))
-        return futures
+        return ()
 
     def take_over_late(self) -> None:
         """Write the buffers that came while a graph was retained, unless written to since."""
