@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -39,11 +39,13 @@ class OwnedMeans(Extension):
             "ZeroRedundancyOptimizer",
             is_reduced,
         )
-        self._optimizer, self._owners, self._rank = optimizer, owners, rank
-        self._others = lambda: [each for each in parameters.params if self._is_of_other(each[1])]
+        self._parameters, self._optimizer = parameters, optimizer
+        self._owners, self._rank = owners, rank
 
-    def _is_of_other(self, param: Tensor) -> bool:
-        return self._owners.get(param, self._rank) != self._rank
+    def _of_others(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Those with a gradient that other ranks own: in most steps there are none."""
+        have = [each for each in named if each[1].grad is not None]
+        return [each for each in have if self._owners.get(each[1], self._rank) != self._rank]
 
     def take_over(self, former: OwnedMeans) -> None:
         """Go on from the means of an earlier optimizer, whose parameters keep their owners."""
@@ -67,7 +69,7 @@ class OwnedMeans(Extension):
 
     def _refuse_set(self, where: str) -> None:
         """What the owner has set in ``.grad`` could not be told from its mean."""
-        if self._earlier.is_reduced and (found := held(self._others())):
+        if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
             raise RuntimeError(
                 f"{where}: .grad of {listed([name for name, _ in found])} was set since the last "
                 "reduction, which the ZeroRedundancyOptimizer takes for means where it steps them: "
@@ -85,8 +87,8 @@ class OwnedMeans(Extension):
         """Add the earlier means. (The first reduction leaves the mean on all ranks: drop it.)"""
         self._earlier.on_reduced_all(reduction)
         # (Not those of a layer that was frozen until now: they are reduced after all buckets.)
-        for param in (param for bucket in reduction.buckets for param in bucket.params):
-            if self._is_of_other(param):
+        for bucket in reduction.buckets:
+            for _, param in self._of_others(zip(bucket.names, bucket.params, strict=True)):
                 param.grad = None
 
     def on_close(self, reduction: Reduction | None) -> None:
