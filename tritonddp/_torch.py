@@ -465,6 +465,16 @@ def keep_dynamo_out(traced: str) -> None:
         for each in iter_modules(sys.modules[package].__path__, f"{package}."):
             if each.name not in (room, traced):
                 rules.add(each.name)
+    # What makes a dataclass or a named tuple is in no file that such a rule could name.
+    skip_code = sys.modules["torch._dynamo.eval_frame"].skip_code
+    own = f"{__name__.partition('.')[0]}."
+    for module in [sys.modules[name] for name in sys.modules if name.startswith(own)]:
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__:
+                for function in (kind.__init__, kind.__new__):
+                    code = getattr(function, "__code__", None)
+                    if code is not None and code.co_filename.startswith("<"):
+                        skip_code(code)
 
 
 def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -48,7 +48,10 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-WAYS = ("the wrapper", "the wrapper in place", "the module", "the module in place", "a step")
+WAYS = (
+    *("the wrapper", "the wrapper in place", "the module", "the module in place"),
+    pytest.param("a step", marks=pytest.mark.quick),  # whose backward dynamo looks into
+)
 
 
 def compiled(way: str, module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
