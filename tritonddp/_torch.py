@@ -468,11 +468,11 @@ def keep_dynamo_out(traced: str) -> None:
     # What makes a dataclass or a named tuple is in no file that such a rule could name.
     skip_code = sys.modules["torch._dynamo.eval_frame"].skip_code
     own = f"{__name__.partition('.')[0]}."
-    for module in [sys.modules[name] for name in sys.modules if name.startswith(own)]:
+    for module in [sys.modules[each] for each in sys.modules if each.startswith(own)]:
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
-                for function in (kind.__init__, kind.__new__):
-                    code = getattr(function, "__code__", None)
+                for name in ("__init__", "__new__"):
+                    code = getattr(getattr(kind, name), "__code__", None)
                     if code is not None and code.co_filename.startswith("<"):
                         skip_code(code)
 
