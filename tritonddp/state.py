@@ -195,7 +195,7 @@ class DDPState:
             self.counters,
             self.sync,
             broadcast=broadcast if self.init_sync else None,
-            counts_dropped=not finds_unused,
+            finds_unused=finds_unused,
         )
         core = self.core = Reducer(averager)
         self.requests, self.contexts = Requests(core), ContextReducer(core)

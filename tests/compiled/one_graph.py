@@ -243,8 +243,6 @@ class Net:
     def assert_means(self, *numbers: int, penalised: float = 0.0, **tolerance: float) -> None:
         """Of these steps together, and of the penalty on this share of the ranks."""
         expected = means(self.module, *numbers)
-        if isinstance(self.module, Branches):  # to torch the graph is a function without a gradient
-            expected["unreached"] = torch.zeros(WIDTH)  # for it: zeros, as under stock
         if penalised:
             weight = self.module.layers[1].weight.detach()
             expected["layers.1.weight"] += 2 * penalised * weight

@@ -132,10 +132,11 @@ class Oracle:
             self._sync_buffers()
         self._bounds = {}
         if isinstance(action, Backward):
-            for used, came in zip(self._used, reached, strict=True):
-                used |= came
             if not action.local:
                 self._give_zeros(reached)
+            for used, came in zip(self._used, reached, strict=True):
+                used |= {param for param in came if param.grad is not None}
+            if not action.local:
                 self._reduce(action.retain_graph)
         elif isinstance(action, ReduceGradients):
             for player, used in zip(self._players, self._used, strict=True):
@@ -249,9 +250,9 @@ class Oracle:
         return [list(player.network.buffers()) for player in self._players]
 
     def _give_zeros(self, reached: Sequence[set[Tensor]]) -> None:
-        """By default a gradient that a custom function has not given is zero, as under stock."""
+        """If none may be unused, a gradient that a custom function has not given is zero."""
         options = self._program.options
-        if not (options.find_unused_parameters or options.static_graph):
+        if options.find_unused_parameters is False and not options.static_graph:
             for param in set().union(*reached):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)

@@ -128,7 +128,7 @@ def test_a_first_step_is_wanted(change: Callable[..., Any] | None) -> None:
         if change is not None:
             run.step()
             change(run.net, run.x)
-        refuse_a_step(run, "run one step, forward and backward")
+        refuse_a_step(run, "run one step")
         capture_a_step(run)
 
 

@@ -134,7 +134,7 @@ def test_copies_that_ranks_use_in_different_order_are_an_error_on_all(
         for each in copies:
             step(each, number)
     said = "number 1 in its process group", "rank 0 reduces gradients already"
-    wanted = said[steps == 3] if rank or not steps else "rank 1 failed"
+    wanted = said[steps > 0] if rank or not steps else "rank 1 failed"
     with pytest.raises(RuntimeError, match=wanted):
         step(copies[rank], 9)
 

@@ -309,15 +309,14 @@ class Bucket:
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
-        arrived: Collection[Tensor] = (),
+        without_gradient: Callable[[], Collection[int]] = set,
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
-        One launch. A parameter without a gradient counts as zero, and as used only if it is in
-        ``arrived``: a custom function has returned none, or a hook has dropped it. A parameter that
-        is not ``used``, but has a gradient of an earlier backward, contributes that gradient, as it
-        would on this rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even
-        for NaN.
+        One launch. A parameter without a gradient counts as zero, and as used only if its id is in
+        what ``without_gradient`` returns. A parameter that is not ``used``, but has a gradient of
+        an earlier backward, contributes that gradient, as it would on this rank alone; not with
+        ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -329,9 +328,7 @@ class Bucket:
         if NoneType in map(type, grads):
             self.wants_flags = True
             # (A parameter may have been used under no_sync, and its gradient dropped since.)
-            # What is frozen by now gets no gradient, and none is owed to it.
-            known = {id(param) for param in arrived if param.requires_grad}
-            params = segment.params
+            known, params = without_gradient(), segment.params
             used = [
                 flag and (grad is not None or id(param) in known)
                 for flag, grad, param in zip(used, grads, params, strict=True)

@@ -10,7 +10,7 @@ will send. At the end of backward, when each rank knows all announcements, the r
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class SparseBucket(Bucket):
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
-        arrived: Collection[Tensor] = (),
+        without_gradient: Callable[[], Collection[int]] = set,
     ) -> None:
         """Announce ``scale * .grad``; see :meth:`Bucket.pack`."""
         grad = self.params[0].grad

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import read_together
-from tritonddp._torch import is_profiling
+from tritonddp._torch import hooks_after_accumulation, is_profiling
 from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.parameters import ModuleParameters
@@ -64,23 +64,22 @@ class UsedParameters:
 
     A parameter counts as used if the backward reaches it, which the engine announces, or if a
     backward has, since the last reduction, that was not reduced. If its gradient comes without
-    announcement, it does too. If it has no ``.grad`` when it is packed, only where its gradient has
-    come, and with :attr:`counts_dropped`: see :meth:`Bucket.pack`.
+    announcement, it does too. If it has no ``.grad`` when it is packed, only as
+    :meth:`without_gradient` says.
 
     Attributes:
         flags: for each parameter, whether it is used.
         arrived: the parameters in the order of their gradients, as far as these have come.
         has_unannounced: the engine has not announced the gradients of all parameters, and some may
             come all the same.
-        counts_dropped: a gradient that has come and is ``None``, since a hook has dropped it or a
-            custom function has returned none, counts as zero; else as unused.
+        finds_unused: the option ``find_unused_parameters``.
         packed_at: for packed segments, how many gradients had come then.
     """
 
     flags: list[bool]
     arrived: Sequence[Tensor] = ()
     has_unannounced: bool = False
-    counts_dropped: bool = True
+    finds_unused: bool | None = None
     packed_at: dict[int, int] = field(default_factory=dict)
 
     def note(self, numbers: Iterable[int]) -> None:
@@ -92,6 +91,19 @@ class UsedParameters:
         """Note those of ``params`` with these ``numbers`` whose gradients have come."""
         arrived = set(map(id, self.arrived))
         self.note(number for number in numbers if id(params[number]) in arrived)
+
+    def without_gradient(self) -> set[int]:
+        """Ids of parameters that count as used, with zeros, although ``.grad`` is ``None``.
+
+        A hook has dropped it; or, if nothing is to be unused, a custom function has returned none.
+        (What is frozen by now gets no gradient, and none is owed to it.)
+        """
+        if self.finds_unused:
+            return set()
+        come = [param for param in self.arrived if param.grad is None and param.requires_grad]
+        if self.finds_unused is None:
+            come = [param for param in come if hooks_after_accumulation(param)]
+        return set(map(id, come))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -248,7 +260,7 @@ class Reduction:
                 self.agreement.scale,
                 b"" if bucket.index else self.header,
                 counts_earlier,
-                used.arrived if used.counts_dropped else (),
+                used.without_gradient,
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
@@ -603,7 +615,7 @@ class ReductionFactory:
         agreement, events, counters: see :class:`Reduction`.
         sync: its ``join`` is that of a reduction that begins.
         where: returns this rank and its step.
-        counts_dropped: see :class:`UsedParameters`.
+        finds_unused: see :class:`UsedParameters`.
     """
 
     def __init__(
@@ -614,10 +626,10 @@ class ReductionFactory:
         counters: Counters,
         sync: Any,
         where: Callable[[], str],
-        counts_dropped: bool = True,
+        finds_unused: bool | None = None,
     ) -> None:
         self._parameters, self._sync, self._where = parameters, sync, where
-        self._counts_dropped = counts_dropped
+        self._finds_unused = finds_unused
         self._agreement, self._events, self._counters = agreement, events, counters
 
     def open(
@@ -646,7 +658,7 @@ class ReductionFactory:
             agreement=self._agreement,
             events=self._events,
             counters=self._counters,
-            used=UsedParameters(used, arrived, has_unannounced, self._counts_dropped),
+            used=UsedParameters(used, arrived, has_unannounced, self._finds_unused),
             source=source,
             where=where or self._where(),
             hashes=(schema or self._parameters.schema, call_site),

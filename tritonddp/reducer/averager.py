@@ -50,7 +50,7 @@ class Averager:
         sync: settings of the next backward, written by the wrapper.
         broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
             its own.
-        counts_dropped: gradients that hooks drop count as zero: see :class:`UsedParameters`.
+        finds_unused: the option ``find_unused_parameters``.
 
     Attributes:
         parameters, group, manager, agreement, counters, sync: see above.
@@ -71,14 +71,14 @@ class Averager:
         counters: Counters,
         sync: SyncState,
         broadcast: StateBroadcast | None = None,
-        counts_dropped: bool = True,
+        finds_unused: bool | None = None,
     ) -> None:
         self.parameters, self.group, self.manager = parameters, group, manager
         self.agreement, self.counters, self.sync = agreement, counters, sync
         self.where = manager.where
         self.events = Events()
         self.open = ReductionFactory(
-            parameters, agreement, self.events, counters, sync, self.where, counts_dropped
+            parameters, agreement, self.events, counters, sync, self.where, finds_unused
         ).open
         self.reentrant = ReentrantGrads()
         self.forwards = Forwards()
