@@ -466,15 +466,14 @@ def keep_dynamo_out(traced: str) -> None:
             if each.name not in (room, traced):
                 rules.add(each.name)
     # What makes a dataclass or a named tuple is in no file that such a rule could name.
-    skip_code = sys.modules["torch._dynamo.eval_frame"].skip_code
     own = f"{__name__.partition('.')[0]}."
-    for module in [sys.modules[each] for each in sys.modules if each.startswith(own)]:
-        for kind in vars(module).values():
-            if isinstance(kind, type) and kind.__module__ == module.__name__:
-                for name in ("__init__", "__new__"):
-                    code = getattr(getattr(kind, name), "__code__", None)
-                    if code is not None and code.co_filename.startswith("<"):
-                        skip_code(code)
+    modules = [sys.modules[name] for name in sys.modules if name.startswith(own)]
+    held = [each for module in modules for each in vars(module).values()]
+    kinds = [each for each in held if isinstance(each, type) and each.__module__.startswith(own)]
+    makers = [getattr(kind, name) for kind in kinds for name in ("__init__", "__new__")]
+    for code in [getattr(maker, "__code__", None) for maker in makers]:
+        if code is not None and code.co_filename.startswith("<"):
+            sys.modules["torch._dynamo.eval_frame"].skip_code(code)
 
 
 def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
