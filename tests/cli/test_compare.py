@@ -72,7 +72,7 @@ def test_a_wrong_gradient_is_found_and_figures_are_there(tmp_path: Path) -> None
     assert not left_over(script)
     seconds = [float(each) for each in re.findall(r"^\[ *(\d+) s\]", said, re.MULTILINE)]
     assert seconds[0] == 0
-    assert max(b - a for a, b in itertools.pairwise(seconds)) < 40
+    assert max(b - a for a, b in itertools.pairwise(seconds)) < 15
 
 
 def left_over(script: str) -> list[str]:
