@@ -185,6 +185,7 @@ class DDPState:
         """
         config, group, broadcast = self.config, self.group, self.state_broadcast
         former: Reducer | None = getattr(self, "core", None)  # of another process group
+        self.sync.finds_unused = finds_unused
         self.counters, self.window, self.metrics = Counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
         averager = Averager(
@@ -195,12 +196,11 @@ class DDPState:
             self.counters,
             self.sync,
             broadcast=broadcast if self.init_sync else None,
-            finds_unused=finds_unused,
         )
         core = self.core = Reducer(averager)
         self.requests, self.contexts = Requests(core), ContextReducer(core)
         if finds_unused is False:
-            core.events.install(StrictUnused(self.parameters, group.rank, core.forwards))
+            core.events.install(StrictUnused(self.parameters, group.rank, core.forwards, self.sync))
         for extension in self._extensions(core):
             core.events.install(extension)
         late = [] if former is None else self.buffer_sync.late

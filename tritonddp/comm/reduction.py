@@ -613,9 +613,8 @@ class ReductionFactory:
     Args:
         parameters: of the module.
         agreement, events, counters: see :class:`Reduction`.
-        sync: its ``join`` is that of a reduction that begins.
+        sync: its ``join`` and ``finds_unused`` are those of a reduction that begins.
         where: returns this rank and its step.
-        finds_unused: see :class:`UsedParameters`.
     """
 
     def __init__(
@@ -626,10 +625,8 @@ class ReductionFactory:
         counters: Counters,
         sync: Any,
         where: Callable[[], str],
-        finds_unused: bool | None = None,
     ) -> None:
         self._parameters, self._sync, self._where = parameters, sync, where
-        self._finds_unused = finds_unused
         self._agreement, self._events, self._counters = agreement, events, counters
 
     def open(
@@ -658,7 +655,7 @@ class ReductionFactory:
             agreement=self._agreement,
             events=self._events,
             counters=self._counters,
-            used=UsedParameters(used, arrived, has_unannounced, self._finds_unused),
+            used=UsedParameters(used, arrived, has_unannounced, self._sync.finds_unused),
             source=source,
             where=where or self._where(),
             hashes=(schema or self._parameters.schema, call_site),

@@ -13,7 +13,6 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.grad_bucket import GradBucket, sum_of
 from tritonddp.coordination.counters import Counters
-from tritonddp.features.unused_params import StrictUnused
 from tritonddp.reducer.graph.backward import watch
 from tritonddp.reducer.reducer import Reducer
 
@@ -66,9 +65,7 @@ class StockReducer:
                 "starts and after DistributedDataParallel is constructed. Or wrap with "
                 "static_graph=True."
             )
-        for extension in self._core.events.extensions:
-            if isinstance(extension, StrictUnused):
-                self._core.events.remove(extension)
+        self._core.sync.finds_unused = True
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards on this rank have reached the same parameters."""

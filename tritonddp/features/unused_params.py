@@ -48,13 +48,16 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
 class StrictUnused(Extension):
     """``find_unused_parameters=False``: unused parameters make the next forward raise an error."""
 
-    def __init__(self, parameters: ModuleParameters, rank: int, forwards: Forwards) -> None:
-        self._parameters = parameters
-        self._rank = rank
-        self._forwards = forwards
+    def __init__(
+        self, parameters: ModuleParameters, rank: int, forwards: Forwards, sync: SyncState
+    ) -> None:
+        self._parameters, self._rank = parameters, rank
+        self._forwards, self._sync = forwards, sync
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Prepare the error for the next forward, if the backward left parameters unused."""
+        if self._sync.finds_unused is not False:
+            return  # the graph was declared static meanwhile
         if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
             return  # the reduction of no backward
         by_name = reduction.source is GradSource.CONTEXT  # its buckets hold stand-ins

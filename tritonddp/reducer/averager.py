@@ -50,7 +50,6 @@ class Averager:
         sync: settings of the next backward, written by the wrapper.
         broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
             its own.
-        finds_unused: the option ``find_unused_parameters``.
 
     Attributes:
         parameters, group, manager, agreement, counters, sync: see above.
@@ -71,14 +70,13 @@ class Averager:
         counters: Counters,
         sync: SyncState,
         broadcast: StateBroadcast | None = None,
-        finds_unused: bool | None = None,
     ) -> None:
         self.parameters, self.group, self.manager = parameters, group, manager
         self.agreement, self.counters, self.sync = agreement, counters, sync
         self.where = manager.where
         self.events = Events()
         self.open = ReductionFactory(
-            parameters, agreement, self.events, counters, sync, self.where, finds_unused
+            parameters, agreement, self.events, counters, sync, self.where
         ).open
         self.reentrant = ReentrantGrads()
         self.forwards = Forwards()

@@ -43,12 +43,13 @@ class Listener(Protocol):
 class SyncState:
     """Settings of the next backward: the wrapper writes them, the reducer reads them."""
 
-    __slots__ = ("enabled", "join", "weight")
+    __slots__ = ("enabled", "finds_unused", "join", "weight")
 
     def __init__(self) -> None:
         self.enabled = True  # the backward is reduced; False inside no_sync
         self.weight: Any = None  # the weight of its gradients, None for an unweighted mean
         self.join: Any = None  # the join protocol of the ranks inside join(), None outside
+        self.finds_unused: bool | None = None  # the option find_unused_parameters
 
     @property
     def source_rank(self) -> int:
