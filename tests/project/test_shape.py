@@ -24,7 +24,7 @@ FILES_A_ROOM = 10
 LINES_A_FILE = 800
 # Files within 5 % of it, each with the reason why it is one.
 LONG: dict[str, str] = {}
-ATTRIBUTES_A_CLASS = 29
+ATTRIBUTES_A_CLASS = 25
 # The rooms whose objects nobody else writes to.
 CORE = ("buckets/", "comm/", "coordination/", "reducer/")
 # What looks like it: an attribute of a tensor or a module of torch, or a property with a setter.

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from tritonddp._device import record_use
 from tritonddp._torch import like
-from tritonddp.buckets.exchange import BucketExchange, LargeSums
+from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.kernels.dispatch import Kernels, gradient_dtype
@@ -99,7 +99,7 @@ class Bucket:
     """Parameters whose gradients are reduced together, copied into the flat buffer and out of it.
 
     Args:
-        index, params, names, first, quantization, owned: see below.
+        index, params, names, quantization, owned: see below.
         kernels: for the gradients' device and dtype.
         counters: count launches.
         headers: bytes of the headers of all ranks, which are sent in this bucket.
@@ -114,13 +114,10 @@ class Bucket:
         params: the parameters, in launch order.
         names: their names, for errors.
         gradient_dtype: of ``.grad``, the same for all of them.
-        first: number of the first parameter, counted over all buckets.
         flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
         packed: the buffer that gradients are flattened into: ``flat``, or shared memory that other
             ranks read.
         exchange: its way to the other ranks.
-        large_sums: if the exchange leaves the sums of large gradients to :meth:`unpack`, which
-            makes them in ``.grad``: the buffer gets that of the trailer only.
         segments: the parts of the bucket that are flattened at once.
         nbytes: bytes sent: payload and trailer (used flags and headers).
         used: for each packed slot, whether this rank has a gradient for it.
@@ -130,8 +127,6 @@ class Bucket:
         owned: each gradient is reduced to one rank: on the others ``.grad`` becomes ``None``. Or
             ``None``: to all ranks.
         is_lazy: see above.
-        is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
-            sent in their own dtype and are no views: an exchange may sum them in their memory.
         unbuffered: once the bucket is packed, tensors that are reduced with the buffer: large
             gradients where they lie. ``None`` in other buckets than an ``InPlaceBucket``.
         has_to_prepare: :meth:`prepare` has to be called before each backward.
@@ -139,9 +134,7 @@ class Bucket:
     """
 
     exchange: BucketExchange
-    large_sums: LargeSums | None = None
     wants_flags = False
-    _flags_on_host: Sequence[float] | None = None
     is_sparse = False
     has_views = False
     unbuffered: Sequence[Tensor] | None = None
@@ -156,7 +149,6 @@ class Bucket:
         headers: int = 0,
         wire_dtype: torch.dtype | None = None,
         lazy: bool = False,
-        first: int = 0,
         quantization: Quantization | None = None,
         owned: Owned | None = None,
         checked: tuple[int, int] | None = None,
@@ -165,7 +157,6 @@ class Bucket:
         self.owned = owned
         self.params = list(params)
         self.names = list(names)
-        self.first = first
         self.quantization = quantization
         self._kernels = kernels
         self._counters = counters
@@ -178,8 +169,6 @@ class Bucket:
         self.checked, self._headers = checked, headers
         self._layout = self._make_layout(len(self._with_places(bytes(headers))))
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
-        casts = self._wire_dtype is not self.gradient_dtype
-        self.is_large = kernels.are_large(self._layout) and not casts and not self.has_views
         self.flat: Any = None
         # Of a buffer that was released: its reduced used flags, and its tables.
         self._released: tuple[Tensor | None, DeviceTables | None] = None, None
@@ -192,6 +181,14 @@ class Bucket:
     def has_to_prepare(self) -> bool:
         """See the class."""
         return self.is_lazy
+
+    def is_large(self) -> bool:
+        """Whether its gradients are large, on the CPU, and are sent in their own memory order.
+
+        Then each is worth a call, and an exchange may sum them in ``.grad``.
+        """
+        casts = self._wire_dtype is not self.gradient_dtype
+        return self._kernels.are_large(self._layout) and not casts and not self.has_views
 
     def _make_layout(self, headers: int) -> Layout:
         return Layout.of(
@@ -240,19 +237,18 @@ class Bucket:
         """Go to the other ranks by ``exchange``, from the flat buffer."""
         if self.packed is not self.flat:
             self._pack_into(self.flat)
-        self.exchange, self.large_sums = exchange, None
+        self.exchange = exchange
 
-    def share(self, exchange: BucketExchange, large_sums: LargeSums | None, memory: Tensor) -> None:
+    def share(self, exchange: BucketExchange, memory: Tensor) -> None:
         """Go to the other ranks by ``exchange``, from ``memory`` that they read.
 
         For a bucket on the CPU that is not lazy, sparse or quantised.
 
         Args:
             exchange: sums what all ranks have packed.
-            large_sums: see the class.
             memory: this rank's part of what they have packed, uint8 zeros ``(nbytes,)``.
         """
-        self.exchange, self.large_sums = exchange, large_sums
+        self.exchange = exchange
         self._pack_into(self._buffer(memory.device, memory))
 
     def leave_payload(self) -> None:
@@ -459,36 +455,37 @@ class Bucket:
 
     # Out of the buffer
 
-    def unpack(self, factor: Tensor | None = None) -> None:
+    def unpack(self, factor: Tensor | None = None, flags: Sequence[float] | None = None) -> None:
         """Write the reduced gradients, times ``factor``, into ``.grad``.
 
         ``factor`` is one fp64 element on the bucket's device. The ``.grad`` of a parameter that no
         rank used stays as it is.
 
         One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
-        Only then the host has to read the flags.
+        Only then the host has to read the flags, or has read them for several buckets together.
         """
         if self.owned is not None and not self._kernels.takes_pointers:
             self._drop_others()
         grads, has_missing = self._grads, self.wants_flags
         made: dict[int, Tensor] = {}
         casts = self._wire_dtype is not self.gradient_dtype
-        in_kernel = self._kernels.takes_pointers or casts or self.large_sums is not None
+        sum_into = self.exchange.sum_into
+        in_kernel = self._kernels.takes_pointers or casts or sum_into is not None
         if factor is not None and not in_kernel:  # one call is less than one for each gradient
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
             factor = None
         if has_missing:
             mine = range(len(grads)) if self.owned is None else self.owned.mine
-            for slot, flag in enumerate(self._take_flags()):
+            for slot, flag in enumerate(self._on_host(flags)):
                 if flag and grads[slot] is None and slot in mine:
                     if in_kernel:
                         grads[slot] = made[slot] = self._empty_gradient(slot)
                     else:  # on the CPU a copy here costs no more
                         self.params[slot].grad = self.flat.views[slot].clone()
-        if self.large_sums is not None:
+        if sum_into is not None:
             self._counters.unflattens += 1
-            self.large_sums.sum_into(grads, factor)
+            sum_into(grads, factor)
         elif not has_missing or set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
@@ -509,20 +506,16 @@ class Bucket:
             if slot not in self.owned.mine:
                 param.grad = self._grads[slot] = None
 
-    def set_flags(self, flags: Sequence[float]) -> None:
-        """The reduced flags, which have been read for several buckets together."""
-        self._flags_on_host = flags
-
-    def _take_flags(self) -> Sequence[float]:
-        """The reduced flags, on the host."""
-        flags, self._flags_on_host = self._flags_on_host, None
+    def _on_host(self, flags: Sequence[float] | None) -> Sequence[float]:
+        """The reduced flags: read them, unless they have been."""
         found: Sequence[float] = self.flat.flags.tolist() if flags is None else flags
         return found
 
     def discard(self) -> None:
         """Leave ``.grad`` as it is."""
-        self._grads = [None] * len(self._grads)
-        self.wants_flags, self._flags_on_host = False, None
+        self._grads, self.wants_flags = [None] * len(self._grads), False
+        if self.exchange.sum_into is not None:
+            self.exchange.sum_into(self._grads, None)
 
     def release(self) -> None:
         """The backward is over: free the memory of a lazy bucket."""

@@ -36,7 +36,7 @@ class BucketSet:
         buckets: in launch order.
         segments: of all buckets, each with its bucket.
         ranges: for each segment, the numbers of its parameters.
-        segments_of: for each bucket, the numbers of its segments.
+        segments_of, numbers_of: for each bucket, the numbers of its segments, of its parameters.
         to_prepare, to_release: buckets whose ``prepare``, or ``release``, has to be called before,
             or after, each backward.
         averages: see :class:`Transport`.
@@ -68,13 +68,14 @@ class BucketSet:
         self.segments: list[tuple[Bucket, Segment]] = []
         self.ranges: list[range] = []
         self.segments_of: list[range] = []
+        self.numbers_of: list[range] = []
         in_buffer = former.retire() if former is not None else {}
         first = 0
         for index, indices in enumerate(assignment):
-            last = first + len(indices)
-            params, names = self.params[first:last], self.names[first:last]
+            numbers = range(first, first + len(indices))
+            params, names = self.params[first : numbers.stop], self.names[first : numbers.stop]
             is_sparse = bool(sparse) and params[0] in sparse
-            bucket = factory.make(index, first, params, names, is_sparse)
+            bucket = factory.make(index, params, names, is_sparse)
             bucket.adopt(in_buffer)
             self.buckets.append(bucket)
             before = len(self.segments)
@@ -82,7 +83,8 @@ class BucketSet:
                 self.segments.append((bucket, segment))
                 self.ranges.append(range(first + segment.first, first + segment.last))
             self.segments_of.append(range(before, len(self.segments)))
-            first = last
+            self.numbers_of.append(numbers)
+            first = numbers.stop
         self.use(factory.transport)
         if self.is_on_gpu and not is_temporary and factory.group.size > 1:
             for bucket in self.buckets:

@@ -23,15 +23,16 @@ class BucketExchange(Protocol):
     Attributes:
         before_pack: waits until the memory that gradients are flattened into is free, or raises a
             :class:`~tritonddp.coordination.host.peers.PeerError`; ``None`` where it always is.
-        after_unpack: tells the other ranks that this rank has unpacked the bucket; ``None`` where
-            they need not know.
+        sum_into: writes the sums of large gradients, times a factor, fp64 ``(1,)``, into these
+            tensors, one a slot, and nothing for ``None``; then tells the other ranks that this rank
+            has read their memory. ``None`` where :meth:`wait` leaves all sums in the bucket.
     """
 
     @property
     def before_pack(self) -> Callable[[], None] | None: ...
 
     @property
-    def after_unpack(self) -> Callable[[], None] | None: ...
+    def sum_into(self) -> Callable[[Sequence[Tensor | None], Tensor | None], None] | None: ...
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         """Begin to reduce the bucket, which is packed; returns the work.
@@ -63,13 +64,6 @@ class BucketExchange(Protocol):
 
         All ranks call this. The sum is not needed.
         """
-
-
-class LargeSums(Protocol):
-    """What an exchange has left to :meth:`Bucket.unpack`: the sums of large gradients."""
-
-    def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None = None) -> None:
-        """Write the sums, times ``factor``, fp64 ``(1,)``, into ``grads``."""
 
 
 class Transport(Protocol):

@@ -208,15 +208,14 @@ class BucketFactory:
     def make(
         self,
         index: int,
-        first: int,
         params: Sequence[Parameter],
         names: Sequence[str],
         is_sparse: bool = False,
     ) -> Bucket:
         """Bucket number ``index`` for these parameters, with gradients of one dtype and device.
 
-        The first bucket holds the headers. ``first`` is the number of the first parameter.
-        ``is_sparse`` is true for a parameter with sparse gradients.
+        The first bucket holds the headers. ``is_sparse`` is true for a parameter with sparse
+        gradients.
         """
         device, dtype = params[0].device, gradient_dtype(params[0])
         headers = BYTES * self.group.size if index == 0 else 0
@@ -225,12 +224,7 @@ class BucketFactory:
         if is_sparse:
             args = (index, params, names, kernels, self.counters)
             return SparseBucket(
-                self.group.rank,
-                self.group.size,
-                *args,
-                headers=headers,
-                first=first,
-                checked=checked,
+                self.group.rank, self.group.size, *args, headers=headers, checked=checked
             )
         quantization = self._quantization(params, names, headers)
         kind: Callable[..., Bucket] = Bucket
@@ -254,7 +248,6 @@ class BucketFactory:
             headers=headers,
             wire_dtype=wire_dtype,
             lazy=self.lazy,
-            first=first,
             quantization=quantization,
             owned=self._owned(params),
             checked=checked,

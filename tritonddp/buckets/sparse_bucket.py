@@ -170,7 +170,7 @@ class SparseBucket(Bucket):
             total = made.copy_(total)
         self._mean = total
 
-    def unpack(self, factor: Tensor | None = None) -> None:
+    def unpack(self, factor: Tensor | None = None, flags: Sequence[float] | None = None) -> None:
         mean, self._mean = self._mean, None
         if mean is None:  # no rank has used the parameter
             return

@@ -20,7 +20,7 @@ class Collective:
     """An exchange by the process group alone; see :class:`BucketExchange`."""
 
     before_pack: Callable[[], None] | None = None
-    after_unpack: Callable[[], None] | None = None
+    sum_into = None
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         work.wait()

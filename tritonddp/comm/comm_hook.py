@@ -76,7 +76,7 @@ class CommHook:
     averages = False
     ends_in_order = averages_in_place = False
     before_pack: Callable[[], None] | None = None
-    after_unpack: Callable[[], None] | None = None
+    sum_into = None
 
     def __init__(self, hook: Hook, state: Any, group: Group, counters: Counters) -> None:
         self.hook = hook  # see above

@@ -241,8 +241,7 @@ class Reduction:
         if not self.header:
             self._announce()
         bucket, segment = self.bucket_set.segments[number]
-        used = self.used
-        first, last = bucket.first + segment.first, bucket.first + segment.last
+        used, numbers = self.used, self.bucket_set.ranges[number]
         if bucket.unbuffered is not None:
             bucket.note_incoming(incoming)
         if bucket.quantization is not None:
@@ -256,7 +255,7 @@ class Reduction:
                 before_pack()
             bucket.pack(
                 segment,
-                used.flags[first:last],
+                used.flags[numbers.start : numbers.stop],
                 self.agreement.scale,
                 b"" if bucket.index else self.header,
                 counts_earlier,
@@ -378,8 +377,9 @@ class Reduction:
         """
         events, works = self.events, self.works
         groups: Iterable[tuple[Bucket, JointUnpack | None]] = ()
+        flags: dict[int, Sequence[float]] = {}
         if not discards and any(map(_wants_flags, self.buckets)):
-            self._read_flags()
+            flags = self._read_flags()
         elif (
             self.buckets  # none with one rank, whose gradients are the mean
             and not (self._is_logged or events.needs_buckets or self.skipped)
@@ -411,9 +411,7 @@ class Reduction:
                 else:
                     if self.factor is not None:
                         factor = self.factor if factor is None else self.factor * factor
-                    bucket.unpack(factor)
-                if exchange.after_unpack is not None:
-                    exchange.after_unpack()
+                    bucket.unpack(factor, flags.get(bucket.index))
             self.done = bucket.index + 1
             works[bucket.index] = None
             if joint is None and not discards:
@@ -477,8 +475,8 @@ class Reduction:
             where = f"{self.where}, bucket{last} ({names})"
             raise self.group.explain(where, "exchange of sparse gradients", error) from error
 
-    def _read_flags(self) -> None:
-        """On a GPU: used flags that the host has to know, in one copy for all buckets."""
+    def _read_flags(self) -> dict[int, Sequence[float]]:
+        """On a GPU: used flags that the host has to know, by bucket, in one copy for all."""
         asking = [
             bucket
             for bucket in self.buckets[self.done :]
@@ -487,7 +485,7 @@ class Reduction:
             and not bucket.flat.data.is_cpu
         ]
         if not asking:
-            return
+            return {}
         for bucket in self.buckets[self.done : asking[-1].index + 1]:
             if (work := self.works[bucket.index]) is not None:
                 try:
@@ -496,8 +494,7 @@ class Reduction:
                     self._wait_failed(bucket, error)
         self._check_headers()  # on their way to the host before that waits
         flags = read_together([bucket.flat.flags for bucket in asking])
-        for bucket, each in zip(asking, flags, strict=True):
-            bucket.set_flags(each.tolist())
+        return {bucket.index: each.tolist() for bucket, each in zip(asking, flags, strict=True)}
 
     def discard(self) -> None:
         """Wait for the launched buckets, and leave ``.grad`` as it is."""
@@ -565,8 +562,6 @@ class Reduction:
         self.agreement.check_pending()
         for bucket in sent:
             bucket.discard()
-        if first.exchange.after_unpack is not None:
-            first.exchange.after_unpack()
 
     @torch.no_grad()
     def take_part(self) -> None:

@@ -104,7 +104,7 @@ class AccumulationWindow(Extension):
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
         if reduction.from_grad and not reduction.source.is_empty:
-            first = bucket.first + segment.first
+            first = reduction.bucket_set.numbers_of[bucket.index].start + segment.first
             if reduction.source is not GradSource.REQUEST:
                 self.merge(segment.params)
             self.divide(segment.params, reduction.used.flags[first : first + len(segment.params)])

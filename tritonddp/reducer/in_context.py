@@ -122,7 +122,7 @@ class ContextBackward:
         for bucket in reduction.buckets[len(reduction.works) :]:
             if self.unfilled[bucket.index] and not rest:
                 return
-            numbers = range(bucket.first, bucket.first + len(bucket.params))
+            numbers = reduction.bucket_set.numbers_of[bucket.index]
             self.read(numbers)
             for number in numbers:
                 if self.arrived[number] and not reduction.used.flags[number]:

@@ -132,13 +132,11 @@ class InPlaceBucket(Bucket):
     def _nan(self, slot: int) -> Tensor:
         return self._empty_gradient(slot).fill_(torch.nan)
 
-    def unpack(self, factor: Tensor | None = None) -> None:
-        flags: Sequence[float] = ()
+    def unpack(self, factor: Tensor | None = None, flags: Sequence[float] | None = None) -> None:
         if self.wants_flags:
-            flags = self._take_flags()
-            self.set_flags(flags)
-        self.finish_unbuffered(factor, flags)
-        super().unpack(factor)
+            flags = self._on_host(flags)
+        self.finish_unbuffered(factor, flags or ())
+        super().unpack(factor, flags)
 
     def finish_unbuffered(self, factor: Tensor | None, flags: Sequence[float] = ()) -> None:
         """See the base class. ``flags`` are needed where a gradient is missing."""

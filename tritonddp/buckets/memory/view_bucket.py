@@ -43,7 +43,7 @@ class ViewBucket(Bucket):
             param.grad = view
         self._grads[segment.first : segment.last] = views
 
-    def unpack(self, factor: Tensor | None = None) -> None:
+    def unpack(self, factor: Tensor | None = None, flags: Sequence[float] | None = None) -> None:
         """Used gradients are in place already. Gradients of other ranks only become views too."""
         views = self.flat.views
         if factor is not None:
@@ -55,7 +55,7 @@ class ViewBucket(Bucket):
             self._stashed.clear()
         if self.wants_flags:
             self.wants_flags = False
-            for slot, flag in enumerate(self._take_flags()):
+            for slot, flag in enumerate(self._on_host(flags)):
                 if flag and not self.used[slot] and self._grads[slot] is not views[slot]:
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)

@@ -6,7 +6,7 @@ touched before all have packed::
     before_pack    wait until all have READ the former content
     launch         one message: PACKED, with the number of the sum
     wait           wait until all have PACKED; add; after the last bucket send READ
-    after_unpack   of large gradients, which unpack() adds: after the last bucket send READ
+    sum_into       add large gradients, in .grad; after the last bucket send READ
 
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
 cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
@@ -198,9 +198,9 @@ class MemoryExchange(WaitPoint):
             self._sums.add(self, peers)
         owned = None if bucket.owned is None else bucket.owned.elements(bucket.flat)
         mine = None if owned is None else owned[group.rank]
-        self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large, self.has_shares, mine)
+        self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large(), self.has_shares, mine)
         if not self.buffers.into_grads:
-            self.after_unpack = None  # type: ignore[method-assign,assignment]
+            self.sum_into = None  # type: ignore[method-assign,assignment]
         self._future: torch.futures.Future[None] | None = None
         self._cross_host: CrossHost | None = None
         self._sent_bytes = 0  # through the process group, in one sum
@@ -265,8 +265,9 @@ class MemoryExchange(WaitPoint):
             self.wait_for(SUMMED)
         self.buffers.sum()
 
-    def after_unpack(self) -> None:
-        """See :class:`BucketExchange`: after large gradients, which :meth:`Bucket.unpack` adds."""
+    def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None) -> None:
+        """See :class:`BucketExchange`."""
+        self.buffers.sum_into(grads, factor)
         progress = self._progress
         if self.number == progress.last != progress.read:
             self._confirm()
@@ -370,7 +371,7 @@ class Announced:
 
     def __init__(self, exchange: BucketExchange, peers: Peers) -> None:
         self._exchange, self._peers, self._sums = exchange, peers, HostSums.of(peers)
-        self.before_pack, self.after_unpack = exchange.before_pack, exchange.after_unpack
+        self.before_pack, self.sum_into = exchange.before_pack, exchange.sum_into
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         self._sums.goes_elsewhere(bucket, self._peers)

@@ -174,13 +174,12 @@ class PeerMemory:
     def _share_bucket(self, bucket: Bucket, memory: Sequence[Tensor]) -> None:
         """``memory`` of all ranks of this host is that of the bucket from now on."""
         assert self._peers is not None
-        if bucket.is_large:
+        if bucket.is_large():
             bucket.leave_payload()
         exchange = MemoryExchange(
             self._progress, self._group, self._peers, memory, bucket, self._counters
         )
-        large_sums = exchange.buffers if bucket.is_large else None
-        bucket.share(exchange, large_sums, memory[self._peers.local_rank])
+        bucket.share(exchange, memory[self._peers.local_rank])
 
     def _hand_over(self, memory: Memory) -> tuple[str, list[Tensor]]:
         """Exchange memory with the other ranks of this host.
