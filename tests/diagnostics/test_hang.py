@@ -244,6 +244,16 @@ def test_a_thread_looks_while_there_is_a_wrapper_of_several_ranks() -> None:
         with seconds("1"):
             hang.watch(wrapper)
         (thread,) = threads() - before
+        former, wrapper.group = wrapper.group, SimpleNamespace(**vars(wrapper.group))
+        former.process_group, wrapper.group.process_group = object(), object()
+        with seconds("1"):
+            hang.watch(wrapper)  # in another group: the former one is let go
+        for _ in range(600):
+            if [each.group for each in hang._watch.groups] == [wrapper.group]:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("the group that the wrapper has left is still watched")
         del wrapper
         gc.collect()
         thread.join(60)

@@ -255,12 +255,16 @@ class _GroupWatch:
         self.wrappers.add(wrapper)
         self.training = threading.get_ident()
 
+    def in_use(self) -> list[Any]:
+        """The wrappers that have not left the group."""
+        group = self.group.process_group
+        return [each for each in [*self.wrappers] if each.group.process_group is group]
+
     def look(self) -> None:
         """See where the wrappers are, and report if they have not moved for ``limit`` seconds."""
         limit, pause = self.limit, self.pause
-        wrappers = [*self.wrappers]
-        group = self.group.process_group
-        found = [place_of(each) for each in wrappers if each.group.process_group is group]
+        group, wrappers = self.group.process_group, self.in_use()
+        found = map(place_of, wrappers)
         places = sorted(place for place in found if place is not None)
         now = time.monotonic()
         seconds = now - self._since
@@ -369,7 +373,7 @@ class _Watch(threading.Thread):
             with contextlib.suppress(Empty):
                 self.changed.get(timeout=pause)
             with _lock:
-                self.groups = [each for each in self.groups if each.wrappers]
+                self.groups = [each for each in self.groups if each.in_use()]
                 if not self.groups:
                     _watch = None
                     return
