@@ -45,24 +45,24 @@ class UnreducedGradient(NamedTuple):
     the first kind the wrapper's next reduced backward, finds such a gradient. Nothing is said of
     gradients that were dropped, zeroed or reduced before.
 
+    (A weak reference to a parameter would keep ``swap_tensors`` from it.)
+
     Attributes:
-        param, grad: the parameter, and the gradient that was left.
+        grad: the gradient that was left.
         name, where: the parameter's name; the rank and its step.
         origin: ``AROUND``, ``INSIDE`` or ``ADDED``.
         owner: of the wrapper.
     """
 
-    param: weakref.ref[Tensor]
     grad: weakref.ref[Tensor]
     name: str
     where: str
     origin: str
     owner: weakref.ref[Unreduced]
 
-    def is_left(self) -> bool:
+    def is_left(self, param: Tensor) -> bool:
         """Whether the parameter still has this gradient, and that is not zero."""
-        param = self.param()
-        grad = None if param is None else param.grad
+        grad = param.grad
         if grad is None or self.grad() is not grad or (grad.is_cuda and is_capturing()):
             return False
         return grad.is_sparse or bool(grad.any())
@@ -150,26 +150,21 @@ class Unreduced:
         for name, param in named_params:
             if param.grad is not None:
                 noted[id(param)] = UnreducedGradient(
-                    weakref.ref(param),
-                    weakref.ref(param.grad),
-                    name,
-                    where,
-                    origin,
-                    weakref.ref(self),
+                    weakref.ref(param.grad), name, where, origin, weakref.ref(self)
                 )
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
     def reduced_backward_begins(self, params: Iterable[Tensor]) -> None:
         """Warn of gradients of these parameters that it should not find, and forget all."""
-        found = [noted[id(param)] for param in params if id(param) in noted]
-        around = [each for each in found if each.owner() is self and each.origin is AROUND]
-        _warn_of(around, "a reduced backward")
-        for param in params:
-            noted.pop(id(param), None)
+        taken = _take(params)
+        around = [each for each in taken if each.owner() is self and each.origin is AROUND]
+        self.warn(around, "a reduced backward")
 
     def warn(self, found: Sequence[UnreducedGradient], who: str) -> None:
-        """Warn that ``who`` finds these, the first time."""
+        """Warn that ``who`` finds these, if there are any, the first time."""
+        if not found:
+            return
         had_mean = found[0].origin is not ADDED or (self._had_mean is not None and self._had_mean)
         if self._has_warned or not had_mean:
             return
@@ -187,19 +182,16 @@ class Unreduced:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Hook of all optimizers."""
     if noted:
-        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        found = [noted[key] for key in params if key in noted]
-        _warn_of(found, "an optimizer")
-        for key in params:
-            noted.pop(key, None)
+        left = _take(param for group in optimizer.param_groups for param in group["params"])
+        for owner in dict.fromkeys(each.owner() for each in left):
+            if owner is not None:
+                owner.warn([each for each in left if each.owner() is owner], "an optimizer")
         for key, each in list(noted.items()):
-            if each.param() is None or each.owner() is None:
+            if each.owner() is None:
                 noted.pop(key, None)
 
 
-def _warn_of(found: Sequence[UnreducedGradient], who: str) -> None:
-    """``who`` uses these gradients now, if they are left: warn of those of each wrapper."""
-    left = [each for each in found if each.is_left()]
-    for owner in dict.fromkeys(each.owner() for each in left):
-        if owner is not None:
-            owner.warn([each for each in left if each.owner() is owner], who)
+def _take(params: Iterable[Tensor]) -> list[UnreducedGradient]:
+    """What was noted of these parameters, and is left: it is forgotten."""
+    found = ((param, noted.pop(id(param), None)) for param in params)
+    return [each for param, each in found if each is not None and each.is_left(param)]
