@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -54,6 +54,8 @@ from tritonddp.reducer.in_context import ContextReducer
 from tritonddp.reducer.reducer import Reducer
 from tritonddp.reducer.requests import Requests
 
+_T = TypeVar("_T")
+
 
 @dataclass(eq=False)
 class DDPState:
@@ -93,12 +95,8 @@ class DDPState:
 
     @classmethod
     def all_live(cls) -> list[DDPState]:
-        """Those in :attr:`live` now. For signal handlers and any thread: it takes no lock."""
-        while True:
-            try:
-                return list(cls.live)
-            except RuntimeError:  # another thread has wrapped a module meanwhile
-                continue
+        """Those in :attr:`live` now."""
+        return members(cls.live)
 
     @classmethod
     def of(
@@ -311,6 +309,15 @@ class DDPState:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: each for name, each in vars(self).items() if name not in _OF_THE_GROUP}
+
+
+def members(live: WeakSet[_T]) -> list[_T]:
+    """Those that are alive now. For signal handlers and any thread: it takes no lock."""
+    while True:
+        try:
+            return list(live)
+        except RuntimeError:  # another thread has added one meanwhile
+            continue
 
 
 # Attributes that are made again for a new process group, and the group itself.

@@ -35,7 +35,10 @@ class Extension:
         """
 
     def on_request(self, reduction: Reduction) -> None:
-        """Accumulated gradients are about to be reduced on request. As :meth:`on_begin`."""
+        """Accumulated gradients are about to be reduced on request.
+
+        May call ``reduction.weigh()``. May raise, before anything is sent: the ranks are alike.
+        """
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
         """The gradients of a segment are final, and about to be packed. May replace them."""

@@ -25,7 +25,7 @@ from tritonddp._torch import (
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
-from tritonddp.state import DDPState
+from tritonddp.state import DDPState, members
 from tritonddp.zero.masters import MasterWeights
 from tritonddp.zero.means import OwnedMeans
 from tritonddp.zero.partition import add_owners
@@ -477,7 +477,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
     """Hook of all optimizers."""
-    for each in ZeroRedundancyOptimizer.live:
+    for each in members(ZeroRedundancyOptimizer.live):
         each.look_at(optimizer)
 
 
@@ -502,7 +502,7 @@ def _total_norm(
         params: all parameters, where these are known: alike on all ranks.
     """
     # (Of a module that was wrapped again the optimizer of the last wrapper counts.)
-    in_force = (each for each in ZeroRedundancyOptimizer.live if each.is_in_force)
+    in_force = (each for each in members(ZeroRedundancyOptimizer.live) if each.is_in_force)
     live = sorted((each for each in in_force if each.is_latest), key=lambda each: each.number)
     if params is not None:
         optimizers = [each for each in live if each.has_any(params)]
