@@ -309,10 +309,17 @@ class Bucket:
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
-        One launch. A parameter without a gradient counts as zero, and as used only if its id is in
-        what ``without_gradient`` returns. A parameter that is not ``used``, but has a gradient of
-        an earlier backward, contributes that gradient, as it would on this rank alone; not with
-        ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
+        One launch. A ``scale`` of zero writes zeros, even for NaN.
+
+        Args:
+            segment: all its gradients are final.
+            used: for each of its parameters, whether this rank has used it.
+            scale: factor of the gradients.
+            header: of this rank, in the first bucket.
+            earlier: a parameter that is not used, but has a gradient of an earlier backward,
+                contributes that gradient, as it would on this rank alone.
+            without_gradient: ids of the parameters that count as used although they have no
+                gradient. It counts as zero.
 
         Raises:
             GradientError: a gradient does not fit its parameter.

@@ -250,10 +250,10 @@ class Agreement:
         unit: weights are divided by it before the sum: near the last weights that all ranks know.
         expected: bytes of the reduced headers of the last reduction, if all headers were equal, and
             had no weights: while they stay so, the host need not look at them. Else empty.
-        pending: on a GPU: headers that are not checked yet, oldest first, as the host did not wait
-            for them. They are at the end of the next reduction, when the device has all of that to
-            do. (All ranks have to find a mismatch, and a request to stop, at the same place. So
-            what a rank learns earlier counts from there on.)
+        pending: on a GPU: headers that are not checked yet, oldest first, as the host does not wait
+            for them. The end of the next reduction checks them, once it has given the device all
+            its work. (All ranks have to find a mismatch, or a request to stop, at the same place,
+            so no rank looks earlier.)
         is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
             before, whose headers each rank has read by then.
     """

@@ -77,7 +77,7 @@ class OwnedMeans(Extension):
             )
 
     def on_request(self, reduction: Reduction) -> None:
-        """Another request changes nothing, as without owners."""
+        """A second request in a row leaves the means as they are, as without owners."""
         self._refuse_set(reduction.where)
         self._earlier.on_request(reduction)
         if self._earlier.is_reduced:

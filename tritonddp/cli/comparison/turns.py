@@ -124,11 +124,11 @@ class Contender:
     def run(
         self, count: int, skipped: int = 0, *, parts: bool = False, captures: bool = False
     ) -> list[dict[str, Any]]:
-        """Let all ranks make so many steps, and return what each reports, by rank.
+        """Let all ranks make steps, and return what each reports, by rank.
 
         Args:
-            count: of steps, of which so many are
-            skipped: the first ones; they are not timed.
+            count: number of steps.
+            skipped: number of the first steps, which are not timed.
             parts: note the parts of each step.
             captures: take the parameters at the end.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
 import torch
@@ -68,13 +68,10 @@ class HostSums:
         self.thread: int | None = None
         self._with_shares: WeakSet[MemoryExchange] = WeakSet()
 
-    @classmethod
-    def of(cls, peers: Peers) -> HostSums:
+    @staticmethod
+    def of(peers: Peers) -> HostSums:
         """That of the group."""
-        if not isinstance(peers.background, cls):
-            peers.set_background(cls())
-        assert isinstance(peers.background, cls)
-        return peers.background
+        return cast(HostSums, peers.background)
 
     def goes_elsewhere(self, bucket: Bucket, peers: Peers) -> None:
         """Tell the others that this bucket goes through the process group, not through memory."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from tritonddp._modes import outside_modes
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.comm.host.memory_exchange import Announced, MemoryExchange, Progress
+from tritonddp.comm.host.memory_exchange import Announced, HostSums, MemoryExchange, Progress
 from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -121,7 +121,7 @@ class PeerMemory:
             if isinstance(found, Refusal):
                 self._group.peers = found
             else:
-                self._group.peers = Peers(self._group, found)
+                self._group.peers = Peers(self._group, found, HostSums())
                 has_line = len(found.hosts) > 1
                 if self._group.rank == 0:
                     logger.info(

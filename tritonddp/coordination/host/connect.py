@@ -105,9 +105,9 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
     return Neighbours(found, list(hosts.values()))
 
 
-def first_failure(failure: str, group: Group, device: torch.device = _CPU) -> str:
+def first_failure(failure: str, group: Group) -> str:
     """The failure of the lowest rank that has one, else ``""``. Collective."""
-    gathered = all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group, device)
+    gathered = all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group, _CPU)
     for rank, each in enumerate(gathered):
         if text := each.rstrip(b"\0").decode(errors="replace"):
             return f"rank {rank}: {plain(text)}"

@@ -4,9 +4,8 @@ Messages go over Unix sockets. A message orders memory (what was written before 
 read after it has come), and wakes the receiver. When a process dies, its connections close. A
 message may come twice without harm, so work that Ctrl-C interrupted is simply repeated.
 
-Each message has five numbers: its kind; the wrapper that it is of, or :data:`ANY`; two numbers
-whose meaning depends on the kind; and between them a number that grows from one message of this
-kind and wrapper to the next.
+A message is five numbers: kind, wrapper or :data:`ANY`, a detail, count, another detail. What the
+details are depends on the kind. The count grows with each message of a kind and wrapper.
 """
 
 from __future__ import annotations
@@ -167,9 +166,10 @@ class Peers:
         host, local_rank: index of this rank's host in ``hosts``, and of this rank on its host.
         direct_sends: functions that send a message to each peer, if its socket buffer has room.
         sends: ``direct_sends``; or, while messages are unsent, a function that queues behind them.
+        background: other work to do while this rank waits.
     """
 
-    def __init__(self, group: Group, found: Neighbours) -> None:
+    def __init__(self, group: Group, found: Neighbours, background: Background) -> None:
         self.hosts = found.hosts
         self.host = next(at for at, ranks in enumerate(found.hosts) if group.rank in ranks)
         self.local_rank = found.hosts[self.host].index(group.rank)
@@ -177,7 +177,7 @@ class Peers:
         self.others = [Peer(rank, each) for rank, each in sorted(found.connections.items())]
         self.direct_sends = [peer.send_now for peer in self.others]
         self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
-        self.background: Background | None = None  # other work to do while this rank waits
+        self.background = background
         self._numbers = count(ANY + 1)
         self._process_group = ref(group.process_group)  # weak: the group may hold this object
         self._poll = select.poll()
@@ -272,8 +272,7 @@ class Peers:
             PeerError: ``late`` was not there within the group's timeout.
         """
         self.send_rest()
-        if self.background is not None:
-            self.background.sum_packed()
+        self.background.sum_packed()
         # ``late`` may wait for this rank in another group.
         for background in self._other_work():
             if background.go_on():
@@ -297,11 +296,7 @@ class Peers:
     def _other_work(self) -> list[Background]:
         """Of the other groups."""
         others = [each() for each in list(_working)]
-        return [each.background for each in others if each not in (None, self) and each.background]
-
-    def set_background(self, background: Background) -> None:
-        """See :attr:`background`."""
-        self.background = background
+        return [each.background for each in others if each is not None and each is not self]
 
     def work_while_waiting(self) -> None:
         """Call :attr:`background` in every wait from now on, also in the waits of other groups."""

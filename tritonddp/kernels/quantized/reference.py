@@ -185,15 +185,12 @@ def dequantize(
     Raises:
         TypeError: the factor is not one fp64 element on the buffer's device.
     """
-    put_together(flat, factor)
+    _write_means(flat, factor)
     reference.unflatten(flat, grads)
 
 
-def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
-    """The first step of :func:`dequantize`: write the mean of all gradients to ``flat.data``.
-
-    On the CPU only, where large gradients may stay there. Applies the whole factor.
-    """
+def _write_means(flat: QuantizedBuffer, factor: Tensor | None) -> None:
+    """Write the mean of all gradients to ``flat.data``."""
     multiplier = 1.0
     if factor is not None:
         flat.check_factor(factor)

@@ -142,7 +142,6 @@ class ReadyTracker:
         self._doubtful: Collection[int] = ()
         # What the end hooks read: lists that are changed in place.
         self._usual: list[Tensor] = []  # the log that is expected
-        self._expected: list[Tensor] = []  # its content
         self._full_at = [_NEVER] * len(ranges)  # for each segment, length of the log when full
         self._last = [_NEVER] * len(ranges)  # for each segment, the parameter expected last
         self._looked = [_NOBODY_LOOKS]  # length of the part of the log that is as expected
@@ -267,12 +266,12 @@ class ReadyTracker:
     def _expect(self, reached: list[bool], doubtful: Collection[int]) -> None:
         self.reached = []  # not valid until the end of this method
         usual = [number for number in self._order if reached[number]]
-        self._usual[:] = self._expected = [self._params[number] for number in usual]
+        self._usual[:] = [self._params[number] for number in usual]
         self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
         for position, number in enumerate(usual, start=1):
             segment = self.segment_of[number]
             self._full_at[segment], self._last[segment] = position, number
-        if not self.gradients.unheard.isdisjoint(self._expected):
+        if not self.gradients.unheard.isdisjoint(self._usual):
             self._writes = self.gradients.hearing
         waits = [number != _NEVER for number in self._last]
         for number in doubtful:
@@ -303,7 +302,7 @@ class ReadyTracker:
     def has_unannounced(self) -> bool:
         """Whether a gradient came that was not announced, or came a second time."""
         arrived = set(map(id, self.log))
-        return len(arrived) < len(self.log) or not arrived.issubset(map(id, self._expected))
+        return len(arrived) < len(self.log) or not arrived.issubset(map(id, self._usual))
 
     def arrivals(self) -> list[int]:
         """The log, as numbers of parameters."""

@@ -38,12 +38,12 @@ ADDED = (
 class UnreducedGradient(NamedTuple):
     """A gradient that a backward has left on its rank, though perhaps it should not.
 
-    Such are backwards that went through no forward of the wrapper: stock DDP leaves them alone
-    without a word, and whoever trains through ``.module`` by mistake trains each rank by itself.
-    And backwards inside ``no_sync`` of a forward outside, which stock reduces, and such as add to
-    the means of the last reduction. So it is said once for each wrapper, when an optimizer, or for
-    the first kind the wrapper's next reduced backward, finds such a gradient. Nothing is said of
-    gradients that were dropped, zeroed or reduced before.
+    There are three origins: a backward that went around the wrapper (``AROUND``), which stock DDP
+    ignores without a word, so that whoever trains through ``.module`` by mistake trains each rank
+    by itself; a backward inside ``no_sync`` of a forward outside (``INSIDE``), which stock reduces;
+    and a local backward that has added to means (``ADDED``). A warning is logged, once for each
+    wrapper, when an optimizer finds such a gradient, or in the first case the next reduced
+    backward. None is logged for gradients that were dropped, zeroed or reduced before.
 
     (A weak reference to a parameter would keep ``swap_tensors`` from it.)
 
