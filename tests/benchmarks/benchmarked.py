@@ -14,7 +14,6 @@ def measured(
     command: str,
     out: Path,
     nproc: int | None = 2,
-    env: dict[str, str] | None = None,
     root: Path = ROOT,
 ) -> tuple[dict[str, Any], str]:
     """The result file of a run on the CPU that is to succeed, and what the run printed.
@@ -27,7 +26,7 @@ def measured(
     done = run(
         *(root / "benchmarks" / script, *arguments, "--out", out),
         nproc=nproc,
-        env={"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", **(env or {})},
+        env={"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
         timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr

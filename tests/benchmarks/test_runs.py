@@ -12,14 +12,12 @@ import torch
 from benchmarked import copied, measured
 from hosts import hosts_or_skip
 
-from benchmarks.base import deadline
 from tritonddp.coordination.agreement import BYTES
 
 Content = dict[str, Any]
 
 PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
 TENSORS = {"mlp": 24, "branchy": 800}
-LATE = {deadline.VARIABLE: "0"}
 
 
 def check_step(content: Content) -> None:
@@ -44,10 +42,6 @@ def check_step(content: Content) -> None:
         assert result["collectives"][configuration] == (2 + searches) * by_group, configuration
     for one in result["comparisons"].values():
         assert one["bound"] == (0.9 if name == "branchy" else 1.02)
-
-
-def check_late_step(content: Content) -> None:
-    assert content["models"]["mlp"]["rounds"] == [deadline.LEAST_ROUNDS]
 
 
 def check_fewer_bytes(content: Content) -> None:
@@ -102,40 +96,22 @@ def check_network(content: Content) -> None:
         assert name == "unwrapped" or payload < one["tx_bytes"] < 1.2 * payload, name
 
 
-def nothing_more(content: Content) -> None:
-    """It has run to its end."""
-
-
 RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
     "step branchy": ("step/step.py --models branchy --rounds 2 --builds 1", 2, check_step),
     "step mlp": ("step/step.py --models mlp --rounds 2 --builds 1", 2, check_step),
-    "step late": ("step/step.py --models mlp --rounds 500", 2, check_late_step),
-    "step gloo": (
-        "step/step.py --models mlp --rounds 2 --builds 1 --transport process_group",
-        2,
-        nothing_more,
-    ),
-    "step compiled": (
-        "step/step.py --models mlp --rounds 2 --builds 1 --families compiled",
-        2,
-        nothing_more,
-    ),
     "step, fewer bytes": (
         "step/step.py --models mlp --rounds 2 --builds 1 --families copies bf16 int8",
         2,
         check_fewer_bytes,
     ),
-    "memory": ("step/memory.py --models mlp", 2, nothing_more),
     "kernels": ("kernels/kernels.py --only many_small-bf16 --rounds 2", None, check_kernels),
     "host": ("host/host.py --rounds 2", None, check_host),
     "convergence": ("convergence/convergence.py --steps 40 --seeds 3 4", 2, check_convergence),
-    "sharded": ("features/sharded.py --rounds 2", None, nothing_more),
     "network": (
         "network/network.py --models mlp --hosts 2 --rounds 2 --rates 1gbit none",
         None,
         check_network,
     ),
-    "overlap": ("gpu/overlap.py --models mlp", None, nothing_more),
 }
 LONG = ("step branchy", "kernels")
 
@@ -151,8 +127,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     if name == "network":
         with hosts_or_skip(2):
             pass
-    env = LATE if name.endswith(" late") else {}
-    content = measured(arguments, tmp_path / "result.json", nproc=nproc, env=env)[0]
+    content = measured(arguments, tmp_path / "result.json", nproc=nproc)[0]
     assert content["machine"]["torch"] == torch.__version__
     check(content)
 

@@ -50,22 +50,6 @@ def test_digits_are_learnt_alike_with_stock_and_tritonddp() -> None:
     assert done.stderr.count("step 60 of 60") == 1  # lines instead of a bar, from rank 0 alone
 
 
-@pytest.mark.thorough
-def test_text_is_learnt_with_gradients_as_bucket_views() -> None:
-    done = run(
-        EXAMPLE,
-        *("--task", "text", "--steps", "12", "--batch-size", "4", "--bucket-cap-mb", "0.5"),
-        "--gradient-as-bucket-view",
-    )
-    assert done.returncode == 0, done.stderr
-    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes"]
-    (nats,) = map(float, row(done.stdout, "held-out loss, nats per character"))
-    (bits,) = map(float, row(done.stdout, "held-out loss, bits per character"))
-    assert nats < 4.2  # log(96) = 4.56 before the first step
-    assert bits == pytest.approx(nats / 0.693147, abs=1e-3)
-    assert "frequencies of character pairs alone: 2." in done.stdout
-
-
 @pytest.mark.long
 def test_ranks_that_differ_are_found_and_named(tmp_path: Path) -> None:
     script = tmp_path / "unsynchronised.py"
