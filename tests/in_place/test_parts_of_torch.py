@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 from training import descend, drawn, gradients, squares, train_step
 
 from tritonddp import DistributedDataParallel, ddp, replicate
@@ -81,27 +80,6 @@ def test_ddp_finds_the_wrapper_of_what_is_compiled() -> None:
 
 
 # Checkpoints of activations
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@ranks(2)
-def test_checkpoints_of_parts_and_of_the_whole(use_reentrant: bool) -> None:
-    net, plain = replicate(seeded()), DistributedDataParallel(seeded())
-
-    def part(x: Tensor) -> Tensor:
-        return net.head(checkpoint(net.encoder, x, use_reentrant=use_reentrant))
-
-    def all_of_it(x: Tensor) -> Tensor:
-        return checkpoint(net, x, use_reentrant=use_reentrant)
-
-    for call in (part, all_of_it):
-        for number in range(3):
-            x = drawn(5, 4, step=number).requires_grad_()
-            net.zero_grad()
-            squares(call(x)).backward()
-            train_step(plain, x)
-            torch.testing.assert_close(gradients(net), gradients(plain))
-            assert_same_on_all_ranks(gradients(net))
 
 
 # A tensor-parallel mesh

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from training import descend, drawn, gradients, squares, train_step
@@ -183,39 +182,6 @@ def test_synchronisation_is_switched_by_the_names_of_fsdp2(rank: int) -> None:
     assert_same_on_all_ranks(gradients(net))
     with pytest.raises(TypeError, match="requires_gradient_sync"):
         net.set_requires_gradient_sync("no")  # type: ignore[arg-type]
-
-
-@ranks(2)
-def test_weights_norms_and_reductions_on_request(rank: int) -> None:
-    net = replicate(seeded(), metrics=True)
-    x = drawn(6 - 2 * rank, 4)
-    with net.weighted(len(x)):
-        net.encode(x).square().mean().backward()
-    expected = copy.deepcopy(net)
-    expected.zero_grad()
-    expected.encode(
-        torch.cat([drawn(6, 4, rank=0), drawn(4, 4, rank=1)])
-    ).square().mean().backward()
-    torch.testing.assert_close(gradients(net), gradients(expected))
-    net.check_sync()
-    found = net.reduce_gradients(torch.autograd.grad(squares(net(x)), list(net.parameters())))
-    assert isinstance(found, tuple)
-    assert_same_on_all_ranks(list(found))
-    assert net.metrics()["step"] == 1
-    assert net.comm_state_dict() == ddp(net).comm_state_dict()
-    net.register_comm_hook(None, allreduce_hook)
-    squares(net(x)).backward()
-    assert_same_on_all_ranks(gradients(net))
-
-
-@ranks(2)
-def test_ranks_with_fewer_inputs_join(rank: int) -> None:
-    net = replicate(seeded(nn.BatchNorm1d))
-    with net.join():
-        for number in range(3 + rank):
-            train_step(net, drawn(5, 4, step=number))
-            descend(net)
-    assert_same_on_all_ranks([*net.parameters(), *net.buffers()])
 
 
 class Recursive(nn.Module):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks
 from torch import Tensor, nn
 from training import squares
@@ -102,20 +101,6 @@ class Pair:
         else:
             torch.testing.assert_close(zero, plain, **self.tolerance)
         assert_same_on_all_ranks(list(zero.values()), what)
-
-    def check_gradients(self, what: str = "") -> None:
-        """Of those that this rank owns they are the plain ones; of others there are none."""
-        for (name, mine), theirs in zip(
-            self.zero.module.named_parameters(), self.plain.module.parameters(), strict=True
-        ):
-            if self.owner(mine) in (None, dist.get_rank()):
-                assert_same_bits(mine.grad, theirs.grad, f"{what} {name}")
-            else:
-                assert mine.grad is None, f"{what} {name}"
-
-    def owner(self, param: Tensor) -> int | None:
-        """The rank that steps it; ``None`` if no optimizer has it."""
-        return owner_of(self.optimizer, param)
 
 
 def owner_of(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> int | None:

@@ -168,23 +168,3 @@ def test_one_that_leaves_out_gradients_which_only_their_owners_have_is_refused()
     for _ in range(2):  # before zero_grad(), which the loop of the next stage calls, and after it
         ZeroRedundancyOptimizer([*net.parameters()][:2], torch.optim.SGD, lr=0.1)
         net.zero_grad()
-
-
-@ranks(2)
-def test_means_that_were_asked_for_are_the_owners_when_a_group_is_added(rank: int) -> None:
-    pair = Pair(
-        mlp(4, 8, 8, 2),
-        torch.optim.SGD,
-        params=lambda net: list(net.module[4].parameters()),
-        tolerance={"rtol": 1e-4, "atol": 1e-5},
-    )
-    for number in range(4):
-        for net, optimizer in pair.each():
-            with net.no_sync():
-                squares(net(drawn(5, 4, step=number))).backward()
-            net.reduce_gradients()
-            if not number:
-                optimizer.add_param_group({"params": list(net.module[0].parameters())})
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.check(f"step {number}")

@@ -103,25 +103,6 @@ def test_norms_of_several_dtypes_are_alike(used: tuple[int, ...], options: dict[
         pair.end()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2)
-def test_gradients_of_no_optimizer_count_once(transport: str) -> None:
-    pair = Pair(
-        mlp(4, 8, 8, 2),
-        params=lambda net: [net.module[0].weight],  # owned by one rank, so the other owns none
-        wrapper=TRANSPORTS[transport],
-        tolerance={"rtol": 1e-4, "atol": 1e-5},
-    )
-    for number in range(4):
-        backwards(pair, number)
-        norms = [clip_grad_norm_(net.parameters(), 0.1) for net, _ in pair.each()]
-        assert_close(*norms)
-        for net, optimizer in pair.each():
-            optimizer.step()
-            net.zero_grad()
-        pair.check()
-
-
 @ranks(2)
 def test_other_tensors_have_the_norm_of_this_rank(rank: int) -> None:
     """On one rank alone too: nobody waits for another one."""

@@ -1,7 +1,5 @@
 """Options of the wrapper, and what travels."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,28 +7,6 @@ from beside_replicated import TRANSPORTS, Pair
 from distributed import ranks
 from modules import linears, mlp
 from training import counted, drawn, squares
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "all used": {"find_unused_parameters": False},
-    "lazy": {"lazy_bucket_allocation": True},
-    "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "skipping": {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
-    "metrics": {"metrics": True},
-    "finite": {"check_finite": "raise"},
-    "small buckets": {"bucket_cap_mb": 1e-4},
-    "one bucket": {"bucket_cap_mb": 100},
-    "no broadcast": {"broadcast_buffers": False, "init_sync": True},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2)
-def test_the_options_of_a_wrapper_mean_what_they_do_without_it(transport: str, option: str) -> None:
-    pair = Pair(mlp(4, 8, 8, 8, 2), wrapper={**TRANSPORTS[transport], **OPTIONS[option]})
-    for number in range(6):
-        pair.step(drawn(5, 4, step=number))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

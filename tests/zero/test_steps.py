@@ -65,24 +65,6 @@ def test_an_optimizer_that_looks_at_whole_matrices_steps_them(transport: str) ->
         pair.step(drawn(5, 4, step=number))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@ranks(2, 3, views=True)
-def test_a_gradient_is_there_on_its_owner_alone(view: bool, transport: str) -> None:
-    wrapper = {**TRANSPORTS[transport], "gradient_as_bucket_view": view}
-    pair = Pair(linears(4, 8, 8, 2), wrapper=wrapper)
-    for number in range(3):
-        for net, _ in pair.each():
-            squares(net(drawn(5, 4, step=number))).backward()
-        if tolerance(transport) is None:
-            pair.check_gradients(f"step {number}")
-        grads = [param.grad is not None for param in pair.zero.parameters()]
-        mine = [pair.owner(param) == dist.get_rank() for param in pair.zero.parameters()]
-        assert grads == mine
-        for _, optimizer in pair.each():
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("shapes", [[(3,)], [(40, 40)], [(2,), (3,)]], ids=["one", "huge", "two"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(3)

@@ -26,28 +26,6 @@ def test_a_local_backward_on_top_of_a_mean_is_refused(rank: int) -> None:
     squares(net(drawn(3, 4))).backward()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@ranks(2, views=True)
-def test_what_a_probe_leaves_behind_is_dropped(view: bool, set_to_none: bool) -> None:
-    """A local backward on top of the mean, which zero_grad() then drops; others follow."""
-    pair = Pair(
-        mlp(4, 8, 8, 2),
-        wrapper={"gradient_as_bucket_view": view},
-        tolerance={"rtol": 1e-3, "atol": 1e-4},
-        lr=0.01,
-    )
-    for number in range(4):
-        for net, optimizer in pair.each():
-            with net.no_sync():
-                squares(net(drawn(3, 4, step=10 * number))).backward()
-                optimizer.zero_grad(set_to_none)
-                if number % 2:
-                    squares(net(drawn(3, 4, step=10 * number + 1))).backward()
-            squares(net(drawn(3, 4, step=10 * number + 2))).backward()
-            optimizer.step()
-        pair.check(f"step {number}")
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks(2, 3)
 def test_a_parameter_that_nobody_uses_keeps_its_value_and_has_no_state(transport: str) -> None:
