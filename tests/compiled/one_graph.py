@@ -20,7 +20,7 @@ from distributed import assert_same_on_all_ranks
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters
 from torch.utils.checkpoint import checkpoint
 
 from tritonddp import DistributedDataParallel
@@ -152,6 +152,7 @@ def _boxed(graph: Any, _: Any) -> Any:
 def fresh_dynamo(**settings: Any) -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
+    clear_compilation_metrics()
     # torch keeps graphs on disk, also those that this package had put its operators in before.
     cacheless = torch._functorch.config.patch(enable_autograd_cache=False)
     with torch._dynamo.config.patch(**settings), cacheless:
@@ -190,20 +191,22 @@ def loss_of(output: Tensor) -> Tensor:
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {
-        name.removeprefix("module."): param.grad
+        name.removeprefix("module.").removeprefix("_orig_mod."): param.grad
         for name, param in module.named_parameters()
         if param.grad is not None
     }
 
 
-def means(module: nn.Module, *numbers: int) -> dict[str, Tensor]:
+def means(
+    module: nn.Module, *numbers: int, of: Callable[[int, int], Tensor] = batch
+) -> dict[str, Tensor]:
     """Gradients of these steps together by a copy that plays all ranks, not compiled."""
     alone = copy.deepcopy(module)
     for number in numbers:
         for rank in range(dist.get_world_size()):
             if isinstance(alone, Branches):
                 alone.rank = rank
-            (loss_of(alone(batch(number, rank))) / dist.get_world_size()).backward()
+            (loss_of(alone(of(number, rank))) / dist.get_world_size()).backward()
     return gradients(alone)
 
 

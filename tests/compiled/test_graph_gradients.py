@@ -19,13 +19,12 @@ from one_graph import (
     gradients,
     gradients_alone,
     loss_of,
-    means,
     one_graph,
     seeded,
     watched,
 )
 from torch import Tensor, nn
-from training import breaking_off, raises_if
+from training import raises_if
 
 from tritonddp import DistributedDataParallel
 
@@ -178,22 +177,6 @@ def test_a_parameter_that_one_rank_has_frozen_is_named() -> None:
 
 
 @ranks(2, timeout=300)
-def test_hooks_of_users_see_and_change_gradients() -> None:
-    def times_5(param: Tensor) -> None:
-        param.grad.mul_(5)
-
-    with one_graph() as net:
-        net.ddp.module.layers[1].weight.register_hook(lambda grad: grad * 3)
-        net.ddp.module.layers[2].weight.register_post_accumulate_grad_hook(times_5)
-        for number in range(4):
-            net.step(number)
-            expected = means(net.module, number)
-            expected["layers.1.weight"] *= 3
-            expected["layers.2.weight"] *= 5
-            net.assert_gradients(expected)
-
-
-@ranks(2, timeout=300)
 def test_weighted_means() -> None:
     with one_graph() as net:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -209,14 +192,3 @@ def test_weighted_means() -> None:
                     for name in alone[0]
                 }
             )
-
-
-@ranks(2, timeout=300)
-def test_a_backward_that_breaks_off_is_made_up_for() -> None:
-    with one_graph() as net:
-        for number in range(6):
-            loss = net.loss(number)
-            with breaking_off(net.ddp.module.layers[0].weight, number == 3):
-                loss.backward()
-            if number != 3:
-                net.assert_means(number)
