@@ -17,12 +17,9 @@ from torch import Tensor
 # What is planted: the names, as "room.module:Class.method", and what is called in their place.
 MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 # Those that scenarios with a sharded optimizer find.
-OF_SHARDED = {"values_of_one_rank", "means_that_count_on_one_rank"}
+OF_SHARDED = {"means_that_count_on_one_rank"}
 
 _WRAPPER = "wrapper:DistributedDataParallel"
-_BUCKETS = ("buckets.bucket:Bucket", "buckets.memory.view_bucket:ViewBucket")
-_UNPACK = tuple(f"{bucket}.unpack" for bucket in _BUCKETS)
-_UNPACK_ALL = (*_UNPACK, "buckets.sparse_bucket:SparseBucket.unpack")
 
 
 def mutation(*names: str) -> Callable[..., Any]:
@@ -81,7 +78,7 @@ def is_broken(what: str) -> bool:
 def no_average(original: Any, self: Any, *args: Any) -> None:
     """Gradients are summed."""
     original(self, *args)
-    self.scale *= self.group.size
+    self.agreement.scale = 1.0
 
 
 class _Done:
@@ -120,56 +117,6 @@ def ignored_no_sync(original: Any, *args: Any) -> Any:
 @mutation(f"{_WRAPPER}._sync_buffers")
 def skipped_buffers(original: Any, self: Any) -> None:
     """Forwards broadcast no buffers."""
-
-
-@mutation(*_UNPACK)
-def zeros_for_unused(original: Any, self: Any, *args: Any) -> None:
-    """A parameter that no rank used gets a gradient all the same."""
-    self.flat.flags.fill_(1)
-    original(self, *args)
-
-
-@mutation("reducer.reducer:Reducer._open")
-def forgotten_microbatches(original: Any, self: Any, *args: Any) -> None:
-    """What only backwards under ``no_sync`` used is not reduced."""
-    self.unreduced.clear(self.manager.current.params)
-    original(self, *args)
-
-
-@mutation("buckets.sparse_bucket:SparseBucket.receive_rows")
-def rows_of_one_rank(original: Any, self: Any, indices: Tensor, values: Tensor) -> None:
-    """Of a sparse gradient, rows of the last rank are forgotten."""
-    values[len(values) - self.announced()[-1].rows :] = 0
-    original(self, indices, values)
-
-
-@mutation(*_UNPACK_ALL)
-def other_rounding_on_one_rank(original: Any, self: Any, *args: Any) -> None:
-    """The last bit of a gradient differs between ranks."""
-    original(self, *args)
-    grad = self.params[0].grad
-    if torch.distributed.get_rank() == 1 and grad is not None:
-        grad.mul_(1 + torch.finfo(grad.dtype).eps)
-
-
-@mutation("buckets.parameters:ModuleParameters.has_changed")
-def parameters_of_the_first_day(original: Any, self: Any) -> bool:
-    """Parameters that are replaced or unfrozen are not taken up."""
-    return False
-
-
-@mutation(f"{_WRAPPER}.register_comm_hook")
-def ignored_communication_hook(original: Any, self: Any, *args: Any) -> None:
-    """Hooks are registered, and never called."""
-
-
-@mutation("zero.zero_redundancy_optimizer:ZeroRedundancyOptimizer.step")
-def values_of_one_rank(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The last parameter that another rank owns gets another value."""
-    loss = original(self, *args, **kwargs)
-    for param in self._values._others[-1:]:
-        param.detach().mul_(1.5)
-    return loss
 
 
 @mutation("reducer.earlier_means:EarlierMeans.set_aside")

@@ -171,7 +171,7 @@ class Normed(nn.Module):
 
 
 class Complex(nn.Module):
-    """Complex parameters, one of them transposed."""
+    """Complex parameters, one of them transposed, one used as its conjugate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Complex(nn.Module):
         self.bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.to(torch.complex64) @ self.weight + self.bias
+        y = x.to(torch.complex64) @ self.weight + self.bias.conj()
         return torch.tanh(y.real) + torch.tanh(y.imag)
 
 

@@ -12,21 +12,10 @@ from differential.mutations import MUTATIONS, OF_SHARDED, is_broken, planted
 from differential.wrappers import FAULTS
 
 # How many programs of each kind are played on how many ranks, and how many by the same processes.
-PROGRAMS = {"usual": {2: 220, 3: 120}, "sharded": {2: 60, 3: 40}, "hostile": {2: 300, 3: 150}}
+PROGRAMS = {"usual": {1: 10, 2: 220, 3: 120}, "sharded": {2: 60, 3: 40}, "hostile": {2: 300, 3: 150}}
 BATCH = {"usual": 10, "sharded": 10, "hostile": 30}
 # Within how many programs a planted fault is found, and a wrapper with a fault.
 ENOUGH, ENOUGH_OF_HOSTILE = 80, 90
-
-# Planted by `make test-all`; the others by `make test ARGS="-m thorough"`.
-ALWAYS = {
-    "no_average",
-    "forgotten_bucket",
-    "stale_gradient",
-    "wrong_strides",
-    "ignored_no_sync",
-    "skipped_buffers",
-    "means_that_count_on_one_rank",
-}
 
 
 def batches(kind: str) -> list[Any]:
@@ -90,13 +79,7 @@ def test_random_programs_see_the_same_as_one_graph(world_size: int, seeds: range
     assert_none(seeds, world_size, compiled=True)
 
 
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        pytest.param(each, marks=[] if each in ALWAYS else [pytest.mark.thorough])
-        for each in MUTATIONS
-    ],
-)
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_planted_fault_is_found(mutation: str) -> None:
     batches = (range(first, first + 5) for first in range(0, ENOUGH, 5))
     kind = "sharded" if mutation in OF_SHARDED else "usual"

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.models import Branches, batch
 from distributed import ranks, recorded_collectives
-from modules import linears
 from oracle import assert_mean, one_per_rank, seed
 from torch import Tensor, nn
 from training import train_step, wrap
@@ -143,62 +141,3 @@ def test_gradients_that_were_dropped_are_let_go(view: bool) -> None:
     assert weight_of(ddp) == 2
     ddp.zero_grad()
     assert [grad() for grad in grads] == [None]
-
-
-def names_of(ddp: DistributedDataParallel) -> list[str]:
-    return sorted(name for bucket in ddp.reducer.buckets for name in bucket.names)
-
-
-@ranks(1, views=True)
-def test_frozen_and_added_parameters_and_a_hook_that_comes_later(view: bool) -> None:
-    module = linears(4, 4, 3).double()
-    ddp = wrapped(module, gradient_as_bucket_view=view)
-    alone = one_per_rank(module)
-
-    sent: list[str] = []  # by the last step
-
-    def step() -> None:
-        with recorded_collectives() as calls:
-            for net in (ddp, *alone):
-                train_step(net, inputs())
-        sent[:] = calls.names
-        assert_mean(ddp, alone, f"after {ddp.reducer.counters.reductions} reductions")
-
-    for _ in range(3):
-        step()
-    for net in (ddp, *alone):
-        net.module[0].weight.requires_grad_(False)
-    for _ in range(2):
-        step()
-        assert "0.weight" not in names_of(ddp)
-        assert sent == []
-    ddp.check_sync()
-    for net in (ddp, *alone):
-        net.module[0].weight.requires_grad_(True)
-    step()
-    assert "0.weight" in names_of(ddp)
-    ddp.check_sync()
-    added = nn.Linear(3, 2).double()
-    for net in (ddp, *alone):
-        net.module.add_module("added", nn.Linear(3, 2).double())
-        net.module.added.load_state_dict(added.state_dict())
-    for _ in range(3):
-        step()
-        assert {"added.weight", "added.bias"} < {*names_of(ddp)}
-    ddp.check_sync()
-    step()
-    assert sent == []
-    seen: list[int] = []
-
-    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        state.append(bucket.index())
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    ddp.register_comm_hook(seen, hook)
-    for _ in range(2):
-        step()
-        assert sent == ["all_reduce"]  # what the ranks say to each other
-    assert seen == [0, 0]
-    ddp.check_sync()
