@@ -42,12 +42,13 @@ class HookedSteps(Extension):
         reduction, self._before = backward.reduction, []
         if reduction is None or reduction.is_captured:
             return
-        named = zip(backward.bucket_set.names, backward.bucket_set.params, strict=True)
+        current = reduction.bucket_set
+        named = zip(current.names, current.params, strict=True)
         # (Communication hooks may step optimizers by means.)
         hooked = [
             (name, param)
             for name, param in named
-            if backward.bucket_set.averages
+            if current.averages
             and is_plain(param)
             and (hooks_after_accumulation(param) or backward_hooks_of(param))
         ]

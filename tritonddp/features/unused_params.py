@@ -100,7 +100,7 @@ class SkipUnused(Extension):
             return
         skipped = []
         for bucket in reduction.buckets[1:]:
-            numbers = backward.bucket_set.numbers_of[bucket.index]
+            numbers = reduction.bucket_set.numbers_of[bucket.index]
             # Doubtful parameters may get a gradient although the engine does not announce it.
             if not any(reduction.used.flags[each] or each in backward.doubtful for each in numbers):
                 skipped.append(bucket.index)

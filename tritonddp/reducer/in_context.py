@@ -93,7 +93,7 @@ class ContextBackward:
         self.reduction = averager.open(
             bucket_set, GradSource.CONTEXT, used, where=where, from_grad=False
         )
-        self.backward = Backward(where, bucket_set, (), self.reduction)
+        self.backward = Backward(where, (), self.reduction)
         self.unfilled = [len(bucket.params) for bucket in bucket_set.buckets]
         self.bucket_of = [bucket.index for bucket in bucket_set.buckets for _ in bucket.params]
         self.arrived = [False] * len(named)

@@ -309,7 +309,7 @@ class Reducer:
         if missing != self.reentrant.missing:
             self.reentrant.note_missing(missing)
         doubtful: Collection[int] = _NONE
-        if not manager.is_provisional and (missing or self.reentrant.has_come):
+        if not manager.is_provisional and (missing or self.reentrant.seen):
             doubtful = self.reentrant.may_come(set(missing))
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
@@ -330,7 +330,6 @@ class Reducer:
         is_provisional = manager.is_provisional
         backward = Backward(
             reduction.where,
-            current,
             reached,
             reduction,
             is_late=is_late,
@@ -400,7 +399,6 @@ class Reducer:
                 doubt = AROUND
         backward = Backward(
             self.where(),
-            self.manager.current,
             reached,
             is_late=forward is None,
             is_provisional=self.manager.is_provisional,

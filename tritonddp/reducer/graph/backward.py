@@ -29,15 +29,9 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
+from tritonddp.coordination.group import OpenBackward
 from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
 from tritonddp.reducer.graph.unreduced import INSIDE, Unreduced
-
-
-class Listener(Protocol):
-    """What notices the start of a backward: a reducer."""
-
-    def on_backward(self, forward: Forward | None) -> None:
-        """A gradient has come, through an output of ``forward`` or elsewhere."""
 
 
 class SyncState:
@@ -233,7 +227,6 @@ class Backward:
 
     Attributes:
         where: this rank and its step, for messages.
-        bucket_set: the buckets in force.
         reached: for each parameter, whether the engine has announced its gradient.
         reduction: of its gradients; ``None`` if it is local.
         is_late: a gradient had come before the backward was noticed.
@@ -250,7 +243,6 @@ class Backward:
     """
 
     where: str
-    bucket_set: BucketSet
     reached: Sequence[bool]
     reduction: Reduction | None = None
     is_late: bool = False
@@ -349,12 +341,8 @@ class Backward:
             self.phase, self._end = FAILED, None
 
 
-class Ending(Protocol):
+class Ending(OpenBackward, Protocol):
     """A reducer of which a backward has ended."""
-
-    @property
-    def order(self) -> tuple[str, int, int]:
-        """Where it is in an order of all reducers that is the same on all ranks."""
 
     @property
     def bucket_set(self) -> BucketSet:
@@ -452,7 +440,7 @@ def watch(reference: weakref.ref[Any], forward: Forward, outputs: Collection[Ten
     before its inner backward. An output may outlive the reducer.
 
     Args:
-        reference: to the :class:`Listener` that is called.
+        reference: to the reducer whose ``on_backward()`` is called.
         forward: the forward.
         outputs: of it.
     """
@@ -483,7 +471,7 @@ def one_of_each_node(outputs: Collection[Tensor]) -> Collection[Tensor]:
     return by_node.values()
 
 
-def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tensor) -> None:
+def call_back(reference: weakref.ref[Any], forward: Forward | None, _: Tensor) -> None:
     """The hook: a gradient has come, through an output of ``forward`` or elsewhere."""
     listener = reference()
     if listener is not None:

@@ -197,15 +197,14 @@ class ReentrantGrads:
     Attributes:
         missing: in the last reduced backward; ``None`` before the first.
         is_static: all reduced backwards have reached the same parameters.
-        has_come: a gradient has come from an inner backward.
+        seen: gradients of these have come from inner backwards.
         suspected: see above.
     """
 
     def __init__(self) -> None:
         self.missing: Collection[int] | None = None
         self.is_static = True
-        self.has_come = False
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._stayed_away: set[int] = set()
         self.suspected: set[int] = set()
 
@@ -217,14 +216,13 @@ class ReentrantGrads:
     def may_come(self, missing: set[int]) -> set[int]:
         """Numbers that may get a gradient in a backward that announces all but ``missing``."""
         self.suspected = missing - self._stayed_away
-        if self._seen:
-            return self._seen | missing
+        if self.seen:
+            return self.seen | missing
         return self.suspected if self.suspected and may_run_inner_backward() else set()
 
     def note(self, number: int) -> None:
         """A gradient has come from an inner backward."""
-        self._seen.add(number)
-        self.has_come = True
+        self.seen.add(number)
 
     def stayed_away(self, numbers: Iterable[int] | None = None) -> None:
         """The backward is over: suspect ``numbers``, by default all suspected, no more.
@@ -236,7 +234,7 @@ class ReentrantGrads:
 
     def renumber(self, former: Sequence[int | None]) -> None:
         """Update numbers: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
-        self._seen = {new for new, old in enumerate(former) if old in self._seen}
+        self.seen = {new for new, old in enumerate(former) if old in self.seen}
         self._stayed_away = {new for new, old in enumerate(former) if old in self._stayed_away}
         if self.missing:
             self.missing = {new for new, old in enumerate(former) if old in self.missing}
