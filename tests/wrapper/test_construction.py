@@ -14,6 +14,9 @@ import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from modules import normed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -72,6 +75,12 @@ def complex_weights() -> nn.Module:
 def with_buffer(make: Callable[[], torch.Tensor]) -> nn.Module:
     model = small()
     model.register_buffer("buffer", make())
+    return model
+
+
+def sharded() -> nn.Module:
+    model = small()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
     return model
 
 
@@ -189,7 +198,9 @@ READ_ONLY = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "uninitialized": nn.UninitializedBuffer,
+    "DTensor": lambda: distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,))),
 }
+REFUSED["sharded"] = (sharded, {}, NotImplementedError, "weight' is a DTensor; FSDP2; _to_ignore")
 for kind, make in READ_ONLY.items():
     REFUSED[kind] = (partial(with_buffer, make), {}, NotImplementedError, f"'buffer' is; {kind}")
 

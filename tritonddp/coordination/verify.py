@@ -43,6 +43,10 @@ def is_plain(tensor: Tensor) -> bool:
     return not own or (not hasattr(tensor, "__tensor_flatten__") and bool(tensor.data_ptr()))
 
 
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements")  # its module takes long to import
+
+
 def refuse_read_only(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise a NotImplementedError if one of these tensors cannot get the bytes of another rank."""
     for name, tensor in named:
@@ -52,6 +56,8 @@ def refuse_read_only(named: Iterable[tuple[str, Tensor]]) -> None:
             kind = "quantized" if tensor.is_quantized else "nested"
         elif tensor.layout is not torch.strided:
             kind = str(tensor.layout)
+        elif _is_dtensor(tensor):
+            kind = "a DTensor (FSDP2's, or tensor parallelism without device_mesh)"
         elif tensor.numel() and any(
             n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
         ):
@@ -72,7 +78,7 @@ def plain_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor
     """
     found: list[tuple[str, Any]] = []
     for name, tensor in named:
-        if is_plain(tensor):
+        if is_plain(tensor) or _is_dtensor(tensor):  # of which each rank has its own part
             found.append((name, tensor))
         elif hasattr(tensor, "__tensor_flatten__"):
             parts, _ = tensor.__tensor_flatten__()
