@@ -91,7 +91,8 @@ class _Generator(Chance):
         for number in range(self._random.randint(3, 5)):
             actions += self._draw_step(number)
         if "backwards" in self._roots and self._chance(0.2):
-            actions += self._draw_saliency("main")
+            # (No forward comes behind it in which the other ranks agree on stock's buckets.)
+            actions += self._draw_saliency("main", least=1)
         if "modes" in self._roots:
             if self._wrappers not in OF_GROUPS and self._chance(0.6):
                 actions[:0] = self._evaluate("main")
@@ -132,7 +133,10 @@ class _Generator(Chance):
             blocks = ["linear", *[self._one_of(kinds)] * self._random.randint(1, 3)]
         spec = NetworkSpec(tuple(blocks))
         if "names" in self._roots and self._chance(0.5):
-            spec = replace(spec, overrides=self._one_of(list(OVERRIDES)))
+            # (Ranks that go through forwards alone would not hide buffers from the same one on.)
+            ruled_out = "hides buffers later" if _ALONE & {*self._roots} else ""
+            kinds = [each for each in OVERRIDES if each != ruled_out]
+            spec = replace(spec, overrides=self._one_of(kinds))
         is_about_buffers = "buffers" in self._roots
         # (Where ranks differ in the order of their forwards, buffers may not be broadcast.)
         if self._wrappers in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
@@ -306,12 +310,12 @@ class _Generator(Chance):
         way = self._one_of(list(probes.WAYS))
         return [Probe(counts, way, self._one_of(ends), self._chance(0.3))]
 
-    def _draw_saliency(self, title: str) -> list[Action]:
+    def _draw_saliency(self, title: str, least: int = 0) -> list[Action]:
         # (Forwards that broadcast buffers are as many on all ranks. No other collective may be in
         # front of the one in which stock agrees on its buckets.)
         if self._wrappers not in ("one network", "shared encoder"):
             return []
-        least = 2 if self._network.has_buffers else 0
+        least = 2 if self._network.has_buffers else least
         counts = tuple(self._random.randint(least, 2) for _ in self._ranks)
         return [Saliency(counts, self._one_of(["", "", "blocks.b0"]), title)]
 
