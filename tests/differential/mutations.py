@@ -120,5 +120,5 @@ def skipped_buffers(original: Any, self: Any) -> None:
 
 
 @mutation("reducer.earlier_means:EarlierMeans.set_aside")
-def means_that_count_on_one_rank(original: Any, self: Any) -> None:
+def means_that_count_on_one_rank(original: Any, self: Any, *args: Any) -> None:
     """A mean that is in ``.grad`` already is reduced as this rank's gradient."""

@@ -12,7 +12,11 @@ from differential.mutations import MUTATIONS, OF_SHARDED, is_broken, planted
 from differential.wrappers import FAULTS
 
 # How many programs of each kind are played on how many ranks, and how many by the same processes.
-PROGRAMS = {"usual": {1: 10, 2: 220, 3: 120}, "sharded": {2: 60, 3: 40}, "hostile": {2: 300, 3: 150}}
+PROGRAMS = {
+    "usual": {1: 10, 2: 220, 3: 120},
+    "sharded": {2: 60, 3: 40},
+    "hostile": {2: 300, 3: 150},
+}
 BATCH = {"usual": 10, "sharded": 10, "hostile": 30}
 # Within how many programs a planted fault is found, and a wrapper with a fault.
 ENOUGH, ENOUGH_OF_HOSTILE = 80, 90

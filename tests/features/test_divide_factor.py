@@ -144,6 +144,21 @@ def test_a_backward_that_is_reduced_after_all_is_refused_too() -> None:
         (local.sum() + late.sum()).backward()
 
 
+@ranks(2)
+def test_a_gradient_that_comes_before_its_backward_is_noticed_is_of_this_rank() -> None:
+    """Such as that of a temperature, unless it has been added to what is reduced already."""
+    net = nn.Linear(4, 1, bias=False)
+    net.temperature = nn.Parameter(torch.tensor(3.0))
+    ddp = wrap(net, gradient_divide_factor=1)
+    for _ in range(3):
+        ddp.zero_grad()
+        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward()
+        wanted = [2 * net.weight.sum(), torch.full((1, 4), 6.0)]
+        assert_close([net.temperature.grad, net.weight.grad], wanted)
+    with pytest.raises(RuntimeError, match=r"of 'temperature'.* added to one .* reduced already"):
+        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward()
+
+
 @pytest.mark.parametrize("over_all", [False, True])
 @ranks(3)
 def test_it_holds_inside_join_whatever_the_mean_would_be(rank: int, over_all: bool) -> None:

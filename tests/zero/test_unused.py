@@ -6,6 +6,7 @@ import torch.distributed as dist
 from beside_replicated import TRANSPORTS, Pair
 from distributed import assert_same_bits, ranks
 from modules import OnDemand, mlp
+from torch import nn
 from training import drawn, squares, wrap
 
 from tritonddp import ZeroRedundancyOptimizer
@@ -24,6 +25,28 @@ def test_a_local_backward_on_top_of_a_mean_is_refused(rank: int) -> None:
         squares(net(drawn(3, 4))).backward()
     optimizer.zero_grad()
     squares(net(drawn(3, 4))).backward()
+
+
+# Backwards whose first gradient is there before they come to an output of the module, if they do.
+LATE = {
+    "a temperature": lambda net, x: (squares(net(x)) * net.module.temperature.exp()).backward(),
+    "a dropped forward": lambda net, x: [net(x), squares(net.module(x)).backward()],
+    "on request": lambda net, x: [squares(net.module(x)).backward(), net.reduce_gradients()],
+}
+
+
+@pytest.mark.parametrize("way", LATE)
+@ranks(2, views=True)
+def test_a_gradient_that_comes_before_its_backward_is_noticed_is_no_mean(
+    view: bool, way: str
+) -> None:
+    module = mlp(4, 8, 2)
+    module.temperature = nn.Parameter(torch.ones(()))
+    pair = Pair(module, wrapper={"gradient_as_bucket_view": view})
+    for number in range(3):
+        for net, _ in pair.each():
+            LATE[way](net, drawn(5, 4, step=number))
+        pair.end(f"step {number}")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

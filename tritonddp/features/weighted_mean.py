@@ -86,7 +86,8 @@ class AccumulationWindow(Extension):
     def on_begin(self, backward: Backward) -> None:
         weight: Weight | None = self._sync.weight
         reduction = backward.reduction
-        self.open(weight, reduction is not None, not any(backward.earlier), backward.is_late)
+        is_late = backward.late_param is not None
+        self.open(weight, reduction is not None, not any(backward.earlier), is_late)
         if reduction is not None:
             reduction.weigh(self.weight)
 

@@ -17,6 +17,9 @@ from tritonddp.coordination.failures import listed
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
+# Attribute of a gradient that a reduction has left: one that comes after it was dropped has none.
+_MARK = "_tritonddp_is_reduced"
+
 
 class EarlierMeans(Extension):
     """Takes them out of ``.grad`` before a reduction, and adds them after it.
@@ -36,7 +39,9 @@ class EarlierMeans(Extension):
         self._params, self._option = params, option
         self.reads_device = f"which gradients are reduced already ({option})"
         # No backward has added to the gradients since the last reduction.
-        self.is_reduced = is_reduced
+        self.is_reduced = False
+        if is_reduced:
+            self._are_reduced()
         self._mixed: list[tuple[str, Tensor]] = []  # to whose means a local one has
         self._aside: dict[Tensor, Tensor] = {}
 
@@ -49,24 +54,37 @@ class EarlierMeans(Extension):
         """Take the means out, unless the backward is local.
 
         Raises:
-            RuntimeError: a local backward has added to them, and they were not dropped.
+            RuntimeError: a local backward has added to them, or this one before it was noticed.
         """
+        means = self.means(backward.late_param)
         if backward.reduction is not None:
             self._check(backward.where)
-            if self.is_reduced:
-                self.set_aside()
+            if late := [name for name, param in means if param is backward.late_param]:
+                raise RuntimeError(
+                    f"{backward.where}: the gradient of {late[0]!r}, which this backward has made "
+                    "before it came to an output of the wrapped module, was added to one that is "
+                    f"reduced already, which {self._option} would have to keep apart: drop "
+                    "gradients by zero_grad(set_to_none=True) before it, and accumulate under "
+                    "no_sync()"
+                )
+            self.set_aside(means)
         else:
-            self._mixed = held(self._params() if self.is_reduced else self._mixed)
+            self._mixed = held(means or self._mixed)
         self.is_reduced = False
+
+    def means(self, late: Tensor | None = None) -> list[tuple[str, Tensor]]:
+        """Whose gradients are means: not that of the ``late`` one, if it was not added to one."""
+        params = self._params() if self.is_reduced else ()
+        return [each for each in params if each[1] is not late or hasattr(each[1].grad, _MARK)]
 
     def on_request(self, reduction: Reduction) -> None:
         """All that is in ``.grad`` is meant, if no backward has run since the last reduction."""
         self._check(reduction.where)
 
     @torch.no_grad()
-    def set_aside(self) -> None:
+    def set_aside(self, means: Iterable[tuple[str, Tensor]]) -> None:
         """A reduction begins. (Copies: ``.grad`` may be a view of its bucket.)"""
-        self._aside = {p: p.grad.clone() for _, p in self._params() if p.grad is not None}
+        self._aside = {p: p.grad.clone() for _, p in means if p.grad is not None}
         for param in self._aside:
             param.grad.zero_()  # type: ignore[union-attr]
 
@@ -83,7 +101,14 @@ class EarlierMeans(Extension):
     def on_close(self, reduction: Reduction | None) -> None:
         """After a reduction ``.grad`` holds means, until a backward adds to it."""
         if reduction is not None:
-            self.is_reduced, self._mixed = True, []
+            self._mixed = []
+            self._are_reduced()
+
+    def _are_reduced(self) -> None:
+        self.is_reduced = True
+        for _, param in self._params():
+            if param.grad is not None:
+                setattr(param.grad, _MARK, True)
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """The gradients are as the backward has left them."""

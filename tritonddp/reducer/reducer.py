@@ -215,11 +215,12 @@ class Reducer:
 
     # Start of backward
 
-    def on_backward(self, forward: Forward | None = None) -> None:
+    def on_backward(self, forward: Forward | None = None, late: Tensor | None = None) -> None:
         """A backward runs: if it is new, find out which parameters it will reach. For hooks.
 
         Args:
             forward: the forward whose output it goes through; ``None`` if not known.
+            late: the ``late_param`` of :class:`Backward`.
         """
         backward = self.backward
         if backward is not None and (backward.phase is RUNNING or backward.phase is OPENING):
@@ -254,7 +255,7 @@ class Reducer:
                 self.parameters.check_kinds(missing, self.where)
             if tracker.is_outdated(missing):
                 self._track()
-                return self.on_backward(forward)
+                return self.on_backward(forward, late)
         if self.backward is not None:
             self.check_finalized()
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
@@ -268,9 +269,9 @@ class Reducer:
         bypasses_forward = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is not None:
-            self._open(source, forward is None, reached, missing, is_captured)
+            self._open(source, late, reached, missing, is_captured)
         else:
-            self._open_local(forward, reached, bypasses_forward, is_captured)
+            self._open_local(forward, late, reached, bypasses_forward, is_captured)
 
     def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
         """A backward that was local so far goes through an output of a synchronised forward."""
@@ -283,13 +284,14 @@ class Reducer:
         for call in self.events.on_abort:
             call(None)
         is_captured = self.manager.current.is_on_gpu and is_capturing()
-        self._open(source, True, reached, missing, is_captured, local)
+        late = arrived[0] if arrived else None
+        self._open(source, late, reached, missing, is_captured, local)
         self.tracker.log.extend(arrived)
 
     def _open(
         self,
         source: GradSource,
-        is_late: bool,
+        late: Tensor | None,
         reached: list[bool],
         missing: Collection[int],
         is_captured: bool,
@@ -332,7 +334,7 @@ class Reducer:
             reduction.where,
             reached,
             reduction,
-            is_late=is_late,
+            late_param=late,
             is_provisional=is_provisional,
             earlier=left.used,
             doubtful=doubtful,
@@ -361,7 +363,7 @@ class Reducer:
             tracker.stop()
             raise
         if not is_provisional and not reduction.unfilled[0]:
-            (self.on_gradients if is_late else tracker.tell_first)()
+            (self.on_gradients if late is not None else tracker.tell_first)()
 
     def _needs_no_exchange(self) -> bool:
         """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
@@ -382,6 +384,7 @@ class Reducer:
     def _open_local(
         self,
         forward: Forward | None,
+        late: Tensor | None,
         reached: list[bool],
         bypasses_forward: bool,
         is_captured: bool,
@@ -400,7 +403,7 @@ class Reducer:
         backward = Backward(
             self.where(),
             reached,
-            is_late=forward is None,
+            late_param=late,
             is_provisional=self.manager.is_provisional,
             earlier=self.unreduced.used,
             may_be_reduced=may_be_reduced,
@@ -423,7 +426,7 @@ class Reducer:
 
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
-        self.on_backward()
+        self.on_backward(late=param)
         if self.backward_runs and self.tracker.knows(param):
             self.tracker.log.append(param)
 

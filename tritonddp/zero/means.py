@@ -63,7 +63,7 @@ class OwnedMeans(Extension):
                 "other rank would get the gradients of those that it owns: make another one, or "
                 "wrap the module again"
             )
-        if backward.reduction is not None and not backward.is_late:
+        if backward.reduction is not None and backward.late_param is None:
             self._refuse_set(backward.where)
         self._earlier.on_begin(backward)
 
@@ -80,8 +80,7 @@ class OwnedMeans(Extension):
         """A second request in a row leaves the means as they are, as without owners."""
         self._refuse_set(reduction.where)
         self._earlier.on_request(reduction)
-        if self._earlier.is_reduced:
-            self._earlier.set_aside()
+        self._earlier.set_aside(self._earlier.means())
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Add the earlier means. (The first reduction leaves the mean on all ranks: drop it.)"""

@@ -229,7 +229,7 @@ class Backward:
         where: this rank and its step, for messages.
         reached: for each parameter, whether the engine has announced its gradient.
         reduction: of its gradients; ``None`` if it is local.
-        is_late: a gradient had come before the backward was noticed.
+        late_param: the one whose gradient had come before the backward was noticed, if one had.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
         earlier: for each parameter, whether an earlier backward that was not reduced has used it.
         doubtful: parameters that may get a gradient that was not announced.
@@ -245,7 +245,7 @@ class Backward:
     where: str
     reached: Sequence[bool]
     reduction: Reduction | None = None
-    is_late: bool = False
+    late_param: Tensor | None = None
     is_provisional: bool = False
     earlier: Sequence[bool] = ()
     doubtful: Collection[int] = ()
