@@ -1,5 +1,6 @@
 """What cannot have owners is refused by name, and breaks nothing."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -237,6 +238,25 @@ def test_gradients_that_were_set_since_the_last_reduction(rank: int, by: str) ->
     optimizer.zero_grad()
     squares(net(x)).backward()
     optimizer.step()
+
+
+@ranks(2)
+def test_gradients_that_only_the_owner_may_set_leave_nobody_waiting() -> None:
+    net = wrap(torch.nn.Linear(4, 4, bias=False))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        squares(net(drawn(3, 4))).backward()
+        optimizer.step()
+    weight = net.module.weight
+    owns, weight.grad = weight.grad is not None, torch.ones(4, 4)
+    with contextlib.nullcontext() if owns else pytest.raises(RuntimeError, match="was set since"):
+        net.reduce_gradients()
+    assert weight.grad.isnan().all() == owns
+    optimizer.zero_grad()
+    squares(net(drawn(3, 4))).backward()
+    optimizer.step()
+    assert weight.isfinite().all()
 
 
 @ranks(2)

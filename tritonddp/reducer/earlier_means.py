@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tritonddp.comm.reduction import Reduction
+from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.failures import listed
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
@@ -118,7 +118,7 @@ class EarlierMeans(Extension):
         self._mixed = held(self._mixed)
         if self._mixed:
             names = listed([name for name, _ in self._mixed])
-            raise RuntimeError(
+            raise LocalError(
                 f"{where}: {self._option} cannot reduce gradients of a local backward that were "
                 f"added to gradients which are reduced already: of {names}. Drop those before the "
                 "first backward under no_sync() (zero_grad() of the module; that of an optimizer "

@@ -37,7 +37,8 @@ class Extension:
     def on_request(self, reduction: Reduction) -> None:
         """Accumulated gradients are about to be reduced on request.
 
-        May call ``reduction.weigh()``. May raise, before anything is sent: the ranks are alike.
+        May call ``reduction.weigh()``. May raise before anything is sent, if all ranks do; or a
+        LocalError: then this rank sends NaN.
         """
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:

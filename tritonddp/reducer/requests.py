@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.parameters import schema_of
 from tritonddp.comm.comm_hook import CommHook, Hook
-from tritonddp.comm.reduction import Reduction
+from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
@@ -149,8 +149,12 @@ class Requests:
         }
         named_params = list(zip(current.names, current.params, strict=True))
         reduction = self._open(manager.temporary(named_params), stale)
-        for call in reducer.events.on_request:
-            call(reduction)
+        try:
+            for call in reducer.events.on_request:
+                call(reduction)
+        except LocalError:
+            reduction.take_part()  # the other ranks reduce
+            raise
         self._reduce_now(reduction, named_params)
         self.own_gradients_at = -1  # requests are no reductions that are counted
         reducer.forwards.reduction_begins()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.reduction import Reduction
+from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.failures import listed
 from tritonddp.reducer.earlier_means import EarlierMeans, held
 from tritonddp.reducer.extension import Extension
@@ -70,7 +70,7 @@ class OwnedMeans(Extension):
     def _refuse_set(self, where: str) -> None:
         """What the owner has set in ``.grad`` could not be told from its mean."""
         if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
-            raise RuntimeError(
+            raise LocalError(  # the owner finds nothing
                 f"{where}: .grad of {listed([name for name, _ in found])} was set since the last "
                 "reduction, which the ZeroRedundancyOptimizer takes for means where it steps them: "
                 "give gradients of your own to reduce_gradients(), and set what that returns"
