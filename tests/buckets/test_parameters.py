@@ -157,22 +157,6 @@ def test_the_ranks_agree_once_on_a_layer_that_is_called_beside() -> None:
 
 
 @CHANGE
-@pytest.mark.parametrize("first", [0, 2], ids=["before the first step", "later"])
-@pytest.mark.parametrize("local", [False, True], ids=["", "no_sync"])
-@ranks(2, 3, views=True)
-def test_changes_are_taken_up_at_the_next_forward(
-    change: Callable[[Layers], None], first: int, local: bool, view: bool
-) -> None:
-    ddp = wrap(net(), view, bucket_cap_mb=1e-4)
-    for step in range(first + 5):
-        if step == first:
-            change(ddp.module)
-        check_step(ddp, step, local)
-    placed = {name for bucket in ddp.reducer.buckets for name in bucket.names}
-    assert placed == {name for name, p in ddp.module.named_parameters() if p.requires_grad}
-
-
-@CHANGE
 @ranks(2, 3, views=True)
 def test_a_change_on_some_ranks_only_is_an_error_on_every_rank_that_names_the_parameters(
     rank: int, change: Callable[[Layers], None], view: bool

@@ -62,10 +62,6 @@ class OnlyTables(nn.Module):
         return x.square().sum()
 
 
-def to_dense(grads: list[Tensor | None]) -> list[Tensor | None]:
-    return [None if grad is None else grad.to_dense() for grad in grads]
-
-
 def other_counts_and_tables(net: Any, rank: int, step: int) -> None:
     """``sometimes`` on one rank only, in other steps on none."""
     net(1 + 3 * rank, *(["sometimes"] if step % 2 == rank else [])).backward()
@@ -75,22 +71,7 @@ def builds_a_graph(net: Any, rank: int, step: int) -> None:
     net(3).backward(create_graph=step > 0)
 
 
-def weighted(net: Any, rank: int, step: int) -> None:
-    with net.no_sync(), net.weighted(1 + 2 * rank):
-        net(2, *(["sometimes"] if rank else [])).backward()
-    with net.weighted(3 - rank):
-        net(1 + rank).backward()
-
-
-def weighted_sums(net: Any, rank: int, step: int) -> None:
-    with net.no_sync(), net.weighted(2 + rank, "sum"):
-        net(2).backward()
-    with net.weighted(0 if rank else 4, "sum"):
-        net(1 + rank, "sometimes").backward()
-
-
 STEPS = [other_counts_and_tables, builds_a_graph]
-STEPS += [weighted, weighted_sums]
 
 
 @pytest.mark.parametrize("model", [Tables, OnlyTables])

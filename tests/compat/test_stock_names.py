@@ -91,30 +91,6 @@ def test_ignored_parameters_and_buffers_stay_each_ranks_own(init_sync: bool) -> 
 
 
 @ranks(2)
-def test_parameters_are_numbered_as_in_stock() -> None:
-    def make() -> nn.Module:
-        model = Two()
-        model.embedding = nn.Embedding(2, 2)
-        model.tied = model.first
-        model.second.bias.requires_grad_(False)
-        return model
-
-    ours, stock = DistributedDataParallel(make()), Stock(make())
-    for net in (ours, stock):
-        params, sparse = net._build_params_for_reducer()
-        assert net._build_debug_param_to_name_mapping(params) == {
-            0: "first.weight",
-            1: "second.weight",
-            2: "embedding.weight",
-        }
-        assert sparse == [False, False, False]
-        with pytest.raises(ValueError, match="Expected param to name mapping"):
-            net._build_debug_param_to_name_mapping([*params, nn.Parameter(torch.ones(1))])
-        with pytest.raises(ValueError, match=r"Param with name embedding\.weight"):
-            net._build_debug_param_to_name_mapping(params[:2])
-
-
-@ranks(2)
 def test_buffers_are_looked_up_each_time() -> None:
     net = DistributedDataParallel(nn.BatchNorm1d(3))
     assert list(net.named_module_buffers) == ["running_mean", "running_var", "num_batches_tracked"]

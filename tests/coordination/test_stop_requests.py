@@ -41,35 +41,6 @@ def exchange(*agreements: Agreement, key: Any = KEY, dtype: Any = torch.float32)
     return sum(torch.tensor([*each.sent.encoded], dtype=dtype) for each in agreements)
 
 
-@pytest.mark.parametrize("asking", [[0], [2], [0, 1], [0, 1, 2]])
-@pytest.mark.parametrize("source", [GradSource.FORWARD, GradSource.REQUEST, GradSource.CONTEXT])
-def test_all_ranks_stop_after_the_reduction_that_carries_it(
-    source: GradSource, asking: list[int]
-) -> None:
-    agreements = [of_rank(rank, 3) for rank in range(3)]
-    key = (HERE, source, *KEY[2:])
-
-    def reduce() -> list[bool]:
-        headers = exchange(*agreements, key=key)
-        for each in agreements:
-            each.check(headers, "here")
-        return [each.is_stopped for each in agreements]
-
-    assert reduce() == [False] * 3
-    steady = [each.sent.encoded for each in agreements]
-    for rank in asking:
-        agreements[rank].request_stop(1)
-    assert [each.is_stopped for each in agreements] == [False] * 3
-    assert reduce() == [True] * 3
-    assert not any(each.expected for each in agreements)
-    for rank in range(3):  # too late to matter
-        agreements[rank].request_stop(2)
-    for _ in range(2):
-        assert reduce() == [True] * 3
-        assert [each.sent.encoded for each in agreements] == steady, "it is not sent again"
-        assert all(each.expected for each in agreements)
-
-
 def test_ranks_that_differ_do_not_stop_by_what_may_be_no_headers() -> None:
     one, two = of_rank(0, 2), of_rank(1, 2)
     two.request_stop(0)

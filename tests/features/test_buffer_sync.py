@@ -36,7 +36,7 @@ class Constant(nn.Linear):
         self.register_buffer("table", torch.rand(100_000))
 
 
-def step(ddp: Any, x: Tensor, number: int) -> None:
+def step(ddp: Any, x: Tensor) -> None:
     ddp(x).square().mean().backward()
 
 
@@ -52,8 +52,8 @@ def wrapped(net: Any = batch_norms, **options: Any) -> DistributedDataParallel:
 def trained(net: Any = batch_norms, steps: int = 4, **options: Any) -> DistributedDataParallel:
     """A wrapper whose buffers go through memory."""
     ddp = wrapped(net, **options)
-    for number in range(steps):
-        step(ddp, batch(), number)
+    for _ in range(steps):
+        step(ddp, batch())
     return ddp
 
 
@@ -72,9 +72,9 @@ def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
 def assert_forwards_have_those_of_rank_0(ddp: Any, what: str = "") -> None:
     """In some steps."""
     seen = first_of(ddp)
-    for number in range(3):
+    for _ in range(3):
         expected = gather(dict(copy.deepcopy(ddp.module).named_buffers()))[0]
-        step(ddp, batch(), number)
+        step(ddp, batch())
         assert_same_bits(seen(), expected, what)
 
 
@@ -91,14 +91,14 @@ def goes_through_memory(ddp: Any) -> bool:
 @ranks(2)
 def test_one_collective_a_forward_through_the_process_group_and_none_through_memory() -> None:
     ddp = wrapped(transport="process_group")
-    for number in range(4):
+    for _ in range(4):
         assert not goes_through_memory(ddp)
-        step(ddp, batch(), number)
+        step(ddp, batch())
     ddp = wrapped()
     assert not goes_through_memory(ddp)
-    step(ddp, batch(), 0)
+    step(ddp, batch())
     assert goes_through_memory(ddp)  # the ranks are connected
-    step(ddp, batch(), 1)
+    step(ddp, batch())
     assert all(goes_through_memory(ddp) for _ in range(3))
 
 
@@ -211,17 +211,14 @@ def test_where_memory_cannot_be_had_all_ranks_take_the_process_group(
     rank: int, who: int, function: str
 ) -> None:
     ddp = wrapped()
-    step(ddp, batch(), 0)
+    step(ddp, batch())
     with mock.patch.object(Memory, function, refused if rank == who else getattr(Memory, function)):
         assert_forwards_have_those_of_rank_0(ddp)
     assert_forwards_have_those_of_rank_0(ddp)
     assert not goes_through_memory(ddp)
 
 
-# Ctrl-C, and ranks that are gone
-
-
-# Beside what else there is
+# Lifetime
 
 
 @ranks(2)

@@ -1,6 +1,5 @@
 """Module buffers come from rank 0 when stock DDP would bring them, and as they are there."""
 
-import copy
 import sys
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ from distributed import (
 )
 from modules import normed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
 from training import unwarned
 
 from tritonddp import DistributedDataParallel
@@ -26,61 +24,6 @@ from tritonddp import DistributedDataParallel
 
 def batch() -> Tensor:
     return torch.randn(5, 3) * (1 + dist.get_rank()) + dist.get_rank()
-
-
-# Each step: the mode, the gradient mode, whether no_sync is on, whether a backward follows, and
-# the broadcasts that stock DDP was seen to make (shared/notes/stock-ddp.md, 4.7).
-SEQUENCE = [
-    ("train", True, False, True, 1),
-    ("train", True, False, True, 1),
-    ("train", False, False, False, 1),
-    ("train", False, False, False, 0),
-    ("train", True, False, True, 0),
-    ("train", True, False, True, 1),
-    ("train", True, True, True, 1),
-    ("train", True, True, True, 0),
-    ("train", True, False, True, 0),
-    ("train", True, False, True, 1),
-    ("eval", True, False, True, 1),
-    ("eval", False, False, False, 1),
-    ("eval", False, False, False, 0),
-    ("train", True, False, False, 0),
-    ("train", True, False, True, 1),
-]
-
-
-def broadcasts_at_each_forward(ddp: Any) -> tuple[list[int], list[list[Tensor]]]:
-    """Collectives of each forward of the sequence, and the buffers after it."""
-    torch.manual_seed(0)
-    counts, states = [], []
-    for mode, gradients, no_sync, backward, _ in SEQUENCE:
-        getattr(ddp, mode)()
-        ddp.require_backward_grad_sync = not no_sync
-        with torch.set_grad_enabled(gradients):
-            before = sequence_number()
-            output = ddp(batch())
-            counts.append(sequence_number() - before)
-        if backward:
-            output.pow(2).sum().backward()
-        states.append([buffer.clone() for buffer in ddp.buffers()])
-    return counts, states
-
-
-@ranks(2)
-def test_broadcast_at_the_same_forwards_as_stock_with_the_same_result() -> None:
-    module = normed()
-    stock = Stock(copy.deepcopy(module))
-    ours = DistributedDataParallel(module, transport="process_group")
-    # Stock's own first forwards also rebuild its buckets: let that be over.
-    for ddp in (stock, ours):
-        torch.manual_seed(1)
-        for _ in range(3):
-            ddp(batch()).sum().backward()
-    expected, expected_states = broadcasts_at_each_forward(stock)
-    counts, states = broadcasts_at_each_forward(ours)
-    assert [min(count, 1) for count in expected] == [step[-1] for step in SEQUENCE]
-    assert counts == [step[-1] for step in SEQUENCE]
-    assert_same_bits(states, expected_states, "buffer after forward")
 
 
 def copies(module: nn.Module) -> dict[str, Tensor]:

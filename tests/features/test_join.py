@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import (
     assert_same_bits,
     assert_same_on_all_ranks,
@@ -22,40 +21,6 @@ from training import assert_gradients_alike, gradients, train_step, wrap
 from uneven import STOCK, Alone, Net, assert_close, draw, loss_of, mean_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
-
-
-def schedules(world_size: int) -> list[tuple[int, ...]]:
-    """How many inputs each rank has."""
-    return [
-        tuple(range(world_size)),  # rank 0 has none at all
-        tuple(range(world_size, 0, -1)),  # the others leave before rank 0
-        (0,) * (world_size - 1) + (3,),
-        (2,) + (0,) * (world_size - 1),
-        (2,) * world_size,
-        (0,) * (world_size - 1) + (0,),
-        (1,) + (7,) * (world_size - 1),
-    ]
-
-
-@pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
-@ranks(2, 3, views=True)
-def test_ranks_that_leave_at_different_times_train_as_one_process(
-    rank: int, view: bool, over_present: bool
-) -> None:
-    for counts in schedules(dist.get_world_size()):
-        what = f"rank {rank} of {counts}"
-        ddp = wrap(net(), view, bucket_cap_mb=1e-4)
-        grads = train(ddp, counts[rank], ddp.join(divide_by_initial_world_size=not over_present))
-        assert len(ddp.reducer.buckets) > 3 or not any(counts)
-        if any(counts):
-            alone = Alone(counts, over_present)
-            assert_close(grads, alone.means[: counts[rank]], what)
-            assert_close(ddp.module.state_dict(), alone.final, what)
-        assert_same_on_all_ranks(list(ddp.module.state_dict().values()), what)
-        assert [p.grad for p in ddp.parameters()] == [None] * len(list(ddp.parameters())), what
-        # After it all is as before it.
-        step_of(ddp, 0)
-        assert_gradients_alike(ddp, what)
 
 
 @ranks(3)
@@ -118,25 +83,6 @@ def test_zero_optimizer_joins_too_and_does_the_same_steps(rank: int, over_presen
     assert_close(models[0], alone.final, f"rank {rank}")
     with pytest.raises(AssertionError):
         assert_close(models[1], alone.final, f"stock on rank {rank}")
-
-
-@ranks(3)
-def test_first_rank_to_end_ends_all_where_that_is_wanted(rank: int) -> None:
-    counts = (4, 2, 3)
-    throws = {"throw_on_early_termination": True}
-    for context in (lambda ddp: ddp.join(**throws), lambda ddp: Join([ddp], **throws)):
-        ddp = DistributedDataParallel(net())
-        steps = 0
-        error = "Rank 1 exhausted all inputs" if rank == 1 else "Detected at least one rank that"
-        with pytest.raises(RuntimeError, match=error), context(ddp):  # noqa: PT012
-            for step in range(counts[rank]):
-                loss_of(ddp, rank, step).backward()
-                steps += 1
-        assert steps == 2
-        assert_gradients_alike(ddp)
-        step_of(ddp, 5)
-        ddp.reduce_gradients()
-        assert_gradients_alike(ddp)
 
 
 @ranks(2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import gather, ranks
+from distributed import ranks
 from modules import Two
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -42,18 +42,6 @@ def test_the_map_of_used_parameters_counts_ranks(rank: int, kind: type[Two], laz
         used = net.reducer._get_local_used_map()
         assert used.dtype is torch.int32
         assert used.tolist() == (counts if kind is Two else [*counts[1:], counts[0]])
-
-
-@ranks(2)
-def test_a_graph_counts_as_static_while_a_rank_reaches_the_same_parameters(rank: int) -> None:
-    net = DistributedDataParallel(Two())
-    for _ in range(4):
-        net(drawn(4, 3), both=rank == 0).sum().backward()
-        assert net.reducer._ddp_graph_static()
-    with net.no_sync():
-        net(drawn(4, 3)).sum().backward()
-    net(drawn(4, 3)).sum().backward()
-    assert gather(net.reducer._ddp_graph_static()) == [True, False]
 
 
 @contextmanager

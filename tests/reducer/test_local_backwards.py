@@ -45,20 +45,6 @@ def with_optimizer() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 
-@ranks(2)
-def test_a_probe_by_one_rank_reaches_no_other_rank(rank: int) -> None:
-    ddp, alone = DistributedDataParallel(net()), net()
-    ddp(filled(2, 4)).sum().backward()
-    ddp.zero_grad()
-    if rank == 0:
-        ddp.module(filled(2, 4)).sum().backward()
-        alone(filled(2, 4)).sum().backward()
-        assert_same_bits(gradients(ddp.module), gradients(alone))
-        ddp.zero_grad()
-    ddp(filled(2, 4)).sum().backward()
-    assert reductions(ddp) == 2
-
-
 @ranks(2, views=True)
 def test_a_backward_that_goes_through_a_forward_late_is_reduced_after_all(view: bool) -> None:
     """The gradients of ``extra`` come before the output's, and no forward is armed any more."""
@@ -210,75 +196,6 @@ def test_microbatches_behind_the_reduced_one_are_named_when_an_optimizer_steps()
     assert len(lines) == 1
     for part in ("rank", "step", "'first.weight'", "averaged already", "outside no_sync()"):
         assert part in lines[0]
-
-
-def zeroed_data(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                param.grad.data.zero_()
-
-
-@pytest.mark.parametrize("zero", [torch.optim.Optimizer.zero_grad, zeroed_data])
-@ranks(2)
-def test_nothing_is_said_of_local_steps_behind_reduced_ones(zero: Any) -> None:
-    """As ranks make that train by themselves for some steps; and of penalties that are alike."""
-    ddp, optimizer = with_optimizer()
-    with said() as lines:
-        for _ in range(3):
-            with ddp.no_sync():
-                ddp(filled(2, 4)).sum().backward()
-            ddp(filled(2, 4)).sum().backward()
-            with ddp.no_sync():
-                ddp.module.first.weight.pow(2).sum().backward()
-            optimizer.step()
-            zero(optimizer)
-            with ddp.no_sync():
-                ddp(filled(2, 4)).sum().backward()
-            optimizer.step()
-            zero(optimizer)
-    assert not lines
-
-
-@ranks(2)
-def test_microbatches_of_another_wrapper_of_the_same_layers_are_not_named() -> None:
-    """They go around the former wrapper, which somebody still holds; the new one reduces them."""
-    module = net()
-    former, ddp = DistributedDataParallel(module), DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with said() as lines:
-        for _ in range(2):
-            with ddp.no_sync():
-                ddp(filled(2, 4)).sum().backward()
-            ddp(filled(2, 4)).sum().backward()
-            optimizer.step()
-    assert not lines
-    del former
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-@ranks(2)
-def test_nothing_is_said_of_gradients_that_are_dropped_reduced_or_returned(to_none: bool) -> None:
-    ddp, optimizer = with_optimizer()
-    with said() as lines:
-        for _ in range(2):
-            ddp.module(filled(2, 4)).sum().backward()
-            optimizer.zero_grad(set_to_none=to_none)
-            optimizer.step()
-            ddp(filled(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-        torch.autograd.grad(ddp.module(filled(2, 4)).sum(), list(ddp.module.first.parameters()))
-        optimizer.step()
-        ddp.module(filled(2, 4)).sum().backward()
-        ddp.reduce_gradients()
-        optimizer.step()
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(filled(2, 4))
-            ddp.module.first.weight.sum().backward()  # belongs to that forward
-        ddp(filled(2, 4)).sum().backward()
-    assert not lines
 
 
 @ranks(2)

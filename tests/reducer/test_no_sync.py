@@ -31,11 +31,6 @@ def reduced(ddp: Any, x: Tensor) -> None:
     ddp(x).square().sum().backward()
 
 
-def forward_and_backward_inside(ddp: Any, x: Tensor) -> None:
-    with ddp.no_sync():
-        ddp(x).square().sum().backward()
-
-
 def forward_inside(ddp: Any, x: Tensor) -> None:
     """As mmengine's ``optim_context``."""
     with ddp.no_sync():
@@ -57,39 +52,6 @@ def prepared_inside(ddp: Any, x: Tensor) -> None:
         loss.backward()
 
 
-def triggered(ddp: Any, x: Tensor) -> None:
-    """As Accelerate's ``trigger_sync_in_backward``."""
-    with ddp.no_sync():
-        loss = ddp(x).square().sum()
-    before = ddp.require_backward_grad_sync
-    ddp.require_backward_grad_sync = True
-    ddp.reducer.prepare_for_backward([])
-    loss.backward()
-    ddp.require_backward_grad_sync = before
-
-
-def two_forwards_inside(ddp: Any, x: Tensor) -> None:
-    with ddp.no_sync():
-        loss = ddp(x).square().sum() + ddp(x + 1).sum()
-    loss.backward()
-
-
-def flag_set_by_hand(ddp: Any, x: Tensor) -> None:
-    """The flag is off in the forward, and on again when the backward starts."""
-    ddp.require_backward_grad_sync = False
-    loss = ddp(x).square().sum()
-    ddp.require_backward_grad_sync = True
-    loss.backward()
-
-
-def inside_behind_one_outside(ddp: Any, x: Tensor) -> None:
-    """One of two views is kept out of the synchronisation, as stock's users do: it is not."""
-    loss = ddp(x).square().sum()
-    with ddp.no_sync():
-        loss = loss + ddp(x + 1).sum()
-    loss.backward()
-
-
 def outside_behind_one_inside(ddp: Any, x: Tensor) -> None:
     with ddp.no_sync():
         loss = ddp(x).square().sum()
@@ -105,19 +67,12 @@ def handed_on(ddp: Any, x: Tensor) -> None:
     ddp(x, state).sum().backward()
 
 
+# (What frameworks do, and no_sync around one part of a step: tests/cases/no_sync.py.)
 WINDOWS: dict[str, tuple[list[Microbatch], int]] = {
-    "forward and backward inside": ([forward_and_backward_inside] * 2 + [reduced], 1),
-    "forward inside": ([forward_inside] * 2 + [reduced], 1),
-    "forced": ([forward_inside, prepared], 1),
     "forced inside": ([forward_inside, prepared_inside, forward_inside, reduced], 2),
-    "forced as Accelerate does": ([forward_and_backward_inside, triggered], 1),
     "not forced any more": ([prepared, forward_inside, reduced], 2),
-    "two forwards": ([two_forwards_inside, reduced], 1),
-    "the later inside": ([forward_inside, inside_behind_one_outside], 1),
     "the earlier inside": ([forward_inside, outside_behind_one_inside], 1),
     "handed on": ([forward_inside, handed_on], 1),
-    "flag": ([flag_set_by_hand, reduced], 1),
-    "mixed": ([forward_inside, reduced, flag_set_by_hand, triggered, forward_inside, reduced], 3),
 }
 
 

@@ -6,29 +6,9 @@ The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
 import pytest
 import torch
 from cases.models import Branches, batch
-from distributed import assert_same_bits, ranks
+from distributed import ranks
 from oracle import Net, in_step, one_per_rank
-from training import assert_gradients_alike, train_step, wrap
-
-
-@ranks(3, views=True)
-def test_gradients_nobody_used_stay_bit_for_bit(rank: int, view: bool) -> None:
-    """None stays None; another one keeps its bits, and in copy mode stays the same tensor."""
-    ddp = wrap(Branches().double(), view)
-    for _ in range(2):
-        ddp(batch(), "abc").sum().backward()
-    unused = [p for name in "bc" for p in ddp.module.branches[name].parameters()]
-    never = [p for name in "def" for p in ddp.module.branches[name].parameters()]
-    for param in unused:  # in place: a view stays one
-        param.grad.mul_(1.1 + rank)
-    before = [(param.grad, param.grad.clone()) for param in unused]
-    for _ in range(3):
-        ddp(batch(), "a").sum().backward()
-        for param, (grad, bits) in zip(unused, before, strict=True):
-            assert_same_bits(param.grad, bits, "stale gradient")
-            assert view or param.grad is grad
-        assert all(param.grad is None for param in never)
-    assert_gradients_alike(ddp.module.branches["a"])
+from training import train_step, wrap
 
 
 def all_branches(net: Net, rank: int) -> None:

@@ -169,17 +169,6 @@ def test_layout_copies_are_none_on_the_cpu(view: bool) -> None:
     assert ddp.reducer.counters.layout_copies == 0
 
 
-@ranks(2, views=True)
-def test_no_sync_sends_nothing_and_flattens_nothing(view: bool) -> None:
-    ddp = wrap(Squares(*[64] * 10), view)
-    train(ddp, 2)
-    with recorded_collectives() as calls, counted(ddp) as found, ddp.no_sync():
-        train(ddp, 3)
-    assert not calls.names
-    assert calls.on_the_group == 0
-    assert found == Counters()
-
-
 @ranks(2)
 def test_a_reduction_whose_buckets_are_renewed_is_none_of_a_world_of_one() -> None:
     """The first backward brings a new order, and with it new buckets."""

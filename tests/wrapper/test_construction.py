@@ -410,38 +410,6 @@ def test_a_thousand_differences_make_a_short_message(rank: int) -> None:
 
 
 @ranks(2)
-def test_parameters_become_those_of_rank_0_unless_init_sync_is_off(rank: int) -> None:
-    torch.manual_seed(rank)
-    models = {
-        "contiguous": small(),
-        "channels_last": nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
-        "mixed": nn.Sequential(nn.Linear(3, 2).bfloat16(), nn.Linear(2, 2).double()),
-        "frozen": nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False)),
-        "transposed": one_more(),
-    }
-    models["transposed"][2].weight = nn.Parameter(torch.randn(4, 2).t())
-    for name, model in models.items():
-        mine = [param.detach().clone() for param in model.parameters()]
-        first = gather(mine)[0]
-        same = DistributedDataParallel(copy.deepcopy(model), init_sync=False)
-        assert_same_bits(same.parameters(), mine, f"{name}, init_sync=False")
-        ddp = DistributedDataParallel(model)
-        assert_same_bits(ddp.parameters(), first, name)
-        assert all(param.is_leaf for param in ddp.parameters())
-
-
-@ranks(2)
-def test_a_device_mesh_is_a_group(rank: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (2,))
-    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), device_mesh=mesh)
-    ddp(torch.full((1, 1), float(rank))).sum().backward()
-    assert ddp.module.weight.grad.item() == 0.5
-    square = dist.init_device_mesh("cpu", (2, 1))
-    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
-        DistributedDataParallel(small(), device_mesh=square)
-
-
-@ranks(2)
 def test_it_passes_for_what_it_replaces() -> None:
     model = small()
     ddp = DistributedDataParallel(model)
