@@ -38,9 +38,9 @@ def drawn(*shape: int, step: int = 0, rank: int | None = None, dtype: Any = None
     return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
-def filled(*shape: int, requires_grad: bool = False, dtype: Any = None) -> Tensor:
+def filled(*shape: int, requires_grad: bool = False) -> Tensor:
     """The same number in each place: 1 on rank 0, 2 on rank 1, and so on."""
-    return torch.full(shape, 1.0 + dist.get_rank(), requires_grad=requires_grad, dtype=dtype)
+    return torch.full(shape, 1.0 + dist.get_rank(), requires_grad=requires_grad)
 
 
 # Models
@@ -287,11 +287,9 @@ def assert_mean_of(
     assert_gradients_alike(ddp, what)
 
 
-def assert_right_step(
-    ddp: nn.Module, *inputs: Any, alone: nn.Module | None = None, what: str = "", **tolerance: Any
-) -> None:
-    """One more step has the means of what ``alone``, or a copy of the module, has in that step."""
-    alone = alone or copy.deepcopy(ddp.module)
+def assert_right_step(ddp: nn.Module, *inputs: Any, **tolerance: Any) -> None:
+    """One more step has the means of what a copy of the module has in that step."""
+    alone = copy.deepcopy(ddp.module)
     for net in (ddp, alone):
         train_step(net, *inputs)
-    assert_mean_of(ddp, alone, what, **tolerance)
+    assert_mean_of(ddp, alone, **tolerance)

@@ -20,18 +20,6 @@ def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits):
     assert assign_buckets(params, range(9), BucketCaps(tuple(limits))) == expected
 
 
-PARAMETERS = {
-    "row major": torch.empty(3, 4, 5),
-    "channels last": torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "transposed": torch.empty(4, 3).t(),
-    "size one": torch.empty(5, 1, 7),
-    "no dimension": torch.empty(()),
-    "no element": torch.empty(0, 3),
-    "with gaps": torch.empty(4, 6)[:, ::2],
-    "expanded": torch.empty(1, 6).expand(4, 6),
-}
-
-
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @ranks(2, interprets=True)
 def test_a_square_gradient_that_a_hook_transposes_in_memory_keeps_its_values(views: bool) -> None:

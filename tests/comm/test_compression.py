@@ -259,10 +259,6 @@ def test_a_communication_hook_beside_it_is_refused_by_name() -> None:
     ddp(torch.randn(4, 64)).sum().backward()
 
 
-def _threads() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "tritonddp-quantized"]
-
-
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
 @ranks(3)
 def test_on_another_number_of_ranks_all_that_was_left_out_is_still_to_come(

@@ -1,6 +1,5 @@
 """What torch builds on top of the wrapper: mixed precision, pipelines, checkpoints, averages."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tritonddp import DistributedDataParallel, replicate
+from tritonddp import DistributedDataParallel
 
 STOCK = nn.parallel.DistributedDataParallel
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 2))
 
 
 def batch(rank: int, step: int = 0) -> Tensor:
@@ -87,25 +81,7 @@ def test_each_stage_of_a_pipeline_may_be_wrapped(schedule: Any) -> None:
     assert ddp.reducer.counters.reductions == 3  # one a step, not one a microbatch
 
 
-# Checkpoints, and averages of the model
-
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "stock": STOCK,
-    "ours": DistributedDataParallel,
-    "in place": replicate,
-}
-
-
-def made(wrapper: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = WRAPPERS[wrapper](network())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(batch(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
+# Averages of the model
 
 
 @ranks(2)
@@ -118,7 +94,9 @@ def test_an_average_of_the_wrapper_is_stocks() -> None:
         average = AveragedModel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
-            train(model, optimizer, range(step, step + 1))
+            optimizer.zero_grad()
+            model(batch(dist.get_rank(), step)).square().mean().backward()
+            optimizer.step()
             average.update_parameters(model)
         update_bn([batch(dist.get_rank(), step) for step in range(3)], average)
         found.append([value.detach() for value in average.state_dict().values()])

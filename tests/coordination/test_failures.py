@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,13 @@ from tritonddp.coordination.processes import Process
 PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
 
 
-def failure(
-    group: dist.ProcessGroup,
-    place: str = PLACE,
-    collective: Callable[..., Any] = dist.all_reduce,
-    what: str = "all-reduce of 16 bytes",
-    **options: Any,
-) -> str:
-    """What the error of a collective that fails says."""
+def failure(group: dist.ProcessGroup) -> str:
+    """What the error of an all-reduce that fails says."""
     try:
-        collective(torch.ones(4), group=group, **options)
+        dist.all_reduce(torch.ones(4), group=group)
     except RuntimeError as error:
-        explained = Group(group).explain(f"rank {group.rank()}, {place}", what, error)
+        place = f"rank {group.rank()}, {PLACE}"
+        explained = Group(group).explain(place, "all-reduce of 16 bytes", error)
         assert type(explained) is RuntimeError
         return str(explained)
     pytest.fail("the collective was to fail")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,24 +34,10 @@ def place(request: pytest.FixtureRequest) -> Place:
     if INTERPRETED:
         pytest.skip("the kernels are interpreted in this process: run `pytest -m gpu`")
     call = getattr(request.node, "callspec", None)
-    if call is not None and (why := _spared(request.node.name, **call.params)):
-        pytest.skip(why)
+    case = {} if call is None else call.params
+    if (case.get("size"), case.get("feedback")) in ((1, False), (3, True), (4, True)):
+        pytest.skip("tests/kernels has these ranks; a kernel takes half a second to compile")
     return Place.of("cuda", block=None, quantized_block=None, many=100_001)
-
-
-def _spared(
-    test: str,
-    dtype: Any = None,
-    wire: Any = None,
-    aligned: bool = True,
-    size: int = 1,
-    feedback: bool = True,
-    **_: Any,
-) -> str:
-    """Why a case is not for this GPU: a kernel takes half a second to compile."""
-    if (size, feedback) in ((1, False), (3, True), (4, True)):
-        return "tests/kernels has these ranks"
-    return ""
 
 
 def test_a_factor_on_the_host_is_refused_and_not_followed(place):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,19 +21,6 @@ from tritonddp import DistributedDataParallel
 from tritonddp.features.metrics import EVERY
 
 STEPS = 12
-
-
-@contextlib.contextmanager
-def waits_for_nothing(device: torch.device) -> Iterator[None]:
-    """Context: on a GPU, an operation for which the host waits fails."""
-    if device.type != "cuda" or is_recorded(device):
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("part", ["input", "forward", "backward"])

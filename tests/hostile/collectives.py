@@ -5,24 +5,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from differential.networks import Centered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hostile.table import program
-
-
-class Centered(torch.autograd.Function):
-    """Minus the mean over the batches of all ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return Centered.backward(ctx, x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        mean = gradient.mean(0)
-        dist.all_reduce(mean)
-        return gradient - mean / dist.get_world_size()
 
 
 class LikeABucket(torch.autograd.Function):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from against_twins import like
-from poisoned import dense, values
+from poisoned import dense
 from quantized_ranks import (
     Guarded,
     assert_same_messages,
@@ -32,25 +32,21 @@ SLOTS = [dense([1000]), dense([0]), dense([5]), dense([17, 9], [1, 0]), dense([]
 QUANTIZED = [True, True, False, True, False, True]
 
 
-def buffers(world_size, feedback=True, slots=SLOTS, quantized=QUANTIZED):
+def buffers():
     """Those of the kernels, and those of the twins."""
-    mine = Guarded(like(slots), quantized, world_size, feedback)
-    twins = Guarded(like(slots), quantized, world_size, feedback)
+    mine, twins = (Guarded(like(SLOTS), QUANTIZED, 2, feedback=True) for _ in range(2))
     for flat in mine.flats:
         flat.tables = QuantizedTables(flat, block=512)
     return mine, twins
 
 
-def gradients(rank, special, slots=SLOTS):
-    """Of one rank: numbers of one magnitude, or all that there are."""
+def gradients(rank):
+    """Of one rank: numbers of one magnitude."""
     generator = torch.Generator().manual_seed(rank)
     result = []
-    for slot, (shape, stride) in enumerate(slots):
-        numel = math.prod(shape)
-        content = values(numel, torch.float32, 100 * rank + slot)
-        if not special:
-            content = torch.randn(numel, generator=generator)
-            content[::7] = -0.0
+    for shape, stride in SLOTS:
+        content = torch.randn(math.prod(shape), generator=generator)
+        content[::7] = -0.0
         result.append(content.as_strided(shape, stride))
     return result
 
@@ -58,10 +54,10 @@ def gradients(rank, special, slots=SLOTS):
 @pytest.mark.parametrize("scale", [0.5, 4.0, 0.375, -0.5, math.inf])
 def test_large_gradients_are_scaled_and_get_their_residuals_as_by_the_kernel(monkeypatch, scale):
     monkeypatch.setattr(reference, "_LARGE", 1)
-    mine, twins = buffers(2)
+    mine, twins = buffers()
     for step in range(4):  # first with magnitudes that a factor makes subnormal
         for flat, twin in zip(mine.flats, twins.flats, strict=True):
-            grads = gradients(flat.rank + 2 * step, special=False)
+            grads = gradients(flat.rank + 2 * step)
             if step < 2:
                 grads = [grad * 2.0**-146 for grad in grads]
             if step == 3:
@@ -80,7 +76,7 @@ def test_the_message_of_a_direct_exchange_is_that_of_the_reference(rank):
     )
     own = [3, 4, 5] if rank else [0, 1, 2]
     for step in range(2):
-        grads, used = gradients(step, special=False), [True, True, step == 0, True, True, True]
+        grads, used = gradients(step), [True, True, step == 0, True, True, True]
         quantize(flat, grads, used, 0.5, bytes(range(6)))
         reference.quantize(twin, grads, used, 0.5, bytes(range(6)))
         assert torch.equal(flat.received, twin.received)
@@ -143,7 +139,7 @@ def test_a_missing_gradient_is_zeros_whatever_the_scale():
 
 @pytest.mark.parametrize("run", [quantize, reference.quantize], ids=["triton", "twin"])
 def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(run):
-    grads = gradients(0, False)
+    grads = gradients(0)
     whole, cut = (quantized_buffers(like(SLOTS), QUANTIZED, 2)[0] for _ in range(2))
     headers = bytes([1, 2, 3, 0, 0, 0])
     run(whole, grads, [True] * 6, 0.5, headers)
@@ -157,7 +153,7 @@ def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(run):
 
 def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written():
     flat = quantized_buffers(like(SLOTS), QUANTIZED, 2)[0]
-    grads = gradients(0, False)
+    grads = gradients(0)
     with pytest.raises(ValueError, match="6 slots, but 5 gradients"):
         quantize(flat, grads[:5], [True] * 6, 1.0, bytes(6))
     with pytest.raises(ValueError, match="room for 6 headers, but 3 came"):
