@@ -110,23 +110,6 @@ def plainly_flatten(flat, grads, used, scale, headers) -> None:
     flat.headers.copy_(torch.tensor(list(headers)))
 
 
-def test_every_bit_of_a_scaled_gradient_is_what_a_number_makes_of_it():
-    # A tensor without dimensions takes the place of the number: NaN, -0.0 and subnormals too.
-    generator = torch.Generator().manual_seed(0)
-    for wire, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
-        limit = 2 ** (8 * bits.itemsize - 1)
-        grads = [
-            torch.randint(-limit, limit - 1, (64,), generator=generator).to(bits).view(wire)
-            for _ in range(COUNT)
-        ]
-        flat = flat_of(wire=wire)
-        for scale in (1.0, 1 / 3, -2.0, 2.0**-130, 1 + 2.0**-40, 1e300, math.inf):
-            reference.flatten(flat, grads, USED, scale, HEADERS)
-            for view, grad in zip(flat.views, grads, strict=True):
-                expected = grad.clone().mul_(scale)
-                assert torch.equal(view.view(bits), expected.view(bits)), (wire, scale)
-
-
 @pytest.mark.parametrize("sizes", [(63,), (65,), (64, 64)], ids=str)
 def test_the_twin_still_refuses_what_does_not_fit_when_it_has_flattened_before(sizes):
     flat = flat_of()
