@@ -107,6 +107,17 @@ def test_gradients_of_a_side_stream_are_written_like_an_optimizer_reads_them(
         assert bool(recorder.races) == (not waits and not view), recorder.report()
 
 
+@ranks(2, interprets=True)
+def test_the_stream_of_a_gradient_that_begins_a_backward_is_noted_too() -> None:
+    with recording():
+        net = DistributedDataParallel(nn.Linear(8, 4).to("cuda"))
+        for _ in range(3):
+            net.zero_grad()
+            net(torch.ones(4, 8, device="cuda"))
+            net.module(torch.ones(4, 8, device="cuda")).sum().backward()
+        assert not net._ddp_state.core.tracker.gradients.unheard
+
+
 def test_without_the_calls_in_c_streams_are_the_same(recorder: Recorder) -> None:
     side = torch.cuda.Stream()
     with (

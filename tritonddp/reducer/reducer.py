@@ -428,7 +428,7 @@ class Reducer:
         """The first gradient of a backward that has not begun at an output of the module."""
         self.on_backward(late=param)
         if self.backward_runs and self.tracker.knows(param):
-            self.tracker.log.append(param)
+            self.tracker.gradients.note(param)
 
     def on_gradients(self) -> None:
         """A gradient has come: launch the buckets at the front that wait for none."""

@@ -86,6 +86,13 @@ class GradientLog:
         self.remove = weakref.finalize(self, _remove_all, self._handles)
         self.remove.atexit = False
 
+    def note(self, param: Tensor) -> None:
+        """The gradient of ``param`` has come, and its hook was idle."""
+        if param in self.unheard:
+            _gradient_on_stream(self.entries, self.streams, self.other_streams, self.unheard, param)
+        else:
+            self.entries.append(param)
+
     def tell_first(self, usual: tuple[Any, ...]) -> None:
         """Call :meth:`Listener.on_gradients` when the next gradient has come; then do as usual."""
         self.set_hook((_gradient_tells, (self._hook, usual, self._listener), {}, None))
