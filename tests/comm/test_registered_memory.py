@@ -20,9 +20,10 @@ OPTION = {"transport": "registered_memory"}
 
 @contextlib.contextmanager
 def registering(allocate: Callable[[int], Tensor]) -> Iterator[None]:
-    """Context: the process group allocates by this function."""
-    with mock.patch.object(formats, "registered_memory", return_value=allocate):
+    """Context: the process group allocates by this function, which all buckets share."""
+    with mock.patch.object(formats, "registered_memory", return_value=allocate) as made:
         yield
+    assert made.call_count <= 2, "one to see if there is some, one for the buckets"
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,10 @@ class BucketFactory:
     owners: Mapping[Tensor, int] = field(default_factory=dict)
     # Residuals (quantisation errors) of buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
+    # Of registered memory. (A pool takes 20 MiB for its first MiB: one serves all buckets.)
+    allocators: dict[torch.device, Callable[[int], Tensor]] = field(
+        default_factory=dict, init=False
+    )
 
     def temporary(self, transport: Transport, views: bool = False) -> BucketFactory:
         """A factory of buckets for one reduction by ``transport``, without quantisation."""
@@ -285,8 +289,10 @@ class BucketFactory:
         self, make: Callable[..., FlatBuffer], layout: Layout, dtype: torch.dtype, device: Any
     ) -> FlatBuffer:
         """A buffer that ``make`` makes, in registered memory."""
-        allocate = registering(self.group.process_group, device)
-        return make(layout, dtype, device, allocate(layout.numel * dtype.itemsize).zero_())
+        if device not in self.allocators:
+            self.allocators[device] = registering(self.group.process_group, device)
+        memory = self.allocators[device](layout.numel * dtype.itemsize)
+        return make(layout, dtype, device, memory.zero_())
 
     def _quantization(
         self, params: Sequence[Parameter], names: Sequence[str], headers: int

@@ -73,7 +73,7 @@ class GradientLog:
         self.entries: list[Tensor] = []
         self.streams: list[Any] = []
         self.other_streams: list[Any] = []
-        self.unheard = {param for param in params if param.is_cuda}
+        self.unheard: set[Tensor] = {param for param in params if param.is_cuda}
         heard = (self.entries, self.streams, self.other_streams, self.unheard)
         self.idle: tuple[Any, ...] = (_first_gradient, (listener,), {}, None)
         self.writing: tuple[Any, ...] = (self.entries.append, (), {}, None)
