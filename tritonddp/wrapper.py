@@ -35,7 +35,6 @@ from tritonddp.compiled.forward import in_one_graph
 from tritonddp.config import process_group_of, suggesting
 from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import check_sync
-from tritonddp.features.join import announce_forward, refuse_inside
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import OPTIMIZERS_IN_BACKWARD, step_in_backward
 from tritonddp.features.weighted_mean import weight_of
@@ -247,7 +246,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             state.logger.set_error_and_log(str(error))
             raise
         if sync.join is not None:
-            announce_forward(self)
+            sync.join.announce()
         if state.buffer_sync.late:
             state.buffer_sync.take_over_late()
         if (
@@ -397,7 +396,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             means = model.reduce_gradients(gradients)
         """
-        refuse_inside(self, "reduce_gradients()")
+        if (join := self._ddp_state.sync.join) is not None:
+            join.refuse("reduce_gradients()")
         if gradients is not None:
             return self._ddp_state.requests.reduce_given(gradients, params, self._trainable())
         if params is not None:
@@ -462,7 +462,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             optimizer.step()
             model.check_sync()  # once in some thousand steps
         """
-        refuse_inside(self, "check_sync()")
+        if (join := self._ddp_state.sync.join) is not None:
+            join.refuse("check_sync()")
         requests = self._ddp_state.requests
         check_sync(self.module, requests, self.parameters_to_ignore, buffers, gradients)
 

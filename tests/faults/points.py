@@ -169,9 +169,9 @@ POINTS = {
     "check_sync": Point("check", "check", "kill 1/3, stop 1/2"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums", "kill 0/2"),
     "forward inside join": Point(
-        "join", "tritonddp.wrapper:announce_forward", "kill 1/3, stop 0/2"
+        "join", "tritonddp.features.join:JoinProtocol.announce", "kill 1/3, stop 0/2"
     ),
-    "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol.announce", ""),
+    "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol._agree", ""),
     "backward inside join": Point(
         "join", "gradient of a layer in the middle", "kill 0/3, raise 0/3, nan 0/2"
     ),
@@ -182,7 +182,7 @@ POINTS = {
         "join", "tritonddp.reducer.averager:Averager.shadow_backward", "kill 1/2", step=None
     ),
     "end of join": Point(
-        "join", "tritonddp.features.join:JoinProtocol.agree_on_last", "kill 0/3", step=None
+        "join", "tritonddp.features.join:JoinProtocol.take_over", "kill 0/3", step=None
     ),
 }
 

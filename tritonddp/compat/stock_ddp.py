@@ -624,7 +624,7 @@ class StockDDPNames:
     def _join_config(self, config: Any) -> None:
         self.__dict__["_join_config"] = config
         state = self._ddp_state
-        state.sync.join = JoinProtocol(state.group, state.device) if config.enable else None
+        state.sync.join = JoinProtocol(self, state) if config.enable else None
 
     # The reducer
 

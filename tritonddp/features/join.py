@@ -26,7 +26,6 @@ from torch.nn import Parameter
 
 from tritonddp._torch import CountingJoin, leave_join, throws_on_early_termination
 from tritonddp.coordination.agreement import GradSource
-from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.reducer import capture
 
@@ -36,99 +35,6 @@ _REDUCES = 2
 _SYNCS_BUFFERS = 4
 _OVER_PRESENT = 8
 _ADOPTS = 16
-
-
-class JoinProtocol:
-    """What the ranks agree on before each forward inside torch's ``Join``.
-
-    The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
-    """
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self.is_open = False  # forwards run inside Join
-        self.is_due = False  # a forward has announced a reduction that has not begun yet
-        # Means without weights are over the ranks that have inputs, not over all ranks.
-        self.mean_over_present = False
-        # All ranks take over the buffers and the gradient order of this rank: as in stock, the
-        # highest rank that has inputs.
-        self.source_rank = 0
-        self.syncs_buffers = False  # some rank wants to synchronise module buffers
-        self.differs = False  # ranks train different parameters
-        self.adopts = False  # the forward adopts parameters that have come or gone
-
-    def reduction_begins(self) -> None:
-        """The announced reduction begins: forwards from now on announce another one."""
-        self.is_due = False
-
-    def announce(
-        self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool, adopts: bool
-    ) -> None:
-        """Tell that this rank has inputs, and which collectives its forward and backward make.
-
-        ``where`` is this rank and its step, for errors, and ``schema`` a hash of its trainable
-        parameters. Raises a RuntimeError, as the methods below do, if the ranks are about to make
-        different collectives.
-        """
-        self.is_open = True
-        flags = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
-        flags += _OVER_PRESENT * self.mean_over_present + _ADOPTS * adopts
-        self.is_due = self._agree(where, flags, schema)
-
-    def reduces_backward(self, is_enabled: bool, where: str) -> bool:
-        """Whether a backward that begins now is the one that a forward has announced."""
-        if not self.is_due and is_enabled:
-            raise RuntimeError(
-                f"{where}: a backward inside join() that no forward has announced. Ranks without "
-                "inputs follow one reduced backward after each forward that runs outside "
-                "no_sync(): run the forward of this backward outside no_sync() too; put all but "
-                "the first backward of a forward, and those without a forward, under no_sync()"
-            )
-        return self.is_due
-
-    def receive(self, where: str, schema: bytes) -> bool:
-        """Tell that this rank has no inputs; returns whether the others reduce a backward."""
-        return self._agree(where, 0, schema)
-
-    def agree_on_last(self, where: str, is_last: bool) -> None:
-        """When no rank has inputs: make the highest of the ranks that ended last the source."""
-        what = "agreement on whose model all take over"
-        self._agree(where, _PRESENT * is_last, b"", what)
-
-    def _agree(
-        self, where: str, mine: int, schema: bytes, what: str = "announcement of a forward"
-    ) -> bool:
-        rows = [(0, 0)] * self._group.size
-        rows[self._group.rank] = mine, int.from_bytes(schema, "little")
-        message = torch.tensor(rows, dtype=torch.int32, device=self._device)
-        self._group.all_reduce(message, where, f"{what} inside join()")
-        flags, schemas = message.T.tolist()
-        present = [number for number, each in enumerate(flags) if each]
-        if len({flags[number] & _OVER_PRESENT for number in present}) > 1:
-            raise RuntimeError(
-                f"{where}: join(divide_by_initial_world_size=...) is not the same on all ranks"
-            )
-        self.source_rank = max(present, default=0)
-        self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in flags)
-        self.differs = len(set(schemas)) > 1
-        self.adopts = any(each & _ADOPTS for each in flags)
-        reduces = {flags[number] & _REDUCES for number in present}
-        if len(reduces) > 1:
-            raise RuntimeError(
-                f"{where}: inside join() ranks must agree on which forwards have a backward "
-                f"that is reduced. This one: {_in_words(flags)}. Run the same forwards under "
-                "no_sync() or torch.no_grad() on every rank"
-            )
-        return reduces == {_REDUCES}
-
-
-def _in_words(flags: list[int]) -> str:
-    return "; ".join(
-        f"rank {rank}: "
-        + ("has no inputs left" if not each else "yes" if each & _REDUCES else "no")
-        for rank, each in enumerate(flags)
-    )
 
 
 class Wrapper(Protocol):
@@ -145,27 +51,227 @@ class Wrapper(Protocol):
     def _adopt_parameters(self) -> None: ...
 
 
+class JoinProtocol:
+    """What the ranks agree on before each forward of one wrapper inside torch's ``Join``.
+
+    The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
+
+    Args:
+        ddp: the wrapper.
+        state: of it.
+    """
+
+    def __init__(self, ddp: Wrapper, state: Any) -> None:
+        self._ddp, self._state, self._group = ddp, state, state.group
+        self.is_open = False  # forwards run inside Join
+        self.is_due = False  # a forward has announced a reduction that has not begun yet
+        # Means without weights are over the ranks that have inputs, not over all ranks.
+        self.mean_over_present = False
+        # All ranks take over the buffers and the gradient order of this rank: as in stock, the
+        # highest rank that has inputs.
+        self.source_rank = 0
+        self.syncs_buffers = False  # some rank wants to synchronise module buffers
+        self.adopts = False  # the forward adopts parameters that have come or gone
+        self._differs = False  # ranks train different parameters
+
+    def reduction_begins(self) -> None:
+        """The announced reduction begins: forwards from now on announce another one."""
+        self.is_due = False
+
+    def reduces_backward(self, is_enabled: bool, where: str) -> bool:
+        """Whether a backward that begins now is the one that a forward has announced."""
+        if not self.is_due and is_enabled:
+            raise RuntimeError(
+                f"{where}: a backward inside join() that no forward has announced. Ranks without "
+                "inputs follow one reduced backward after each forward that runs outside "
+                "no_sync(): run the forward of this backward outside no_sync() too; put all but "
+                "the first backward of a forward, and those without a forward, under no_sync()"
+            )
+        return self.is_due
+
+    def refuse(self, what: str) -> None:
+        """Raise a RuntimeError: ranks without inputs could not follow."""
+        if not throws_on_early_termination(self._ddp):
+            raise RuntimeError(
+                f"{self._state.core.where()}: {what} inside join(): a rank that has no inputs left "
+                "would not take part. Call it after join()"
+            )
+
+    # Steps of a forward
+
+    def announce(self) -> None:
+        """A forward begins: tell the ranks without inputs which collectives it will make.
+
+        Raises:
+            RuntimeError: a rank is missing, or the ranks are about to make different collectives.
+        """
+        ddp, state = self._ddp, self._state
+        message = "inside join() each forward asks the other ranks: leave it first"
+        capture.refuse(state.core.manager.current, state.core.where(), message)
+        state.core.averager.check_pending()  # as those without inputs have
+        self._make_up()
+        # With throw_on_early_termination a rank without inputs makes this raise: keep that error.
+        with nullcontext() if throws_on_early_termination(ddp) else self.counting():
+            notified = Join.notify_join_context(cast(Joinable, ddp))
+        self.mean_over_present = not ddp._divide_by_initial_world_size
+        has_grad = torch.is_grad_enabled()
+        flags = _PRESENT + _REDUCES * (has_grad and state.sync.enabled)
+        flags += _SYNCS_BUFFERS * ddp.will_sync_module_buffers()
+        flags += _OVER_PRESENT * self.mean_over_present
+        flags += _ADOPTS * (has_grad and not state.parameters.is_agreed)
+        self.is_open = True
+        self.is_due = self._agree(flags)
+        if notified is not None:
+            with self.counting():
+                notified.wait()
+        if self._differs:
+            self._train_the_same(is_present=True)
+        if ddp.forward_sync_buffers and state.parameters.buffers():
+            ddp.require_forward_param_sync = self.syncs_buffers
+
+    def receive(self) -> bool:
+        """Tell that this rank has no inputs; returns whether the others reduce a backward."""
+        self.mean_over_present = not self._ddp._divide_by_initial_world_size
+        reduces = self._agree(0)
+        if self._differs:
+            self._train_the_same(is_present=False)
+        return reduces
+
+    def end_forward(self) -> None:
+        """The last forward of this rank, and its backward if one came, are over."""
+        self._state.core.settle_and_refresh()
+        self._make_up()
+
+    def _make_up(self) -> None:
+        """If no backward has followed the last forward, make its reduction, with zeros.
+
+        Ranks without inputs wait for it.
+        """
+        if self.is_due:
+            self._state.core.averager.shadow_backward(GradSource.SKIPPED)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Context: an error of the count of ranks that have inputs names the missing rank."""
+        what = "count of the ranks that have inputs, inside join()"
+        guard: AbstractContextManager[None] = self._group.guard(self._next_forward(), what)
+        return guard
+
+    def _next_forward(self) -> str:
+        """This rank and its next step, for errors; the same on a rank without inputs."""
+        return f"rank {self._group.rank}, step {self._state.counters.reductions + 1}, forward"
+
+    def _agree(self, mine: int) -> bool:
+        state = self._state
+        schema = int.from_bytes(state.parameters.schema, "little")
+        what = "announcement of a forward inside join()"
+        flags, schemas = self._gather(mine, schema, self._next_forward(), what)
+        present = [number for number, each in enumerate(flags) if each]
+        if len({flags[number] & _OVER_PRESENT for number in present}) > 1:
+            raise RuntimeError(
+                f"{self._next_forward()}: join(divide_by_initial_world_size=...) is not the same "
+                "on all ranks"
+            )
+        self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in flags)
+        self._differs = len(set(schemas)) > 1
+        self.adopts = any(each & _ADOPTS for each in flags)
+        reduces = {flags[number] & _REDUCES for number in present}
+        if len(reduces) > 1:
+            raise RuntimeError(
+                f"{self._next_forward()}: inside join() ranks must agree on which forwards have a "
+                f"backward that is reduced. This one: {_in_words(flags)}. Run the same forwards "
+                "under no_sync() or torch.no_grad() on every rank"
+            )
+        return reduces == {_REDUCES}
+
+    def _gather(self, mine: int, schema: int, where: str, what: str) -> Any:
+        """The flags and the schemas of all ranks; the highest one with flags is the source."""
+        rows = [(0, 0)] * self._group.size
+        rows[self._group.rank] = mine, schema
+        message = torch.tensor(rows, dtype=torch.int32, device=self._state.device)
+        self._group.all_reduce(message, where, what)
+        flags, schemas = message.T.tolist()
+        self.source_rank = max((rank for rank, each in enumerate(flags) if each), default=0)
+        return flags, schemas
+
+    def _train_the_same(self, is_present: bool) -> None:
+        """Freeze the same parameters on all ranks: a rank without inputs follows the source rank.
+
+        The loops of the other ranks may freeze and unfreeze parameters.
+        """
+        params, where = self._state.parameters.params, self._next_forward()
+        self._verify_held(params, where)
+        trains = [param.requires_grad for _, param in params]
+        required = torch.tensor(trains, dtype=torch.uint8, device=self._state.device)
+        self._group.broadcast(required, self.source_rank, where, "broadcast of what is frozen")
+        if not is_present:
+            for (_, param), is_trained in zip(params, required.tolist(), strict=True):
+                param.requires_grad_(bool(is_trained))
+            self._state.core.settle_and_refresh()
+
+    def _verify_held(self, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
+        """Verify that all ranks hold the same tensors, trainable or not."""
+        held = [(name, tensor.detach()) for name, tensor in named_tensors]
+        verify_same(describe(held, [], {}), self._group, self._state.device, where)
+
+    # The end
+
+    def take_over(self, is_last: bool) -> None:
+        """No rank has inputs: take over the model of the highest of the ranks that ended last."""
+        ddp, state = self._ddp, self._state
+        where = f"{state.core.where()}, end of join()"
+        what = "agreement on whose model all take over inside join()"
+        self._gather(_PRESENT * is_last, 0, where, what)
+        ddp._authoritative_rank = self.source_rank
+        buffers = state.parameters.buffers() if ddp.forward_sync_buffers else []
+        held = [*state.parameters.params, *buffers]
+        self._verify_held(held, where)
+        state.state_broadcast.send(
+            [tensor.detach() for _, tensor in held],
+            f"step {state.counters.reductions}, end of join()",
+            "parameters and buffers",
+        )
+        self.leave()
+
+    def leave(self) -> None:
+        """The wrapper is no more inside ``join``."""
+        # After a forward without a backward, only the ranks that had inputs expect to reduce the
+        # next backward: clear that.
+        self._state.core.forwards.reduction_begins()
+        leave_join(self._ddp)
+
+
+def _in_words(flags: list[int]) -> str:
+    return "; ".join(
+        f"rank {rank}: "
+        + ("has no inputs left" if not each else "yes" if each & _REDUCES else "no")
+        for rank, each in enumerate(flags)
+    )
+
+
 class UnevenInputs(CountingJoin):
     """torch's ``Join`` for one wrapped module. On exit it first ends the reduction under way."""
 
     @property
-    def _ddp(self) -> Any:
-        return self._joinables[0]
+    def _protocol(self) -> JoinProtocol | None:
+        """``None`` if the context does nothing."""
+        wrapper: Any = self._joinables[0]
+        protocol: JoinProtocol | None = wrapper._ddp_state.sync.join
+        return protocol
 
     def counting(self) -> AbstractContextManager[None]:
-        """Context: an error of the count of ranks that have inputs names the missing rank."""
-        return _counting(self._ddp)
+        """See :meth:`JoinProtocol.counting`."""
+        protocol = self._protocol
+        return nullcontext() if protocol is None else protocol.counting()
 
     def __exit__(self, *error: Any) -> None:
-        ddp = self._ddp
-        state = ddp._ddp_state
+        protocol = self._protocol
         try:
-            if error[0] is None and state.sync.join is not None:
-                state.core.settle_and_refresh()
-                _make_up(ddp)
+            if error[0] is None and protocol is not None:
+                protocol.end_forward()
             super().__exit__(*error)
         finally:
-            _leave(ddp)
+            if protocol is not None:
+                protocol.leave()
 
 
 class ShadowHook(JoinHook):
@@ -185,14 +291,10 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Make the collectives of one forward and, if it is reduced, of its backward."""
-        ddp = self._ddp
-        state = ddp._ddp_state
+        ddp, state = self._ddp, self._ddp._ddp_state
         state.core.settle_and_refresh()
         join: JoinProtocol = state.sync.join
-        join.mean_over_present = not ddp._divide_by_initial_world_size
-        reduces = join.receive(_next_forward(ddp), state.parameters.schema)
-        if join.differs:
-            _train_the_same(ddp, is_present=False)
+        reduces = join.receive()
         added = [param for _, param in state.parameters.unplaced]
         for param in [*state.core.manager.current.params, *added]:
             if param not in self._own:
@@ -210,112 +312,9 @@ class ShadowHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the rank that left last; the highest one if there are several."""
-        ddp = self._ddp
-        state = ddp._ddp_state
+        state = self._ddp._ddp_state
         state.core.settle_and_refresh()
         for param, grad in self._own.items():
             param.grad = grad
             state.requests.gradients_are_own()
-        where = f"{state.core.where()}, end of join()"
-        state.sync.join.agree_on_last(where, is_last_joiner)
-        ddp._authoritative_rank = state.sync.source_rank
-        buffers = state.parameters.buffers() if ddp.forward_sync_buffers else []
-        held = [*state.parameters.params, *buffers]
-        _verify_held(ddp, held, where)
-        state.state_broadcast.send(
-            [tensor.detach() for _, tensor in held],
-            f"step {state.counters.reductions}, end of join()",
-            "parameters and buffers",
-        )
-        _leave(ddp)
-
-
-def announce_forward(ddp: Wrapper) -> None:
-    """A forward begins: tell the ranks without inputs which collectives it will make."""
-    state = ddp._ddp_state
-    message = "inside join() each forward asks the other ranks: leave it first"
-    capture.refuse(state.core.manager.current, state.core.where(), message)
-    state.core.averager.check_pending()  # as those without inputs have
-    _make_up(ddp)
-    protocol: JoinProtocol = state.sync.join
-    # With throw_on_early_termination a rank without inputs makes this raise: keep that error as is.
-    with nullcontext() if throws_on_early_termination(ddp) else _counting(ddp):
-        notified = Join.notify_join_context(cast(Joinable, ddp))
-    protocol.mean_over_present = not ddp._divide_by_initial_world_size
-    protocol.announce(
-        _next_forward(ddp),
-        state.parameters.schema,
-        reduces=torch.is_grad_enabled() and state.sync.enabled,
-        syncs_buffers=ddp.will_sync_module_buffers(),
-        adopts=torch.is_grad_enabled() and not state.parameters.is_agreed,
-    )
-    if notified is not None:
-        with _counting(ddp):
-            notified.wait()
-    if protocol.differs:
-        _train_the_same(ddp, is_present=True)
-    if ddp.forward_sync_buffers and state.parameters.buffers():
-        ddp.require_forward_param_sync = protocol.syncs_buffers
-
-
-def refuse_inside(ddp: Wrapper, what: str) -> None:
-    """Raise a RuntimeError inside ``join``: ranks without inputs could not follow."""
-    state = ddp._ddp_state
-    if state.sync.join is not None and not throws_on_early_termination(ddp):
-        raise RuntimeError(
-            f"{state.core.where()}: {what} inside join(): a rank that has no inputs left would not "
-            "take part. Call it after join()"
-        )
-
-
-def _make_up(ddp: Wrapper) -> None:
-    """If no backward has followed the last forward, make its reduction, with zeros.
-
-    Ranks without inputs wait for it.
-    """
-    state = ddp._ddp_state
-    if state.sync.join.is_due:
-        state.core.averager.shadow_backward(GradSource.SKIPPED)
-
-
-def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
-    """Freeze the same parameters on all ranks: a rank without inputs follows the source rank.
-
-    The loops of the other ranks may freeze and unfreeze parameters.
-    """
-    state = ddp._ddp_state
-    params = state.parameters.params
-    _verify_held(ddp, params, _next_forward(ddp))
-    trains = [param.requires_grad for _, param in params]
-    required = torch.tensor(trains, dtype=torch.uint8, device=state.device)
-    source_rank = state.sync.source_rank
-    state.group.broadcast(required, source_rank, _next_forward(ddp), "broadcast of what is frozen")
-    if not is_present:
-        for (_, param), is_trained in zip(params, required.tolist(), strict=True):
-            param.requires_grad_(bool(is_trained))
-        state.core.settle_and_refresh()
-
-
-def _verify_held(ddp: Wrapper, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Verify that all ranks hold the same tensors, trainable or not."""
-    state = ddp._ddp_state
-    held = [(name, tensor.detach()) for name, tensor in named_tensors]
-    verify_same(describe(held, [], {}), state.group, state.device, where)
-
-
-def _leave(ddp: Wrapper) -> None:
-    # After a forward without a backward, only the ranks that had inputs expect to reduce the next
-    # backward: clear that.
-    ddp._ddp_state.core.forwards.reduction_begins()
-    leave_join(ddp)
-
-
-def _counting(ddp: Wrapper) -> AbstractContextManager[None]:
-    what = "count of the ranks that have inputs, inside join()"
-    return ddp._ddp_state.group.guard(_next_forward(ddp), what)
-
-
-def _next_forward(ddp: Wrapper) -> str:
-    """This rank and its next step, for errors; the same on a rank without inputs."""
-    state = ddp._ddp_state
-    return f"rank {state.group.rank}, step {state.counters.reductions + 1}, forward"
+        state.sync.join.take_over(is_last_joiner)
