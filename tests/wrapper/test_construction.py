@@ -173,6 +173,7 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "device_ids of another kind": ({"device_ids": 0}, "device_ids; got 0"),
     "bucket in words": ({"bucket_cap_mb": "25"}, "bucket_cap_mb; '25'"),
     "bucket of truth": ({"bucket_cap_mb": True}, "bucket_cap_mb; True"),
+    "two buckets": ({"bucket_cap_mb": torch.tensor([1, 2])}, "bucket_cap_mb; tensor([1, 2])"),
     "no list at all": ({"bucket_cap_mb_list": 5}, "bucket_cap_mb_list; 5"),
     "no mesh": ({"device_mesh": "dp"}, "device_mesh; 'dp'"),
     "delayed without names": ({DELAYED: [torch.ones(1)], UNTIL: 1}, "list of names and parameters"),
