@@ -4,6 +4,7 @@ Large gradients, into which the ranks of a host sum straight, and small ones, wh
 """
 
 import contextlib
+import os
 import time
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
 from training import beside_stock, drawn, gradients, raises_if, train_step
 
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.comm.all_reduce import Collective
 from tritonddp.comm.host.rank_buffers import RankBuffers
 
 SIZE = 10_000  # elements of a gradient that is large
@@ -188,26 +191,34 @@ def test_a_slow_rank_still_reads_what_the_others_packed(rank: int) -> None:
 
 
 @pytest.mark.parametrize("fails_in", [0, 3])
+@pytest.mark.parametrize("owner", [RankBuffers, Bucket])
 @ranks(2)
-def test_after_a_sum_that_broke_off_all_go_on(rank: int, fails_in: int) -> None:
-    """In the first bucket, or when the last is summed, on one rank; the others do not wait."""
-    ours, stock = beside_stock(Branches(), bucket_cap_mb=3e-2)
-    same_steps(ours, stock, 0, 1)
+def test_after_a_mean_that_was_not_written_all_go_on(rank: int, owner: type, fails_in: int) -> None:
+    """Of the first bucket, or the last, on one rank: what is on its way is waited for."""
+    name = "unpack" if owner is Bucket else "sum_into"
+    with mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"} if owner is Bucket else {}):
+        ours, stock = beside_stock(Branches(), bucket_cap_mb=3e-2)
+        same_steps(ours, stock, 0, 1)
     assert len(ours.reducer.buckets) == 4
-    sum_into, calls = RankBuffers.sum_into, []
+    writes, calls = getattr(owner, name), []
 
-    def fails(self: RankBuffers, grads: Any, factor: Any = None) -> None:
-        calls.append(self)
+    def fails(*arguments: Any) -> None:
+        calls.append(arguments)
         if len(calls) == 1 + fails_in:
             raise RuntimeError("amid a sum")
-        sum_into(self, grads, factor)
+        writes(*arguments)
 
     fails_here = rank == 1
     with (
-        mock.patch.object(RankBuffers, "sum_into", fails if fails_here else sum_into),
+        mock.patch.object(owner, name, fails if fails_here else writes),
+        mock.patch.object(
+            Collective, "abort", autospec=True, side_effect=Collective.abort
+        ) as waits,
         raises_if(fails_here, RuntimeError),
     ):
         step(ours, 2)
+    if fails_here and owner is Bucket:
+        assert waits.call_count == 3 - fails_in
     same_steps(ours, stock, 3, 4, 5)
 
 

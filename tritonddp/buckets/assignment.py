@@ -100,7 +100,10 @@ class BucketCaps:
             default = _SIZES_OF_FEW_BYTES[device_type] if few_bytes else _SIZES
             sizes = [*default] if bucket_cap_mb is None else [bucket_cap_mb]
             what = "bucket_cap_mb"
-        sizes = [size.item() if getattr(size, "ndim", None) == 0 else size for size in sizes]
+        sizes = [
+            size.item() if hasattr(size, "item") and getattr(size, "ndim", 0) == 0 else size
+            for size in sizes
+        ]
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, Real):
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")

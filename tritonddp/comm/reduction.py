@@ -411,7 +411,12 @@ class Reduction:
                 else:
                     if self.factor is not None:
                         factor = self.factor if factor is None else self.factor * factor
-                    bucket.unpack(factor, flags.get(bucket.index))
+                    try:
+                        bucket.unpack(factor, flags.get(bucket.index))
+                    except Exception:  # out of memory, perhaps: the next step uses the buckets
+                        self.done = bucket.index + 1
+                        self.abort("means of an earlier bucket could not be written")
+                        raise
             self.done = bucket.index + 1
             works[bucket.index] = None
             if joint is None and not discards:
