@@ -205,6 +205,8 @@ def _all_reduce_coalesced(
 ) -> None:
     """NCCL multiplies by 1 / world_size before it adds, where it averages; gloo cannot average."""
     size, dtype = group.size(), tensors[0].dtype
+    places = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    assert len({*places}) == len(places), "no tensor twice, which would be written at once"
     for tensor in tensors:
         assert tensor.dtype == dtype, "tensors of one dtype"
         assert tensor.is_contiguous() or _is_dense(tensor), "tensors without gaps"

@@ -207,8 +207,7 @@ def test_gradients_in_one_memory_become_the_mean_once() -> None:
                 first.grad, second.grad = shared[0], shared[1]
             elif number == 2:  # one tensor
                 first.grad = second.grad = torch.zeros(64, device="cuda")
-            with net.weighted(1):
-                net(x).backward()
+            net(x).backward()
         expected = torch.stack([drawn(64, rank=rank) for rank in range(2)]).mean(0)
         assert_same_bits(third.grad.cpu(), 4 * expected)
         assert first.grad is second.grad
