@@ -33,9 +33,7 @@ def hosts_or_skip(count: int, rate: float | None = None) -> Iterator[list[namesp
         yield hosts
 
 
-def outputs(
-    hosts: Sequence[namespaces.Host], *arguments: str | Path, timeout: float = 400
-) -> list[str]:
+def outputs(hosts: Sequence[namespaces.Host], *arguments: str | Path) -> list[str]:
     """Run a script as one rank on each host; what each printed, when all have succeeded."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     processes = [
@@ -48,7 +46,7 @@ def outputs(
         )
         for rank, host in enumerate(hosts)
     ]
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + 400
     found = []
     for rank, process in enumerate(processes):
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 Shape = int | tuple[int, ...]
 
@@ -37,7 +36,6 @@ class Layers(nn.Module):
         names: of the layers, in the order in which they are registered.
         width: of each.
         order: what a call names that names none.
-        checkpointed: which of them run in reentrant checkpoints.
     """
 
     def __init__(
@@ -45,20 +43,16 @@ class Layers(nn.Module):
         names: Iterable[str] = "abc",
         width: int = 4,
         order: Iterable[str] | None = None,
-        checkpointed: str = "",
         bias: bool = True,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({name: nn.Linear(width, width, bias=bias) for name in names})
-        self.order, self.checkpointed = order, checkpointed
+        self.order = order
 
     def forward(self, x: Tensor, order: Iterable[str] | None = None) -> Tensor:
         order = self.order if order is None else order
         for name in self.layers if order is None else order:
-            layer = self.layers[name]
-            is_checkpointed = name in self.checkpointed
-            x = checkpoint(layer, x, use_reentrant=True) if is_checkpointed else layer(x)
-            x = torch.tanh(x)
+            x = torch.tanh(self.layers[name](x))
         return x
 
 

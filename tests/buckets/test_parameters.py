@@ -87,18 +87,13 @@ def batch(step: int, rank: int | None = None) -> torch.Tensor:
     return drawn(3, 4, step=step, rank=rank, dtype=torch.float64)
 
 
-def check_step(ddp: DistributedDataParallel, step: int, local: bool = False) -> None:
-    """One step, with a microbatch under ``no_sync`` first if ``local``, against the oracle."""
-    parts = [step, step + 500] if local else [step]
+def check_step(ddp: DistributedDataParallel, step: int) -> None:
+    """One, against the oracle."""
     alone = one_per_rank(ddp.module)
     for rank, each in enumerate(alone):
         each.zero_grad()
-        for part in parts:
-            each(batch(part, rank)).sum().backward()
+        each(batch(step, rank)).sum().backward()
     ddp.zero_grad()
-    if local:
-        with ddp.no_sync():
-            ddp(batch(step + 500)).sum().backward()
     ddp(batch(step)).sum().backward()
     assert_mean(ddp, alone, f"step {step}")
 

@@ -24,7 +24,7 @@ ROWS = 12
 class Tables(nn.Module):
     """Sparse tables before and behind dense layers; some of them only where ``names`` say so."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(ROWS, 4, sparse=True)
         self.bags = nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=True)
@@ -33,7 +33,7 @@ class Tables(nn.Module):
         self.dense = nn.Embedding(ROWS, 4)
         self.late = nn.Linear(4, 3)
         self.never = nn.Embedding(ROWS, 3, sparse=True)
-        self.to(dtype)
+        self.double()
 
     def forward(self, count: int, *names: str) -> Tensor:
         x = self.words(indices(count)).mean(0) + self.bags(indices(count)[None]).sum(0)

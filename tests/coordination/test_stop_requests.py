@@ -33,12 +33,12 @@ def asks(agreement: Agreement) -> bool:
     return header.stops
 
 
-def exchange(*agreements: Agreement, key: Any = KEY, dtype: Any = torch.float32) -> Tensor:
+def exchange(*agreements: Agreement) -> Tensor:
     """What arrives in the first bucket, if each rank looks at its key as a reduction does."""
     for each in agreements:
-        if each.key != key:
-            each.open(*key)
-    return sum(torch.tensor([*each.sent.encoded], dtype=dtype) for each in agreements)
+        if each.key != KEY:
+            each.open(*KEY)
+    return sum(torch.tensor([*each.sent.encoded]).float() for each in agreements)
 
 
 def test_ranks_that_differ_do_not_stop_by_what_may_be_no_headers() -> None:

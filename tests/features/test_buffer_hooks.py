@@ -28,7 +28,7 @@ class Counting(nn.Sequential):
         return super().forward(inputs) * self.count
 
 
-def arriving(seen: Callable[[], None], after: float = 0.3) -> torch.futures.Future:
+def arriving(seen: Callable[[], None]) -> torch.futures.Future:
     """A future that is complete in some time, when ``seen`` has been called."""
     future: torch.futures.Future = torch.futures.Future()
 
@@ -36,7 +36,7 @@ def arriving(seen: Callable[[], None], after: float = 0.3) -> torch.futures.Futu
         seen()
         future.set_result(None)
 
-    threading.Timer(after, arrive).start()
+    threading.Timer(0.3, arrive).start()
     return future
 
 

@@ -69,13 +69,13 @@ def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
     return lambda: seen
 
 
-def assert_forwards_have_those_of_rank_0(ddp: Any, what: str = "") -> None:
+def assert_forwards_have_those_of_rank_0(ddp: Any) -> None:
     """In some steps."""
     seen = first_of(ddp)
     for _ in range(3):
         expected = gather(dict(copy.deepcopy(ddp.module).named_buffers()))[0]
         step(ddp, batch())
-        assert_same_bits(seen(), expected, what)
+        assert_same_bits(seen(), expected)
 
 
 # What travels, and how

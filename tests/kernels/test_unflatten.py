@@ -23,13 +23,13 @@ def factor_of(value: float) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
-def reduced(slots, wire, flags=None) -> FlatBuffer:
+def reduced(slots, wire) -> FlatBuffer:
     """A flat buffer as an all-reduce leaves it."""
     flat, _ = embedded_flat(slots, wire)
     for slot, view in enumerate(flat.views):
         content = values(view.numel(), wire, slot)
         view.copy_(content.as_strided(view.shape, view.stride()))
-    flat.flags.copy_(torch.tensor([1.0] * len(slots) if flags is None else flags))
+    flat.flags.fill_(1)
     flat.tables = DeviceTables(flat, block=256)
     return flat
 
@@ -102,13 +102,13 @@ def test_a_buffer_whose_storage_has_moved_is_read_where_it_is_now():
 # Several buffers together
 
 
-def several(wires=(torch.bfloat16,) * 3, block=256):
+def several(wires=(torch.bfloat16,) * 3):
     """Reduced buffers, and their gradients."""
     kinds = [[dense([20]), dense([0]), dense([300])], [dense([5, 7], [1, 0])], [dense([1000])] * 2]
     flats, grads = [], []
     for number, (slots, wire) in enumerate(zip(kinds, wires, strict=True)):
         flat, _ = embedded_flat(slots, wire)
-        flat.tables = DeviceTables(flat, block)
+        flat.tables = DeviceTables(flat, block=256)
         for view in flat.views:
             view.copy_(values(view.numel(), wire, number).as_strided(view.shape, view.stride()))
         flat.flags.fill_(1)

@@ -23,12 +23,12 @@ from tritonddp.reducer import capture
 
 
 @contextlib.contextmanager
-def running(program: Program, module: nn.Module | None = None) -> Iterator[Run]:
+def running(program: Program) -> Iterator[Run]:
     """Context, on a side stream: a program whose order is right, whatever is captured of it."""
     with recording() as recorder:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            run = Run(program, recorder, module=module)
+            run = Run(program, recorder)
             yield run
         recorder.has_graph = False
         torch.cuda.synchronize()

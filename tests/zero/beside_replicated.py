@@ -85,11 +85,11 @@ class Pair:
             optimizer.zero_grad()
         self.check()
 
-    def end(self, what: str = "", set_to_none: bool = True) -> None:
+    def end(self, what: str = "") -> None:
         """Both optimizers step, and end alike."""
         for _, optimizer in self.each():
             optimizer.step()
-            optimizer.zero_grad(set_to_none)
+            optimizer.zero_grad()
         self.check(what)
 
     def check(self, what: str = "") -> None:
