@@ -162,7 +162,7 @@ def fresh_dynamo(**settings: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[int, int]]]:
-    """Context: of each backward, segments packed before autograd had their gradients; and all.
+    """Context: of each reduction, segments packed before autograd had their gradients; and all.
 
     Without those of the last bucket, which always waits for the end.
     """
@@ -170,8 +170,9 @@ def watched() -> Iterator[list[tuple[int, int]]]:
     ends = GraphGradients.on_compute_end
 
     def on_compute_end(self: Any, backward: Any) -> None:
-        buckets = backward.bucket_set
-        left.append((len(self._packed), len(buckets.segments) - len(buckets.segments_of[-1])))
+        if backward.reduction is not None:
+            buckets = backward.reduction.bucket_set
+            left.append((len(self._packed), len(buckets.segments) - len(buckets.segments_of[-1])))
         ends(self, backward)
 
     with mock.patch.object(GraphGradients, "on_compute_end", on_compute_end):

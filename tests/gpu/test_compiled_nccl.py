@@ -54,7 +54,7 @@ def test_one_graph_has_the_means_and_buckets_leave_while_it_runs(
     ends = GraphGradients.on_compute_end
 
     def on_compute_end(self: Any, backward: Any) -> None:
-        packed.append((len(self._packed), len(backward.bucket_set.segments)))
+        packed.append((len(self._packed), len(backward.reduction.bucket_set.segments)))
         ends(self, backward)
 
     with mock.patch.object(GraphGradients, "on_compute_end", on_compute_end):
