@@ -9,6 +9,7 @@ import torch
 from distributed import assert_same_on_all_ranks, ranks
 from one_graph import (
     SMALL,
+    Conv,
     Layers,
     Net,
     batch,
@@ -22,6 +23,20 @@ from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.compiled.operators import Traced
+
+
+@ranks(2, timeout=300)
+def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
+    with one_graph(Conv) as net:
+        twin = DistributedDataParallel(seeded(Conv))
+        for number in range(6):
+            for step in (net.call, twin):
+                loss_of(step(batch(number))).backward()
+            for (name, buffer), other in zip(net.ddp.named_buffers(), twin.buffers(), strict=True):
+                torch.testing.assert_close(buffer, other, msg=lambda m, n=name: n + m)
+        with torch.no_grad():
+            for each in (net.ddp.eval(), twin.eval()):
+                each(batch(0, 0))
 
 
 @ranks(2, timeout=300)

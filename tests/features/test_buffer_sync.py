@@ -69,13 +69,13 @@ def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
     return lambda: seen
 
 
-def assert_forwards_have_those_of_rank_0(ddp: Any) -> None:
+def assert_forwards_have_those_of_rank_0(ddp: Any, what: str = "") -> None:
     """In some steps."""
     seen = first_of(ddp)
     for _ in range(3):
         expected = gather(dict(copy.deepcopy(ddp.module).named_buffers()))[0]
         step(ddp, batch())
-        assert_same_bits(seen(), expected)
+        assert_same_bits(seen(), expected, what)
 
 
 # What travels, and how
@@ -130,10 +130,32 @@ def test_a_receiver_that_has_written_to_its_buffers_gets_them_back(rank: int) ->
     assert_same_bits(ddp.module.table, expected)
 
 
+def larger(ddp: DistributedDataParallel) -> None:
+    ddp.module.register_buffer("late", torch.full((3000,), float(dist.get_rank())))
+
+
 def of_another_dtype_and_the_same_bytes(ddp: DistributedDataParallel) -> None:
     norm = ddp.module[1]
     norm.num_batches_tracked = norm.num_batches_tracked.view(torch.float64)
     norm.forward = lambda x: x
+
+
+def fewer(ddp: DistributedDataParallel) -> None:
+    ddp.module[3] = nn.Identity()
+    del ddp.module[1].num_batches_tracked
+    ddp.module[1].num_batches_tracked = None
+
+
+CHANGES = [larger, of_another_dtype_and_the_same_bytes, fewer]
+
+
+@ranks(3)
+def test_buffers_that_all_ranks_add_replace_or_remove() -> None:
+    for change in CHANGES:
+        ddp = trained()
+        change(ddp)
+        assert_forwards_have_those_of_rank_0(ddp, change.__name__)
+        assert goes_through_memory(ddp)
 
 
 @ranks(3)

@@ -48,6 +48,19 @@ def test_flags_beyond_one_program_and_of_empty_gradients_are_written(wire):
     memory.assert_guards_intact("the flat buffer")
 
 
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("run", [flatten, reference.flatten], ids=["triton", "reference"])
+def test_a_sum_over_ranks_gives_everybody_all_headers_exactly(run, wire):
+    ranks, everything = 4, bytes(range(256))
+    total = torch.zeros(256, dtype=wire)
+    for rank in range(ranks):
+        own = bytes(b if b % ranks == rank else 0 for b in everything)
+        flat, _ = embedded_flat([], wire, headers=256)  # no gradient: just the trailer
+        run(flat, [], [], 1.0, own)
+        total += flat.headers
+    assert total.tolist() == list(everything)
+
+
 @pytest.mark.parametrize(
     "run", [flatten, reference.flatten, None], ids=["kernel", "reference", "NaN"]
 )

@@ -10,6 +10,15 @@ from training import counted, drawn, squares
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks(2)
+def test_views_of_lazy_buckets(transport: str) -> None:
+    lazy = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True}
+    pair = Pair(mlp(4, 8, 8, 8, 2), wrapper={**TRANSPORTS[transport], **lazy})
+    for number in range(6):
+        pair.step(drawn(5, 4, step=number))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("at", [0, 2, 4])
 @ranks(2)
 def test_a_gradient_that_is_not_finite_is_reported_on_all_ranks(
