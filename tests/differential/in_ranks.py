@@ -260,7 +260,9 @@ def compiles(program: Program) -> bool:
     changes = any(each in blocks for each in ("convolution", "functional", "normed"))
     slots = {action.slot for action in program.actions if isinstance(action, Forward)}
     fails = "buffered" in blocks or ("withholding" in blocks and program.network.checkpoint)
-    return not (changes and len(slots) > 1) and not fails
+    # (What is used outside of a graph is an error once.)
+    decays = any(getattr(each, "decayed", "") for each in program.actions)
+    return not ((changes and len(slots) > 1) or fails or decays)
 
 
 def _play_compiled(program: Program) -> Played:

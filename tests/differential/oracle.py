@@ -98,7 +98,8 @@ class Oracle:
         action = self._program.actions[number]
         if any(self._counts[player.rank] <= number for player in self._players):
             self._let_go(number)
-        if isinstance(action, Forward | BreakOff):
+        around = getattr(action, "around", False)
+        if isinstance(action, Forward | BreakOff) and not around:
             if getattr(action, "grad", True):
                 self._broadcast = self._buffers()
             if self._syncs_next_forward:
@@ -118,7 +119,7 @@ class Oracle:
                 with _reached(player.network) as came:
                     player.perform(number)
                 reached.append(came)
-        if isinstance(action, Forward):
+        if isinstance(action, Forward) and not around:
             self._syncs_next_forward = self._syncs_forwards and action.grad and not action.local
         if isinstance(action, BreakOff):
             self._syncs_next_forward = self._syncs_forwards

@@ -56,6 +56,7 @@ class Forward(Action):
     training: bool = True  # whether the network is in training mode
     autocast: bool = False  # whether it runs under autocast to bf16
     requires_grad: bool = True  # whether the batch does
+    around: bool = False  # whether the network itself is called, not its wrapper
     wrapper: str = "main"  # its title
 
     def perform(self, player: Player) -> None:
@@ -69,7 +70,8 @@ class Forward(Action):
             if self.autocast:
                 stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            output = net(x) if self.paths is None else net(x, self.paths[player.rank])
+            called = player.network if self.around else net
+            output = called(x) if self.paths is None else called(x, self.paths[player.rank])
             results = player.network.results(output)
         if self.grad:
             player.outputs[self.slot] = Output(x, results)
@@ -115,6 +117,8 @@ class Backward(Action):
     reduction: str = "mean"  # what it is told of the loss
     scaled: bool = False  # whether a gradient scaler scales the loss
     penalty: bool = False  # whether the loss has the square of its gradient for the batch in it
+    decayed: str = ""  # the block whose weights are in the loss too, outside of any forward
+    inputs: str = ""  # the block whose parameters alone are to get gradients
 
     def perform(self, player: Player) -> None:
         outputs = [player.outputs[slot] for slot in self.slots]
@@ -122,6 +126,10 @@ class Backward(Action):
         if self.penalty:
             (gradient,) = torch.autograd.grad(loss, outputs[0].x, create_graph=True)
             loss = loss + gradient.pow(2).sum()
+        if self.decayed:
+            params = player.network.blocks[self.decayed].parameters()
+            squares = [param.abs().square().sum().to(loss.dtype) for param in params]
+            loss = torch.stack([loss, *squares]).sum()
         player.see("", loss, "loss")
         if self.scaled and player.scaler is not None:
             loss = player.scaler.scale(loss)
@@ -132,7 +140,8 @@ class Backward(Action):
                 stack.enter_context(player.net.no_sync())
             if self.weights is not None:
                 stack.enter_context(player.net.weighted(self.weights[player.rank], self.reduction))
-            loss.backward(retain_graph=self.retain_graph)
+            inputs = [*player.network.blocks[self.inputs].parameters()] if self.inputs else None
+            loss.backward(retain_graph=self.retain_graph, inputs=inputs)
         if player.is_manual and not self.local:
             player.wrapper.finalize_backward()
         if not self.retain_graph:
@@ -222,6 +231,7 @@ class Clip(Action):
     by: str
 
     def perform(self, player: Player) -> None:
+        _resolve_conjugates(player)
         if player.scaler is not None:
             player.scaler.unscale_(player.optimizer)
         if self.by == "value":
@@ -239,6 +249,7 @@ class Step(Action):
     """The optimizer steps, through the gradient scaler if there is one."""
 
     def perform(self, player: Player) -> None:
+        _resolve_conjugates(player)
         player.add_group(player.added)
         if player.scaler is None:
             player.optimizer.step()
@@ -392,6 +403,13 @@ def clips_to_rounding(program: Program) -> list[int]:
     if not (program.is_sharded and (has_groups or has_dtypes)):
         return []
     return [number for number, action in enumerate(program.actions) if action == Clip("norm")]
+
+
+def _resolve_conjugates(player: Player) -> None:
+    """Torch clips and steps no gradients with a conjugate bit, which stock DDP leaves."""
+    for param in player.params:
+        if param.grad is not None and param.grad.is_conj():
+            param.grad = param.grad.resolve_conj()
 
 
 def _step_with_others(player: Player, gone: set[nn.Parameter]) -> None:

@@ -50,11 +50,19 @@ def draw(seed: int, world_size: int, steps: int = 0) -> Program:
 
 def _actions(program: Program, chance: random.Random) -> Iterator[Action]:
     has_means = False  # .grad does
+    # A gradient that comes before its backward is noticed is not told from a mean that is there.
+    is_late = any(
+        getattr(each, "decayed", "") or getattr(each, "around", "") for each in program.actions
+    )
     for action in program.actions:
+        if isinstance(action, BreakOff) and is_late:
+            continue  # what its rank makes up for then comes behind such a gradient
         if isinstance(action, ZeroGrad | BreakOff):
             has_means = False
-        elif isinstance(action, Backward) and action.local and has_means:
-            has_means = False
+            if isinstance(action, ZeroGrad) and is_late:
+                action = replace(action, set_to_none=True)
+        elif isinstance(action, Backward) and (action.local or is_late) and has_means:
+            has_means = not action.local
             yield ZeroGrad(True, False)  # else the next reduction is an error
         elif isinstance(action, Backward | ReduceGradients):
             has_means |= not getattr(action, "local", False)

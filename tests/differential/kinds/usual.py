@@ -333,7 +333,8 @@ class _Generator(Chance):
         forward = replace(self._draw_forward(8), local=local)
         backward = self._backward((8,), self._draw_heads(), weighted, local=True)
         self._is_armed = self._is_armed or not local
-        outside = not self._is_armed and self._chance(0.3)
+        # (What goes through weights alone is local under no_sync: no forward may decide for it.)
+        outside = not (self._is_armed or backward.decayed) and self._chance(0.3)
         return [forward, replace(backward, outside=outside)]
 
     def _draw_reduction(self, number: int, weighted: str) -> list[Action]:
@@ -359,6 +360,7 @@ class _Generator(Chance):
                     backward = self._backward((0,), self._draw_heads(), weighted)
                     actions.append(replace(backward, retain_graph=retain))
             case "on request":
+                actions[0] = replace(actions[0], around=self._chance(0.5))  # type: ignore[call-arg]
                 actions.append(self._backward((0,), self._draw_heads(), "", local=True))
                 actions.append(ReduceGradients())
             case _:
@@ -429,9 +431,22 @@ class _Generator(Chance):
         weights = None
         if weighted:
             weights = tuple(self._random.choices(WEIGHTS, k=self._world_size))
-        return Backward(
+        backward = Backward(
             slots, heads, local, weights=weights, reduction=weighted or "mean", scaled=self._scaler
         )
+        trained = [
+            name
+            for name in self._network.names
+            if self._trains[name] and self._kinds[name] not in ("sparse embedding", "complex")
+        ]
+        # (Stock takes such gradients for the second ones of their parameters.)
+        if self._for_stock or self._steps or weighted or not trained:
+            return backward
+        backward = replace(backward, decayed=self._maybe(0.1, self._one_of(trained)) or "")
+        # (Where a backward reaches none of them, there is nothing to notice it by.)
+        fixed = self._is_strict or self._reentrant or self._delays or self._scaler or self._skips
+        inputs = None if fixed else self._maybe(0.1, self._one_of(trained))
+        return replace(backward, inputs=inputs or "")
 
     def _rows(self) -> tuple[int, ...]:
         return tuple(self._random.choices([1, 3, 4], k=self._world_size))
