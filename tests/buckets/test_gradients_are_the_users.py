@@ -18,6 +18,7 @@ from training import beside_stock, drawn, gradients, raises_if, train_step
 
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.all_reduce import Collective
+from tritonddp.comm.host import memory_exchange
 from tritonddp.comm.host.rank_buffers import RankBuffers
 
 SIZE = 10_000  # elements of a gradient that is large
@@ -190,16 +191,32 @@ def test_a_slow_rank_still_reads_what_the_others_packed(rank: int) -> None:
             assert_same_bits(gradients(ours), grads, "gradient")
 
 
+class WithRows(Branches):
+    """Vectors, and rows whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 8, sparse=True)
+
+    def forward(self, x: Tensor, without: tuple[int, ...] = ()) -> Tensor:
+        return self.rows(torch.tensor([1, 3])).sum() + super().forward(x, without)
+
+
 @pytest.mark.parametrize("fails_in", [0, 3])
-@pytest.mark.parametrize("owner", [RankBuffers, Bucket])
+@pytest.mark.parametrize("how", ["into .grad", "in shares", "copied", "rows"])
 @ranks(2)
-def test_after_a_mean_that_was_not_written_all_go_on(rank: int, owner: type, fails_in: int) -> None:
-    """Of the first bucket, or the last, on one rank: what is on its way is waited for."""
-    name = "unpack" if owner is Bucket else "sum_into"
-    with mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"} if owner is Bucket else {}):
-        ours, stock = beside_stock(Branches(), bucket_cap_mb=3e-2)
+def test_after_a_mean_that_was_not_written_all_go_on(rank: int, how: str, fails_in: int) -> None:
+    """Of the first bucket, or the last, on one rank: it takes part in what is on its way."""
+    owner, name = (Bucket, "unpack") if how in ("copied", "rows") else (RankBuffers, "sum_into")
+    shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 0} if how == "in shares" else {}
+    with (
+        mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"} if how == "copied" else {}),
+        mock.patch.multiple(memory_exchange, **shares) if shares else contextlib.nullcontext(),
+    ):
+        net = WithRows() if how == "rows" else Branches()
+        ours, stock = beside_stock(net, bucket_cap_mb=3e-2)
         same_steps(ours, stock, 0, 1)
-    assert len(ours.reducer.buckets) == 4
+    assert len(ours.reducer.buckets) == 4 + (how == "rows")
     writes, calls = getattr(owner, name), []
 
     def fails(*arguments: Any) -> None:
@@ -209,16 +226,18 @@ def test_after_a_mean_that_was_not_written_all_go_on(rank: int, owner: type, fai
         writes(*arguments)
 
     fails_here = rank == 1
+    pause = 0 if fails_here else 0.02  # the buckets of the other rank come while this one waits
+    hooks = [each.register_hook(lambda _: time.sleep(pause)) for each in ours.parameters()]
     with (
         mock.patch.object(owner, name, fails if fails_here else writes),
-        mock.patch.object(
-            Collective, "abort", autospec=True, side_effect=Collective.abort
-        ) as waits,
-        raises_if(fails_here, RuntimeError),
+        mock.patch.object(Collective, "wait", autospec=True, side_effect=Collective.wait) as waits,
+        raises_if(fails_here, RuntimeError, match="amid a sum"),
     ):
         step(ours, 2)
-    if fails_here and owner is Bucket:
-        assert waits.call_count == 3 - fails_in
+    if how == "copied":
+        assert waits.call_count == 4
+    for hook in hooks:
+        hook.remove()
     same_steps(ours, stock, 3, 4, 5)
 
 

@@ -413,9 +413,9 @@ class Reduction:
                         factor = self.factor if factor is None else self.factor * factor
                     try:
                         bucket.unpack(factor, flags.get(bucket.index))
-                    except Exception:  # out of memory, perhaps: the next step uses the buckets
+                    except Exception:  # out of memory, perhaps: the other ranks go on
                         self.done = bucket.index + 1
-                        self.abort("means of an earlier bucket could not be written")
+                        self.discard()
                         raise
             self.done = bucket.index + 1
             works[bucket.index] = None
