@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from distributed import run_ranks
 from torch import Tensor
 
 from differential.actions.gradients import PRODUCT, READ, ChangeGradients
+from differential.actions.probes import Probe
 from differential.actions.training import (
     Backward,
     BreakOff,
@@ -24,6 +26,7 @@ from differential.actions.training import (
     ZeroGrad,
     clips_to_rounding,
 )
+from differential.actions.wrapping import WrapAgain
 from differential.in_ranks import (
     ALARM,
     BESIDE,
@@ -194,8 +197,8 @@ def _beside_stock(program: Program, played: Sequence[Played]) -> Iterator[str]:
         }
         for each in played
     ]
-    # (Once gradients were changed on some ranks, numbers that are alike are so by chance.)
-    changed = (n for n, each in enumerate(program.actions) if isinstance(each, ChangeGradients))
+    # (Once a rank has trained by itself, numbers that are alike are so by chance.)
+    changed = (n for n, each in enumerate(program.actions) if _sets_ranks_apart(each))
     until = min(changed, default=inf)
     for place, (its, mine) in by_place[0].items():
         if place[0] >= until:
@@ -203,6 +206,14 @@ def _beside_stock(program: Program, played: Sequence[Played]) -> Iterator[str]:
         others = [each[place] for each in by_place[1:] if place in each]
         if all(stocks == its for stocks, _ in others) and any(ours != mine for _, ours in others):
             yield f"{place} has the same bits on all ranks with stock DDP, and not here"
+
+
+def _sets_ranks_apart(action: Any) -> bool:
+    """Whether a rank changes gradients, or parameters, by itself: if only to the last bit."""
+    action = getattr(action, "action", action)  # under a mode
+    is_alone = isinstance(action, WrapAgain) and action.alone
+    takes_back = isinstance(action, Probe) and action.end.startswith("stepped")
+    return isinstance(action, ChangeGradients) or is_alone or takes_back
 
 
 def _as_one_graph(program: Program, played: Sequence[Played]) -> Iterator[str]:
