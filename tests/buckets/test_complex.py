@@ -6,6 +6,15 @@ from distributed import ranks
 from torch import nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp.kernels import dispatch
+from tritonddp.kernels.flat_buffer import Layout
+
+
+def test_the_tables_of_a_complex_buffer_are_those_of_its_real_parts() -> None:
+    kernels = dispatch._for_complex(dispatch.in_triton())
+    layout = Layout.of([(3,)], [(1,)], kernels.alignment, 0)
+    flat = kernels.buffer(layout, torch.complex64, torch.device("cpu"))
+    assert kernels.tables(flat) is flat.real.tables is flat.tables is not None
 
 
 @ranks(2)
