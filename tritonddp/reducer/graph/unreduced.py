@@ -34,9 +34,6 @@ ADDED = (
     "backward before a step outside no_sync(), and all others inside"
 )
 
-# Attribute of a gradient that is noted. (A weak reference to it would keep swap_tensors from it.)
-_MARK = "_tritonddp_is_unreduced"
-
 
 class UnreducedGradient(NamedTuple):
     """A gradient that a backward has left on its rank, though perhaps it should not.
@@ -48,12 +45,16 @@ class UnreducedGradient(NamedTuple):
     wrapper, when an optimizer finds such a gradient, or in the first case the next reduced
     backward. None is logged for gradients that were dropped, zeroed or reduced before.
 
+    (A weak reference to a parameter would keep ``swap_tensors`` from it.)
+
     Attributes:
+        grad: the gradient that was left.
         name, where: the parameter's name; the rank and its step.
         origin: ``AROUND``, ``INSIDE`` or ``ADDED``.
         owner: of the wrapper.
     """
 
+    grad: weakref.ref[Tensor]
     name: str
     where: str
     origin: str
@@ -62,7 +63,7 @@ class UnreducedGradient(NamedTuple):
     def is_left(self, param: Tensor) -> bool:
         """Whether the parameter still has this gradient, and that is not zero."""
         grad = param.grad
-        if grad is None or not hasattr(grad, _MARK) or (grad.is_cuda and is_capturing()):
+        if grad is None or self.grad() is not grad or (grad.is_cuda and is_capturing()):
             return False
         return grad.is_sparse or bool(grad.any())
 
@@ -148,8 +149,9 @@ class Unreduced:
             return
         for name, param in named_params:
             if param.grad is not None:
-                noted[id(param)] = UnreducedGradient(name, where, origin, weakref.ref(self))
-                setattr(param.grad, _MARK, True)
+                noted[id(param)] = UnreducedGradient(
+                    weakref.ref(param.grad), name, where, origin, weakref.ref(self)
+                )
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
