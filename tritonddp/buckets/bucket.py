@@ -183,9 +183,9 @@ class Bucket:
         return self.is_lazy
 
     def is_large(self) -> bool:
-        """Whether its gradients are large, on the CPU, and are sent in their own memory order.
+        """Whether its gradients are so large, on the CPU, that each is worth a call.
 
-        Then each is worth a call, and an exchange may sum them in ``.grad``.
+        They are sent in their own dtype and are no views: an exchange may sum them in ``.grad``.
         """
         casts = self._wire_dtype is not self.gradient_dtype
         return self._kernels.are_large(self._layout) and not casts and not self.has_views
