@@ -304,8 +304,11 @@ class DDPState:
                 f"{divisor:g} was given when the module was wrapped: leave one of them out"
             )
         if self.window is None:
-            self.window = AccumulationWindow(self.parameters, self.sync, self.core.manager)
-            self.core.events.install(self.window)
+            core = self.core
+            self.window = AccumulationWindow(
+                self.parameters, self.sync, core.manager, core.unreduced
+            )
+            core.events.install(self.window)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: each for name, each in vars(self).items() if name not in _OF_THE_GROUP}

@@ -147,7 +147,8 @@ def check_collectives(
     for net, before, reductions in zip(nets, buckets_before, case.reductions, strict=True):
         assert net.reducer.counters.reductions == reductions * (step + 1), what
         if reductions:  # the buckets that one leaves behind are those of the next
-            last = net._ddp_state.core.last.sent
+            sent = net._ddp_state.core.last
+            last = len(sent.unfilled) - len(sent.skipped)
             first = last if step in case.adds else before
             reduced += first + (reductions - 1) * len(net.reducer.buckets)
             broadcasts += step == 0 and not net._ddp_state.core.manager.keeps_order

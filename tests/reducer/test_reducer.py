@@ -176,6 +176,6 @@ def test_a_reduction_whose_buckets_are_renewed_is_none_of_a_world_of_one() -> No
     train_step(ddp, drawn(2, 4))
     core = ddp._ddp_state.core
     assert core.manager.has_moved
-    assert core.last.alone is None
-    assert core.last.sent == len(core.manager.current.buckets)
+    assert not core.last.is_alone
+    assert len(core.last.unfilled) == len(core.manager.current.buckets)
     assert ddp.metrics()["step_ms"] is None  # no rank has reported a step yet

@@ -607,27 +607,23 @@ class Reduction:
         logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)
 
 
+@dataclass(frozen=True)
 class ReductionFactory:
     """The one place where reductions are made: those of one wrapper.
 
-    Args:
+    Attributes:
         parameters: of the module.
         agreement, events, counters: see :class:`Reduction`.
         sync: its ``join`` and ``finds_unused`` are those of a reduction that begins.
         where: returns this rank and its step.
     """
 
-    def __init__(
-        self,
-        parameters: ModuleParameters,
-        agreement: Agreement,
-        events: ReductionEvents,
-        counters: Counters,
-        sync: Any,
-        where: Callable[[], str],
-    ) -> None:
-        self._parameters, self._sync, self._where = parameters, sync, where
-        self._agreement, self._events, self._counters = agreement, events, counters
+    parameters: ModuleParameters
+    agreement: Agreement
+    events: ReductionEvents
+    counters: Counters
+    sync: Any
+    where: Callable[[], str]
 
     def open(
         self,
@@ -646,19 +642,19 @@ class ReductionFactory:
 
         ``used``, ``arrived`` and ``has_unannounced`` are those of :class:`UsedParameters`.
         """
-        join = self._sync.join
+        join = self.sync.join
         if join is not None and source is not GradSource.CHANGED:
             join.reduction_begins()
         return Reduction(
             bucket_set=bucket_set,
             buckets=bucket_set.buckets if buckets is None else buckets,
-            agreement=self._agreement,
-            events=self._events,
-            counters=self._counters,
-            used=UsedParameters(used, arrived, has_unannounced, self._sync.finds_unused),
+            agreement=self.agreement,
+            events=self.events,
+            counters=self.counters,
+            used=UsedParameters(used, arrived, has_unannounced, self.sync.finds_unused),
             source=source,
-            where=where or self._where(),
-            hashes=(schema or self._parameters.schema, call_site),
+            where=where or self.where(),
+            hashes=(schema or self.parameters.schema, call_site),
             join=join,
             filled=[False] * len(bucket_set.segments),
             unfilled=[0] * len(bucket_set.buckets),

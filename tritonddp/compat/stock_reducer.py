@@ -74,12 +74,13 @@ class StockReducer:
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each trainable parameter: int32."""
         counts: dict[Parameter, int] = {}
-        skipped, _, alone = self._core.last
-        if alone is not None:
-            counts = dict(zip(alone.bucket_set.params, map(int, alone.used.flags), strict=True))
-        for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
-            if index not in skipped and alone is None:
-                counts.update(zip(params, flags.tolist(), strict=True))
+        last = self._core.last
+        if last is not None and last.is_alone:
+            counts = dict(zip(last.bucket_set.params, map(int, last.used.flags), strict=True))
+        elif last is not None:
+            for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
+                if index not in last.skipped:
+                    counts.update(zip(params, flags.tolist(), strict=True))
         params = [param for _, param in self._core.parameters.trainable]
         return torch.tensor(
             [round(counts.get(param, 0)) for param in params],

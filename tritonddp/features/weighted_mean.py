@@ -35,6 +35,7 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource, Weight
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
+from tritonddp.reducer.graph.unreduced import Unreduced
 
 logger = logging.getLogger("tritonddp.weighted_mean")
 
@@ -66,11 +67,14 @@ class AccumulationWindow(Extension):
     """
 
     def __init__(
-        self, parameters: ModuleParameters, sync: SyncState, manager: BucketManager
+        self,
+        parameters: ModuleParameters,
+        sync: SyncState,
+        manager: BucketManager,
+        unreduced: Unreduced,
     ) -> None:
-        self._parameters = parameters
-        self._sync = sync
-        self._manager = manager
+        self._parameters, self._sync = parameters, sync
+        self._manager, self._unreduced = manager, unreduced
         self.weight: Weight | None = None  # of all backwards of the window, if there are any
         self._weight_before: Weight | None = None  # the weight before the backward that runs
         # The gradients at the end of the last backward, and their versions.
@@ -87,7 +91,7 @@ class AccumulationWindow(Extension):
         weight: Weight | None = self._sync.weight
         reduction = backward.reduction
         is_late = backward.late_param is not None
-        self.open(weight, reduction is not None, not any(backward.earlier), is_late)
+        self.open(weight, reduction is not None, not any(self._unreduced.used), is_late)
         if reduction is not None:
             reduction.weigh(self.weight)
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import or_
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -53,14 +53,6 @@ _NONE: frozenset[int] = frozenset()
 logger = logging.getLogger("tritonddp.reducer")
 
 
-class Reduced(NamedTuple):
-    """What a reduction of a backward did."""
-
-    skipped: Collection[int] = ()  # indices of the buckets that it left out
-    sent: int = 0  # number of the buckets that it reduced
-    alone: Reduction | None = None  # itself, if it exchanged nothing, as there is only one rank
-
-
 class Reducer:
     """Reduces the gradients of a module over a process group during each backward.
 
@@ -82,7 +74,7 @@ class Reducer:
         comm_hook: reduces the buckets; ``None`` if the user has registered none.
         steps_optimizers: optimizers step in the backward.
         finalizes_manually: backwards end in ``finalize_backward()``.
-        last: what the last reduction of a backward did.
+        last: the last reduction of a backward; it holds no gradients any more.
     """
 
     # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
@@ -104,7 +96,7 @@ class Reducer:
         self.launching = threading.RLock()
         self.comm_hook: CommHook | None = None
         self.steps_optimizers = self.finalizes_manually = False
-        self.last = Reduced()
+        self.last: Reduction | None = None
         self.reference = weakref.ref(self)
         self._broke_off = partial(_broke_off, self.reference)
         self._others = WatchedParameters(self.reference)
@@ -336,7 +328,6 @@ class Reducer:
             reduction,
             late_param=late,
             is_provisional=is_provisional,
-            earlier=left.used,
             doubtful=doubtful,
             creates_graph=torch.is_grad_enabled(),
         )
@@ -405,7 +396,6 @@ class Reducer:
             reached,
             late_param=late,
             is_provisional=self.manager.is_provisional,
-            earlier=self.unreduced.used,
             may_be_reduced=may_be_reduced,
             doubt=doubt,
             creates_graph=torch.is_grad_enabled(),
@@ -489,7 +479,7 @@ class Reducer:
             is_left = len(reduction.works) < len(reduction.buckets)
             is_new = not arrived_as_usual or self.manager.is_provisional
             if is_new:
-                self._look_back(reduction, backward.earlier)
+                self._look_back(reduction)
             if self.tracker.gradients.streams and (is_new or is_left):
                 self.tracker.join_streams()
             if is_left:
@@ -520,7 +510,7 @@ class Reducer:
             backward.ends().local.append(found)
         self._close(backward)
 
-    def _look_back(self, reduction: Reduction, earlier: Sequence[bool]) -> None:
+    def _look_back(self, reduction: Reduction) -> None:
         """Handle gradients that came in another order, did not come, or were not announced."""
         tracker = self.tracker
         if self.manager.is_provisional:
@@ -530,7 +520,7 @@ class Reducer:
             self.reentrant.note_missing(missing)
             self.reentrant.stayed_away(missing)
             for number in missing:
-                reduction.used.flags[number] = earlier[number]
+                reduction.used.flags[number] = self.unreduced.used[number]
         tracker.learn()
 
     def finish_ended(self) -> None:
@@ -591,11 +581,8 @@ class Reducer:
         if backward.reduction is not None:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
-            reduction, current = backward.reduction, self.manager.current
-            # (Its buckets may have been replaced.)
-            sent = len(reduction.unfilled) - len(reduction.skipped)
-            self.last = Reduced(reduction.skipped, sent, reduction if reduction.is_alone else None)
-            for bucket in current.to_release:
+            self.last = backward.reduction
+            for bucket in self.manager.current.to_release:
                 bucket.release()
         for call in self.events.on_close:
             call(backward.reduction)

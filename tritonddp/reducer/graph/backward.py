@@ -231,7 +231,6 @@ class Backward:
         reduction: of its gradients; ``None`` if it is local.
         late_param: the one whose gradient had come before the backward was noticed, if one had.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
-        earlier: for each parameter, whether an earlier backward that was not reduced has used it.
         doubtful: parameters that may get a gradient that was not announced.
         may_be_reduced: it is local because it has gone through no output of a forward outside
             ``no_sync`` so far.
@@ -247,7 +246,6 @@ class Backward:
     reduction: Reduction | None = None
     late_param: Tensor | None = None
     is_provisional: bool = False
-    earlier: Sequence[bool] = ()
     doubtful: Collection[int] = ()
     may_be_reduced: bool = False
     doubt: str = ""
