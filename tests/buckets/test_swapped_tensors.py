@@ -135,10 +135,11 @@ def test_one_rank_alone_may_do_it(rank: int, change: str, view: bool) -> None:
 
 @ranks(2)
 def test_it_may_follow_a_backward_around_the_wrapper() -> None:
-    """Which is noted, for a warning, without a weak reference to the parameter."""
+    """Which is noted, for a warning, without a weak reference to parameters or gradients."""
     ddp = wrap(Layers("abc").double())
     check(ddp, 0)
     ddp.module(batch(1)).sum().backward()
+    move(swaps=True)(ddp.module)
     ddp.zero_grad()
     swap("b")(ddp.module)
     check(ddp, 1)

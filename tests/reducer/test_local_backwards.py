@@ -160,6 +160,23 @@ def test_local_gradients_are_named_when_the_next_reduced_backward_finds_them() -
 
 
 @ranks(2)
+def test_means_that_lie_where_local_gradients_were_zeroed_are_not_taken_for_them() -> None:
+    """They are put aside while a probe makes other ones."""
+    ddp, optimizer = with_optimizer()
+    with said() as lines:
+        ddp.module(filled(2, 4)).sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        ddp(filled(2, 4)).sum().backward()
+        means = [param.grad for param in ddp.parameters()]
+        optimizer.zero_grad()
+        ddp.module(filled(2, 4)).sum().backward()
+        for param, mean in zip(ddp.parameters(), means, strict=True):
+            param.grad = mean
+        optimizer.step()
+    assert not lines
+
+
+@ranks(2)
 def test_a_backward_inside_no_sync_alone_is_named_when_an_optimizer_finds_its_gradients() -> None:
     """Stock reduces it, as its forward ran outside. Followed by a reduced one it is right here."""
     ddp, optimizer = with_optimizer()

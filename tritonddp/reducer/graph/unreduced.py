@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import count
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -34,6 +35,12 @@ ADDED = (
     "backward before a step outside no_sync(), and all others inside"
 )
 
+# Attribute of a gradient that is noted, with the number of the note: another gradient of the same
+# parameter may have that of an earlier one. (A weak reference would keep swap_tensors from it, and
+# the note itself pickle.)
+_MARK = "_tritonddp_note"
+_numbers = count()
+
 
 class UnreducedGradient(NamedTuple):
     """A gradient that a backward has left on its rank, though perhaps it should not.
@@ -45,16 +52,14 @@ class UnreducedGradient(NamedTuple):
     wrapper, when an optimizer finds such a gradient, or in the first case the next reduced
     backward. None is logged for gradients that were dropped, zeroed or reduced before.
 
-    (A weak reference to a parameter would keep ``swap_tensors`` from it.)
-
     Attributes:
-        grad: the gradient that was left.
+        number: of the note, and the mark of the gradient.
         name, where: the parameter's name; the rank and its step.
         origin: ``AROUND``, ``INSIDE`` or ``ADDED``.
         owner: of the wrapper.
     """
 
-    grad: weakref.ref[Tensor]
+    number: int
     name: str
     where: str
     origin: str
@@ -63,7 +68,9 @@ class UnreducedGradient(NamedTuple):
     def is_left(self, param: Tensor) -> bool:
         """Whether the parameter still has this gradient, and that is not zero."""
         grad = param.grad
-        if grad is None or self.grad() is not grad or (grad.is_cuda and is_capturing()):
+        if grad is None or getattr(grad, _MARK, None) != self.number:
+            return False
+        if grad.is_cuda and is_capturing():
             return False
         return grad.is_sparse or bool(grad.any())
 
@@ -149,9 +156,9 @@ class Unreduced:
             return
         for name, param in named_params:
             if param.grad is not None:
-                noted[id(param)] = UnreducedGradient(
-                    weakref.ref(param.grad), name, where, origin, weakref.ref(self)
-                )
+                note = UnreducedGradient(next(_numbers), name, where, origin, weakref.ref(self))
+                noted[id(param)] = note
+                setattr(param.grad, _MARK, note.number)
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
