@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from differential.actions.training import (
     Hold,
     ReduceGradients,
     Renew,
+    Step,
     ZeroGrad,
     clips_to_rounding,
 )
@@ -42,7 +42,7 @@ from differential.in_ranks import (
 from differential.kinds import program_of
 from differential.oracle import Expected, Oracle
 from differential.player import TIMEOUT
-from differential.program import Program
+from differential.program import Action, Program
 from differential.trace import Entry, Snapshot, Trace, dense
 
 # More than a batch of these networks gives to a row.
@@ -198,7 +198,8 @@ def _beside_stock(program: Program, played: Sequence[Played]) -> Iterator[str]:
         for each in played
     ]
     # (Once a rank has trained by itself, numbers that are alike are so by chance.)
-    changed = (n for n, each in enumerate(program.actions) if _sets_ranks_apart(each))
+    actions = [getattr(each, "action", each) for each in program.actions]  # under a mode
+    changed = (n for n in range(len(actions)) if _sets_ranks_apart(*actions[n:]))
     until = min(changed, default=inf)
     for place, (its, mine) in by_place[0].items():
         if place[0] >= until:
@@ -208,9 +209,12 @@ def _beside_stock(program: Program, played: Sequence[Played]) -> Iterator[str]:
             yield f"{place} has the same bits on all ranks with stock DDP, and not here"
 
 
-def _sets_ranks_apart(action: Any) -> bool:
+def _sets_ranks_apart(action: Action, *behind: Action) -> bool:
     """Whether a rank changes gradients, or parameters, by itself: if only to the last bit."""
-    action = getattr(action, "action", action)  # under a mode
+    if isinstance(action, Probe) and action.end == "left":
+        # (A backward that is reduced takes what is left with it.)
+        then = (each for each in behind if isinstance(each, Step | Backward | ZeroGrad))
+        return isinstance(next(then, None), Step)
     is_alone = isinstance(action, WrapAgain) and action.alone
     takes_back = isinstance(action, Probe) and action.end.startswith("stepped")
     return isinstance(action, ChangeGradients) or is_alone or takes_back

@@ -38,7 +38,8 @@ class Wide(nn.Module):
         self.weight = nn.Parameter(torch.randn(2000, WIDTH) / 50)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight.t()) @ self.weight
+        # (Without the outer one, which bounds it, trainings through several of them diverge.)
+        return torch.tanh(torch.tanh(x @ self.weight.t()) @ self.weight)
 
 
 class Convolution(nn.Module):
