@@ -108,6 +108,22 @@ def test_outside_and_switched_off_nothing_is_told(rank: int) -> None:
     assert collectives() == before
 
 
+@pytest.mark.parametrize("throws", [False, True], ids=["waits", "throws"])
+@pytest.mark.parametrize("enable", [False, True], ids=["off", "on"])
+@ranks(2)
+def test_inside_another_it_is_refused_by_name(rank: int, enable: bool, throws: bool) -> None:
+    ddp = DistributedDataParallel(net())
+    outer = ddp.join(throw_on_early_termination=throws)
+    with pytest.raises(RuntimeError, match=rf"rank {rank}.*inside join\(\)"), outer:  # noqa: PT012
+        with ddp.join(enable=enable):
+            loss_of(ddp, rank, 0).backward()
+        loss_of(ddp, rank, 1).backward()
+    with ddp.join():
+        for step in range(1 + rank):
+            loss_of(ddp, rank, step).backward()
+    assert_same_on_all_ranks(ddp.parameters())
+
+
 @ranks(3, views=True)
 def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(
     rank: int, view: bool

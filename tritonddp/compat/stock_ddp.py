@@ -574,7 +574,7 @@ class StockDDPNames:
             RuntimeError: on every rank, if one runs out of inputs and
                 ``throw_on_early_termination`` is set; in a forward, if ranks do not agree on
                 whether its backward is reduced; in a reduced backward that its forward did not
-                announce; or the ranks hold different parameters.
+                announce; the ranks hold different parameters; or inside another one.
             TypeError: an argument is neither on nor off.
 
         Example::
@@ -588,6 +588,11 @@ class StockDDPNames:
         ``Join([model, optimizer])``, in the order of their calls. End the body with a backward.
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
+        if self._ddp_state.sync.join is not None:
+            raise RuntimeError(
+                f"{self._ddp_state.core.where()}: join() inside join() of the same wrapped module, "
+                "which its end would end too: leave the inner one out, or call it after the other"
+            )
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return UnevenInputs([cast(Joinable, self)], enable, throw_on_early_termination, **options)
 
