@@ -103,15 +103,17 @@ class Squares(nn.Module):
 
 
 class Given(nn.Module):
-    """Tensors of some shapes, whose gradients are what the module is called with."""
+    """Tensors of some shapes, whose gradients, if any, are what the module is called with."""
 
     def __init__(self, *shapes: Shape, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.params = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
 
-    def forward(self, *gradients: Tensor) -> Tensor:
-        pairs = zip(self.params, map(torch.conj, gradients), strict=True)
-        return torch.stack([(param * gradient).sum() for param, gradient in pairs]).sum()
+    def forward(self, *gradients: Tensor | None) -> Tensor:
+        pairs = zip(self.params, gradients, strict=True)
+        return torch.stack(
+            [(param * each.conj()).sum() for param, each in pairs if each is not None]
+        ).sum()
 
 
 class TiedTable(nn.Module):

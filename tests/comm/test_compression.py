@@ -49,12 +49,14 @@ class Simulated:
     """What quantised reductions make of gradients: each parameter alone, all ranks in one process.
 
     Blocks are those of a parameter: in which bucket it is makes no difference, nor who owns what.
+    Two ranks exchange directly, unless that is over NCCL.
     """
 
-    def __init__(self, module: nn.Module, feedback: bool = True) -> None:
+    def __init__(self, module: nn.Module, feedback: bool = True, is_nccl: bool = False) -> None:
         size = dist.get_world_size()
+        options: Any = {"feedback": feedback, "is_direct": size == 2 and not is_nccl}
         self._flats = [
-            quantized_buffers([param], [_is_quantized(param)], size, feedback, is_direct=size == 2)
+            quantized_buffers([param], [_is_quantized(param)], size, **options)
             for param in module.parameters()
         ]
 

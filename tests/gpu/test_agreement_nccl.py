@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather
 from torch import Tensor, nn
+from training import drawn, means, train_step
 from worlds import CARDS, CPU, NCCL_2, VIEW, everywhere, in_worlds
 
 from tritonddp import DistributedDataParallel
@@ -34,8 +35,8 @@ class Mixed(nn.Module):
         return self.last(self.first(x).to(self.last.weight.dtype)).float()
 
 
-def batch(device: torch.device, step: int, rank: int | None = None) -> Tensor:
-    return nets.batch(step, rank, (4, 8)).to(device)
+def batch(device: torch.device, step: int) -> Tensor:
+    return drawn(4, 8, step=step).to(device)
 
 
 def assert_step(ddp: DistributedDataParallel, step: int) -> None:
@@ -43,13 +44,13 @@ def assert_step(ddp: DistributedDataParallel, step: int) -> None:
     ddp.zero_grad()
     ddp(batch(ddp.device, step)).mean().backward()
     alone = copy.deepcopy(ddp.module)
-    means = nets.mean_gradients(alone, lambda rank: alone(batch(ddp.device, step, rank)).mean())
-    assert_close(nets.gradients(ddp), means, list(ddp.parameters()))
+    train_step(alone, batch(ddp.device, step), loss=torch.mean)
+    assert_close(nets.gradients(ddp), means(nets.gradients(alone)), list(ddp.parameters()))
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
 
 
-def assert_close(found: Any, means: Any, params: list[Tensor]) -> None:
-    for param, one, mean in zip(params, found, means, strict=True):
+def assert_close(found: Any, expected: Any, params: list[Tensor]) -> None:
+    for param, one, mean in zip(params, found, expected, strict=True):
         assert (one is None) == (mean is None)
         if one is not None:
             coarse = param.dtype is not torch.float32

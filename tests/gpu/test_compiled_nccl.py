@@ -10,15 +10,15 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks
-from nets import batch, gradients, mean_gradients
+from nets import gradients
 from torch import Tensor, nn
+from training import drawn, means
 from worlds import everywhere, is_recorded
 
 from tritonddp import DistributedDataParallel
 from tritonddp.compiled.gradients import GraphGradients
 
 WIDTH = 128
-SHAPE = (16, WIDTH)
 
 
 class Tied(nn.Module):
@@ -60,11 +60,10 @@ def test_one_graph_has_the_means_and_buckets_leave_while_it_runs(
     with mock.patch.object(GraphGradients, "on_compute_end", on_compute_end):
         for number in range(6):
             ddp.zero_grad(set_to_none=number != 4)
-            compiled(batch(number, None, SHAPE).to(device)).square().mean().backward()
-            expected = mean_gradients(
-                module,
-                lambda rank: module(batch(number, rank, SHAPE)).square().mean(),  # noqa: B023
-            )
+            compiled(drawn(16, WIDTH, step=number).to(device)).square().mean().backward()
+            module.zero_grad()
+            module(drawn(16, WIDTH, step=number)).square().mean().backward()
+            expected = means(gradients(module))
             if number != 4:
                 for mine, theirs in zip(gradients(ddp), expected, strict=True):
                     assert (mine is None) == (theirs is None)

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks
-from nets import WIDTH, batch, dense, gradients, mean_gradients
+from nets import WIDTH, batch, dense, gradients
 from recording.programs import PROGRAMS, WARM_UP, Run
 from recording.recorder import Recorder
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as Stock
+from training import means, train_step
 from worlds import CARDS, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
 
 from tritonddp import DistributedDataParallel
@@ -151,6 +152,6 @@ def test_gradients_that_are_accumulated_on_several_streams(
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(30_000_000)
         loss.backward()
-        means = mean_gradients(alone, lambda rank: alone(batch(step, rank)).square().mean())  # noqa: B023
-        for expected, found in zip(means, gradients(ddp), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+        train_step(alone, batch(step), loss=lambda outputs: outputs.square().mean())
+        for expected, found in zip(means(gradients(alone)), gradients(ddp), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
