@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import triton
@@ -22,6 +22,7 @@ from tritonddp.kernels import device_tables, flatten, unflatten
 from tritonddp.kernels.device_tables import BLOCK, WARPS
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import OPTIONS, Launcher
+from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
 SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
 ALL_PAIRS = [(grad, wire) for grad in SPELLING for wire in SPELLING]
@@ -38,6 +39,23 @@ TARGETS = {
     "sm_90": (GPUTarget("cuda", 90, 32), ALL_PAIRS),
     "sm_100": (GPUTarget("cuda", 100, 32), SOME_PAIRS),
     "gfx942": (GPUTarget("hip", "gfx942", 64), SOME_PAIRS),
+}
+# Of the quantising kernels.
+# Gradients, aligned, error feedback; and for sums, ranks instead of gradients.
+GRADIENTS = {
+    "sm_80": [(tl.float32, True, True), (tl.bfloat16, False, True)],
+    "sm_90": [
+        *((dtype, aligned, True) for dtype in SPELLING for aligned in (True, False)),
+        *((dtype, True, False) for dtype in (tl.float32, tl.bfloat16)),
+    ],
+    "sm_100": [(tl.float32, True, True), (tl.bfloat16, True, True)],
+    "gfx942": [(tl.float32, True, True), (tl.bfloat16, False, True)],
+}
+SUMS = {
+    "sm_80": [(8, True)],
+    "sm_90": [*((ranks, True) for ranks in (1, 3, 8, 64)), (8, False)],
+    "sm_100": [(8, True)],
+    "gfx942": [(1, True), (8, True)],
 }
 KERNELS = {"flatten": (flatten._launch, "SOURCE"), "unflatten": (unflatten._launch, "TARGET")}
 
@@ -161,42 +179,85 @@ def facts_of(compiled, target: GPUTarget) -> dict:
     return (nvidia_facts if target.backend == "cuda" else amd_facts)(compiled)
 
 
-def main() -> None:
-    variants = []
-    for architecture, (target, pairs) in TARGETS.items():
-        for name in KERNELS:
-            for grad, wire in pairs:
-                kinds = [{"aligned": True}, {"aligned": False}]
-                if name == "unflatten" and (grad, wire) in SOME_PAIRS:
-                    kinds += [{**each, "joint": True} for each in kinds]
-                if name == "unflatten" and grad is wire:  # gradients may live in the bucket
-                    kinds += [{**each, "in_place": True} for each in kinds if each["aligned"]]
-                for kind in kinds:
-                    compiled = compile_variant(name, target, grad, wire, **kind)
-                    variants.append(
-                        {
-                            "architecture": architecture,
-                            "kernel": name,
-                            "grad": SPELLING[grad],
-                            "wire": SPELLING[wire],
-                            **dict.fromkeys(("in_place", "joint"), False),
-                            **kind,
-                            "rearranges": compiled.asm["ttgir"].count("convert_layout"),
-                            **facts_of(compiled, target),
-                        }
-                    )
-        for size in device_tables._SIZES:
+def copying(architecture: str) -> Iterator[dict]:
+    """Variants of the kernels that flatten and unflatten."""
+    target, pairs = TARGETS[architecture]
+    for name in KERNELS:
+        for grad, wire in pairs:
+            kinds = [{"aligned": True}, {"aligned": False}]
+            if name == "unflatten" and (grad, wire) in SOME_PAIRS:
+                kinds += [{**each, "joint": True} for each in kinds]
+            if name == "unflatten" and grad is wire:  # gradients may live in the bucket
+                kinds += [{**each, "in_place": True} for each in kinds if each["aligned"]]
+            for kind in kinds:
+                compiled = compile_variant(name, target, grad, wire, **kind)
+                yield {
+                    "kernel": name,
+                    "copies": True,
+                    "grad": SPELLING[grad],
+                    "wire": SPELLING[wire],
+                    **dict.fromkeys(("in_place", "joint"), False),
+                    **kind,
+                    "rearranges": compiled.asm["ttgir"].count("convert_layout"),
+                    **facts_of(compiled, target),
+                }
+
+
+def writing_addresses(architecture: str) -> Iterator[dict]:
+    target, _ = TARGETS[architecture]
+    for size in device_tables._SIZES:
+        pointers: dict[str, str | tuple[str, ...]] = {"dynamic": "*i64"}
+        pointers["addresses"] = ("i64",) * size
+        compiled = compile_as_launched(device_tables._launch, target, pointers, {}, num_warps=1)
+        yield {"kernel": "addresses", "size": size, **facts_of(compiled, target)}
+
+
+def quantizing(architecture: str) -> Iterator[dict]:
+    target, _ = TARGETS[architecture]
+    tables = {"chunks": "*i64", "dynamic": "*i64"}
+    common = {"BLOCK": BLOCK}
+    for dtype, aligned, feedback in GRADIENTS[architecture]:
+        if dtype == tl.float64:
+            continue
+        sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
+        shared = {**common, "ALIGNED": aligned, "EMULATE": False}
+        facts = {"grad": SPELLING[dtype], "aligned": aligned, "feedback": feedback}
+        compiled = compile_as_launched(
+            quantize._launch,
+            target,
+            {**tables, "message": "*u8", "residuals": "*fp32"},
+            {**shared, **sums, "SOURCE": dtype},
+        )
+        yield {**facts, "kernel": "quantize", **facts_of(compiled, target)}
+        if feedback:
             compiled = compile_as_launched(
-                device_tables._launch,
+                dequantize._launch,
                 target,
-                {"dynamic": "*i64", "addresses": ("i64",) * size},
-                {},
-                num_warps=1,
+                {**tables, "message": "*u8", "flags": "*fp32", "factor": "*fp64"},
+                {**shared, "TARGET": dtype},
+                anywhere=["factor"],
             )
-            variants.append(
-                {"architecture": architecture, "kernel": "addresses", "size": size}
-                | facts_of(compiled, target)
-            )
+            yield {**facts, "kernel": "dequantize", **facts_of(compiled, target)}
+    for ranks, feedback in SUMS[architecture]:
+        sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
+        compiled = compile_as_launched(
+            reduce_parts._launch,
+            target,
+            {"received": "*u8", "residuals": "*fp32", "flags": "*fp32", "headers": "*fp32"},
+            {**common, **sums, "RANKS": ranks},
+            anywhere=["headers"],
+        )
+        facts = {"kernel": "reduce_parts", "ranks": ranks, "feedback": feedback}
+        yield {**facts, **facts_of(compiled, target)}
+
+
+def main() -> None:
+    variants = [
+        {"architecture": architecture, **each}
+        for architecture in TARGETS
+        for of in (copying, writing_addresses, quantizing)
+        for each in of(architecture)
+    ]
     json.dump(variants, sys.stdout)
 
 
