@@ -5,6 +5,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,42 @@ from tritonddp.coordination.host.peers import Peers
 LIBRARY = str(Path(tritonddp.__file__).parent)
 # Until then order, buckets and wires are chosen, and steps are measured for the logging data.
 WARM_UP = 12
+
+
+# Calls that only the recorded device makes.
+_OF_RECORDER = ("__torch_function__", "<lambda>")
+
+
+@dataclass
+class Calls:
+    """Of one step, on this thread.
+
+    Attributes:
+        of_package: functions of the package, by file and name.
+        of_others: functions of torch and C that the package calls, by file, line and name.
+    """
+
+    of_package: Counter[tuple[str, str]] = field(default_factory=Counter)
+    of_others: Counter[tuple[str, int, str]] = field(default_factory=Counter)
+
+    def note(self, frame: FrameType, event: str, argument: Any) -> None:
+        """For ``sys.setprofile``."""
+        code = frame.f_code
+        if event == "call":
+            if code.co_filename.startswith(LIBRARY):
+                name = getattr(code, "co_qualname", code.co_name)  # of Python 3.11
+                self.of_package[code.co_filename[len(LIBRARY) + 1 :], name] += 1
+                return
+            caller = frame.f_back
+            name = code.co_name
+        elif event == "c_call":
+            caller, name = frame, getattr(argument, "__qualname__", str(argument))
+        else:
+            return
+        if caller is not None and caller.f_code.co_filename.startswith(LIBRARY):
+            file = caller.f_code.co_filename[len(LIBRARY) + 1 :]
+            if name not in _OF_RECORDER:
+                self.of_others[file, caller.f_lineno, name] += 1
 
 
 class Vectors(nn.Module):
@@ -67,17 +104,10 @@ def noting(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 def calls(function: Callable[[], Any]) -> Counter[tuple[str, str]]:
     """Calls of functions of the package on this thread, by file and name."""
-    found: Counter[tuple[str, str]] = Counter()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(LIBRARY):
-            name = getattr(code, "co_qualname", code.co_name)  # of Python 3.11
-            found[code.co_filename[len(LIBRARY) + 1 :], name] += 1
-
-    with noting(note):
+    found = Calls()
+    with noting(found.note):
         function()
-    return found
+    return found.of_package
 
 
 def steady_step(

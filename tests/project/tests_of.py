@@ -17,21 +17,13 @@ _REFRESH = "make tests-of REFRESH=1 measures (half an hour, or longer on a busy 
 
 
 def lines_of(path: Path, line: int) -> range:
-    """Of the innermost statement at this line, or of what is in it, if that is a definition."""
+    """Of the innermost statement at this line; of one that has a body, what is in that."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
-            body = getattr(node, "body", None)
-            if body is None:
-                found = range(node.lineno, (node.end_lineno or 0) + 1)
-            elif line < body[0].lineno:
-                is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
-                first, last = body[0], body[-1].end_lineno or 0
-                found = (
-                    range(first.lineno, last + 1)
-                    if is_definition
-                    else range(node.lineno, first.lineno)
-                )
+            body = getattr(node, "body", [node])
+            if line < body[0].lineno or body == [node]:
+                found = range(body[0].lineno, (body[-1].end_lineno or 0) + 1)
     return found
 
 

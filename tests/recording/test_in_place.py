@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from training import breaking_off, drawn, gradients
+from training import breaking_off, drawn, gradients, means, train_step
 
 from recording.device import recording
 from recording.programs import PROGRAMS, Program, Run, play
@@ -145,16 +145,6 @@ class Shared(nn.Module):
         return (y + p) * after
 
 
-def means(module: nn.Module, step: Callable[[nn.Module, int], None]) -> list[Tensor]:
-    """Of the gradients that each rank would have."""
-    found = []
-    for rank in range(dist.get_world_size()):
-        alone = copy.deepcopy(module).cpu()
-        step(alone, rank)
-        found.append([param.grad for param in alone.parameters()])
-    return [torch.stack(each).mean(0) for each in zip(*found, strict=True)]
-
-
 @pytest.mark.parametrize("checks", [True, False], ids=["", "unchecked"])
 @pytest.mark.parametrize("is_last", [True, False], ids=["last", "among others"])
 @ranks(2, interprets=True)
@@ -163,19 +153,15 @@ def test_a_gradient_in_whose_memory_the_backward_goes_on_is_not_written_to(
 ) -> None:
     """Without the check the gradients behind it are wrong."""
     module = Shared(is_last)
-
-    def step(net: nn.Module, rank: int) -> None:
-        x = drawn(8, 8, rank=rank).to(next(net.parameters()).device)
-        net(x).square().sum().backward()
-
-    expected = means(module, step)
+    alone, x = copy.deepcopy(module), drawn(8, 8)
+    train_step(alone, x)
+    expected = means(gradients(alone))
     unchecked = mock.patch.object(in_place_bucket, "is_shared", return_value=False)
     with limit(), recording() as recorder, contextlib.nullcontext() if checks else unchecked:
         # A bucket for ``first``, which comes last, and one for the others.
         net = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=500 / 2**20)
         for _ in range(3):
-            net.zero_grad()
-            step(net, dist.get_rank())
+            train_step(net, x.to("cuda"))
         found = [grad.cpu() for grad in gradients(net)]
         assert [bucket.unbuffered is not None for bucket in net.reducer.buckets] == [True, True]
         torch.cuda.synchronize()
