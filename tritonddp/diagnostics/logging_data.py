@@ -94,6 +94,7 @@ class Logger(Extension):
         assert wrapper is not None, "the wrapper is gone"
         reducer = wrapper._ddp_state.core
         trainable, current = reducer.parameters.trainable, reducer.manager.current
+        last = reducer.last
         params = [param for _, param in trainable]
         group, cpu = wrapper.process_group, torch.device("cpu")
         backend = group_backend(group)
@@ -107,7 +108,7 @@ class Logger(Extension):
             "unused_parameter_size": _nbytes(
                 current.params[n] for n in reducer.reentrant.missing or ()
             ),
-            "num_buckets_reduced": reducer.last.sent,
+            "num_buckets_reduced": len(last.unfilled) - len(last.skipped) if last else 0,
             "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
             "has_error": "error" in self._noted or None,
