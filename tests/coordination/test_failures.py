@@ -14,7 +14,6 @@ import torch.distributed as dist
 from distributed import give_up_after, ranks
 
 from tritonddp.coordination import failures
-from tritonddp.coordination.failures import FailureReport, History
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process
 
@@ -96,26 +95,25 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return dist.HashStore()
 
 
-def reports(store: dist.Store, size: int = 2) -> list[FailureReport]:
+def groups(store: dist.Store, size: int = 2) -> list[Group]:
     """Of each rank."""
-    groups: list[Any] = [FakeGroup(rank, size, store) for rank in range(size)]
-    return [FailureReport(group, History()) for group in groups]
+    of_ranks: list[Any] = [FakeGroup(rank, size, store) for rank in range(size)]
+    return list(map(Group, of_ranks))
 
 
-def explain(report: FailureReport, place: str = PLACE, error: str = "broken") -> str:
-    rank = report._group.rank()
-    return str(report.explain(f"rank {rank}, {place}", "all-reduce", RuntimeError(error)))
+def explain(group: Group, place: str = PLACE, error: str = "broken") -> str:
+    return str(group.explain(f"rank {group.rank}, {place}", "all-reduce", RuntimeError(error)))
 
 
 def test_a_post_of_a_group_that_was_destroyed_is_not_taken_for_a_new_one(store: dist.Store) -> None:
-    explain(reports(store)[1])
-    first, second = reports(store)  # groups of the same name in the same store
+    explain(groups(store)[1])
+    first, second = groups(store)  # groups of the same name in the same store
     second.enter()
     assert "failed at the same place" not in explain(first)
 
 
 def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
-    first, second = reports(store)
+    first, second = groups(store)
     explain(second)
     assert "rank 1 failed at the same place" in explain(first)
     text = explain(first, "step 5, bucket 0 ('c')")
@@ -125,7 +123,7 @@ def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
 
 
 POSTS: dict[str, list[bytes]] = {
-    "tritonddp/0/failed/1": [
+    "tritonddp/failed/1": [
         b"",
         b"no number",
         b"-1 place",
@@ -151,7 +149,7 @@ def test_whatever_is_in_the_store_makes_a_bounded_line(
     store: dist.Store, key: str, post: bytes
 ) -> None:
     store.set(key, post)  # type: ignore[arg-type]
-    text = explain(reports(store)[0])
+    text = explain(groups(store)[0])
     assert len(text) < 1500
     assert text.startswith(f"rank 0, {PLACE}, all-reduce failed: RuntimeError: broken\n")
     assert all(line.isprintable() for line in text.splitlines())
@@ -159,14 +157,14 @@ def test_whatever_is_in_the_store_makes_a_bounded_line(
 
 
 def test_only_the_first_line_of_a_long_error_is_repeated(store: dist.Store) -> None:
-    text = explain(reports(store)[0], error="broken " + "x" * 10_000 + "\nframe #0: c10::Error")
+    text = explain(groups(store)[0], error="broken " + "x" * 10_000 + "\nframe #0: c10::Error")
     assert "RuntimeError: broken" in text
     assert len(text) < 1500
     assert "frame #0" not in text
 
 
 def test_many_ranks_are_counted(store: dist.Store) -> None:
-    text = explain(reports(store, 500)[3])
+    text = explain(groups(store, 500)[3])
     assert "ranks 0, 1, 2, 4, 5, 6, 7, 8, 9, 10 and 489 more have not reported" in text
 
 
@@ -206,18 +204,17 @@ def test_a_process_of_this_host_is_told_from_one_that_died(state: str) -> None:
 def test_nothing_is_said_of_a_process_that_is_elsewhere(store: dist.Store) -> None:
     elsewhere = dataclasses.replace(Process.own(), pid=77, scope="another/kernel", host="node7")
     store.set("tritonddp/process/1", elsewhere.post())
-    text = explain(reports(store)[0])
+    text = explain(groups(store)[0])
     assert "rank 1 (process 77 on node7) has not reported: it has ended, is stuck elsewhere" in text
 
 
 def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
     store: dist.Store,
 ) -> None:
-    report = reports(store)[0]
-    assert "nor begun to wrap" not in explain(report), "this rank has not, either"
-    report.enter()
-    assert "rank 1 has not reported, nor begun to wrap a module: it has ended" in explain(report)
-    other = reports(store)[1]
+    first, other = groups(store)
+    assert "nor begun to wrap" not in explain(first), "this rank has not, either"
+    first.enter()
+    assert "rank 1 has not reported, nor begun to wrap a module: it has ended" in explain(first)
     other.enter()
-    assert "rank 1 (process" in explain(report)
-    assert "runs but has not reported" in explain(report)
+    assert "rank 1 (process" in explain(first)
+    assert "runs but has not reported" in explain(first)

@@ -275,10 +275,11 @@ def posts_of(group: Any, posts: dict[int, hang.Post]) -> list[str]:
 
 def test_if_no_rank_is_behind_all_say_where_they_are() -> None:
     waiting = hang.Place(0, 7, 2, 1, "at the end of its backward", "bucket 1 ('a')")
-    group: Any = SimpleNamespace(size=2, rank=0, rank_list=lambda ranks: f"ranks {ranks}")
+    process_group = SimpleNamespace(size=lambda: 2)  # torch does not know it
+    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group)
     posts = {rank: hang.Post([waiting], True, f"process {rank}") for rank in range(2)}
     lines = posts_of(group, posts)
-    assert lines[0] == "ranks [0, 1], in step 7, at the end of its backward, for bucket 1 ('a')"
+    assert lines[0] == "ranks 0 and 1, in step 7, at the end of its backward, for bucket 1 ('a')"
     assert "No rank is behind" in lines[1]
     assert "    train.py:1 in main: line" in lines
 

@@ -17,14 +17,12 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from tritonddp._torch import backend_name
-from tritonddp.coordination.processes import Process, key_of, look_up
+from tritonddp.coordination.processes import Process, look_up
 
 logger = logging.getLogger("tritonddp.failures")
 
@@ -42,7 +40,7 @@ _DIGITS = 18  # digits of a post's number that are read
 _TAG = 0x7D0C  # tag of a message that no rank sends
 # Ranks in one sentence; the rest is counted.
 _SHOWN = 10
-_FAILED = "tritonddp/failed"  # keys of the store begin with it
+FAILED = "tritonddp/failed"  # keys of the store begin with it
 
 # Sentences about other ranks, the most useful first. The first four keys are states of a process.
 _SENTENCES = {
@@ -87,187 +85,142 @@ _MISMATCH_REMEDY = (
 
 
 @dataclasses.dataclass
-class History:
-    """What all wrappers of a process group have seen of it so far."""
-
-    failures: int = 0  # number of the last failure: a post with a smaller number is old
-    is_announced: bool = False  # this rank has written its process to the store
-    first: Process | None = None  # of rank 0, which may host the store: known if that is gone
-    # Objects with a close(): other ranks may wait for these connections, and must not.
-    connections: WeakSet[Any] = dataclasses.field(default_factory=WeakSet)
-
-
 class FailureReport:
-    """Explains a failed collective of ``group``: where this rank and the other ranks are.
+    """A collective of ``group`` has failed on this rank: what the others have told of themselves.
 
     Ranks are those of the group; where the global rank differs, it is named too.
     """
 
-    def __init__(self, group: dist.ProcessGroup, history: History) -> None:
-        self._group = group
-        self._history = history
-
-    def enter(self) -> None:
-        """When a module is wrapped: write this rank's process to the store. Never raises."""
-        if self._history.is_announced:
-            return
-        rank = self._group.rank()
-        with contextlib.suppress(Exception):
-            # A group that was destroyed may have had the same name in the same store.
-            self._group.get_group_store().delete_key(f"{_FAILED}/{rank}")
-        with contextlib.suppress(Exception):
-            self._group.get_group_store().set(key_of(rank), Process.own().post())
-            self._history.is_announced = True
-
-    def remember_processes(self) -> None:
-        """After :meth:`enter` on all ranks: read rank 0's process, in case the store is lost.
-
-        Never raises.
-        """
-        if self._history.first is None:
-            with contextlib.suppress(Exception):
-                self._history.first = look_up(self._group.get_group_store(), 0)
+    group: dist.ProcessGroup
+    place: str  # of this rank: its step and its collective
+    error: BaseException  # what the backend raised
+    number: int  # of this failure in the group: a post with a smaller number is old
+    is_listed: bool  # this rank has written its process to the store
+    # The processes of ranks without a post, None if unknown: at first that of rank 0, which may
+    # host the store.
+    processes: dict[int, Process | None]
+    # The posts that were read: number and place, by rank.
+    read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    # Why the posts are incomplete; an empty string once the exchange is done.
+    trouble: str = f"it did not answer in {_LIMIT:g} s"
 
     @property
-    def first_process(self) -> Process | None:
-        """The process of rank 0, which may host the store, if it is known."""
-        return self._history.first
+    def title(self) -> str:
+        """What has failed, in one line."""
+        return f"rank {self.group.rank()}, {self.place} failed: {_first_line(self.error)}"
 
-    def close_on_failure(self, connections: Any) -> None:
-        """Call ``connections.close()``, in any thread, when a collective has failed."""
-        self._history.connections.add(connections)
-
-    def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
-        """Make the error to raise from ``error``. Takes 2 to 3 s, 5 s at most.
-
-        Never raises: if the store fails, the message says so. Over gloo it closes the connections
-        of the group, so that no other rank goes on waiting.
-
-        Args:
-            where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
-                The part behind the rank is posted, and compared with the posts of other ranks.
-            what: what failed, such as ``"all-reduce of 1.2 MiB"``; posted and compared too.
-            error: what the backend raised.
-        """
-        rank = self._group.rank()
-        place = plain(f"{where.removeprefix(f'rank {rank}, ')}, {what}")
-        failed = f"rank {rank}, {place} failed: {_first_line(error)}"
+    def asked(self) -> FailureReport:
+        """Exchange posts, in a thread that is abandoned if the store does not answer."""
         # Log before asking the store: torchrun ends all processes soon after one has failed.
-        logger.error("%s", failed)
-        for connections in list(self._history.connections):
-            connections.close()
-        if self._group.get_group_store() is None:
+        logger.error("%s", self.title)
+        if self.group.get_group_store() is not None:
+            thread = threading.Thread(target=self._exchange, daemon=True)
+            thread.start()
+            thread.join(_LIMIT)
+        # An abandoned thread may still write into the original.
+        return dataclasses.replace(self, read=dict(self.read), processes=dict(self.processes))
+
+    def message(self) -> str:
+        """All that is known, and what to do."""
+        if self.group.get_group_store() is None:
             answers = [
                 "Which rank is missing is not known: this process group, a "
-                f"{type(self._group).__name__}, has no store in which the ranks could tell where "
+                f"{type(self.group).__name__}, has no store in which the ranks could tell where "
                 "they are."
             ]
         else:
-            answers = self._answers(self._ask(place), place)
-        remedy = _MISMATCH_REMEDY if _is_mismatch(str(error)) else _REMEDY
-        return RuntimeError("\n  ".join([failed, *answers, remedy]))
+            answers = self._answers()
+        remedy = _MISMATCH_REMEDY if _is_mismatch(str(self.error)) else _REMEDY
+        return "\n  ".join([self.title, *answers, remedy])
 
-    def _ask(self, place: str) -> _Posts:
-        """Exchange posts, in a thread that is abandoned if the store does not answer."""
-        posts = _Posts(self._history.failures + 1)
-        thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
-        thread.start()
-        thread.join(_LIMIT)
-        self._history.failures = posts.number
-        # An abandoned thread may still write into the original.
-        return dataclasses.replace(posts, read=dict(posts.read), processes=dict(posts.processes))
-
-    def _exchange(self, posts: _Posts, place: str) -> None:
+    def _exchange(self) -> None:
         others = self._others()
         try:
-            store = self._group.get_group_store()
+            store = self.group.get_group_store()
             # All ranks must count this failure by the same number: a rank takes the greatest number
             # that it reads. Of two ranks, the one that posts later reads the other's number in its
             # first look; otherwise the other one reads its post in the second look.
             for looks in range(2):
-                before = posts.number
+                before = self.number
                 for rank in others:
-                    key = f"{_FAILED}/{rank}"
+                    key = f"{FAILED}/{rank}"
                     if store.check([key]):  # get() would wait for a key that is not there
                         number, _, theirs = store.get(key).partition(b" ")
                         if number.isdigit():
-                            posts.read[rank] = int(number[:_DIGITS]), plain(theirs)
-                posts.number = max([posts.number, *(number for number, _ in posts.read.values())])
-                if looks == 0 or posts.number > before:
-                    store.set(f"{_FAILED}/{self._group.rank()}", f"{posts.number} {place}")
+                            self.read[rank] = int(number[:_DIGITS]), plain(theirs)
+                self.number = max([self.number, *(number for number, _ in self.read.values())])
+                if looks == 0 or self.number > before:
+                    store.set(f"{FAILED}/{self.group.rank()}", f"{self.number} {self.place}")
                 if looks == 0:
-                    close_connections(self._group)
+                    close_connections(self.group)
                     time.sleep(_PATIENCE)
-            for rank in [rank for rank in others if rank not in posts.read][:_SHOWN]:
-                posts.processes[rank] = look_up(store, rank)
-            posts.trouble = ""
-            if self._group.rank() == 0:
+            for rank in [rank for rank in others if rank not in self.read][:_SHOWN]:
+                self.processes[rank] = look_up(store, rank)
+            self.trouble = ""
+            if self.group.rank() == 0:
                 time.sleep(_HOST_STAYS)
         except Exception as error:
             # Stop at the first error: a TCPStore prints a stack for each call to a dead host.
-            posts.trouble = _first_line(error)
-            close_connections(self._group)
+            self.trouble = _first_line(error)
+            close_connections(self.group)
 
-    def _answers(self, posts: _Posts, place: str) -> list[str]:
+    def _answers(self) -> list[str]:
         """Lines about the other ranks: one line for all ranks of which the same is known."""
         order = list(_SENTENCES)
         words: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank in self._others():
-            number, theirs = posts.read.get(rank, (0, ""))
+            number, theirs = self.read.get(rank, (0, ""))
             if number == 0:
-                found, what = self._of_silent(rank, posts)
-            elif number < posts.number:
+                found, what = self._of_silent(rank)
+            elif number < self.number:
                 found, what = "earlier", theirs
-            elif theirs != place:
+            elif theirs != self.place:
                 found, what = "elsewhere", theirs
             else:
                 found, what = "here", ""
             words[found, what].append(rank)
         lines = []
-        if posts.trouble:
+        if self.trouble:
             lines.append(
-                f"The process group's store could not be asked ({posts.trouble}): its host, global "
+                f"The process group's store could not be asked ({self.trouble}): its host, global "
                 "rank 0 or the launcher, may have ended."
             )
         for found, what in sorted(words, key=lambda each: order.index(each[0])):
             ranks = words[found, what]
             have, each = ("has", "it has") if len(ranks) == 1 else ("have", "each has")
-            named = self.rank_list(ranks)
+            named = rank_list(ranks, self.group)
             lines.append(_SENTENCES[found].format(ranks=named, what=what, have=have, each=each))
         return lines
 
-    def _of_silent(self, rank: int, posts: _Posts) -> tuple[str, str]:
+    def _of_silent(self, rank: int) -> tuple[str, str]:
         """The key in ``_SENTENCES`` for a rank without a post, and its process if known."""
-        if posts.trouble:
-            process = self._history.first if rank == 0 else None
-        else:
-            process = posts.processes.get(rank)
-        if process is not None:
+        if (process := self.processes.get(rank)) is not None:
             return process.state, str(process)
-        if posts.trouble:
+        if self.trouble:
             return "not asked", ""
         # It was looked up in the store, and has not written its process there as this rank has.
-        is_late = rank in posts.processes and self._history.is_announced
+        is_late = rank in self.processes and self.is_listed
         return ("not begun" if is_late else "silent"), ""
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        return [rank for rank in range(self.group.size()) if rank != self.group.rank()]
 
-    def rank_list(self, ranks: Sequence[int]) -> str:
-        """``rank 1`` or ``ranks 1 and 2``; with global ranks where they differ."""
-        try:
-            world = dist.get_process_group_ranks(self._group)
-        except Exception:  # torch has not registered the group, or not any more
-            world = list(range(self._group.size()))
-        named = [
-            str(rank) if world[rank] == rank else f"{rank} (global rank {world[rank]})"
-            for rank in ranks[:_SHOWN]
-        ]
-        if len(ranks) > _SHOWN:
-            named.append(f"{len(ranks) - _SHOWN} more")
-        if len(named) == 1:
-            return f"rank {named[0]}"
-        return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+def rank_list(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
+    """``rank 1`` or ``ranks 1 and 2``; with global ranks where they differ."""
+    try:
+        world = dist.get_process_group_ranks(group)
+    except Exception:  # torch has not registered the group, or not any more
+        world = list(range(group.size()))
+    named = [
+        str(rank) if world[rank] == rank else f"{rank} (global rank {world[rank]})"
+        for rank in ranks[:_SHOWN]
+    ]
+    if len(ranks) > _SHOWN:
+        named.append(f"{len(ranks) - _SHOWN} more")
+    if len(named) == 1:
+        return f"rank {named[0]}"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -291,19 +244,6 @@ def close_connections(group: dist.ProcessGroup) -> None:
                 group.recv([torch.empty(1, device="cpu")], rank, _TAG).wait(
                     timedelta(milliseconds=1)
                 )
-
-
-@dataclasses.dataclass
-class _Posts:
-    """What the store has told so far."""
-
-    number: int  # of this failure
-    # The posts that were read: number and place, by rank.
-    read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
-    # The processes of ranks without a post, None if unknown.
-    processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
-    # Why the posts are incomplete; an empty string once the exchange is done.
-    trouble: str = f"it did not answer in {_LIMIT:g} s"
 
 
 def plain(text: str | bytes, longest: int = _LONGEST) -> str:

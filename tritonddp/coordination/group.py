@@ -8,7 +8,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -22,7 +22,8 @@ from torch import Tensor
 from tritonddp._torch import backend_name, is_checked, process_groups
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
-from tritonddp.coordination.failures import FailureReport, History
+from tritonddp.coordination.failures import FAILED, FailureReport, plain
+from tritonddp.coordination.processes import Process, key_of, look_up
 
 # Up to so many bytes two ranks send each other a tensor directly. Above, the ring of an all-reduce
 # is no slower: it adds half as much on each rank.
@@ -72,7 +73,9 @@ class _Shared:
     groups that make none.)
     """
 
-    history: History = field(default_factory=History)
+    is_listed: bool = False  # this rank has written its process to the store
+    first: Process | None = None  # of rank 0, which may host the store: known if that is gone
+    failures: int = 0  # number of the last failure: a post with a smaller number is old
     open_backwards: dict[OpenBackward, None] = field(default_factory=dict)  # as they have begun
     members: WeakSet[Any] = field(default_factory=WeakSet)
     wrappers: Iterator[int] = field(default_factory=count)
@@ -100,7 +103,7 @@ def _let_threads_drop_tensors() -> None:
         time.sleep(0.1)  # on a busy machine a thread may be late
 
 
-class Group(FailureReport):
+class Group:
     """A process group, with the state that all wrappers in it share on this rank.
 
     Two objects for the same process group share that state.
@@ -110,7 +113,6 @@ class Group(FailureReport):
         _forget_destroyed()
         shared = self._shared = _shared.setdefault(process_group, _Shared())
         shared.is_registered |= process_group in process_groups()
-        super().__init__(process_group, shared.history)
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
@@ -149,7 +151,58 @@ class Group(FailureReport):
         """The number of the next exchange by messages between ranks: alike on all ranks."""
         return next(self._shared.exchanges)
 
-    # Failures, see FailureReport
+    # Failures
+
+    def enter(self) -> None:
+        """When a module is wrapped: write this rank's process to the store. Never raises."""
+        if self._shared.is_listed:
+            return
+        with suppress(Exception):
+            # A group that was destroyed may have had the same name in the same store.
+            self.process_group.get_group_store().delete_key(f"{FAILED}/{self.rank}")
+        with suppress(Exception):
+            self.process_group.get_group_store().set(key_of(self.rank), Process.own().post())
+            self._shared.is_listed = True
+
+    def remember_processes(self) -> None:
+        """After :meth:`enter` on all ranks: read rank 0's process, in case the store is lost.
+
+        Never raises.
+        """
+        if self.first_process is None:
+            with suppress(Exception):
+                self._shared.first = look_up(self.process_group.get_group_store(), 0)
+
+    @property
+    def first_process(self) -> Process | None:
+        """The process of rank 0, which may host the store, if it is known."""
+        return self._shared.first
+
+    def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
+        """Make the error to raise from ``error``. Takes 2 to 3 s, 5 s at most.
+
+        Never raises: if the store fails, the message says so. Over gloo it closes all connections
+        with the other ranks, so that none goes on waiting.
+
+        Args:
+            where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
+                The part behind the rank is posted, and compared with the posts of other ranks.
+            what: what failed, such as ``"all-reduce of 1.2 MiB"``; posted and compared too.
+            error: what the backend raised.
+        """
+        shared = self._shared
+        if hasattr(shared.peers, "close"):
+            shared.peers.close()
+        report = FailureReport(
+            self.process_group,
+            plain(f"{where.removeprefix(f'rank {self.rank}, ')}, {what}"),
+            error,
+            shared.failures + 1,
+            shared.is_listed,
+            {0: shared.first},
+        ).asked()
+        shared.failures = report.number
+        return RuntimeError(report.message())
 
     @contextmanager
     def guard(self, where: str, what: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tritonddp._torch import running_statistics
 from tritonddp.buckets.parameters import parameters_of
 from tritonddp.coordination.collectives import all_gather, all_reduce
+from tritonddp.coordination.failures import rank_list
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, verify_same
 from tritonddp.diagnostics.checksum import checksums
@@ -183,7 +184,8 @@ def _in_words(contents: Sequence[tuple[int, float]], group: Group) -> str:
     for ranks in shares[:_CONTENTS]:
         checksum, norm = contents[ranks[0]]
         what = f"norm {norm:.9g} (checksum {checksum % 2**64:016x})" if checksum else "none"
-        texts.append(f"{group.rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
+        who = rank_list(ranks, group.process_group)
+        texts.append(f"{who} {'has' if len(ranks) == 1 else 'have'} {what}")
     if more := shares[_CONTENTS:]:
         texts.append(f"{sum(map(len, more))} more ranks have {len(more)} others")
     return "; ".join(texts)

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from tritonddp._torch import frames_of_threads, own_connection, timeout_of
-from tritonddp.coordination.failures import plain
+from tritonddp.coordination.failures import plain, rank_list
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process, look_up
 
@@ -187,7 +188,7 @@ class _Answers:
 
     def report(self, posts: dict[int, Post]) -> list[str]:
         """Lines that say who waits for whom."""
-        named, size = self.group.rank_list, self.group.size
+        named, size = partial(rank_list, group=self.group.process_group), self.group.size
         waiting = [rank for rank, post in posts.items() if post.waits]
         places = [place for rank in waiting for place in posts[rank].places if place.waits]
         lines = [named(waiting)]

@@ -19,7 +19,7 @@ from tritonddp._device import read_together
 from tritonddp._torch import foreach_norm
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.reduction import Reduction
-from tritonddp.coordination.failures import listed
+from tritonddp.coordination.failures import listed, rank_list
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.extension import Extension
@@ -100,7 +100,7 @@ class FiniteCheck(Extension):
 
     def _message(self, where: str) -> str:
         found = [
-            f"{listed(names)} (bucket {index}) on {self._group.rank_list(list(ranks))}"
+            f"{listed(names)} (bucket {index}) on {rank_list(ranks, self._group.process_group)}"
             for (index, ranks), names in self._found.items()
         ]
         if len(found) > _SHOWN:

@@ -185,7 +185,6 @@ class Peers:
             self._poll.register(peer.descriptor, select.POLLIN)
         self.poll, self.pause = self._poll.poll, 1000 * _PATIENCE  # its timeout in milliseconds
         group.join_forks(self)
-        group.close_on_failure(self)
 
     def next_wrapper(self) -> int:
         """A number for a wrapper. All ranks call this at the same time, so it is the same there."""
