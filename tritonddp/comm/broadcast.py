@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,16 +18,6 @@ from tritonddp._modes import outside_modes
 from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
-
-# Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
-# tensor can get the same address meanwhile.
-_STATE = (
-    Tensor.data_ptr,
-    attrgetter("nbytes"),
-    Tensor.is_contiguous,
-    Tensor.is_conj,
-    Tensor.is_neg,
-)
 
 
 class StateBroadcast:
@@ -53,31 +42,6 @@ class StateBroadcast:
             broadcast_coalesced(
                 tensors, group.process_group, self._source.source_rank, self.max_bytes
             )
-
-
-class Messages:
-    """A cache of the messages for some tensors: views of their bytes.
-
-    Making the views would take most of the time of a broadcast. They are made anew if a tensor has
-    other memory, or another size, than the last time. Until then they hold the memory.
-    """
-
-    def __init__(self) -> None:
-        self._state: list[Any] = []
-        self._messages: list[Message] = []
-
-    def of(self, tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
-        """The messages of ``tensors``, of at most ``max_bytes``, or one tensor."""
-        state = [max_bytes, *(list(map(each, tensors)) for each in _STATE)]
-        if state == self._state:
-            return self._messages
-        with outside_modes(tensors):
-            messages = [Message(batch) for batch in _batches(tensors, max_bytes)]
-        if {*map(type, tensors)} == {Tensor} and not any(message.copies for message in messages):
-            self._state, self._messages = state, messages
-        else:
-            self._state, self._messages = [], []
-        return messages
 
 
 class Message:
@@ -164,7 +128,7 @@ def broadcast_coalesced(
     in the same order on every rank. A message holds at most ``max_bytes``, or one tensor.
     """
     with torch.no_grad():
-        broadcast_messages(Messages().of(tensors, max_bytes), group, group_src)
+        broadcast_messages(messages_of(tensors, max_bytes), group, group_src)
 
 
 def broadcast_messages(messages: Iterable[Message], group: dist.ProcessGroup, source: int) -> None:
@@ -176,6 +140,12 @@ def broadcast_messages(messages: Iterable[Message], group: dist.ProcessGroup, so
         broadcast(each.flat, group, source).wait()
         if not is_source:
             each.unpack()
+
+
+def messages_of(tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
+    """Messages of at most ``max_bytes``, or one tensor: views of the bytes of these tensors."""
+    with outside_modes(tensors):
+        return [Message(batch) for batch in _batches(tensors, max_bytes)]
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:

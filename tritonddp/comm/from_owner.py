@@ -8,31 +8,47 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from tritonddp.comm.broadcast import Message, Messages, broadcast_messages
+from tritonddp.comm.broadcast import Message, broadcast_messages, messages_of
 from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast
 from tritonddp.comm.transport import TransportChoice
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import refuse_read_only
 
 _Named = Sequence[tuple[str, Tensor]]
+# Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
+# tensor can get the same address meanwhile.
+_STATE = (
+    Tensor.data_ptr,
+    attrgetter("nbytes"),
+    Tensor.is_contiguous,
+    Tensor.is_conj,
+    Tensor.is_neg,
+)
 
 
 class FromOwner:
-    """Overwrites some tensors of one wrapper with those of one rank."""
+    """Overwrites some tensors of one wrapper with those of one rank.
+
+    It keeps their messages, since to make the views would take most of the time of a broadcast.
+    They are made anew if a tensor has other memory, or another size, than the last time. Until then
+    they hold the memory.
+    """
 
     def __init__(self, group: Group, transport: TransportChoice, kind: str) -> None:
         self._group, self._transport = group, transport
         self._kind = kind  # what the tensors are, for errors
-        self._cache = Messages()
         self._shared: SharedBroadcast | None = None
-        # Of the last broadcast: the tensors, their messages, names and kinds; and what follows.
+        # Of the last broadcast: the tensors with their names, their state, and what follows.
         self._named: _Named = []
+        self._state: list[Any] = []
         self._messages: list[Message] = []
-        self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
         self._layout, self._nbytes = 1, 0
 
     def has_memory(self, number: int) -> bool:
@@ -46,14 +62,31 @@ class FromOwner:
             self._shared = SharedBroadcast(self._group, peers, number)
         return self._shared is not None
 
-    def messages(self, tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
-        """The messages through the process group, of at most ``max_bytes``, or one tensor."""
-        return self._cache.of(tensors, max_bytes)
+    def messages(self, named: _Named, max_bytes: int) -> list[Message]:
+        """The messages through the process group, of at most ``max_bytes``, or one tensor.
+
+        Raises:
+            NotImplementedError: a tensor cannot be overwritten; names it.
+        """
+        if self._named is not named:
+            refuse_read_only(named)
+        tensors = [tensor for _, tensor in named]
+        state = [max_bytes, *(list(map(each, tensors)) for each in _STATE)]
+        if self._named is named and state == self._state:
+            return self._messages
+        kinds = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
+        digest = hashlib.sha256(repr(kinds).encode()).digest()
+        self._layout = int.from_bytes(digest[:4], "little") or 1
+        self._nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._named, self._messages = named, messages_of(tensors, max_bytes)
+        is_kept = {Tensor, Parameter}.issuperset(map(type, tensors))
+        has_copies = any(message.copies for message in self._messages)
+        self._state = state if is_kept and not has_copies else []
+        return self._messages
 
     def send(
         self,
         named: _Named,
-        tensors: Sequence[Tensor],
         step: int,
         owner: int,
         where: str,
@@ -61,7 +94,7 @@ class FromOwner:
         max_bytes: int,
         uses_memory: bool,
     ) -> None:
-        """Overwrite ``tensors`` with those of rank ``owner``. All ranks call this in the same step.
+        """Overwrite the tensors with those of rank ``owner``. All ranks call it in the same step.
 
         Args:
             named: the tensors with their names; the same list as before if nothing was replaced.
@@ -71,18 +104,10 @@ class FromOwner:
             uses_memory: go through memory, which is there; else through the process group.
 
         Raises:
-            NotImplementedError: a tensor cannot be overwritten; names it.
+            NotImplementedError: see :meth:`messages`.
             RuntimeError: a rank is missing, or has other tensors; the message names it.
         """
-        if self._named is not named:
-            refuse_read_only(named)
-        messages = self.messages(tensors, max_bytes)
-        if self._named is not named or self._messages is not messages:
-            self._named, self._messages = named, messages
-            kinds = [(name, each.shape, each.dtype) for name, each in named]
-            if kinds != self._kinds:
-                self._kinds, self._layout = kinds, _hash_of(kinds)
-                self._nbytes = sum(each.nbytes for each in tensors)
+        messages = self.messages(named, max_bytes)
         part = Part(messages, self._layout, self._nbytes, named, where, self._kind)
         by_group = partial(self._send, part, owner)
         if uses_memory and self._shared is not None:
@@ -95,8 +120,3 @@ class FromOwner:
         """Through the process group."""
         with self._group.guard(part.where, f"broadcast of {part}"):
             broadcast_messages(part.messages, self._group.process_group, owner)
-
-
-def _hash_of(kinds: Sequence[tuple[str, torch.Size, torch.dtype]]) -> int:
-    """The :attr:`Part.layout` of tensors with these names, shapes and dtypes."""
-    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:4], "little") or 1

@@ -94,7 +94,6 @@ class BufferSync:
         with preserve_version_counters(buffers):
             self._to_all.send(
                 named,
-                buffers,
                 step,
                 source,
                 where,

@@ -68,15 +68,12 @@ class OwnedValues:
         self._number += 1
         if not self._has_memory and self._transport.peers(self._group) is not None:
             self._has_memory = all(e.has_memory(self._group.next_wrapper()) for e in self._to_all)
-        # (Users may have given a parameter other memory since the last step, by ``.data``.)
-        values = [[param.detach() for _, param in named] for named in self._of_ranks]
         if self._has_memory:
             with self._group.uninterrupted():
                 for rank, named in enumerate(self._of_ranks):
                     if named:
                         self._to_all[rank].send(
                             named,
-                            values[rank],
                             self._number,
                             rank,
                             where,
@@ -85,8 +82,8 @@ class OwnedValues:
                         )
         else:
             messages = [
-                each.messages(tensors, _MAX_BYTES)
-                for each, tensors in zip(self._to_all, values, strict=True)
+                each.messages(named, _MAX_BYTES)
+                for each, named in zip(self._to_all, self._of_ranks, strict=True)
             ]
             with self._group.guard(where, self._what()):
                 for message in messages[self._group.rank]:
