@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -46,6 +46,8 @@ FLAGS = (
     "skip_all_reduce_unused_params",
     "static_graph",
 )
+# Those that a wrapper shows, or looks at, as they were given.
+_KEPT = (*FLAGS, "check_finite", "dim", "mixed_precision")
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
@@ -54,18 +56,14 @@ _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 class DDPConfig:
     """The checked arguments of the constructor, in the form that the other classes need."""
 
+    given: Any  # some of the arguments as they were given, as attributes
     wire: WireFormat  # in which form gradients are sent: dtype or quantised
     caps: BucketCaps
     device_ids: list[int] | None  # None where it has no effect
     output_device: int | None  # None where it has no effect
-    views: bool  # gradient_as_bucket_view
-    lazy: bool  # lazy_bucket_allocation
     in_place: bool  # reduce_in_place
-    skip_unused: bool  # skip_all_reduce_unused_params
     divide_factor: float | None  # gradient_divide_factor
-    check_finite: str | None
     transport: TransportChoice
-    metrics: bool
     syncs_buffers: bool  # whether forwards do
     syncs_initial_buffers: bool  # whether the constructor does
     options: dict[str, Any]  # options that must be equal on all ranks, by name
@@ -73,16 +71,16 @@ class DDPConfig:
     @classmethod
     def of(
         cls,
-        arguments: Mapping[str, Any],
+        given: Any,
         module: nn.Module,
         params: Sequence[tuple[str, Tensor]],
         group: dist.ProcessGroup,
     ) -> DDPConfig:
         """Check the arguments; for the errors see :class:`tritonddp.DistributedDataParallel`.
 
-        ``params`` are the parameters to be synchronised.
+        They are the attributes of ``given``. ``params`` are the parameters to be synchronised.
         """
-        given = SimpleNamespace(**arguments)
+        arguments: dict[str, Any] = vars(given)
         devices = {param.device for _, param in params}
         check_mode(given.check_finite)
         compression = Int8.of(given.compression)
@@ -127,19 +125,15 @@ class DDPConfig:
         if not syncs_buffers:
             options["forward_sync_buffers"] = False
         return cls(
+            SimpleNamespace(**{name: arguments[name] for name in _KEPT}),
             wire,
             caps,
             device_ids,
             output_device,
-            views=bool(given.gradient_as_bucket_view),
-            lazy=bool(given.lazy_bucket_allocation),
             # NCCL's AVG divides by the number of ranks.
             in_place=bool(given.reduce_in_place) and not (compression or divide_factor),
-            skip_unused=bool(given.skip_all_reduce_unused_params),
             divide_factor=divide_factor,
-            check_finite=given.check_finite,
             transport=transport,
-            metrics=bool(given.metrics),
             syncs_buffers=syncs_buffers,
             syncs_initial_buffers=syncs_initial_buffers,
             options=options | wire_options,
@@ -358,17 +352,17 @@ def suggesting(constructor: _Constructor) -> _Constructor:
     return cast(_Constructor, construct)
 
 
-def warn_of_deprecated(arguments: Mapping[str, Any]) -> None:
+def warn_of_deprecated(given: Any) -> None:
     """Warn of arguments that torch has deprecated."""
-    if arguments["broadcast_buffers"] is not None:
+    if given.broadcast_buffers is not None:
         message = (
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
             "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at "
             "construction."
         )
-        if arguments["forward_sync_buffers"] is not None:
+        if given.forward_sync_buffers is not None:
             message += " It is ignored beside forward_sync_buffers."
         warnings.warn(message, FutureWarning, stacklevel=users_level())
-    if arguments["check_reduction"]:
+    if given.check_reduction:
         message = "`check_reduction` is deprecated and has no effect"
         warnings.warn(message, FutureWarning, stacklevel=users_level())

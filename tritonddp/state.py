@@ -8,7 +8,7 @@ hand on to the module whatever the wrapper does not have.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -74,7 +74,6 @@ class DDPState:
     device: torch.device  # of the first parameter
     group: Group  # the ranks. What is made again for another group is not in the constructor.
     sync: SyncState  # what the user wants of the next backward
-    init_sync: bool  # parameters and buffers are sent at construction
     low_precision: LowPrecision | None = None  # runs the module with mixed_precision
     call: Callable[..., Any] | None = None
     is_running: bool = False  # a forward runs
@@ -101,26 +100,24 @@ class DDPState:
     @classmethod
     def of(
         cls,
-        arguments: Mapping[str, Any],
+        given: Any,
         module: nn.Module,
         params: Sequence[tuple[str, Tensor]],
         group: Group,
     ) -> DDPState:
         """Check the constructor's arguments; if they are wrong, the other ranks hear of it.
 
-        ``params`` are the parameters to be synchronised. Raises as
-        :class:`tritonddp.DistributedDataParallel`.
+        See :meth:`DDPConfig.of`. Raises as :class:`tritonddp.DistributedDataParallel`.
         """
         device = params[0][1].device if params else torch.device("cpu")
-        init_sync = arguments["init_sync"]
         try:
-            config = DDPConfig.of(arguments, module, params, group.process_group)
+            config = DDPConfig.of(given, module, params, group.process_group)
         except Exception as error:
             # The other ranks must not wait for this one.
-            if isinstance(init_sync, int) and init_sync:
-                tell_failure(error, group, sendable(group, device, arguments["device_ids"]))
+            if isinstance(given.init_sync, int) and given.init_sync:
+                tell_failure(error, group, sendable(group, device, given.device_ids))
             raise
-        return cls(config, device, group, SyncState(), init_sync)
+        return cls(config, device, group, SyncState())
 
     def load(self, process_group: dist.ProcessGroup, syncs: bool) -> None:
         """The wrapper was copied or loaded: it belongs to this group, and ``syncs`` or not."""
@@ -141,12 +138,12 @@ class DDPState:
         step_in_backward(self.core)  # perhaps no forward of the module will look for them
         self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 
-    def enter_group(self, wrapper: nn.Module, ignored: Collection[str]) -> None:
+    def enter_group(self, wrapper: Any) -> None:
         """Make the objects for the process group and the module's parameters. No collective."""
         self.group.enter()
         hang.watch(self)
         self.state_broadcast = StateBroadcast(self.group, self.sync)
-        self.parameters = ModuleParameters(wrapper, ignored, self.group)
+        self.parameters = ModuleParameters(wrapper, wrapper.parameters_to_ignore, self.group)
 
     def begin_alike(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Verify that all ranks wrap the same module, and give all the values of rank 0.
@@ -175,14 +172,12 @@ class DDPState:
         tensors = [tensor.detach() for _, tensor in [*sent, *buffers]]
         self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
 
-    def build_reducer(self, wrapper: Any, finds_unused: bool | None) -> None:
-        """Make the reducer of ``wrapper`` from the options, and what uses it. No collective.
-
-        ``finds_unused``: if ``False``, an unused parameter is an error; if ``True``, one whose
-        gradient a hook has dropped counts as unused.
-        """
+    def build_reducer(self, wrapper: Any) -> None:
+        """Make the reducer of ``wrapper`` from the options, and what uses it. No collective."""
         config, group, broadcast = self.config, self.group, self.state_broadcast
         former: Reducer | None = getattr(self, "core", None)  # of another process group
+        # As in stock, with static_graph unused parameters are no error.
+        finds_unused = True if wrapper.static_graph else wrapper.find_unused_parameters
         self.sync.finds_unused = finds_unused
         self.counters, self.window, self.metrics = Counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
@@ -193,7 +188,7 @@ class DDPState:
             Agreement(group, config.divide_factor),
             self.counters,
             self.sync,
-            broadcast=broadcast if self.init_sync else None,
+            broadcast=broadcast if config.given.init_sync else None,
         )
         core = self.core = Reducer(averager)
         self.requests, self.contexts = Requests(core), ContextReducer(core)
@@ -231,6 +226,7 @@ class DDPState:
 
     def _bucket_manager(self) -> BucketManager:
         config, group, counters = self.config, self.group, self.counters
+        given = config.given
         transport = ProcessGroupTransport(group, counters)
         # Of one rank gradients stay where autograd has put them, and buckets need no memory.
         is_alone = group.is_alone and not Reducer.exchanges_alone
@@ -239,9 +235,9 @@ class DDPState:
             group,
             counters,
             transport,
-            views=config.views and not is_alone,
-            lazy=config.lazy or is_alone,
-            check_finite=config.check_finite is not None,
+            views=bool(given.gradient_as_bucket_view) and not is_alone,
+            lazy=bool(given.lazy_bucket_allocation) or is_alone,
+            check_finite=given.check_finite is not None,
             is_registered=config.transport.is_registered,
             is_in_place=config.in_place,
         )
@@ -249,19 +245,19 @@ class DDPState:
         return BucketManager(self.parameters, group, config.caps, factory, counters, memory)
 
     def _extensions(self, core: Reducer) -> Iterator[Extension]:
-        config, parameters = self.config, self.parameters
-        if config.metrics:  # first: its end of a reduction comes before one that raises
+        config, given, parameters = self.config, self.config.given, self.parameters
+        if given.metrics:  # first: its end of a reduction comes before one that raises
             device = parameters.params[0][1].device
             self.metrics = Metrics(self.group, device, self.counters)
             yield self.metrics
         if self.group.size > 1:
             yield HookedSteps(core.events)
-        if config.skip_unused:
+        if given.skip_all_reduce_unused_params:
             yield SkipUnused(self.sync)
         if config.divide_factor not in (None, self.group.size):
             yield EarlierMeans(lambda: parameters.params, "gradient_divide_factor")
-        if config.check_finite is not None:
-            yield FiniteCheck(config.check_finite, self.group)
+        if given.check_finite is not None:
+            yield FiniteCheck(given.check_finite, self.group)
 
     def finalize_manually(self, required: bool) -> None:
         """See :attr:`DistributedDataParallel.require_manual_backward_finalization`."""
@@ -287,10 +283,6 @@ class DDPState:
         self.buffer_hook = hook
         if hook.is_after:
             self.traced.refuse_buffers_after()
-
-    def synchronise_buffers(self) -> None:
-        """Give all ranks the same module buffers, if there are any."""
-        self.core.post_backward.extend(self.buffer_sync.synchronise(self.buffer_hook))
 
     def count_weights(self) -> None:
         """From now on note which weights the accumulated gradients have.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tritonddp._torch import (
     active_wrapper,
     cheap_record_function,
     distributed_context,
+    in_transform,
     is_profiled,
     is_sliced,
     move_inputs,
@@ -170,7 +172,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         reduce_in_place: bool = False,
         gradient_divide_factor: float | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        given = SimpleNamespace(**locals())
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         super().__init__()  # of the next class: a subclass may have other bases
@@ -185,12 +187,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 localize(module)
         ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = parameters_of(module, ignored)
-        state = DDPState.of(arguments, module, params, group)
+        state = DDPState.of(given, module, params, group)
         self._ddp_state, self.parameters_to_ignore = state, ignored
         Joinable.__init__(self)
         self.module = module
-        self._set_arguments(arguments, params)
-        self._enter_group()
+        self._set_arguments(params)
+        state.enter_group(self)
         if init_sync:
             state.begin_alike(params)
         if mixed_precision is not None:
@@ -265,6 +267,18 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             aside = self.use_side_stream_for_tensor_copies
             inputs, kwargs = move_inputs(inputs, kwargs, device, aside)
         return inputs, kwargs
+
+    def _adopt_parameters(self) -> None:
+        """Parameters have come or gone, and with them buffers perhaps.
+
+        Only now: a rank whose parameters are as before has synchronised its buffers too. In a
+        transform of ``torch.func`` the module holds its parameters for this forward only.
+        """
+        state = self._ddp_state
+        if torch.is_grad_enabled() and not in_transform():
+            state.core.adopt_parameters()
+            if state.parameters.is_agreed and self.will_sync_module_buffers():
+                self._sync_buffers()
 
     def _post_forward(self, output: Any) -> Any:
         """Everything after the module has run; returns its output."""

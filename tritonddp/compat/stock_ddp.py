@@ -9,7 +9,7 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -24,7 +24,6 @@ from tritonddp._arguments import check_flags, plain_names, users_level
 from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
-    in_transform,
     leave_join,
     move_inputs,
     overlapped_optimizer,
@@ -47,6 +46,11 @@ from tritonddp.state import DDPState
 
 # Attributes that are made again for a new process group, and the group itself. (DDPState has more.)
 _OF_THE_GROUP = {"process_group", "reducer", "logger", "_compiled_call_impl"}
+# Arguments that the wrapper has as attributes, as in stock, and that nothing here reads there.
+_ONLY_SHOWN = (
+    *("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation"),
+    *("mixed_precision", "skip_all_reduce_unused_params"),
+)
 
 
 class StockDDPNames:
@@ -61,6 +65,7 @@ class StockDDPNames:
         _call_impl: Callable[..., Any]
 
         def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
+        def _adopt_parameters(self) -> None: ...
 
     # Has no effect, since outputs are never cloned: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
@@ -82,19 +87,14 @@ class StockDDPNames:
             if not hasattr(cls, name):
                 setattr(StockDDPNames, name, value)
 
-    def _set_arguments(
-        self, arguments: Mapping[str, Any], params: Sequence[tuple[str, Tensor]]
-    ) -> None:
+    def _set_arguments(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Set what stock's constructor sets, and warn as it does; ``params`` are synchronised."""
-        config = self._ddp_state.config
-        # As they were given. Nothing here reads those of the loop.
-        self.dim: int = arguments["dim"]
-        self.find_unused_parameters: bool | None = arguments["find_unused_parameters"]
-        self.static_graph: bool = arguments["static_graph"]
-        for name in ("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation"):
-            setattr(self, name, arguments[name])
-        for name in ("mixed_precision", "skip_all_reduce_unused_params"):
-            setattr(self, name, arguments[name])
+        config, given = self._ddp_state.config, self._ddp_state.config.given
+        self.dim: int = given.dim
+        self.find_unused_parameters: bool | None = given.find_unused_parameters
+        self.static_graph: bool = given.static_graph
+        for name in _ONLY_SHOWN:
+            setattr(self, name, getattr(given, name))
         self.device = self._ddp_state.device
         self.device_type = self.device.type
         self.device_ids, self.output_device = config.device_ids, config.output_device
@@ -106,22 +106,22 @@ class StockDDPNames:
         self.use_side_stream_for_tensor_copies = variable == "1"
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._divide_by_initial_world_size, self._authoritative_rank = True, 0
-        warn_of_deprecated(arguments)
+        warn_of_deprecated(given)
         if self.static_graph:
             warn_of_static_graph(self.find_unused_parameters)
 
-    def _enter_group(self) -> None:
-        """Make the objects for the process group and the module's parameters. No collective."""
-        self._ddp_state.enter_group(cast(nn.Module, self), self.parameters_to_ignore)
-
     def _build_reducer(self) -> None:
-        """Make the reducer, from the options. No collective."""
+        """Make the reducer, from the options, with all hooks. No collective.
+
+        As in stock, a process group in the state of a hook is not replaced.
+        """
         state = self._ddp_state
-        # As in stock, with static_graph unused parameters are no error.
-        finds_unused = True if self.static_graph else self.find_unused_parameters
-        state.build_reducer(self, finds_unused)
+        state.build_reducer(self)
         self.reducer, self.logger = StockReducer(state.core), state.logger
-        self._register_hooks_again()
+        for hook, of_hook in self._comm_hooks:
+            state.register_hook(of_hook, hook)
+        if (kind := state.builtin_hook) is not None:
+            state.register_builtin_hook(kind, _hook_in_python(kind))
 
     # Which parameters and buffers
 
@@ -306,7 +306,14 @@ class StockDDPNames:
             RuntimeError: the process group is not the default one. Only that can be found again
                 when the state is loaded.
         """
-        self._check_default_group()
+        if not dist.is_initialized() or self.process_group != dist.group.WORLD:
+            self._log_and_throw(
+                RuntimeError,
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. That is, when you have called init_process_group and have not "
+                "passed process_group argument to DDP constructor. Copy or save its .module "
+                "instead, and wrap that again.",
+            )
         state = {name: each for name, each in self.__dict__.items() if name not in _OF_THE_GROUP}
         state["_ddp_state"] = copy.copy(self._ddp_state)  # for shallow copies
         return state | {"require_backward_grad_sync": self._ddp_state.sync.enabled}
@@ -317,7 +324,7 @@ class StockDDPNames:
         self.process_group = process_group_of(None, None)
         self._ddp_state.load(self.process_group, enabled)
         leave_join(self)
-        self._enter_group()
+        self._ddp_state.enter_group(self)
         self._build_reducer()
         if self._ddp_state.low_precision is not None:
             self._ddp_state.low_precision.remove_hooks_with(self)
@@ -337,7 +344,7 @@ class StockDDPNames:
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
         self._ddp_state.group = Group(self.process_group)
-        self._enter_group()
+        self._ddp_state.enter_group(self)
         self._build_reducer()
 
     def _set_static_graph(self) -> None:
@@ -441,17 +448,6 @@ class StockDDPNames:
                 f"respective owner of {optim}."
             ) from error
 
-    def _register_hooks_again(self) -> None:
-        """Register all hooks with the new reducer.
-
-        As in stock, a process group in the state of a hook is not replaced.
-        """
-        own = self._ddp_state
-        for hook, state in self._comm_hooks:
-            own.register_hook(state, hook)
-        if own.builtin_hook is not None:
-            own.register_builtin_hook(own.builtin_hook, _hook_in_python(own.builtin_hook))
-
     # Module buffers
 
     def will_sync_module_buffers(self) -> bool:
@@ -461,18 +457,6 @@ class StockDDPNames:
             return False  # one rank may run it alone: it is done after the backward
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
         return wanted and len(self._ddp_state.parameters.buffers()) > 0
-
-    def _adopt_parameters(self) -> None:
-        """Parameters have come or gone, and with them buffers perhaps.
-
-        Only now: a rank whose parameters are as before has synchronised its buffers too. In a
-        transform of ``torch.func`` the module holds its parameters for this forward only.
-        """
-        state = self._ddp_state
-        if torch.is_grad_enabled() and not in_transform():
-            state.core.adopt_parameters()
-            if state.parameters.is_agreed and self.will_sync_module_buffers():
-                self._sync_buffers()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.Module.compile``: the forward is traced as a whole."""
@@ -489,7 +473,8 @@ class StockDDPNames:
 
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
-        self._ddp_state.synchronise_buffers()
+        state = self._ddp_state
+        state.core.post_backward.extend(state.buffer_sync.synchronise(state.buffer_hook))
 
     def _register_buffer_comm_hook(
         self,
@@ -644,16 +629,6 @@ class StockDDPNames:
     def _remove_autograd_hooks(self) -> None:
         """Remove all hooks from the parameters: this wrapper reduces no gradients any more."""
         self._ddp_state.core.detach()
-
-    def _check_default_group(self) -> None:
-        if not dist.is_initialized() or self.process_group != dist.group.WORLD:
-            self._log_and_throw(
-                RuntimeError,
-                "DDP Pickling/Unpickling are only supported when using DDP with the default "
-                "process group. That is, when you have called init_process_group and have not "
-                "passed process_group argument to DDP constructor. Copy or save its .module "
-                "instead, and wrap that again.",
-            )
 
 
 def warn_of_static_graph(find_unused_parameters: bool | None) -> None:
