@@ -144,19 +144,22 @@ def test_a_backward_that_is_reduced_after_all_is_refused_too() -> None:
         (local.sum() + late.sum()).backward()
 
 
+@pytest.mark.parametrize("create_graph", [False, True], ids=["plain", "create_graph"])
 @ranks(2)
-def test_a_gradient_that_comes_before_its_backward_is_noticed_is_of_this_rank() -> None:
+def test_a_gradient_that_comes_before_its_backward_is_noticed_is_of_this_rank(
+    create_graph: bool,
+) -> None:
     """Such as that of a temperature, unless it has been added to what is reduced already."""
     net = nn.Linear(4, 1, bias=False)
     net.temperature = nn.Parameter(torch.tensor(3.0))
     ddp = wrap(net, gradient_divide_factor=1)
     for _ in range(3):
         ddp.zero_grad()
-        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward()
+        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward(create_graph=create_graph)
         wanted = [2 * net.weight.sum(), torch.full((1, 4), 6.0)]
         assert_close([net.temperature.grad, net.weight.grad], wanted)
     with pytest.raises(RuntimeError, match=r"of 'temperature'.* added to one .* reduced already"):
-        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward()
+        (ddp(torch.ones(1, 4)).sum() * net.temperature).backward(create_graph=create_graph)
 
 
 @pytest.mark.parametrize("over_all", [False, True])

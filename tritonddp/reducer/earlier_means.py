@@ -73,9 +73,14 @@ class EarlierMeans(Extension):
         self.is_reduced = False
 
     def means(self, late: Tensor | None = None) -> list[tuple[str, Tensor]]:
-        """Whose gradients are means: not that of the ``late`` one, if it was not added to one."""
-        params = self._params() if self.is_reduced else ()
-        return [each for each in params if each[1] is not late or hasattr(each[1].grad, _MARK)]
+        """Whose gradients are means: not that of the ``late`` one, if it was not added to one.
+
+        (With ``create_graph=True`` another tensor takes the place of the mean: the others tell.)
+        """
+        means = list(self._params()) if self.is_reduced else []
+        asked = [param for _, param in means if param is late or torch.is_grad_enabled()]
+        is_added = late is None or any(hasattr(each.grad, _MARK) for each in asked)
+        return [each for each in means if is_added or each[1] is not late]
 
     def on_request(self, reduction: Reduction) -> None:
         """All that is in ``.grad`` is meant, if no backward has run since the last reduction."""
