@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks.network import namespaces
 
 ROOT = Path(__file__).parents[1]

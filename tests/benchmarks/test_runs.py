@@ -1,6 +1,8 @@
 """Each benchmark runs once, small: what it counts is right, and what it writes is whole."""
 
 import importlib
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,12 +11,44 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarked import copied, measured
 from hosts import hosts_or_skip
+from launched import ROOT, run
 
 from tritonddp.coordination.agreement import BYTES
 
 Content = dict[str, Any]
+
+
+def measured(
+    command: str,
+    out: Path,
+    nproc: int | None = 2,
+    root: Path = ROOT,
+) -> tuple[dict[str, Any], str]:
+    """The result file of a run on the CPU that is to succeed, and what the run printed.
+
+    Args:
+        command: the script in ``benchmarks``, and its arguments.
+        nproc: ranks; ``None`` for a script that starts them itself, or has none.
+    """
+    script, *arguments = command.split()
+    done = run(
+        *(root / "benchmarks" / script, *arguments, "--out", out),
+        nproc=nproc,
+        env={"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the tree to plant something in."""
+    ignore = shutil.ignore_patterns("__pycache__", "results")
+    for name in ("tritonddp", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    return folder
+
 
 PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
 TENSORS = {"mlp": 24, "branchy": 800}

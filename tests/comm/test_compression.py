@@ -1,6 +1,5 @@
 """``compression``: quantised gradients, with real ranks over gloo."""
 
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, gather, ranks
-from launched import ROOT, played
+from launched import played
 from modules import linears
 from oracle import mean_over_ranks, one_per_rank, play, seed
+from quantized_ranks import all_reduce, quantized_buffers
 from torch import Tensor, nn
 from training import assert_gradients_alike, counted, gradients, train_step
 
@@ -21,10 +21,6 @@ from tritonddp import DistributedDataParallel, Int8
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination import collectives
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
-
-sys.path.append(str(ROOT / "tests" / "kernels"))
-
-from quantized_ranks import all_reduce, quantized_buffers
 
 
 class Net(nn.Module):

@@ -20,9 +20,6 @@ def batch(rank: int, step: int = 0) -> Tensor:
     return torch.randn(4, 6)
 
 
-# Mixed precision
-
-
 # Layers
 
 

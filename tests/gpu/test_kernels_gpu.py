@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from against_twins import *  # noqa: F403
 from against_twins import Place
 from poisoned import dense, embedded_flat, embedded_gradients

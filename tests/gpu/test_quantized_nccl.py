@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits
 from modules import Given
 from oracle import one_per_rank
+from test_compression import Simulated
 from torch import Tensor
 from training import drawn
 from worlds import NCCL_2, in_worlds
 
 from tritonddp import DistributedDataParallel
-
-sys.path.append(str(Path(__file__).parents[1] / "comm"))
-
-from test_compression import Simulated
 
 # Large and small, exact and quantised, with and without a last block that is not full.
 LARGE = (64, 80) if "TRITON_INTERPRET" in os.environ else (512, 640)

@@ -1,13 +1,8 @@
 """The kernels as the recorded device plays them have the bits of their twins too."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from against_twins import *  # noqa: F403
 from against_twins import Place
 
