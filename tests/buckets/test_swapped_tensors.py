@@ -1,10 +1,11 @@
 """Another tensor behind a parameter: the object stays, its autograd node and our hooks do not."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from differential.actions.training import converting
 from distributed import assert_same_on_all_ranks, ranks
 from modules import Layers
 from oracle import one_per_rank
@@ -12,18 +13,6 @@ from torch import nn
 from training import drawn, wrap
 
 import tritonddp
-
-
-@contextmanager
-def conversion(swap: bool, overwrite: bool = False) -> Iterator[None]:
-    future = torch.__future__
-    future.set_swap_module_params_on_conversion(swap)
-    future.set_overwrite_module_params_on_conversion(overwrite)
-    try:
-        yield
-    finally:
-        future.set_swap_module_params_on_conversion(False)
-        future.set_overwrite_module_params_on_conversion(False)
 
 
 def swap(*names: str) -> Callable[[nn.Module], None]:
@@ -36,16 +25,16 @@ def swap(*names: str) -> Callable[[nn.Module], None]:
     return change
 
 
-def move(swaps: bool, overwrites: bool = False) -> Callable[[nn.Module], None]:
+def move(by: str) -> Callable[[nn.Module], None]:
     def change(module: nn.Module) -> None:
-        with conversion(swaps, overwrites):
+        with converting(by):
             module.to(torch.float32).to(torch.float64)
 
     return change
 
 
 def load(module: nn.Module) -> None:
-    with conversion(True):
+    with converting("load_state_dict"):
         module.load_state_dict({k: v.clone() * 0.5 for k, v in module.state_dict().items()})
 
 
@@ -66,11 +55,11 @@ CHANGES = {
     "all": swap(),
     "loaded": load,
     "a loaded layer": of_a_layer(load),
-    "moved by swaps": move(True),
-    "moved by data": move(False),
-    "moved by new ones": move(False, True),
-    "a layer moved by swaps": of_a_layer(move(True)),
-    "a layer moved by data": of_a_layer(move(False)),
+    "moved by swaps": move("swap"),
+    "moved by data": move("data"),
+    "moved by new ones": move("overwrite"),
+    "a layer moved by swaps": of_a_layer(move("swap")),
+    "a layer moved by data": of_a_layer(move("data")),
 }
 
 

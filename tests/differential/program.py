@@ -55,8 +55,6 @@ class NetworkSpec(Described):
     written_in_backward: str = ""  # how a hook of the backward does
     quiet: int = 0  # the forwards before the first one that does
     overrides: str = ""  # which method it overrides, of differential.networks.OVERRIDES
-    copies: int = 1  # networks of this kind that there are, with a group each
-    shares_encoder: bool = False  # whether there are two of them, which share their first block
 
     @property
     def names(self) -> tuple[str, ...]:

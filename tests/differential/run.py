@@ -56,11 +56,10 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="ours by torch.compile")
     parser.add_argument("--keep-going", action="store_true", help="after a difference too")
     parser.add_argument("--steps", type=int, help="long ones, of so many steps together")
-    parser.add_argument("--leak", choices=[each for each in soak.LEAKS if each], help="plant one")
     parser.add_argument("-v", action="store_true", help="print each program")
     arguments = parser.parse_args()
     if arguments.steps is not None:
-        return soak.main(arguments.seed or 0, arguments.steps, arguments.leak)
+        return soak.main(arguments.seed or 0, arguments.steps)
     torch.set_num_threads(1)
     kind, world_size, seed = arguments.kind, arguments.world, arguments.seed or 0
     count = arguments.count

@@ -1,6 +1,6 @@
 """Programs of thousands of steps, beside the oracle: does anything pile up, or drift?
 
-``python tests/differential/run.py --steps 10000`` plays them, and ``--leak file`` plants a leak.
+``python tests/differential/run.py --steps 10000`` plays them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from random import Random
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,16 +44,6 @@ _SHOWN = 30
 # Seconds that a rank waits for the other.
 _TIMEOUT = 60
 
-# What a step may leak, to see that it is found.
-_leaked: list[Any] = []
-LEAKS: dict[str | None, Callable[[], None]] = {
-    None: lambda: None,
-    "tensor": lambda: _leaked.append(torch.zeros(8)),
-    "memory": lambda: _leaked.append(os.urandom(4096)),
-    "object": lambda: _leaked.append([]),
-    "file": lambda: _leaked.append(os.open(os.devnull, os.O_RDONLY)),
-}
-
 
 class Failed(BaseException):
     """The soak has found something: no error of what it plays."""
@@ -77,8 +66,8 @@ class Soak:
     """Lives, one after the other, on this rank.
 
     Args:
-        leak: a key of :data:`LEAKS`.
-        progress: called after each step, with what was measured last.
+        leak: called after each step.
+        progress: likewise, with what was measured last.
 
     Attributes:
         taken: footprints.
@@ -87,8 +76,10 @@ class Soak:
         grown: what grew, on any rank.
     """
 
-    def __init__(self, leak: str | None, progress: Callable[[list[Footprint]], None]) -> None:
-        self._leak, self._progress = LEAKS[leak], progress
+    def __init__(
+        self, leak: Callable[[], object], progress: Callable[[list[Footprint]], None]
+    ) -> None:
+        self._leak, self._progress = leak, progress
         self.taken: list[Footprint] = []
         self.lives = self.steps = 0
         self.farthest = 0.0
@@ -166,7 +157,7 @@ def _measured(program: Program, steps: int) -> set[int]:
 def soak(
     seed: int,
     steps: int,
-    leak: str | None = None,
+    leak: Callable[[], object] = lambda: None,
     progress: Callable[[list[Footprint]], None] = lambda _: None,
 ) -> Soak:
     """Play the lives of ``seed`` on this rank, one of two.
@@ -198,23 +189,22 @@ def soak(
             if found.lives == _WARM_UP:
                 warm = max(found.steps, steps // 4)
     grown = [f"rank {dist.get_rank()}: {each}" for each in complaints(found.taken, warm, steps)]
-    _leaked.clear()
     found.grown = [each for rank in gather(grown) for each in rank]
     return found
 
 
-def main(seed: int, steps: int, leak: str | None) -> int:
+def main(seed: int, steps: int) -> int:
     """Play in two processes, and print what was found; returns an exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="tritonddp-soak-") as folder:
         try:
-            torch.multiprocessing.spawn(_run_rank, (seed, steps, leak, f"{folder}/store"), RANKS)
+            torch.multiprocessing.spawn(_run_rank, (seed, steps, f"{folder}/store"), RANKS)
         except torch.multiprocessing.ProcessExitedException as failure:
             return failure.exit_code
     return 0
 
 
-def _run_rank(rank: int, seed: int, steps: int, leak: str | None, store: str) -> None:
+def _run_rank(rank: int, seed: int, steps: int, store: str) -> None:
     from tqdm import tqdm
 
     torch.set_num_threads(1)
@@ -227,9 +217,8 @@ def _run_rank(rank: int, seed: int, steps: int, leak: str | None, store: str) ->
         timeout=timedelta(seconds=_TIMEOUT),
     )
     start = time.monotonic()
-    planted = f" --leak {leak}" if leak else ""
     # (With fewer steps there are other wrappers.)
-    again = f"again: python tests/differential/run.py --seed {seed} --steps {steps}{planted}"
+    again = f"again: python tests/differential/run.py --seed {seed} --steps {steps}"
     with tqdm(total=steps, unit="step", mininterval=1.0, disable=rank > 0) as bar:
 
         def progress(taken: list[Footprint]) -> None:
@@ -238,7 +227,7 @@ def _run_rank(rank: int, seed: int, steps: int, leak: str | None, store: str) ->
             bar.update()
 
         try:
-            found = soak(seed, steps, leak, progress)
+            found = soak(seed, steps, progress=progress)
         except (Exception, Failed):
             failure = f"\nsoak failed on rank {rank}: {traceback.format_exc()}{again}"
             print(failure, file=sys.stderr, flush=True)

@@ -323,7 +323,7 @@ class Swap(Action):
             param = next(block.parameters())
             torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
             return
-        with _converting(self.by):
+        with converting(self.by):
             if self.by == "load_state_dict":
                 block.load_state_dict(copy.deepcopy(block.state_dict()))
             else:
@@ -432,8 +432,8 @@ def _state_of_optimizer(player: Player) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _converting(by: str) -> Iterator[None]:
-    """Context: how torch converts parameters: see :class:`Swap`."""
+def converting(by: str) -> Iterator[None]:
+    """Context: how torch converts parameters: by which ways of :class:`Swap`."""
     future = torch.__future__
     future.set_swap_module_params_on_conversion(by in ("swap", "load_state_dict"))
     future.set_overwrite_module_params_on_conversion(by == "overwrite")
