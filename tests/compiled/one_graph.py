@@ -202,12 +202,12 @@ def means(
     module: nn.Module, *numbers: int, of: Callable[[int, int], Tensor] = batch
 ) -> dict[str, Tensor]:
     """Gradients of these steps together by a copy that plays all ranks, not compiled."""
-    alone = copy.deepcopy(module)
+    alone, place = copy.deepcopy(module), next(module.parameters()).device
     for number in numbers:
         for rank in range(dist.get_world_size()):
             if isinstance(alone, Branches):
                 alone.rank = rank
-            (loss_of(alone(of(number, rank))) / dist.get_world_size()).backward()
+            (loss_of(alone(of(number, rank).to(place))) / dist.get_world_size()).backward()
     return gradients(alone)
 
 
@@ -236,13 +236,13 @@ class Net:
         """A loss of a weight that does not go through the forward."""
         return self.ddp.module.layers[1].weight.square().sum()
 
-    def loss(self, number: int) -> Tensor:
-        """Of this rank in a step, whose gradients are the first."""
-        self.ddp.zero_grad()
-        return loss_of(self.call(batch(number)))
+    def loss(self, number: int, set_to_none: bool = True) -> Tensor:
+        """Of this rank in a step, whose gradients are the first, or are there already."""
+        self.ddp.zero_grad(set_to_none)
+        return loss_of(self.call(batch(number).to(self.ddp.device)))
 
-    def step(self, number: int) -> None:
-        self.loss(number).backward()
+    def step(self, number: int, set_to_none: bool = True) -> None:
+        self.loss(number, set_to_none).backward()
 
     def assert_means(self, *numbers: int, penalised: float = 0.0, **tolerance: float) -> None:
         """Of these steps together, and of the penalty on this share of the ranks."""
@@ -261,11 +261,14 @@ class Net:
 
 @contextlib.contextmanager
 def one_graph(
-    net: Callable[[], nn.Module] = Layers, backend: Any = "aot_eager", **options: Any
+    net: Callable[[], nn.Module] = Layers,
+    backend: Any = "aot_eager",
+    place: Any = "cpu",
+    **options: Any,
 ) -> Iterator[Net]:
     """Context: a wrapped network as one graph, a bucket a layer; no other was compiled before."""
     with fresh_dynamo():
-        yield Net(DistributedDataParallel(seeded(net), **{**SMALL, **options}), backend)
+        yield Net(DistributedDataParallel(seeded(net).to(place), **{**SMALL, **options}), backend)
 
 
 def train(

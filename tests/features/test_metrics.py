@@ -44,7 +44,7 @@ def train(
     found = []
     for _ in range(steps):
         sleep("input")
-        outputs = ddp(torch.randn(8, 30))
+        outputs = ddp(torch.randn(8, 30).to(ddp.device))
         sleep("forward")
         outputs.register_hook(lambda grad: sleep("backward"))
         outputs.square().mean().backward()
@@ -110,7 +110,7 @@ def test_a_backward_that_breaks_off_is_no_step(
     ddp = DistributedDataParallel(net(), metrics=True)
     with time_of_test() as time:
         train(ddp, step - 1, lambda _: time.sleep(0.1))
-        outputs = ddp(torch.randn(8, 30))
+        outputs = ddp(torch.randn(8, 30).to(ddp.device))
         with breaking_off(ddp.module[2].weight, rank in breaks):
             outputs.sum().backward()
         ddp.zero_grad()

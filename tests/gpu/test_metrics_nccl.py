@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from clock import time_of_test
 from distributed import assert_same_on_all_ranks, gather
-from nets import WIDTH, batch, dense
+from nets import WIDTH, batch
+from test_metrics import PARTS, net, train
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from worlds import CARDS, CPU, device_of_stock, everywhere, in_worlds, is_recorded
@@ -23,32 +23,18 @@ from tritonddp.features.metrics import EVERY
 STEPS = 12
 
 
-@pytest.mark.parametrize("part", ["input", "forward", "backward"])
+@pytest.mark.parametrize("part", PARTS)
 @in_worlds(CPU, *CARDS)
 def test_the_slow_rank_is_named_and_its_part_is_the_longest(
     device: torch.device, part: str
 ) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    ddp = DistributedDataParallel(dense().to(device), metrics=True)
-    seconds_late = 0.06 * (rank == size - 1)
+    ddp = DistributedDataParallel(net().to(device), metrics=True)
+    late = 0.06 * (rank == size - 1)
     # A CPU may be busy with other work; kernels of a card take what they take.
     with time_of_test() if device.type == "cpu" else contextlib.nullcontext(time) as clock:
-
-        def steps(count: int, seconds_late: float = 0.0) -> dict[str, Any]:
-            def sleep(where: str) -> None:
-                clock.sleep(0.02 + seconds_late * (where == part))
-
-            for number in range(count):
-                sleep("input")
-                outputs = ddp(batch(number).to(device))
-                sleep("forward")
-                outputs.register_hook(lambda _: sleep("backward"))
-                outputs.square().mean().backward()
-                ddp.zero_grad()
-            return ddp.metrics()
-
-        steps(EVERY)
-        found = steps(2 * EVERY + 1, seconds_late)
+        train(ddp, EVERY, lambda _: clock.sleep(0.02))
+        found = train(ddp, 2 * EVERY + 1, lambda now: clock.sleep(0.02 + late * (now == part)))[-1]
     assert found["step_ms"] == pytest.approx(
         sum(found[f"{each}_ms"] for each in ("input", "forward", "backward", "exposed"))
     )
