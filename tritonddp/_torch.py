@@ -356,10 +356,6 @@ raw_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-# Has the current stream do nothing for a number of cycles; torch has no public kernel for it.
-cuda_sleep = torch.cuda._sleep
-
-
 # Whether the engine will execute an autograd node in the backward that runs, 0.1 to 0.2 us. The
 # public ``register_multi_grad_hook`` uses it too.
 will_execute = torch._C._will_engine_execute_node

@@ -87,7 +87,9 @@ class DDPConfig:
         transport = TransportChoice.of(given.transport, group, devices, compression)
         check_flags({name: arguments[name] for name in FLAGS})
         divide_factor = divide_factor_of(given.gradient_divide_factor)
-        syncs_buffers, syncs_initial_buffers = buffer_options(given)
+        # (broadcast_buffers, deprecated, is ignored beside forward_sync_buffers.)
+        former, current = given.broadcast_buffers, given.forward_sync_buffers
+        syncs_buffers = former is not False if current is None else bool(current)
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
         exact = None if compression is None else ExactParams(module, compression.exact)
@@ -135,7 +137,7 @@ class DDPConfig:
             divide_factor=divide_factor,
             transport=transport,
             syncs_buffers=syncs_buffers,
-            syncs_initial_buffers=syncs_initial_buffers,
+            syncs_initial_buffers=syncs_buffers or current is not None,
             options=options | wire_options,
         )
 
@@ -325,17 +327,6 @@ def _device_index(device: int | str | torch.device) -> int:
         return device
     index = torch.device(device).index
     return torch.cuda.current_device() if index is None else index
-
-
-def buffer_options(given: Any) -> tuple[bool, bool]:
-    """Whether forwards synchronise buffers, and whether the constructor does.
-
-    ``broadcast_buffers``, deprecated, is ignored beside ``forward_sync_buffers``.
-    """
-    former, current = given.broadcast_buffers, given.forward_sync_buffers
-    if current is not None:
-        return bool(current), True
-    return former is not False, former is not False
 
 
 def suggesting(constructor: _Constructor) -> _Constructor:

@@ -24,12 +24,11 @@ from benchmarks.base import deadline
 from benchmarks.base.command import Row
 from benchmarks.base.paired import Spread, paired_ratio
 from benchmarks.step.traffic import launches
-from tritonddp._torch import cuda_sleep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 _CPU_CACHE = 2**24  # bytes; a guess at a core's share
-_CYCLES_PER_SECOND = 2e9  # of cuda_sleep; slower clocks only lengthen the sleep
+_CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep; slower clocks only lengthen the sleep
 _LONGEST_SLEEP = 20e-3  # seconds; the host's work of more is not waited for
 _QUEUE = 512  # launches; the driver queues about twice as many before the host has to wait
 WARMUPS = 3  # rounds, for callers of time_rounds
@@ -123,7 +122,7 @@ def _on_gpu(
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     flush.sum()  # reads only: no dirty lines that the call would have to write back
-    cuda_sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * longest[0] + 50e-6)))
+    torch.cuda._sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * longest[0] + 50e-6)))
     start.record()
     begun = time.perf_counter()
     for inputs in next(batches):

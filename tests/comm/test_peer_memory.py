@@ -380,7 +380,7 @@ def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
     group = mock.MagicMock(size=2, rank=0)
     group.process_group = mock.MagicMock()
     found = peers.Peers(group, connect.Neighbours({1: one}, [[0, 1]]), mock.Mock())
-    yield peers.WaitPoint(found.next_wrapper(), found), found.others[0], other
+    yield peers.WaitPoint(1, found), found.others[0], other
     found.close()
     other.close()
 

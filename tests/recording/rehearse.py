@@ -32,7 +32,6 @@ from triton.runtime import interpreter
 
 from recording import device
 from recording.recorder import Recorder, Timeline
-from tritonddp import _torch
 
 STOCK = torch.nn.parallel.distributed.__file__
 TORCH = str(Path(torch.__file__).parent)
@@ -112,7 +111,6 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
     fakes = [
         (torch.profiler, "profile", Profile),
-        (_torch, "cuda_sleep", torch.cuda._sleep),  # the recorder's, behind a name that was bound
         (torch.cuda.nccl, "version", lambda: (0, 0, 0)),
         (dist, "barrier", barrier),
         (dist, "init_process_group", init_process_group),

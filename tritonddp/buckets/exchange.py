@@ -105,8 +105,5 @@ class HostMemory(Protocol):
     def leave(self) -> None:
         """Move no more buckets."""
 
-    def is_due(self, current: BucketSet) -> bool:
-        """Whether these have not moved yet."""
-
-    def move(self, current: BucketSet, where: str) -> None:
-        """Move them, where that is possible. All ranks call this at the same time."""
+    def move(self, current: BucketSet, wrapper: int, where: str) -> None:
+        """Move those that have not moved yet, where that is possible: on all ranks alike."""

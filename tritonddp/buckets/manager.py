@@ -151,8 +151,8 @@ class BucketManager:
 
     def move(self) -> None:
         """Move new buckets to memory of the host. All ranks call this at the same time."""
-        if self.memory is not None and self.memory.is_due(self.current):
-            self.memory.move(self.current, self.where())
+        if self.memory is not None:
+            self.memory.move(self.current, self._parameters.number, self.where())
 
     def _build(
         self,

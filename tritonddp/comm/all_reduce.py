@@ -25,8 +25,7 @@ class Collective:
     def wait(self, bucket: Bucket, work: Work) -> None:
         work.wait()
 
-    def abort(self, bucket: Bucket, work: Work) -> None:
-        work.wait()
+    abort = wait
 
 
 class AllReduce(Collective):

@@ -170,8 +170,12 @@ class CommHook:
         for call in calls:
             call.end()
             if call.error is not None and self._failure is None:
-                where = f"rank {self._group.rank}, step {self._counters.reductions}"
-                self._failure = _named(where, call.bucket, call.error)
+                self._failure = HookError(
+                    f"rank {self._group.rank}, step {self._counters.reductions}, "
+                    f"{call.bucket.title}: the communication hook failed: "
+                    f"{type(call.error).__name__}: {call.error}"
+                )
+                self._failure.__cause__ = call.error
         device = calls[0].bucket.flat.data.device
         group, size = self._group.process_group, self._group.size
         if backend_name(group, device) == "gloo":
@@ -213,13 +217,6 @@ class CommHook:
     def _send(self, message: Tensor) -> Work:
         self._counters.collective(message.nbytes, self._group.size, passes=2)
         return self._group.begin_sum(message)
-
-
-def _named(where: str, bucket: Bucket, error: BaseException) -> HookError:
-    what = f"the communication hook failed: {type(error).__name__}: {error}"
-    failure = HookError(f"{where}, {bucket.title}: {what}")
-    failure.__cause__ = error
-    return failure
 
 
 class _Call:

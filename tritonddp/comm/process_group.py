@@ -12,7 +12,7 @@ from tritonddp._torch import backend_name
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.comm.all_reduce import AllReduce, DirectSum, ReduceToOwners
-from tritonddp.comm.quantized import QuantizedAllReduce, SecondStep
+from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
@@ -29,7 +29,7 @@ class ProcessGroupTransport:
         self._all_reduce = AllReduce(group, counters)
         self._direct_sum = DirectSum(group, counters)
         self._most_direct = group.most_direct
-        self._second_step: SecondStep | None = None  # of quantised buckets
+        self._quantized = QuantizedAllReduce(group, counters)
         self._announced: Callable[[BucketExchange], BucketExchange] | None = None
 
     def announce(self, announced: Callable[[BucketExchange], BucketExchange] | None) -> None:
@@ -72,9 +72,7 @@ class ProcessGroupTransport:
 
     def _exchange(self, bucket: Bucket, nbytes: int) -> BucketExchange:
         if bucket.quantization is not None:
-            if self._second_step is None:
-                self._second_step = SecondStep(self._group)
-            return QuantizedAllReduce(self._group, self._counters, self._second_step)
+            return self._quantized
         if bucket.owned is not None:
             return ReduceToOwners(self._group, self._counters)
         # The limit holds for the last buckets together, whose exchange no backward hides, so that

@@ -35,7 +35,7 @@ from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
 
 class QuantizedAllReduce(Collective):
-    """Sums a quantised bucket over the ranks, in quantised messages.
+    """Sums a quantised bucket over the ranks, in quantised messages. One object serves all buckets.
 
     Each of W ranks owns 1/W of a bucket: it gets that part from all ranks, sums in rank order,
     quantises the sum and sends it to all. Every rank dequantises the same bytes, so all get the
@@ -47,32 +47,16 @@ class QuantizedAllReduce(Collective):
     both make the sum: without a thread, and without a second rounding.
     """
 
-    def __init__(self, group: Group, counters: Counters, second_step: SecondStep) -> None:
-        self._size = group.size
-        self._counters = counters
-        self._second_step = second_step
+    def __init__(self, group: Group, counters: Counters) -> None:
+        self._group, self._counters = group, counters
+        self._streams = SideStreams()
+        self._queue: SimpleQueue[_Messages | None] | None = None  # of the thread
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
         flat: QuantizedBuffer = bucket.flat
         is_direct = flat.message_layout.is_direct
         for message in (flat.received,) if is_direct else (flat.received, flat.gathered):
-            self._counters.collective(message.nbytes, self._size)
-        return self._second_step.begin(flat)
-
-
-class SecondStep:
-    """Makes the second collective of quantised buckets when the first one is done.
-
-    On a GPU on a stream of its own, over gloo in a thread; see the module.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._streams = SideStreams()
-        self._queue: SimpleQueue[_Messages | None] | None = None  # of the thread
-
-    def begin(self, flat: QuantizedBuffer) -> Work:
-        """Begin both collectives of a packed buffer."""
+            self._counters.collective(message.nbytes, self._group.size)
         return self._start_on_host(flat) if flat.data.is_cpu else self._start_on_stream(flat)
 
     def _start_on_host(self, flat: QuantizedBuffer) -> Work:

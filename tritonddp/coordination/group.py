@@ -122,6 +122,10 @@ class Group:
         # any other collective of the group must come after theirs. (Their wrappers may be freed
         # before a backward that has failed is made up for.)
         self.open_backwards = shared.open_backwards
+        # The numbers of the next wrapper, and of the next exchange by messages between ranks: alike
+        # on all ranks.
+        self.next_wrapper = shared.wrappers.__next__
+        self.next_exchange = shared.exchanges.__next__
 
     @property
     def name(self) -> str:
@@ -142,14 +146,6 @@ class Group:
     @peers.setter
     def peers(self, found: Any) -> None:
         self._shared.peers = found
-
-    def next_wrapper(self) -> int:
-        """The number of the next wrapper in the group: alike on all ranks."""
-        return next(self._shared.wrappers)
-
-    def next_exchange(self) -> int:
-        """The number of the next exchange by messages between ranks: alike on all ranks."""
-        return next(self._shared.exchanges)
 
     # Failures
 
@@ -211,10 +207,8 @@ class Group:
         A KeyboardInterrupt inside is the end of the group's use, see :meth:`refuse_further_use`.
         """
         try:
-            yield
-        except KeyboardInterrupt:
-            self.refuse_further_use()
-            raise
+            with self.uninterrupted():
+                yield
         except RuntimeError as error:
             raise self.explain(where, what, error) from error
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import starmap
 from numbers import Real
 from typing import Any
@@ -88,12 +88,10 @@ class AccumulationWindow(Extension):
         self._has_warned = False
 
     def on_begin(self, backward: Backward) -> None:
-        weight: Weight | None = self._sync.weight
-        reduction = backward.reduction
-        is_late = backward.late_param is not None
-        self.open(weight, reduction is not None, not any(self._unreduced.used), is_late)
-        if reduction is not None:
-            reduction.weigh(self.weight)
+        if self._sync.weight is not None or self.weight is not None:
+            self._open(self._sync.weight, backward)
+        if backward.reduction is not None:
+            backward.reduction.weigh(self.weight)
 
     def on_request(self, reduction: Reduction) -> None:
         weight: Weight | None = self._sync.weight
@@ -115,8 +113,14 @@ class AccumulationWindow(Extension):
             self.divide(segment.params, reduction.used.flags[first : first + len(segment.params)])
 
     def on_compute_end(self, backward: Backward) -> None:
-        if backward.reduction is None:
-            self.close(self._manager.current.params)
+        """Without a reduction: merge, and note the gradients."""
+        if backward.reduction is not None:
+            return
+        params = self._manager.current.params
+        self.merge(params)
+        if self.weight is not None:
+            grads = ((param, param.grad) for param in params)
+            self._left = {p: (grad, grad._version) for p, grad in grads if grad is not None}
 
     def on_close(self, reduction: Reduction | None) -> None:
         if reduction is None:
@@ -134,17 +138,8 @@ class AccumulationWindow(Extension):
                 )
         self.clear()
 
-    def open(self, weight: Weight | None, is_last: bool, is_first: bool, is_late: bool) -> None:
-        """A backward begins.
-
-        Args:
-            weight: its weight, ``None`` outside ``weighted``.
-            is_last: it will be reduced, with all backwards of the window.
-            is_first: no backward has been accumulated since the last reduction.
-            is_late: its first gradient has been accumulated already.
-        """
-        if weight is None and self.weight is None:
-            return
+    def _open(self, weight: Weight | None, backward: Backward) -> None:
+        """A backward begins that has a weight, ``None`` outside ``weighted``, or follows such."""
         self._weight_before = self.weight
         params: list[Any] = self._manager.current.params
         means = {param: param.grad for param in params}
@@ -157,7 +152,9 @@ class AccumulationWindow(Extension):
                     "them with zero_grad(set_to_none=True)"
                 )
             return
-        wants_base = is_first if weight.is_sum else not is_last
+        is_first = not any(self._unreduced.used)  # since the last reduction
+        wants_base = is_first if weight.is_sum else backward.reduction is None
+        is_late = backward.late_param is not None  # its first gradient is in .grad already
         if is_late and (wants_base if self.weight is None else not weight.is_sum):
             raise RuntimeError(
                 "this weighted backward does not begin at the outputs of the wrapped module: its "
@@ -213,13 +210,6 @@ class AccumulationWindow(Extension):
                         param.grad = param.grad / scale
                     else:
                         param.grad = ((param.grad - base) / scale).add_(base, alpha=share)
-
-    def close(self, params: Sequence[Tensor]) -> None:
-        """The backward has ended without a reduction: merge, and note the gradients."""
-        self.merge(params)
-        if self.weight is not None:
-            grads = ((param, param.grad) for param in params)
-            self._left = {p: (grad, grad._version) for p, grad in grads if grad is not None}
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """The backward failed: restore ``.grad`` and the weight from before it."""

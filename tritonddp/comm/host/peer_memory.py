@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import NoneType
 from weakref import ref
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tritonddp._modes import outside_modes
-from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.host.memory_exchange import Announced, HostSums, MemoryExchange, Progress
 from tritonddp.comm.process_group import ProcessGroupTransport
@@ -56,8 +55,7 @@ class PeerMemory:
         self._group, self._transport, self._counters = group, transport, counters
         self._is_required = is_required
         self.refusal: Refusal | None = None  # why it is not possible, once somebody has tried
-        self._peers: Peers | None = None
-        self._progress = Progress(0)  # gets its number when the ranks are connected
+        self._progress: Progress | None = None  # once the ranks are connected
         self._handed = 0  # number of handovers
         self._moved: Callable[[], object] = NoneType  # weak reference: buckets refer to exchanges
 
@@ -75,30 +73,29 @@ class PeerMemory:
 
         Nobody waits for READ then: the numbers of the last sums may differ between ranks.
         """
-        self._progress.end()
+        if self._progress is not None:
+            self._progress.end()
 
     def leave(self) -> None:
         """Move no more buckets: no rank waits for announcements any more."""
         self._transport.announce(None)
 
-    def is_due(self, current: BucketSet) -> bool:
-        """Whether :meth:`move` was not called for these buckets yet."""
-        return self._moved() is not current
-
-    def move(self, current: BucketSet, where: str) -> None:
+    def move(self, current: BucketSet, wrapper: int, where: str) -> None:
         """Move these buckets to memory that the other ranks can read, if all ranks can do that.
 
-        All ranks call this, at the same time, when they have new buckets.
+        All ranks call this, at the same time, when they may have new buckets. ``wrapper`` is the
+        number of the wrapper in the process group.
 
         Raises:
             RuntimeError: that is not possible, and required; or a collective failed.
         """
-        self._moved = ref(current)
-        if self.refusal is not None:
+        if self._moved() is current or self.refusal is not None:
             return
+        self._moved = ref(current)
         guard = self._group.guard(where, "agreement to exchange through memory")
         with guard, outside_modes(current.params):
-            refusal = self._connect(where) or self._share(current)
+            peers = self._connect(where)
+            refusal = self._share(current, wrapper, peers) if isinstance(peers, Peers) else peers
         if refusal is None:
             return
         self.refusal = refusal
@@ -113,9 +110,7 @@ class PeerMemory:
         level = logging.WARNING if is_warning else logging.DEBUG
         logger.log(level, "%s. They go through the process group", message)
 
-    def _connect(self, where: str) -> Refusal | None:
-        if self._peers is not None:
-            return None
+    def _connect(self, where: str) -> Peers | Refusal:
         if self._group.peers is None:
             found = connect(self._group, _refusal())
             if isinstance(found, Refusal):
@@ -134,19 +129,15 @@ class PeerMemory:
                         ", but between hosts" if has_line else "",
                         _VARIABLE,
                     )
-        if isinstance(self._group.peers, Refusal):
-            return self._group.peers
-        self._peers = self._group.peers
-        self._progress = Progress(self._peers.next_wrapper())
-        return None
+        connected: Peers | Refusal = self._group.peers
+        return connected
 
-    def _share(self, current: BucketSet) -> Refusal | None:
-        assert self._peers is not None
+    def _share(self, current: BucketSet, wrapper: int, peers: Peers) -> Refusal | None:
         found = [
             bucket
             for bucket in current.buckets
             if not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
-            and not (bucket.owned and len(self._peers.hosts) > 1)
+            and not (bucket.owned and len(peers.hosts) > 1)
         ]
         starts = [0]
         for bucket in found:
@@ -159,29 +150,24 @@ class PeerMemory:
             failure = f"{starts[-1]} bytes cannot be allocated: {error}"
         if failure := first_failure(failure, self._group):
             return Refusal(failure, is_failure=True)
-        self._progress.exchanges.clear()
+        progress = self._progress = self._progress or Progress(wrapper)
+        progress.exchanges.clear()
         # If no bucket goes through memory, no rank waits for announcements.
-        self._transport.announce(partial(Announced, peers=self._peers) if found else None)
+        self._transport.announce(partial(Announced, peers=peers) if found else None)
         current.use(self._transport)
         if found:
-            failure, of_ranks = self._hand_over(memory)
+            failure, of_ranks = self._hand_over(memory, wrapper, peers)
             if failure := first_failure(failure, self._group):
                 return Refusal(failure, is_failure=True)
             for bucket, start in zip(found, starts, strict=False):
-                self._share_bucket(bucket, [each[start:][: bucket.nbytes] for each in of_ranks])
+                parts = [each[start:][: bucket.nbytes] for each in of_ranks]
+                if bucket.is_large():
+                    bucket.leave_payload()
+                way = MemoryExchange(progress, self._group, peers, parts, bucket, self._counters)
+                bucket.share(way, parts[peers.local_rank])
         return None
 
-    def _share_bucket(self, bucket: Bucket, memory: Sequence[Tensor]) -> None:
-        """``memory`` of all ranks of this host is that of the bucket from now on."""
-        assert self._peers is not None
-        if bucket.is_large():
-            bucket.leave_payload()
-        exchange = MemoryExchange(
-            self._progress, self._group, self._peers, memory, bucket, self._counters
-        )
-        bucket.share(exchange, memory[self._peers.local_rank])
-
-    def _hand_over(self, memory: Memory) -> tuple[str, list[Tensor]]:
+    def _hand_over(self, memory: Memory, wrapper: int, peers: Peers) -> tuple[str, list[Tensor]]:
         """Exchange memory with the other ranks of this host.
 
         All ranks wait here, so that few descriptors are in flight at a time: there is a limit.
@@ -189,21 +175,20 @@ class PeerMemory:
         Returns:
             What failed, or ``""``; and the memory of all ranks of this host.
         """
-        assert self._peers is not None
-        peers, failure = self._peers, ""
+        failure = ""
         self._handed += 1
-        point = WaitPoint(self._progress.wrapper, peers, self._handed)
+        point = WaitPoint(wrapper, peers, self._handed)
         try:
             point.hand_over(HANDED, memory)
         except OSError as error:
             failure = f"memory cannot be handed over: {error}"
             # Without a descriptor, so that the others do not hang.
-            peers.say(HANDED, point.wrapper, 0, point.number, memory.tensor.numel())
+            peers.say(HANDED, wrapper, 0, point.number, memory.tensor.numel())
         finally:
             memory.close_descriptor()
         point.wait_for(HANDED)
         of_ranks: dict[int, Memory | str] = {self._group.rank: memory}
-        of_ranks.update((peer.rank, peer.handed.pop(point.wrapper)) for peer in peers.others)
+        of_ranks.update((peer.rank, peer.handed.pop(wrapper)) for peer in peers.others)
         tensors = []
         for rank in peers.hosts[peers.host]:
             each = of_ranks[rank]

@@ -16,7 +16,6 @@ import socket
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from itertools import count
 from time import monotonic, sleep
 from typing import Any, Protocol
 from weakref import ref
@@ -39,7 +38,7 @@ SHOWN, SEEN, MAPPED = range(3, 6)
 HANDED, LENT = range(6, 8)
 
 # Instead of a wrapper's number: the bucket goes through the process group; or any wrapper.
-ANY = 0
+ANY = 2**32 - 1
 
 # Kind, wrapper, bucket or another number, number of the message, bytes.
 MESSAGE = struct.Struct("<IIIQQ")
@@ -178,17 +177,12 @@ class Peers:
         self.direct_sends = [peer.send_now for peer in self.others]
         self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
         self.background = background
-        self._numbers = count(ANY + 1)
         self._process_group = ref(group.process_group)  # weak: the group may hold this object
         self._poll = select.poll()
         for peer in self.others:
             self._poll.register(peer.descriptor, select.POLLIN)
         self.poll, self.pause = self._poll.poll, 1000 * _PATIENCE  # its timeout in milliseconds
         group.join_forks(self)
-
-    def next_wrapper(self) -> int:
-        """A number for a wrapper. All ranks call this at the same time, so it is the same there."""
-        return next(self._numbers)
 
     # Sending
 

@@ -68,8 +68,8 @@ class MessageLayout:
         part_blocks, part_exact: those in a part (``Bp`` and ``Ep``).
         scales_offset, exact_offset: offset in a part, in bytes.
         part_bytes: bytes of a part without its trailer, which is the offset of the trailer.
-        stride: bytes from one part of the message to the next.
-        sent_numel, gathered_numel: bytes of the message of a rank, and of the sums of all ranks.
+        stride: bytes from one part of a rank's message, which has ``parts``, to the next.
+        gathered_numel: bytes of the sums of all ranks.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class MessageLayout:
         self.exact_offset = self.scales_offset + round_up(4 * self.part_blocks, 16)
         self.part_bytes = self.exact_offset + 4 * self.part_exact
         self.stride = round_up(self.part_bytes + len(numels) + self.header, 16)
-        self.sent_numel = parts * self.stride
         self.gathered_numel = 0 if is_direct else world_size * self.part_bytes
 
     def owned_blocks(self, rank: int) -> int:
@@ -190,7 +189,7 @@ class QuantizedBuffer(FlatBuffer):
     of the layout are computed anew.
 
     Attributes:
-        message: uint8, ``message_layout.sent_numel`` bytes: the message of this rank.
+        message: uint8: the message of this rank.
         received: uint8, the parts from all ranks, one row each.
         gathered: uint8, the sums of all. On a GPU it is the beginning of ``message``, which has
             been sent then. On the CPU it is separate: others may send sums before that.
@@ -229,8 +228,9 @@ class QuantizedBuffer(FlatBuffer):
             self.gathered = torch.zeros_like(self.gathered)
         self.reduced = self.received[: message.part_bytes]
         self.outgoing = self._sections(self.message, message.parts)
-        self.incoming = self._sections(self.received)
-        self.result = self.incoming if message.is_direct else self._sections(self.gathered)
+        self.incoming = self.result = self._sections(self.received, message.world_size)
+        if not message.is_direct:
+            self.result = self._sections(self.gathered, message.world_size)
         trailer = torch.zeros(slots + layout.headers, dtype=dtype, device=device)
         self.flags = trailer[:slots]
         self.headers = trailer[slots:]
@@ -242,9 +242,8 @@ class QuantizedBuffer(FlatBuffer):
             self.views = list(map(self.tensor_at, range(slots)))
         self.payload = self.data
 
-    def _sections(self, parts: Tensor, size: int = 0) -> Sections:
-        layout = self.message_layout
-        size, blocks = size or layout.world_size, layout.part_blocks
+    def _sections(self, parts: Tensor, size: int) -> Sections:
+        layout, blocks = self.message_layout, self.message_layout.part_blocks
         rows = parts.view(size, parts.numel() // size)
         words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
         scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
