@@ -203,10 +203,10 @@ def test_a_launch_is_made_where_its_tensors_are(monkeypatch):
 
 
 def test_a_kernel_that_compiles_in_the_background_is_waited_for():
-    compiled = {(3, 1, 1): lambda *arguments: arguments}
+    compiled = {(3, 1, 1): lambda *arguments: arguments[1:]}
     launched = SimpleNamespace(result=lambda: HashableDict(compiled))
     kernel = SimpleNamespace(warmup=lambda *_, **__: launched)
-    prepared = launch.Launcher(kernel).prepare(3, [torch.zeros(8)], (), ())
+    prepared = launch.Launcher(kernel).bind(3, [torch.zeros(8)], (), ())
     assert prepared(7) == (7,)
 
 

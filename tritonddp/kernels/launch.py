@@ -38,41 +38,6 @@ class Launcher:
         self.kernel = kernel
         self._compiled: set[Any] = set()
 
-    def prepare(
-        self,
-        grid: int,
-        tensors: Sequence[Tensor | None],
-        integers: Sequence[Any],
-        constexprs: Sequence[Any],
-        num_warps: int = 4,
-    ) -> Callable[..., None]:
-        """A function that launches ``grid`` programs, at least one, on the current stream.
-
-        Call it with all arguments in order: these, or others for which Triton compiles the same
-        code: tensors of the same dtypes, at multiples of 16 if these are (on AMD GPUs also in a
-        storage below 2 GiB if these are), and integers that fit 32 bits if these do. Tensors are on
-        one device, which has to be the current one in the call. A tensor that is ``None`` is
-        compiled in, and costs nothing. Integers are not negative, or tuples of integers; dtypes are
-        given as ``tl.dtype``.
-        """
-        return self._prepare(grid, (*tensors, *integers, *constexprs), num_warps)[0]
-
-    def _prepare(
-        self, grid: int, arguments: tuple[Any, ...], num_warps: int
-    ) -> tuple[Callable[..., None], bool]:
-        """See :meth:`prepare`; and whether it is compiled."""
-        shape, options = (grid, 1, 1), {"num_warps": num_warps, **OPTIONS}
-        with torch.cuda.device_of(arguments[0]):  # where Triton compiles
-            compiled = self.kernel.warmup(*arguments, grid=shape, **options)
-            if compiled is None:  # the interpreter compiles nothing
-                return partial(self.kernel[shape], **options), False
-            if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
-                compiled = compiled.result()
-            if compiled not in self._compiled:
-                self._compiled.add(compiled)
-                _device.compiled_kernels += 1
-            return triton_launch(compiled, shape), True
-
     def bind(
         self,
         grid: int,
@@ -81,17 +46,40 @@ class Launcher:
         constexprs: Sequence[Any],
         num_warps: int = 4,
     ) -> partial[None]:
-        """The function that :meth:`prepare` returns, bound to these arguments.
+        """A function that launches ``grid`` programs, at least one, on the current stream.
+
+        Tensors are on one device, which has to be the current one in the call. A tensor that is
+        ``None`` is compiled in, and costs nothing. Integers are not negative, or tuples of
+        integers; dtypes are given as ``tl.dtype``.
 
         Compiled, it has the addresses instead of the tensors: Triton would ask each tensor for its
         address, and the driver whether that is one of the device. So it is of use only while the
         tensors are where they are, and does not keep them alive.
         """
-        prepared, is_compiled = self._prepare(grid, (*tensors, *integers, *constexprs), num_warps)
-        given: list[Any] = list(tensors)
-        if is_compiled:
-            given = [None if each is None else each.data_ptr() for each in tensors]
-        return partial(prepared, *given, *integers, *constexprs)
+        arguments: tuple[Any, ...] = (*tensors, *integers, *constexprs)
+        shape, options = (grid, 1, 1), {"num_warps": num_warps, **OPTIONS}
+        with torch.cuda.device_of(arguments[0]):  # where Triton compiles
+            compiled = self.kernel.warmup(*arguments, grid=shape, **options)
+            if compiled is None:  # the interpreter compiles nothing
+                return partial(self.kernel[shape], *arguments, **options)
+            if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
+                compiled = compiled.result()
+            if compiled not in self._compiled:
+                self._compiled.add(compiled)
+                _device.compiled_kernels += 1
+            places = [None if each is None else each.data_ptr() for each in tensors]
+            return partial(triton_launch(compiled, shape), *places, *integers, *constexprs)
+
+
+def without(place: int, bound: partial[None]) -> tuple[partial[None], tuple[Any, ...]]:
+    """A bound launch without its argument at this place, and the arguments behind that.
+
+    It is called with another argument there, and these: one for which Triton compiles the same
+    code. That is a tensor of the same dtype, at a multiple of 16 if the former is (on AMD GPUs also
+    in a storage below 2 GiB if that is), or an integer that fits 32 bits if the former does.
+    """
+    head, rest = bound.args[:place], bound.args[place + 1 :]
+    return partial(bound.func, *head, **bound.keywords), rest
 
 
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:

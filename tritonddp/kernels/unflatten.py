@@ -7,7 +7,6 @@ scaled in place, or nothing is launched. The same in plain torch is in ``referen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -193,11 +192,7 @@ def _bind(
         (*dtypes, tables.block, aligned, in_place, INTERPRETED),
         num_warps=tables.num_warps,
     )
-    if factor is None:
-        return run, ()
-    place = len(tensors)
-    head, rest = run.args[:place], run.args[place + 1 :]
-    return partial(run.func, *head, **run.keywords), rest
+    return (run, ()) if factor is None else launch.without(len(tensors), run)
 
 
 class JointUnflatten:

@@ -228,9 +228,8 @@ class QuantizedBuffer(FlatBuffer):
             self.gathered = torch.zeros_like(self.gathered)
         self.reduced = self.received[: message.part_bytes]
         self.outgoing = self._sections(self.message, message.parts)
-        self.incoming = self.result = self._sections(self.received, message.world_size)
-        if not message.is_direct:
-            self.result = self._sections(self.gathered, message.world_size)
+        self.incoming = self._sections(self.received)
+        self.result = self.incoming if message.is_direct else self._sections(self.gathered)
         trailer = torch.zeros(slots + layout.headers, dtype=dtype, device=device)
         self.flags = trailer[:slots]
         self.headers = trailer[slots:]
@@ -242,8 +241,9 @@ class QuantizedBuffer(FlatBuffer):
             self.views = list(map(self.tensor_at, range(slots)))
         self.payload = self.data
 
-    def _sections(self, parts: Tensor, size: int) -> Sections:
-        layout, blocks = self.message_layout, self.message_layout.part_blocks
+    def _sections(self, parts: Tensor, size: int = 0) -> Sections:
+        layout = self.message_layout
+        size, blocks = size or layout.world_size, layout.part_blocks
         rows = parts.view(size, parts.numel() // size)
         words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
         scales, exact = layout.scales_offset // 4, layout.exact_offset // 4

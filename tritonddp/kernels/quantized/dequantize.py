@@ -6,7 +6,6 @@ The same in plain torch is in ``reference.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -126,11 +125,9 @@ def _prepare(
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """The launch for gradients of this dtype and alignment, as in ``unflatten``."""
     layout = flat.message_layout
-    tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags)
+    tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags, tables.one)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes)
-    integers = (tables.quantized_chunks, *offsets)
     constexprs = (TRITON_DTYPES[dtype], tables.block, aligned, INTERPRETED)
-    run = _launch.prepare(
-        tables.num_chunks, (*tensors, tables.one), integers, constexprs, tables.num_warps
-    )
-    return partial(run, *tensors), (*integers, *constexprs)
+    integers = (tables.quantized_chunks, *offsets)
+    run = _launch.bind(tables.num_chunks, tensors, integers, constexprs, tables.num_warps)
+    return launch.without(len(tensors) - 1, run)
