@@ -89,6 +89,28 @@ def test_every_call_of_it_is_averaged() -> None:
                 torch.testing.assert_close(found, mean)
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+@ranks(2)
+def test_a_penalty_beside_a_forward_inside_no_sync_is_refused(rank: int, everywhere: bool) -> None:
+    """By the order of gradients it would be averaged on one rank, and local on another."""
+    net = replicate(seeded())
+    net.encoder.scale = nn.Parameter(torch.ones(3))  # unused
+    x = drawn(5, 4)
+    squares(net(x)).backward()
+    with net.no_sync():
+        loss = squares(net(x))
+    if rank == 1 or everywhere:
+        with pytest.raises(RuntimeError, match=rf"rank {rank}, step 2.*both.*inside no_sync\(\)"):
+            (loss + squares(net.encoder.scale)).backward()
+    else:
+        loss.backward()
+    for _ in range(2 if rank == 0 or everywhere else 1):  # rank 1 takes part in one more
+        net.zero_grad()
+        squares(net(x)).backward()
+    assert_same_on_all_ranks(gradients(net))
+    assert all(grad is None or grad.isfinite().all() for grad in gradients(net))
+
+
 @ranks(2)
 def test_the_module_is_what_it_was(rank: int) -> None:
     net = seeded()

@@ -218,6 +218,12 @@ class Reducer:
         if backward is not None and (backward.phase is RUNNING or backward.phase is OPENING):
             if forward is not None:
                 if backward.reduction is not None:
+                    if self.forwards.by_call and not forward.syncs:
+                        raise RuntimeError(
+                            f"{backward.where}: this backward goes through a forward inside "
+                            "no_sync(), after a gradient that goes through none and is averaged: "
+                            "run both the forward and the backward inside no_sync(), or outside"
+                        )
                     forward.is_reached()
                 elif backward.may_be_reduced and forward.syncs:
                     self._reduce_after_all(backward, forward)

@@ -86,6 +86,8 @@ class Forwards:
             ``join()``, where ranks without inputs call none.
         number: of the last forward whose outputs can be reduced; 0 before the first.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
+        by_call: the last reduced backward is so in place alone: it went through no output until
+            then, and no forward had armed it.
         deferred_error: what the next forward raises.
     """
 
@@ -96,7 +98,7 @@ class Forwards:
         self.number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         self._is_armed = False
-        self.was_local = False
+        self.was_local = self.by_call = False
 
     def count_any_call(self) -> None:
         """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
@@ -155,6 +157,7 @@ class Forwards:
         join = sync.join
         is_joined = join is not None and join.is_open
         number = self.number if forward is None else forward.number
+        self.by_call = not (forward or is_joined or self._is_armed)
         # (Inside join() ranks without inputs know only what the forward has told them.)
         if is_joined:
             is_wanted = forward is None or forward.syncs
