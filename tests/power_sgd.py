@@ -1,12 +1,11 @@
 """A training with torch's PowerSGD hook; as a program, one rank of it.
 
-``python power_sgd.py tritonddp``, with the environment that torchrun gives to a rank, prints what
+``python power_sgd.py``, with the environment that torchrun gives to a rank, prints what
 :func:`trained` returns, as JSON.
 """
 
 import hashlib
 import json
-import sys
 from datetime import timedelta
 
 import torch
@@ -14,20 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-import tritonddp
+from tritonddp import DistributedDataParallel
 
-CLASSES = {
-    "stock": torch.nn.parallel.DistributedDataParallel,
-    "tritonddp": tritonddp.DistributedDataParallel,
-}
 WIDTH, LAYERS, STEPS, COMPRESSED_FROM = 64, 6, 16, 2
 
 
-def trained(name: str) -> tuple[list[float], str]:
+def trained() -> tuple[list[float], str]:
     """The losses of this rank, and a hash of the parameters. Each layer has a bucket of its own."""
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
-    model = CLASSES[name](nn.Sequential(*layers), bucket_cap_mb=0.01)
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.01)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=4, start_powerSGD_iter=COMPRESSED_FROM
     )
@@ -52,5 +47,5 @@ def trained(name: str) -> tuple[list[float], str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    print(json.dumps(trained(sys.argv[1])))
+    print(json.dumps(trained()))
     dist.destroy_process_group()

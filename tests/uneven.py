@@ -51,15 +51,6 @@ def step_of(model: Any, number: int) -> None:
     loss_of(model, dist.get_rank(), number).backward()
 
 
-def mean_of(nets: Sequence[nn.Module]) -> list[Tensor | None]:
-    """Of the gradients of these models, one of each rank; one without counts as zero."""
-    means: list[Tensor | None] = []
-    for grads in zip(*map(gradients, nets), strict=True):
-        some = [grad for grad in grads if grad is not None]
-        means.append(sum(some, torch.zeros_like(some[0])) / len(nets) if some else None)
-    return means
-
-
 class Alone:
     """The training of all ranks, played by one process."""
 

@@ -12,8 +12,8 @@ from hosts import hosts_or_skip, outputs
 def test_power_sgd_over_two_hosts_trains_as_over_local_ranks() -> None:
     """Stock's collectives of several buckets mix here, or wait for each other: it never ends."""
     with hosts_or_skip(2, rate=50e6) as hosts:
-        remote = [json.loads(text) for text in outputs(hosts, power_sgd.__file__, "tritonddp")]
-    local = run_ranks(power_sgd.trained, 2, "tritonddp")
+        remote = [json.loads(text) for text in outputs(hosts, power_sgd.__file__)]
+    local = run_ranks(power_sgd.trained, 2)
     (_, here), (_, there) = remote
     assert here == there
     for (losses, _), (expected, _) in zip(remote, local, strict=True):

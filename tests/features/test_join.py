@@ -13,12 +13,13 @@ from distributed import (
     ranks,
     recorded_collectives,
 )
+from oracle import mean_over_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import assert_gradients_alike, gradients, train_step, wrap
-from uneven import STOCK, Alone, Net, assert_close, draw, loss_of, mean_of, net, step_of, train
+from uneven import STOCK, Alone, Net, assert_close, draw, loss_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
 
@@ -42,7 +43,7 @@ def test_mean_over_samples_counts_the_ranks_that_have_any(rank: int) -> None:
                 for r in present:
                     for param in models[r].parameters():
                         param.grad = None if param.grad is None else param.grad * items[r]
-                weighted = mean_of([models[r] for r in present])
+                weighted = mean_over_ranks([models[r] for r in present])
                 means = [None if m is None else m * len(present) / total for m in weighted]
                 assert_close(gradients(ddp), means, f"rank {rank}, step {step}")
 
