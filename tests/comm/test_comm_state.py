@@ -118,7 +118,7 @@ def test_rank_0_decides_on_all_ranks_also_on_those_that_have_no_state(rank: int)
     assert (state["rank"], state["world_size"]) == (rank, 3)
     assert sorted(state["bucket_order"]) == sorted(name for name, _ in Net().named_parameters())
     other = DistributedDataParallel(Net(), bucket_cap_mb=0.001, transport="process_group")
-    assert other.reducer.placement.names != state["bucket_order"], "nothing to prove"
+    assert other._ddp_state.core.bucket_set.names != state["bucket_order"], "nothing to prove"
     with recorded_collectives() as calls:
         other.load_comm_state_dict(*([state] if rank < 2 else []))
     assert calls.names == ["all_to_all_single"]
@@ -138,7 +138,7 @@ def test_a_state_of_another_module_places_what_there_is() -> None:
     state |= {"bucket_order": ["middle.bias", "gone", "first.weight"]}
     state["wires"] = [2, 0]  # of an earlier version
     net.load_comm_state_dict(state)
-    names = net.reducer.placement.names
+    names = net._ddp_state.core.bucket_set.names
     assert names[:2] == ["middle.bias", "first.weight"]
     assert sorted(names) == sorted(name for name, _ in Net().named_parameters())
     step(net, 0, False)
@@ -148,12 +148,12 @@ def test_a_state_of_another_module_places_what_there_is() -> None:
 @ranks(2)
 def test_an_empty_state_changes_nothing() -> None:
     net = DistributedDataParallel(Net())
-    names = net.reducer.placement.names
+    names = net._ddp_state.core.bucket_set.names
     net.load_comm_state_dict(net.comm_state_dict())
     net.load_comm_state_dict()
-    assert net.reducer.placement.names == names
+    assert net._ddp_state.core.bucket_set.names == names
     step(net, 0, False)
-    assert net.reducer.placement.names != names, "the order of gradients is observed"
+    assert net._ddp_state.core.bucket_set.names != names, "the order of gradients is observed"
 
 
 @ranks(2)

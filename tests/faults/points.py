@@ -34,6 +34,7 @@ STRUCK_AT = 2  # the step of most faults, counted from 0
 RUN = "tritonddp.comm.reduction:Reduction"
 # Through the process group, or through memory.
 MEMORY = "tritonddp.comm.host.memory_exchange:MemoryExchange"
+BUFFERS = "tritonddp.comm.host.rank_buffers:RankBuffers"
 _ALL_REDUCE = "tritonddp.comm.all_reduce"
 TRANSPORT = f"{_ALL_REDUCE}:AllReduce|{_ALL_REDUCE}:DirectSum|{MEMORY}"
 OWNERS = f"{_ALL_REDUCE}:ReduceToOwners|{MEMORY}"
@@ -122,7 +123,7 @@ POINTS = {
     "wait for a message": Point(
         "plain", f"{HOST}.peers:WaitPoint.wait_for", "kill 1/2, stop 3/4, leave 1/3", call=2
     ),
-    "sum in memory": Point("plain", f"{MEMORY}._sum", "kill 0/3, stop 2/3", call=1),
+    "sum in memory": Point("plain", f"{BUFFERS}.sum", "kill 0/3, stop 2/3", call=1),
     "sum in gradients": Point(
         "large",
         "tritonddp.comm.host.rank_buffers:RankBuffers.sum_into",

@@ -135,7 +135,7 @@ def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(
     model.layers[0].requires_grad_(False)
     model.never.requires_grad_(False)
     ddp = wrap(model, view, bucket_cap_mb=1e-4)
-    names = [tuple(ddp.reducer.placement.names)]
+    names = [tuple(ddp._ddp_state.core.bucket_set.names)]
     trained = 0
     with ddp.join():
         for step in range(count):
@@ -148,11 +148,14 @@ def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(
             trained += model.layers[0].weight.grad is not None
             if step > 2:  # each other rank counts as zero
                 assert (model.last.weight.grad is not None) == (step >= 20)
-            names.append(tuple(ddp.reducer.placement.names))
+            names.append(tuple(ddp._ddp_state.core.bucket_set.names))
     assert rank == 0 or trained
     # (Ranks use layers unevenly in the first step: buckets keep the order of registration.)
     assert rank != 1 or len(set(names)) == 3, names
-    assert len(set(gather(names[-1] if count > 3 else tuple(ddp.reducer.placement.names)))) == 1
+    assert (
+        len(set(gather(names[-1] if count > 3 else tuple(ddp._ddp_state.core.bucket_set.names))))
+        == 1
+    )
     required = [param.requires_grad for param in model.parameters()]
     assert gather(required) == [[*required[:-2], False, False]] * 3
     assert_same_on_all_ranks(list(model.state_dict().values()))
@@ -182,7 +185,7 @@ def test_parameters_that_change_on_all_ranks_are_taken_up_by_one_that_leaves_the
             step_of(ddp, step)
     # Taken over from the rank that trains, in the bucket that is made for it at first.
     assert_same_bits(ddp.module.last.scale.detach(), torch.full((2,), 2.0).double())
-    assert len(gather(ddp.reducer.placement.names)[0]) == 12
+    assert len(gather(ddp._ddp_state.core.bucket_set.names)[0]) == 12
     step_of(ddp, 0)
     assert_gradients_alike(ddp)
 
@@ -198,10 +201,10 @@ def test_order_of_gradients_is_that_of_a_rank_that_has_some(rank: int) -> None:
             return ((self.b * 2 + self.a).exp() + self.c).sum()
 
     ddp = DistributedDataParallel(Pair(), bucket_cap_mb=1e-6)
-    assert ddp.reducer.placement.names == ["c", "b", "a"]
+    assert ddp._ddp_state.core.bucket_set.names == ["c", "b", "a"]
     with ddp.join():
         for _ in range(0 if rank == 0 else 2):
             ddp().backward()
-    orders = gather(ddp.reducer.placement.names)
+    orders = gather(ddp._ddp_state.core.bucket_set.names)
     assert orders == [orders[1]] * 3
     assert orders[0] != ["c", "b", "a"]

@@ -29,7 +29,7 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.comm.grad_bucket import GradBucket, buffer_of, result_of, those_of_hooks, write_back
+from tritonddp.comm.grad_bucket import GradBucket, buffer_of, result_of, write_back
 from tritonddp.comm.reduction import ExchangeError, LocalError
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -94,7 +94,7 @@ class CommHook:
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """See :meth:`Transport.exchanges`. All share this object."""
-        self._last = max((bucket.index for bucket in those_of_hooks(buckets)), default=0)
+        self._last = max((each.index for each in buckets if not each.is_sparse), default=0)
         return [self] * len(buckets)
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:

@@ -12,7 +12,6 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.coordination.collectives import all_reduce
 
 
@@ -121,8 +120,3 @@ def write_back(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
 def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
     """All-reduce the buffer of ``bucket``; a future of a list that holds it."""
     return all_reduce(bucket.buffer(), group).get_future()
-
-
-def those_of_hooks(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The buckets that hooks get: not those of sparse gradients."""
-    return [bucket for bucket in buckets if not isinstance(bucket, SparseBucket)]

@@ -28,7 +28,6 @@ class ProcessGroupTransport:
         self._group, self._counters = group, counters
         self._all_reduce = AllReduce(group, counters)
         self._direct_sum = DirectSum(group, counters)
-        self._most_direct = group.most_direct
         self._quantized = QuantizedAllReduce(group, counters)
         self._announced: Callable[[BucketExchange], BucketExchange] | None = None
 
@@ -78,6 +77,6 @@ class ProcessGroupTransport:
         # The limit holds for the last buckets together, whose exchange no backward hides, so that
         # memory is bounded; and for the first bucket, whose headers show whether the ranks agree,
         # alone.
-        if nbytes <= self._most_direct and bucket.params[0].is_cpu:
+        if nbytes <= self._group.most_direct and bucket.params[0].is_cpu:
             return self._direct_sum
         return self._all_reduce

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.grad_bucket import GradBucket, sum_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.reducer.graph.backward import watch
@@ -32,11 +31,6 @@ class StockReducer:
     def buckets(self) -> list[Bucket]:
         """The buckets in launch order."""
         return self._core.manager.current.buckets
-
-    @property
-    def placement(self) -> BucketSet:
-        """The buckets, with the place of each parameter in them."""
-        return self._core.manager.current
 
     def prepare_for_forward(self) -> None:
         """See :meth:`Reducer.before_forward`."""

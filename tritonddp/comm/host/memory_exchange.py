@@ -246,7 +246,10 @@ class MemoryExchange(WaitPoint):
             if (pair := self.buffers.pair) is not None:
                 torch.add(*pair, out=self.buffers.result)
             else:
-                self._sum()
+                if self.has_shares:
+                    self._sums.finish_shares(self.number)
+                    self.wait_for(SUMMED)
+                self.buffers.sum()
             self.taken = self.number
             for peer in self.peers.others:
                 peer.announced.pop(self.number, None)
@@ -255,12 +258,6 @@ class MemoryExchange(WaitPoint):
         if self._future is not None:
             future, self._future = self._future, None
             future.set_result(None)
-
-    def _sum(self) -> None:
-        if self.has_shares:
-            self._sums.finish_shares(self.number)
-            self.wait_for(SUMMED)
-        self.buffers.sum()
 
     def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None) -> None:
         """See :class:`BucketExchange`."""

@@ -124,11 +124,6 @@ class Peer:
             raise
         return True
 
-    def end(self) -> None:
-        """The connection has ended: expect no more messages."""
-        self.received.clear()
-        self.is_open = False
-
     def close(self) -> None:
         """Close the connection."""
         self.is_open = False
@@ -256,7 +251,8 @@ class Peers:
         """The connection of ``peer`` has ended: expect no more messages."""
         if peer.is_open:
             self._poll.unregister(peer.descriptor)
-        peer.end()
+        peer.received.clear()
+        peer.is_open = False
 
     def attend(self, late: Peer, waited: float) -> None:
         """Do other work while this rank waits for ``late``, since ``waited`` seconds.
