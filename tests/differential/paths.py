@@ -13,23 +13,23 @@ from tritonddp.reducer.reducer import Reducer
 @contextlib.contextmanager
 def nothing_prepared() -> Iterator[None]:
     """Context: no order of gradients is usual, no trailer is as it was."""
-    begin, announce = ReadyTracker.begin, Reduction._announce
+    begin, make_header = ReadyTracker.begin, Reduction._make_header
 
     def begun(self: Any, *args: Any, **kwargs: Any) -> None:
         _set(self, reached=[])  # what is expected is found out anew
         begin(self, *args, **kwargs)
         self._usual[:] = [None] * len(self._usual)
 
-    def announced(self: Reduction) -> None:
+    def header_made(self: Reduction) -> None:
         _set(self.agreement, key=None, expected=b"")
         for bucket in self.buckets:
             if bucket.flat is not None:
                 _set(bucket.flat, encoded=None, batched=None, last_flags=(b"", ()))
-        announce(self)
+        make_header(self)
 
     with (
         patch.object(ReadyTracker, "begin", begun),
-        patch.object(Reduction, "_announce", announced),
+        patch.object(Reduction, "_make_header", header_made),
         patch.object(Reducer, "exchanges_alone", True),
     ):
         yield

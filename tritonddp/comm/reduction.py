@@ -195,7 +195,7 @@ class Reduction:
         if not self.works:
             self.weight, self.header = None, b""
 
-    def _announce(self) -> None:
+    def _make_header(self) -> None:
         """Prepare the header of this rank."""
         agreement, weight, averages = self.agreement, self.weight, self.bucket_set.averages
         over_present = False
@@ -239,7 +239,7 @@ class Reduction:
                 or a collective failed.
         """
         if not self.header:
-            self._announce()
+            self._make_header()
         bucket, segment = self.bucket_set.segments[number]
         used, numbers = self.used, self.bucket_set.ranges[number]
         if bucket.unbuffered is not None:
@@ -344,7 +344,7 @@ class Reduction:
         So the collectives of the ranks match, and the others get NaN, not a mean without this rank.
         """
         if not self.header:
-            self._announce()
+            self._make_header()
         end = len(self.buckets) if until is None else until
         while len(self.works) < end:
             bucket = self.buckets[len(self.works)]

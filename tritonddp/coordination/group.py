@@ -82,7 +82,7 @@ class _Shared:
     exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
     recovered_in: int = -1  # the backward in which Group.recover() was called last; -1 for none
-    is_registered: bool = False  # torch has known the group; one written in Python it may not know
+    is_known: bool = False  # torch has known the group, but perhaps not one written in Python
     is_inherited: bool = False  # this process was forked from the rank that made the group
 
 
@@ -112,7 +112,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         _forget_destroyed()
         shared = self._shared = _shared.setdefault(process_group, _Shared())
-        shared.is_registered |= process_group in process_groups()
+        shared.is_known |= process_group in process_groups()
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
@@ -320,7 +320,7 @@ class Group:
 def _forget_destroyed() -> None:
     """Free reducers that owe collectives to a group that does not exist any more."""
     for group, shared in list(_shared.items()):
-        if shared.open_backwards and shared.is_registered and group not in process_groups():
+        if shared.open_backwards and shared.is_known and group not in process_groups():
             shared.open_backwards.clear()
 
 

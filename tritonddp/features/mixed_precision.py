@@ -52,7 +52,7 @@ class LowPrecision:
                 if name not in self._ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
         if self._dtype is not None:
-            self._watch(module)
+            self._add_hooks(module)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run ``module`` in low precision; its inputs are cast too. Returns its output."""
@@ -64,7 +64,7 @@ class LowPrecision:
         if self._ignored:
             others = {param for _, param in parameters_of(module, self._ignored)}
             self._kept = {p for _, p in parameters_of(module) if p not in others}
-        self._watch(module)
+        self._add_hooks(module)
         replaced = self._replace(module)
         self._is_running = self._has_run = True
         try:
@@ -86,7 +86,7 @@ class LowPrecision:
             hook.remove()
         self._hooks.clear()
 
-    def _watch(self, module: nn.Module) -> None:
+    def _add_hooks(self, module: nn.Module) -> None:
         """Register hooks on all modules that have none yet, such as added ones.
 
         (A list of modules is not kept here: it would be copied with each copy of a module.)

@@ -76,15 +76,15 @@ class Recorder:
         is_ours = self._session["is_ours"]
         if is_ours:
             tritonddp.replace_stock()
-        self._watch(STOCK, not is_ours)
-        self._watch(tritonddp.DistributedDataParallel, is_ours)
+        self._note_models(STOCK, not is_ours)
+        self._note_models(tritonddp.DistributedDataParallel, is_ours)
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         torch.autograd.backward = self._counting_backward
 
     # Which models, and which optimizer
 
-    def _watch(self, kind: Any, is_expected: bool) -> None:
+    def _note_models(self, kind: Any, is_expected: bool) -> None:
         construct = kind.__init__
 
         @functools.wraps(construct)

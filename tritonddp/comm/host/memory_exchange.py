@@ -79,8 +79,8 @@ class HostSums:
         peers.say(PACKED, ANY, bucket.index, number, bucket.nbytes)
         self.launched = number
         for peer in peers.others:
-            for at in [n for n, what in peer.announced.items() if what[0] == ANY and n < number]:
-                del peer.announced[at]
+            for at in [n for n, what in peer.packed.items() if what[0] == ANY and n < number]:
+                del peer.packed[at]
 
     # Sums of two shots: other ranks may wait for the shares of this one
 
@@ -241,7 +241,7 @@ class MemoryExchange(WaitPoint):
         if self.taken < self.number:
             self.wait_for(PACKED)
             for peer in self.peers.others:
-                if peer.announced.get(self.number) != self.content:
+                if peer.packed.get(self.number) != self.content:
                     self._refuse(peer)
             if (pair := self.buffers.pair) is not None:
                 torch.add(*pair, out=self.buffers.result)
@@ -252,7 +252,7 @@ class MemoryExchange(WaitPoint):
                 self.buffers.sum()
             self.taken = self.number
             for peer in self.peers.others:
-                peer.announced.pop(self.number, None)
+                peer.packed.pop(self.number, None)
         if self.number == progress.last != progress.read and not self.buffers.into_grads:
             self._confirm()
         if self._future is not None:
@@ -295,13 +295,13 @@ class MemoryExchange(WaitPoint):
     def _forget(self) -> None:
         self.taken = self.number
         for peer in self.peers.others:
-            peer.announced.pop(self.number, None)
+            peer.packed.pop(self.number, None)
 
     # The share of this rank
 
     def sum_share(self) -> None:
         """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
-        if any(peer.announced.get(self.number) != self.content for peer in self.peers.others):
+        if any(peer.packed.get(self.number) != self.content for peer in self.peers.others):
             return  # not packed yet; or another bucket, for which wait() raises
         with Uninterrupted():  # it adds in place, perhaps in a wait of another group
             self.buffers.sum_share(self.peers.local_rank)
@@ -334,7 +334,7 @@ class MemoryExchange(WaitPoint):
             Mismatch: it goes through memory too, so all ranks find out.
             PeerError: it goes through the process group, where ``peer`` waits for this rank.
         """
-        theirs = peer.announced.get(self.number)
+        theirs = peer.packed.get(self.number)
         message = (
             f"rank {peer.rank} reduces {'nothing' if theirs is None else _words(*theirs)}, and "
             f"this rank {_words(*self.content)}: the ranks do not run the same backwards in the "

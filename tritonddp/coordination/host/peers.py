@@ -62,7 +62,7 @@ class Peer:
 
     Attributes:
         counts: number of its last message, by kind and wrapper.
-        announced: wrapper, bucket and bytes of the buckets it has packed, by number of the sum.
+        packed: wrapper, bucket and bytes of the buckets it has packed, by number of the sum.
         last: third and last number of its last message about buffers, by kind and wrapper.
         seen: number of its last broadcast of buffers that this rank has read, by wrapper.
         handed: its memory for buckets, or why it could not be mapped, by wrapper.
@@ -75,7 +75,7 @@ class Peer:
         connection.setblocking(False)
         self.rank = rank  # in the group
         self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.announced: dict[int, tuple[int, int, int]] = {}
+        self.packed: dict[int, tuple[int, int, int]] = {}
         self.last: dict[tuple[int, int], tuple[int, int]] = {}
         self.seen: defaultdict[int, int] = defaultdict(int)
         self.handed: dict[int, Memory | str] = {}
@@ -358,7 +358,7 @@ class WaitPoint:
                     of = what, ANY if what == PACKED else wrapper
                     if counts[of] < at:  # not a message that came twice
                         if what == PACKED:
-                            peer.announced[at] = wrapper, bucket, nbytes
+                            peer.packed[at] = wrapper, bucket, nbytes
                         elif what >= SHOWN:
                             peer.last[of] = bucket, nbytes
                         counts[of] = at
