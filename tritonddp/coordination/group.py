@@ -52,10 +52,6 @@ class _Interrupted:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def launch_owed(self) -> NoReturn:
-        """Raise a RuntimeError."""
-        self.make_up()
-
     def make_up(self) -> NoReturn:
         """Raise a RuntimeError."""
         raise RuntimeError(
@@ -63,6 +59,8 @@ class _Interrupted:
             "the other ranks, and nobody can know how far it had come: this process group cannot "
             "be used any more. Start the processes of all ranks again, from a checkpoint"
         )
+
+    launch_owed = make_up
 
 
 @dataclass

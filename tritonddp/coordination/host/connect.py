@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import all_gather_bytes
@@ -32,7 +30,6 @@ _INTRODUCTION = 512
 _WORDS = 256
 # Seconds within which all ranks of a host must have connected.
 _CONNECTING = 10.0
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
 
 def first_failure(failure: str, group: Group) -> str:
     """The failure of the lowest rank that has one, else ``""``. Collective."""
-    gathered = all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group, _CPU)
+    gathered = all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group)
     for rank, each in enumerate(gathered):
         if text := each.rstrip(b"\0").decode(errors="replace"):
             return f"rank {rank}: {plain(text)}"
