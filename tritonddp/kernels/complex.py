@@ -15,12 +15,6 @@ from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
-def _of_real(name: str) -> Any:
-    return property(
-        lambda self: getattr(self.real, name), lambda self, value: setattr(self.real, name, value)
-    )
-
-
 class ComplexBuffer(FlatBuffer):
     """A flat buffer of real numbers, with complex views, and a layout in complex elements.
 
@@ -28,7 +22,9 @@ class ComplexBuffer(FlatBuffer):
         real: the same buffer with real views, for kernels and collectives.
     """
 
-    tables = _of_real("tables")
+    tables: Any = property(  # those of the real buffer
+        lambda self: self.real.tables, lambda self, tables: setattr(self.real, "tables", tables)
+    )
 
     def __init__(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, memory: Tensor | None = None

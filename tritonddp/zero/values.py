@@ -85,7 +85,9 @@ class OwnedValues:
                 each.messages(named, _MAX_BYTES)
                 for each, named in zip(self._to_all, self._of_ranks, strict=True)
             ]
-            with self._group.guard(where, self._what()):
+            names = listed([name for name, _ in self._of_ranks[self._group.rank]])
+            what = f"exchange of new values of parameters (of this rank: {names})"
+            with self._group.guard(where, what):
                 for message in messages[self._group.rank]:
                     message.fill()
                 by = self._send if self._device.type == "cpu" else self._gather
@@ -151,7 +153,3 @@ class OwnedValues:
         for piece in pieces.values():
             counters.collective(len(piece), group.size)
         return [collectives.broadcast(each, group.process_group, r) for r, each in pieces.items()]
-
-    def _what(self) -> str:
-        names = listed([name for name, _ in self._of_ranks[self._group.rank]])
-        return f"exchange of new values of parameters (of this rank: {names})"
