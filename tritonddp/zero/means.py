@@ -10,19 +10,21 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.failures import listed
 from tritonddp.reducer.earlier_means import EarlierMeans, held
+from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
 
-class OwnedMeans(EarlierMeans):
+class OwnedMeans(Extension):
     """After a reduction the owner has the mean in ``.grad``, and the other ranks have ``None``.
 
     Args:
         parameters: those of the wrapper. (Owners have those of layers that were replaced, too.)
         owners: by parameter, the rank.
-        rank: this one.
         is_reduced: gradients are means already.
         optimizer: weak reference to the optimizer whose owners they are.
     """
+
+    reads_device = "which gradients are means already (ZeroRedundancyOptimizer)"
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class OwnedMeans(EarlierMeans):
         is_reduced: bool,
         optimizer: Callable[[], object],
     ) -> None:
-        super().__init__(
+        self._earlier = EarlierMeans(
             lambda: [named for named in parameters.params if owners.get(named[1]) == rank],
             "ZeroRedundancyOptimizer",
             is_reduced,
@@ -44,6 +46,10 @@ class OwnedMeans(EarlierMeans):
         """Those with a gradient that other ranks own: in most steps there are none."""
         have = [each for each in named if each[1].grad is not None]
         return [each for each in have if self._owners.get(each[1], self._rank) != self._rank]
+
+    def take_over(self, former: OwnedMeans) -> None:
+        """Go on from the means of an earlier optimizer, whose parameters keep their owners."""
+        self._earlier.take_over(former._earlier)
 
     def on_begin(self, backward: Backward) -> None:
         """A backward that is reduced needs the optimizer.
@@ -59,11 +65,11 @@ class OwnedMeans(EarlierMeans):
             )
         if backward.reduction is not None and backward.late_param is None:
             self._refuse_set(backward.where)
-        super().on_begin(backward)
+        self._earlier.on_begin(backward)
 
     def _refuse_set(self, where: str) -> None:
         """What the owner has set in ``.grad`` could not be told from its mean."""
-        if self.is_reduced and (found := held(self._of_others(self._parameters.params))):
+        if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
             raise LocalError(  # the owner finds nothing
                 f"{where}: .grad of {listed([name for name, _ in found])} was set since the last "
                 "reduction, which the ZeroRedundancyOptimizer takes for means where it steps them: "
@@ -73,13 +79,19 @@ class OwnedMeans(EarlierMeans):
     def on_request(self, reduction: Reduction) -> None:
         """A second request in a row leaves the means as they are, as without owners."""
         self._refuse_set(reduction.where)
-        super().on_request(reduction)
-        self.set_aside(self.means())
+        self._earlier.on_request(reduction)
+        self._earlier.set_aside(self._earlier.means())
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Add the earlier means. (The first reduction leaves the mean on all ranks: drop it.)"""
-        super().on_reduced_all(reduction)
+        self._earlier.on_reduced_all(reduction)
         # (Not those of a layer that was frozen until now: they are reduced after all buckets.)
         for bucket in reduction.buckets:
             for _, param in self._of_others(zip(bucket.names, bucket.params, strict=True)):
                 param.grad = None
+
+    def on_close(self, reduction: Reduction | None) -> None:
+        self._earlier.on_close(reduction)
+
+    def on_abort(self, reduction: Reduction | None) -> None:
+        self._earlier.on_abort(reduction)
