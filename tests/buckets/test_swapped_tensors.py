@@ -128,7 +128,7 @@ def test_it_may_follow_a_backward_around_the_wrapper() -> None:
     ddp = wrap(Layers("abc").double())
     check(ddp, 0)
     ddp.module(batch(1)).sum().backward()
-    move(swaps=True)(ddp.module)
+    move("swap")(ddp.module)
     ddp.zero_grad()
     swap("b")(ddp.module)
     check(ddp, 1)
