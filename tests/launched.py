@@ -1,29 +1,13 @@
 """Run a script as its user would, under torchrun."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@contextlib.contextmanager
-def ignoring(*numbers: signal.Signals) -> Iterator[None]:
-    """These signals are ignored here, as in a process that ``nohup make test &`` has started.
-
-    What is started inside begins with them ignored: Python without a handler of Ctrl-C, too.
-    """
-    former = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, former, strict=True):
-            signal.signal(number, handler)
 
 
 def run(

@@ -1,12 +1,7 @@
 """Benchmarks on slow networks: the limits by hand."""
 
-import os
-import sys
-
 import pytest
 
-from benchmarks.network import namespaces
-from benchmarks.network import network as benchmark
 from benchmarks.network.result import frame_bytes, step_limit
 
 FRAMED = 1514 / 1448
@@ -29,19 +24,3 @@ def test_the_limit_of_two_hosts_at_100_mbit(
 ) -> None:
     limit = step_limit(ready, payloads, 2, 100e6, burst)
     assert (limit.compute, limit.line) == (pytest.approx(compute), pytest.approx(line))
-
-
-@pytest.mark.parametrize(
-    ("path", "advice"), [("/usr/sbin/", "sudo"), (None, "install iproute2")], ids=["root", "tools"]
-)
-def test_without_root_or_iproute2_it_says_what_to_do(
-    path: str | None,
-    advice: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: path and path + tool)
-    monkeypatch.setattr(sys, "argv", ["network.py"])
-    assert benchmark.main() == 2
-    assert advice in capsys.readouterr().err

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case
 from cases.stock import ERRORS, HANGS, RIGHT, TWICE, TWICE_HANGS, WRONG
-from distributed import gather, give_up_after, ranks
+from distributed import gather, ranks
 from oracle import adopt, mean_over_ranks, one_per_rank, seed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -100,65 +100,6 @@ def test_stock_does_what_the_page_says(name: str) -> None:
         warnings.simplefilter("ignore")  # that the flag is not needed, or that a graph is kept
         results = [outcome(name, flag) for flag in (False, True)]
     assert tuple(map(named, results)) == CASES[name].stock, results
-
-
-# Ranks that disagree: what rank 1 does while rank 0 makes one step of each module.
-
-
-def one_more_backward(nets: list[Stock]) -> None:
-    loss = nets[0](torch.ones(1, 4)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def one_backward_fewer(nets: list[Stock]) -> None:
-    pass
-
-
-def frozen_on_one_rank(nets: list[Stock]) -> None:
-    nets[0].module.bias.requires_grad_(False)
-    step_of_each(nets)
-
-
-def another_order(nets: list[Stock]) -> None:
-    step_of_each(nets[::-1])
-
-
-def step_of_each(nets: list[Stock]) -> None:
-    for net in nets:
-        net(torch.full((1, 4), 1.0 + dist.get_rank())).mul(nets.index(net) + 1).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        (one_more_backward, HANGS),
-        (one_backward_fewer, HANGS),
-        (frozen_on_one_rank, HANGS),
-        (another_order, WRONG),
-    ],
-)
-@ranks(2)
-def test_stock_when_ranks_disagree(program: Callable[[list[Stock]], None], expected: str) -> None:
-    group = dist.new_group()
-    torch.manual_seed(0)
-    nets = [Stock(nn.Linear(4, 4), process_group=group) for _ in range(2)]
-    result = RIGHT
-    try:
-        step_of_each(nets)
-        for net in nets:
-            net.zero_grad()
-        if expected == HANGS:
-            give_up_after(3, group)
-        (program if dist.get_rank() else step_of_each)(nets)
-        for number, net in enumerate(nets):
-            grad = net.module.weight.grad
-            if grad is None or not torch.allclose(grad, torch.tensor(1.5 * (number + 1))):
-                result = WRONG
-    except RuntimeError as error:
-        result = str(error)[:200]
-    results = gather(result)
-    assert named(results) == expected, results
 
 
 def test_every_case_is_compared_with_stock() -> None:

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import io
-import pickle
 import re
 import threading
 import weakref
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from modules import by_pickle, by_torch_save
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -227,17 +226,6 @@ def test_a_module_that_calls_itself_is_one_forward(rank: int) -> None:
 
 
 # Copies
-
-
-def by_pickle(net: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(net))
-
-
-def by_torch_save(net: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, by_pickle, by_torch_save])

@@ -1,7 +1,6 @@
 """Copies of a wrapper, saved ones, and the state of what it wraps."""
 
 import copy
-import io
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed import assert_same_bits, gather, ranks, recorded_collectives, run_ranks
+from modules import by_pickle, by_torch_save
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -35,17 +35,6 @@ def step(net: nn.Module, seed: int) -> None:
 
 def assert_averages(net: nn.Module, seed: int) -> None:
     assert_right_step(net, batch(seed))
-
-
-def by_pickle(net: Any) -> Any:
-    return pickle.loads(pickle.dumps(net))
-
-
-def by_torch_save(net: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPY = pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_torch_save])
