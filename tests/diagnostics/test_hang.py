@@ -95,11 +95,8 @@ def test_the_late_rank_is_named_and_training_goes_on(
         model = DistributedDataParallel(nn.Linear(2, 2), transport=transport)
         for number in range(4):
             if number == 2 and rank == 1:
-                tokenize(tmp_path / "0", tmp_path / "2")
-                assert not any(place in line for line in kept.lines())
+                tokenize(*(tmp_path / str(each) for each in range(3)))
             step(model, rank)
-    if rank == 1:
-        return
     report = kept.line
     assert "for bucket 0" in report.splitlines()[0]
     assert "is behind: in step 2, outside forward and backward, at" in report
@@ -206,7 +203,7 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_p
 def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_path: Path) -> None:
     folder, wraps = tmp_path / "hangs", tmp_path / "wraps"
     held = mock.patch.object(hang._GroupWatch, "look")
-    silent = "does not answer: it runs: it has moved lately, or something holds"
+    silent = "does not answer: it runs: it has moved lately, its store is slow, or something holds"
     with (
         told("1", wraps, "rank 0 has not begun to wrap", **{hang.DIRECTORY: str(folder)}) as kept,
         held if rank == 0 else contextlib.nullcontext(),
@@ -290,6 +287,19 @@ def test_if_no_rank_is_behind_all_say_where_they_are() -> None:
     within = waiting._replace(launched=1, back=0)
     lines = posts_of(group, posts | {1: hang.Post([within], False, "process 1")})
     assert "is behind: in step 7" in lines[1]
+
+
+def test_posts_are_read_twice_before_a_report_and_no_store_is_asked_after_it_has_failed() -> None:
+    process_group = SimpleNamespace(size=lambda: 2)
+    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group)
+    own = hang.Post([hang.Place(0, 7, 2, 1, "")], True, "process 0")
+    failed = mock.Mock(**{"set.side_effect": dist.DistStoreError})
+    for store, found in (dist.HashStore(), ([], "rank 1 has not begun")), (failed, (None, None)):
+        watch = hang._GroupWatch(group, 1.0)
+        with mock.patch.object(hang, "own_connection", lambda _, store=store: store):
+            assert watch._ask(own) == found[0]
+            assert str(found[1]) in str(watch._ask(own))
+    assert failed.set.call_count == 1
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -4,8 +4,8 @@ A backend says only that a collective has not ended, when its timeout comes. A t
 process looks every few seconds how far the wrappers are, in what the reducer keeps anyway: a step
 does nothing for it. If those of a process group have not moved for ``TRITONDDP_HANG_SECONDS``, this
 rank writes to the group's store where it is, its *post*, and reads the posts of the other ranks.
-Ranks that wait, and rank 0, then log who is behind; again at doubling intervals, and shortly before
-the timeout of the group. Training goes on when the rank that is behind does.
+If some wait, each rank then logs who is behind; again at doubling intervals, and shortly before the
+timeout of the group. Training goes on when the rank that is behind does.
 
 Posts are JSON, of bounded size. No collective is made, and no call waits for the device.
 """
@@ -70,9 +70,9 @@ _NO_STORE = (
 _STATES = {
     "ended": "it has ended",
     "stopped": "it is stopped, by a signal or a debugger",
-    "runs": "it runs: it has moved lately, or something holds its interpreter",
-    "": "it has moved lately, has ended, is stopped or cannot be reached, or something holds its "
-    "interpreter",
+    "runs": "it runs: it has moved lately, its store is slow, or something holds its interpreter",
+    "": "it has moved lately, has ended, is stopped or cannot be reached, its store is slow, or "
+    "something holds its interpreter",
 }
 
 
@@ -158,15 +158,15 @@ class _Answers:
     def __init__(self, group: Group, store: dist.Store) -> None:
         self.group = group
         self.store = store
-        self._count = 0  # so that no post of a rank is like its last one
+        self.exchanges = 0  # number of them, so that no post of a rank is like its last one
         self._read: list[dict[int, bytes]] = []  # each time, the texts of the other ranks
 
     def exchange(self, own: Post) -> None:
         """Tell the other ranks where this one is, and read what they have told."""
-        self._count += 1
+        self.exchanges += 1
         key, places = f"{_KEY}/{self.group.rank}", own.places[:_WRAPPERS]
         self.store.set(f"{key}/stack", json.dumps(own.stack))
-        self.store.set(key, json.dumps([self._count, places, own.waits, own.process]))
+        self.store.set(key, json.dumps([self.exchanges, places, own.waits, own.process]))
         keys = {rank: f"{_KEY}/{rank}" for rank in range(self.group.size)}
         if not self.store.check([*keys.values()]):  # to get a key that is not there would wait
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
@@ -281,7 +281,7 @@ class _GroupWatch:
         waits = waits or (frame is not None and frame.f_code.co_filename.startswith(_WAITING))
         own = Post(places, waits, str(Process.own()), stack_of(frame))
         answer = self._ask(own)
-        if seconds < max(self._next, limit + 2 * pause) or not (waits or self.group.rank == 0):
+        if seconds < max(self._next, limit + 2 * pause):
             return
         if self._exchange is not None and time.monotonic() - self._asked < _NO_ANSWER:
             return  # the answer of a slow store comes at a later look
@@ -304,6 +304,8 @@ class _GroupWatch:
     def _ask(self, own: Post) -> list[str] | None:
         """Exchange posts, in a thread that goes on if the store is slow: no look waits for long."""
         if self._exchange is None:
+            if self._answer == (self._since, None):
+                return None  # a store that has failed fails again, and torch logs its C++ stack
             self._asked = time.monotonic()
             given = own, self._since
             self._exchange = threading.Thread(target=self._run, args=given, daemon=True)
@@ -323,7 +325,8 @@ class _GroupWatch:
                 self._answers = _Answers(self.group, own_connection(self.group.process_group))
             self._answers.exchange(own)
             posts = self._answers.all() | {self.group.rank: own}
-            some_wait = any(post.waits for post in posts.values())
+            # (Whether a post changes is seen when it is read again.)
+            some_wait = self._answers.exchanges > 1 and any(each.waits for each in posts.values())
             answer = self._answers.report(posts) if some_wait else []
         except Exception:  # a group written in Python has no store, for example
             logger.debug("no other rank could be asked", exc_info=True)
