@@ -30,7 +30,7 @@ h1 { font-size: 17pt; margin: 0 0 4mm; }
 h2 { font-size: 12pt; margin: 6mm 0 2mm; break-after: avoid; }
 h3 { font-size: 10pt; margin: 4mm 0 1.5mm; break-after: avoid; }
 a { color: #0b57a4; text-decoration: none; }
-img { display: block; max-width: 100%; max-height: 88mm; margin: 3mm auto; }
+img { display: block; max-width: 100%; max-height: 84mm; margin: 3mm auto; }
 table { border-collapse: collapse; font-size: 7.6pt; margin: 2mm auto 3mm; break-inside: avoid; }
 th, td { border-bottom: 0.4pt solid #bbb; padding: 0.8mm 2.2mm; }
 th { border-bottom: 0.9pt solid #444; }

@@ -27,6 +27,12 @@ _PICTURE = re.compile(
 )
 
 
+def on_config(config: Any) -> None:
+    """The version, at the foot of each page."""
+    text = (ROOT / "tritonddp" / "__init__.py").read_text()
+    config.copyright = "tritonddp " + re.findall(r'^__version__ = "(.*)"', text, re.MULTILINE)[0]
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the files of :data:`ADDED`."""
     for pattern in ADDED:
@@ -40,6 +46,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they are in the site, and pictures that follow its switch for dark screens."""
     if page.file.src_uri.startswith("benchmarks/"):
+        page.meta["hide"] = ["toc"]  # its tables need that room
         markdown = markdown.replace("](../docs/", "](../")
     elif page.file.src_uri.startswith("tests/"):
         markdown = markdown.replace("](../../docs/", "](../../")
