@@ -128,7 +128,7 @@ class Reduction:
         where: this rank and its step, for messages.
         hashes: of its parameters, and of where it was called: ``schema`` and ``call_site`` of
             :class:`~tritonddp.coordination.agreement.RankHeader`.
-        join: the join protocol inside ``join()``, else ``None``.
+        over_present: inside ``join()``: the mean is over the ranks that have inputs.
         is_alone: there is only one rank, and no bucket is needed.
         from_grad: its gradients are in ``.grad``, where backwards have accumulated them. Else
             the user has given them, or they are in a context of ``torch.distributed.autograd``.
@@ -153,7 +153,7 @@ class Reduction:
     source: GradSource
     where: str
     hashes: tuple[bytes, bytes]
-    join: Any
+    over_present: bool
     filled: list[bool]
     unfilled: list[int]
     is_alone: bool = False
@@ -198,10 +198,8 @@ class Reduction:
     def _make_header(self) -> None:
         """Prepare the header of this rank."""
         agreement, weight, averages = self.agreement, self.weight, self.bucket_set.averages
-        over_present = False
-        if self.join is not None:
-            # Communication hooks divide by a number of ranks themselves.
-            over_present = self.join.mean_over_present and averages
+        # (Communication hooks divide by a number of ranks themselves.)
+        over_present = self.over_present and averages
         (schema, site), skipped = self.hashes, tuple(self.skipped)
         key = schema, self.source, weight, skipped, over_present, averages, site
         # (The unit of weights may have changed.)
@@ -655,7 +653,7 @@ class ReductionFactory:
             source=source,
             where=where or self.where(),
             hashes=(schema or self.parameters.schema, call_site),
-            join=join,
+            over_present=join is not None and join.mean_over_present,
             filled=[False] * len(bucket_set.segments),
             unfilled=[0] * len(bucket_set.buckets),
             **details,
