@@ -161,6 +161,32 @@ class Kinds(nn.Module):
         )
 
 
+class Withheld(torch.autograd.Function):
+    """Has no gradient for its second argument, unless it ``gives`` one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gives: bool) -> Tensor:
+        ctx.gives, ctx.shape = gives, weight.shape
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad.new_full(ctx.shape, grad.sum().item()) if ctx.gives else None, None
+
+
+def forwarding(cls: Any) -> Any:
+    """A class of wrappers as in many projects: what the wrapper lacks is the module's."""
+
+    class Forwarding(cls):
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+    return Forwarding
+
+
 def by_pickle(module: nn.Module) -> Any:
     """A copy."""
     return pickle.loads(pickle.dumps(module))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
+from modules import Withheld
 from torch import Tensor, nn
 from training import beside_stock, drawn, gradients, raises_if, train_step
 
@@ -44,19 +45,6 @@ def batch(step: int) -> Tensor:
 def step(model: nn.Module, number: int, without: tuple[int, ...] = ()) -> None:
     inputs = [batch(number), without] if without else [batch(number)]
     train_step(model, *inputs, loss=torch.sum)
-
-
-class Withheld(torch.autograd.Function):
-    """Has no gradient for its second argument, unless it ``gives`` one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gives: bool) -> Tensor:
-        ctx.gives = gives
-        return x * weight.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, grad.sum().repeat(4) if ctx.gives else None, None
 
 
 class Withholding(nn.Module):

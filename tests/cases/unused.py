@@ -1,10 +1,7 @@
 """Unused parameters without any flag, outputs that the loss ignores, ranks that disagree."""
 
-from typing import Any
-
-import torch
+from modules import Withheld
 from oracle import Net
-from torch import Tensor
 
 from cases.models import DataclassOutput, Experts, Heads, StochasticDepth, Towers, batch, branch
 from cases.stock import RIGHT, TWICE, TWICE_HANGS, UNDEFINED, UNUSED
@@ -33,29 +30,16 @@ def whole_submodule_unused_for_some_steps(net: Net, rank: int, step: int) -> Non
     net(batch(), "image" if step % 2 else "text").pow(2).sum().backward()
 
 
-class NoGradient(torch.autograd.Function):
-    """A function of a parameter that has no gradient to give, on some ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gives: bool) -> Tensor:
-        ctx.gives = gives
-        return x + weight.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, grad.new_full((4, 4), grad.sum().item()) if ctx.gives else None, None
-
-
 @case(UNUSED, TWICE)
 def custom_function_gives_none_on_one_rank(net: Net, rank: int, step: int) -> None:
     weight = branch(net, "c")[0].weight
-    NoGradient.apply(net(batch(), "ab"), weight, rank == 1).sum().backward()
+    Withheld.apply(net(batch(), "ab"), weight, rank == 1).sum().backward()
 
 
 @case(UNUSED, TWICE)
 def custom_function_gives_none_on_all_ranks(net: Net, rank: int, step: int) -> None:
     weight = branch(net, "c")[0].weight
-    NoGradient.apply(net(batch(), "ab"), weight, False).sum().backward()
+    Withheld.apply(net(batch(), "ab"), weight, False).sum().backward()
 
 
 @case(UNUSED, UNUSED)

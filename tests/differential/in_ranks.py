@@ -21,6 +21,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from distributed import give_up_after
 from logged import Kept, logged
+from modules import forwarding
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -318,7 +319,7 @@ def play(
 
         def wrapped(network: Network, **more: Any) -> nn.Module:
             options_of_it = arguments_of(options) | _delayed(program, network) | more
-            net = (_forwarding(wrap) if program.forwards_names else wrap)(network, **options_of_it)
+            net = (forwarding(wrap) if program.forwards_names else wrap)(network, **options_of_it)
             if program.communication_hook:
                 COMMUNICATION_HOOKS[program.communication_hook](behind(net) or net)
             return net
@@ -368,19 +369,6 @@ def _check_cycles() -> None:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-
-
-def _forwarding(cls: Any) -> Any:
-    class Forwarding(cls):
-        """As in many projects: what the wrapper lacks is the module's."""
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(self.module, name)
-
-    return Forwarding
 
 
 def _compare_metrics(player: Player, is_joined: bool) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from distributed import assert_same_bits, ranks
 from docstring_examples import documented
+from modules import forwarding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 
@@ -90,23 +91,13 @@ def test_a_user_may_set_any_attribute_and_training_goes_on(make: Any) -> None:
     assert all(getattr(ddp, name) == {"set by": "the user"} for name in NAMES)
 
 
-class Forwarding(DistributedDataParallel):
-    """As many projects write it: what DDP does not have is the module's."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-
 @ranks(1)
 def test_a_subclass_that_hands_on_to_the_module_finds_what_is_the_modules() -> None:
     module = net()
     for name in NAMES:
         if name not in ADDED and name != "device":
             setattr(module, name, object())
-    ddp = Forwarding(module)
+    ddp = forwarding(DistributedDataParallel)(module)
     step(ddp, 0)
     for name in NAMES:
         if name not in ADDED and name != "device":
