@@ -125,6 +125,19 @@ def test_inside_another_it_is_refused_by_name(rank: int, enable: bool, throws: b
     assert_same_on_all_ranks(ddp.parameters())
 
 
+@ranks(2)
+def test_inside_a_join_of_torch_it_is_refused_and_behind_one_that_failed_it_joins(
+    rank: int,
+) -> None:
+    ddp = DistributedDataParallel(net())
+    with pytest.raises(RuntimeError, match=rf"rank {rank}.*inside join\(\)"), Join([ddp]):
+        ddp.join()
+    with ddp.join():
+        for step in range(1 + rank):
+            loss_of(ddp, rank, step).backward()
+    assert_same_on_all_ranks(ddp.parameters())
+
+
 @ranks(3, views=True)
 def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(
     rank: int, view: bool

@@ -9,6 +9,7 @@ import copy
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -573,7 +574,9 @@ class StockDDPNames:
         ``Join([model, optimizer])``, in the order of their calls. End the body with a backward.
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
-        if self._ddp_state.sync.join is not None:
+        sync = self._ddp_state.sync
+        # (A Join of torch that ended with an error has left the protocol, but is gone.)
+        if sync.join is not None and sync.join_hook() is not None:
             raise RuntimeError(
                 f"{self._ddp_state.core.where()}: join() inside join() of the same wrapped module, "
                 "which its end would end too: leave the inner one out, or call it after the other"
@@ -591,7 +594,9 @@ class StockDDPNames:
         check_flags({"divide_by_initial_world_size": divides})
         self._ddp_state.group.refuse_if_forked()
         self._ddp_state.logger.note_join()
-        return ShadowHook(self, divides)
+        hook = ShadowHook(self, divides)
+        self._ddp_state.sync.join_hook = weakref.ref(hook)
+        return hook
 
     # What torch's Join reads
 

@@ -37,12 +37,13 @@ from tritonddp.reducer.graph.unreduced import INSIDE, Unreduced
 class SyncState:
     """Settings of the next backward: the wrapper writes them, the reducer reads them."""
 
-    __slots__ = ("enabled", "finds_unused", "join", "weight")
+    __slots__ = ("enabled", "finds_unused", "join", "join_hook", "weight")
 
     def __init__(self) -> None:
         self.enabled = True  # the backward is reduced; False inside no_sync
         self.weight: Any = None  # the weight of its gradients, None for an unweighted mean
         self.join: Any = None  # the join protocol of the ranks inside join(), None outside
+        self.join_hook: Any = None  # a weak reference to what the last Join runs, if there was one
         self.finds_unused: bool | None = None  # the option find_unused_parameters
 
     @property
