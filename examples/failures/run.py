@@ -33,6 +33,7 @@ from typing import IO
 import torch
 
 import tritonddp
+from tritonddp.cli.terminal import Progress
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py")) if path != Path(__file__)}
@@ -123,8 +124,11 @@ def play(launches: Mapping[str, tuple[Path, Sequence[str]]], limit: float) -> di
             files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
             runs[way] = Run(script, launcher, *files)
             stack.callback(runs[way].end)
+        progress = Progress()
         while len(found) < len(runs):
             time.sleep(0.05)
+            progress.stage = f"still runs: {', '.join(way for way in runs if way not in found)}"
+            progress.tick()
             for way in runs.keys() - found.keys():
                 if outcome := runs[way].outcome(limit):
                     found[way] = outcome
@@ -208,7 +212,7 @@ def machine() -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
-    parser.add_argument("--limit", type=float, default=60, help="seconds of a run (default: 60)")
+    parser.add_argument("--limit", type=float, default=180, help="seconds of a run (default: 180)")
     parser.add_argument("--out", type=Path, help="a file for all outcomes, in JSON")
     options = parser.parse_args(arguments)
     for name in options.names:
