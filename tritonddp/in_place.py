@@ -51,6 +51,11 @@ _ATTRIBUTES = (
     "require_manual_backward_finalization",
     "should_finalize_after_backward",
 )
+# What scripts read of a wrapper, where neither the module nor its class has it.
+_READ = (
+    *("reducer", "process_group", "device", "device_ids", "find_unused_parameters"),
+    *("static_graph", "gradient_as_bucket_view", "broadcast_buffers"),
+)
 
 
 class _Behind:
@@ -133,7 +138,22 @@ def _attribute_of_wrapper(name: str) -> property:
     return property(read, write)
 
 
-# (A name that is asked of the wrapper only when it is missing would cost each submodule a call.)
+class _ReadOfWrapper:
+    """No data descriptor, so that the module may set its own attribute.
+
+    A ``__getattr__`` would hand on all that is missing, and be called for each part of the module.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, _: type) -> Any:
+        try:
+            return nn.Module.__getattr__(module, self._name)  # a part with this name
+        except AttributeError:
+            return getattr(_wrapper_of(module), self._name)  # of a copy the module's own error
+
+
 for _name in _METHODS:
     setattr(ReplicatedModule, _name, _of_wrapper(_name))
 for _name in _ATTRIBUTES:  # scripts set them, where a plain attribute would change nothing
@@ -280,7 +300,8 @@ def _class_of(plain: type) -> type:
     for kind in kinds:
         if kind.__bases__ == (ReplicatedModule, plain):
             return kind
-    named = {name: plain.__dict__[name] for name in ("__module__", "__doc__")}
+    named: dict[str, Any] = {name: plain.__dict__[name] for name in ("__module__", "__doc__")}
+    named |= {name: _ReadOfWrapper(name) for name in _READ if not hasattr(plain, name)}
     # These look into the class of the module, and make or change one that is like it.
     for name in ("__deepcopy__", *(["recompile"] if issubclass(plain, GraphModule) else [])):
         if hasattr(plain, name):

@@ -79,9 +79,6 @@ def test_ddp_finds_the_wrapper_of_what_is_compiled() -> None:
     assert next(iter(compiled.state_dict())).startswith("_orig_mod.encoder")
 
 
-# Checkpoints of activations
-
-
 # A tensor-parallel mesh
 
 

@@ -113,17 +113,22 @@ def test_a_penalty_beside_a_forward_inside_no_sync_is_refused(rank: int, everywh
 @ranks(2)
 def test_the_module_is_what_it_was(rank: int) -> None:
     net = seeded()
+    net.reducer, net.device = nn.Tanh(), "its own"  # type: ignore[assignment]
     before = list(net.state_dict()), [name for name, _ in net.named_modules()], repr(net)
     params = list(net.parameters())
     made = replicate(net)
     assert made is net
     assert (list(net.state_dict()), [name for name, _ in net.named_modules()], repr(net)) == before
-    assert all(map(torch.is_same_size, params, net.parameters()))
     assert [id(each) for each in params] == [id(each) for each in net.parameters()]
     assert isinstance(net, Encoder)
     assert type(net).__name__ == "Encoder"
     assert type(net).__module__ == Encoder.__module__
-    assert type(replicate(seeded())) is type(net)
+    assert (net.reducer, net.device) == (net._modules["reducer"], "its own")
+    other = replicate(seeded())
+    assert type(other) is type(net)
+    assert other.reducer is ddp(other).reducer  # scripts read that
+    assert not hasattr(other, "module")  # scripts unwrap what has one
+    assert not hasattr(copy.deepcopy(other), "reducer")
     assert ddp(net).module is net
     assert ddp(ddp(net)) is ddp(net)
     assert net.encode.__func__ is Encoder.encode
