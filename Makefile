@@ -54,6 +54,10 @@ test test-all test-ci: export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+# The same for much: each ten seconds the last line of what pip says, until the shell that runs it has ended.
+LOG := $(VENV)/pip.log
+PIP_ALOUD = (s=0; while sleep 1 && kill -0 $$$$ 2>/dev/null; do s=$$((s + 1)); test $$((s % 10)) != 0 || \
+	echo "[$$s s] pip: $$(grep -v uninstall $(LOG) | tail -n 1 | cut -c 1-100)"; done) & >$(LOG) $(subst --quiet,--progress-bar off,$(PIP))
 
 .PHONY: demo evidence test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs report notebook dist test-dist check-tag clean
 .DELETE_ON_ERROR:
@@ -169,13 +173,13 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
-	@echo "Installing PyTorch and friends into $(VENV) (about a minute, once) ..."
-	@$(PIP) -e ".[examples]"
+	@echo "Installing PyTorch and friends into $(VENV) (a minute or two, once) ..."
+	@$(PIP_ALOUD) -e ".[examples]"
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
 	@echo "Installing PyTorch, pytest, matplotlib, MkDocs, Lightning, transformers and friends into $(VENV) (two minutes, once) ..."
-	@$(PIP) -e ".[test,bench,examples,integrations,docs]"
+	@$(PIP_ALOUD) -e ".[test,bench,examples,integrations,docs]"
 	@touch $@
 
 # A fork of actionlint: releases of the original stopped, and its package downloads a program from
@@ -191,7 +195,7 @@ $(VENV)/.docs-installed: $(VENV)/constraints.txt pyproject.toml
 
 $(VENV)/.clients-installed: $(VENV)/.test-installed
 	@echo "Installing mmengine, pytorch-ignite, Lightning, PEFT, opacus, torchft and friends into $(VENV) (a minute, once) ..."
-	@$(PIP) -e ".[clients]"
+	@$(PIP_ALOUD) -e ".[clients]"
 	@touch $@
 
 # The venv, and in it the pins that it was made with.
@@ -200,6 +204,7 @@ ifneq ($(TORCH),)
 	@test -n "$(TRITON)" || { echo "make: no Triton is known for TORCH=$(TORCH); add TRITON=<version>" >&2; exit 2; }
 endif
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("tritonddp needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	@echo "Making the environment $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 ifeq ($(TORCH),)
 	@cp constraints.txt $@

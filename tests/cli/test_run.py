@@ -217,6 +217,7 @@ def test_a_script_that_fails_before_it_wraps_is_told_its_own_error(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{before}\nraise ValueError('no data here')")
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError")
     words = ("-m", "tritonddp", "run", script)
     done = launched.run(*words, nproc=None, env={"PYTHONPATH": str(launched.ROOT)})
     assert done.returncode == 1
@@ -226,6 +227,7 @@ def test_a_script_that_fails_before_it_wraps_is_told_its_own_error(
     told = re.search(r"before it wrapped a model: rank [01]: ValueError: no data here", line)
     assert (told is not None) is is_known
     assert "does the script wrap one" not in line.lower()
+    assert "Failed to initialize NumPy" not in done.stderr
 
 
 @pytest.mark.thorough

@@ -38,8 +38,6 @@ def main(arguments: argparse.Namespace) -> int:
             "seconds\n",
             flush=True,
         )
-    # Without numpy the ranks would repeat torch's warning, too.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
     import torch
 
     from tritonddp.cli import doctor_ranks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -48,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     arguments = parser.parse_args(words[1:], argparse.Namespace(words=words[1:]))
-    # torch says it each time that it is imported.
+    # torch says it each time that it is imported, in each rank too.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
     return module.main(arguments)
 
 
