@@ -189,8 +189,8 @@ $(VENV)/.lint-installed: $(VENV)/constraints.txt
 	@touch $@
 
 $(VENV)/.docs-installed: $(VENV)/constraints.txt pyproject.toml
-	@echo "Installing MkDocs and friends into $(VENV) (seconds, once) ..."
-	@$(PIP) "mkdocs>=1.6" "mkdocs-material>=9.7" "mkdocstrings[python]>=1.0" "ruff>=0.12"
+	@echo "Installing MkDocs and friends into $(VENV) (half a minute, once) ..."
+	@$(PIP_ALOUD) "mkdocs>=1.6" "mkdocs-material>=9.7" "mkdocstrings[python]>=1.0" "ruff>=0.12"
 	@touch $@
 
 $(VENV)/.clients-installed: $(VENV)/.test-installed

@@ -77,7 +77,7 @@ class Ratio:
         first = geometric_mean(each.first for each in launches)
         second = geometric_mean(each.second for each in launches)
         spread = math.sqrt(fmean(each.error**2 for each in launches))
-        if count == 1 and not spread:
+        if count == 1 and not spread and first != second:
             spread = math.inf
         if count > 1:
             spread = max(spread, stdev(math.log(each.second / each.first) for each in launches))
@@ -108,8 +108,10 @@ class Ratio:
 
     @property
     def interval(self) -> str:
-        """In words; of two launches that differ it says nothing."""
-        return f"{self.low:.3f} to {self.high:.3f}" if self.reach < _NOTHING else "not known"
+        """In words, or why there is none."""
+        if self.reach < _NOTHING:
+            return f"{self.low:.3f} to {self.high:.3f}"
+        return "one launch" if self.launches == 1 else "launches differ"
 
     def __str__(self) -> str:
         if self.low == self.high:  # the same in all launches
