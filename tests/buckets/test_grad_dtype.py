@@ -17,7 +17,6 @@ from training import assert_close, drawn, gradients, means, squares, train_step,
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.assignment import BucketCaps, assign_buckets
-from tritonddp.buckets.memory import in_place_bucket
 
 WIDTH = 64
 WIDE = ("layers.a.weight", "layers.b.weight", "layers.b.bias", "layers.c.bias")
@@ -104,9 +103,10 @@ def test_on_a_gpu_too(view: bool, options: dict[str, Any]) -> None:
         train_step(ddp, inputs(step))
         expected += gradients(ddp)
     found = []
-    with mock.patch.object(in_place_bucket, "LARGE", 4 * WIDTH**2), recording() as recorder:
+    limit = mock.patch("tritonddp.buckets.placement.in_place.LARGE", 4 * WIDTH**2)
+    with limit, recording() as recorder:
         ddp = wrap(low(module, *WIDE).to("cuda"), view, **options)
-        large = [bucket.unbuffered is not None for bucket in ddp.reducer.buckets]
+        large = [bucket.placement.unbuffered is not None for bucket in ddp.reducer.buckets]
         assert large.count(True) == ("reduce_in_place" in options and not view)
         for step in range(4):
             train_step(ddp, inputs(step).to("cuda"))

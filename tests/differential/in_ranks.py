@@ -41,7 +41,6 @@ from differential.program import Options, Program
 from differential.trace import Entry, Trace
 from differential.wrappers import FAULTS
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.memory import in_place_bucket
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import metrics
 from tritonddp.kernels import reference
@@ -141,7 +140,7 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
         for in_place in (False, True):
             with (
                 warnings.catch_warnings(),
-                patch.object(in_place_bucket, "LARGE", 100),
+                patch("tritonddp.buckets.placement.in_place.LARGE", 100),
                 patch.dict(defaults, reduce_in_place=in_place),
                 recording(everywhere=True) as recorder,
             ):

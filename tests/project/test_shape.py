@@ -48,12 +48,11 @@ OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
 REGISTRIES = {"coordination/group.py: _shared", "comm/quantized.py: _threads"}
 
 # The classes whose attributes each step reads.
-HOT = ("Bucket", "BucketManager", "BucketSet", "Reducer", "Reduction", "Segment", "ViewBucket")
+HOT = ("Bucket", "BucketManager", "BucketSet", "Placement", "Reducer", "Reduction", "Segment")
 # Their properties, none of which a step reads.
 COLD_PROPERTIES = {
-    *("Bucket.has_to_prepare", "Bucket.title", "Bucket.wire_dtype"),
-    *("BucketManager.order", "Reducer.backward_runs", "Reducer.bucket_set", "Reducer.order"),
-    "Reduction.group",
+    *("Bucket.title", "Bucket.wire_dtype", "BucketManager.order", "Reduction.group"),
+    *("Reducer.backward_runs", "Reducer.bucket_set", "Reducer.order"),
 }
 
 # Words that are no terms of the field.

@@ -38,11 +38,8 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "_put": (ALL, ENGINE),
     },
     "buckets/bucket.py": {
-        "Bucket.pack": (1, "what else torch raises in a kernel, as for want of memory: it goes on"),
-        "Bucket._check_kind": (
-            1,
-            "torch checks the same before, when a gradient is accumulated or assigned",
-        ),
+        "Bucket.check_kind": (1, "torch checks the same when a gradient is accumulated or set"),
+        "Bucket.in_buffer": (1, "a lazy bucket, when buckets are renewed"),
     },
     "buckets/parameters.py": {
         "ModuleParameters.verify": (1, "verify_same, before it, raises where hashes have differed")
@@ -53,8 +50,10 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
             "a parameter of a loaded state is quantised no more: its dtype is another one now",
         )
     },
-    "buckets/memory/view_bucket.py": {
-        "ViewBucket.in_buffer": (1, "a lazy bucket, when buckets are renewed")
+    "buckets/placement/placement.py": {
+        "Placement._set_unbuffered": (1, "abstract: that of InPlace is called"),
+        "Placement.finish_unbuffered": (1, "abstract: that of InPlace is called"),
+        "Placement.pack": (1, "what torch raises for want of memory, for example: it goes on"),
     },
     "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},
     "comm/reduction.py": {

@@ -6,8 +6,6 @@ import pytest
 from device_step import step_calls
 from distributed import ranks
 
-from tritonddp.buckets.memory import in_place_bucket
-
 
 @pytest.mark.parametrize("moves", [False, True], ids=["steady", "moved"])
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
@@ -30,7 +28,7 @@ def test_a_bucket_and_the_rest_of_a_step_call_few_functions(views: bool, moves: 
 @ranks(2, interprets=True)
 def test_a_bucket_of_large_gradients_and_each_of_them_call_few_functions() -> None:
     """As many as a bucket of small ones, some for its large ones, and few for each of these."""
-    with mock.patch.object(in_place_bucket, "LARGE", 1):
+    with mock.patch("tritonddp.buckets.placement.in_place.LARGE", 1):
         options = {"own": True, "reduce_in_place": True}
         few, many = (step_calls(16, buckets, **options) for buckets in (2, 4))
         more = step_calls(32, 2, **options)

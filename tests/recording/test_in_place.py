@@ -20,9 +20,13 @@ from recording.programs import PROGRAMS, Program, Run, play
 from recording.recorder import Recorder
 from recording.test_captured import capture_a_step, running
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.memory import in_place_bucket
+from tritonddp.buckets.placement.in_place import InPlace
 
 LARGE = 128  # bytes: weights of the programs, and no biases
+
+
+def are_in_place(net: DistributedDataParallel) -> list[bool]:
+    return [isinstance(bucket.placement, InPlace) for bucket in net.reducer.buckets]
 
 
 @contextlib.contextmanager
@@ -30,7 +34,7 @@ def limit(nbytes: int = LARGE) -> Iterator[None]:
     """Context: ``reduce_in_place=True`` unless a wrapper is told otherwise."""
     defaults = inspect.unwrap(DistributedDataParallel.__init__).__kwdefaults__
     with (
-        mock.patch.object(in_place_bucket, "LARGE", nbytes),
+        mock.patch("tritonddp.buckets.placement.in_place.LARGE", nbytes),
         mock.patch.dict(defaults, reduce_in_place=True),
     ):
         yield
@@ -41,7 +45,7 @@ def test_nothing_is_in_place_unless_it_is_asked_for() -> None:
     with limit(), recording():
         for asked in (False, True):
             net = DistributedDataParallel(nn.Linear(32, 32).to("cuda"), reduce_in_place=asked)
-            assert [each.unbuffered is not None for each in net.reducer.buckets] == [asked]
+            assert are_in_place(net) == [asked]
 
 
 @contextlib.contextmanager
@@ -57,7 +61,7 @@ def in_place(nbytes: int = LARGE) -> Iterator[Recorder]:
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """One bucket."""
     net = DistributedDataParallel(module.to("cuda"), **options)
-    assert [bucket.unbuffered is not None for bucket in net.reducer.buckets] == [True]
+    assert are_in_place(net) == [True]
     return net
 
 
@@ -101,7 +105,7 @@ def test_gradients_of_each_dtype_have_the_bits_of_a_sum_of_four(dtype: torch.dty
             for _ in range(3):
                 net.zero_grad()
                 net(x.to("cuda", dtype)).backward()
-            assert (net.reducer.buckets[0].unbuffered is not None) == (nbytes == 64)
+            assert are_in_place(net)[0] == (nbytes == 64)
             found.append([grad.cpu() for grad in gradients(net)])
     assert_same_bits(*found)
 
@@ -156,14 +160,14 @@ def test_a_gradient_in_whose_memory_the_backward_goes_on_is_not_written_to(
     alone, x = copy.deepcopy(module), drawn(8, 8)
     train_step(alone, x)
     expected = means(gradients(alone))
-    unchecked = mock.patch.object(in_place_bucket, "is_shared", return_value=False)
+    unchecked = mock.patch("tritonddp.buckets.placement.in_place.is_shared", return_value=False)
     with limit(), recording() as recorder, contextlib.nullcontext() if checks else unchecked:
         # A bucket for ``first``, which comes last, and one for the others.
         net = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=500 / 2**20)
         for _ in range(3):
             train_step(net, x.to("cuda"))
         found = [grad.cpu() for grad in gradients(net)]
-        assert [bucket.unbuffered is not None for bucket in net.reducer.buckets] == [True, True]
+        assert are_in_place(net) == [True, True]
         torch.cuda.synchronize()
     assert all(map(torch.allclose, found, expected)) == checks
     assert (not recorder.races) == checks, recorder.report()
@@ -219,7 +223,7 @@ def test_buckets_are_ordinary_with(name: str) -> None:
     with limit(), recording() as recorder:
         run = Run(OTHERS[name], recorder)
         run.step()
-        assert not any(bucket.unbuffered is not None for bucket in run.net.reducer.buckets)
+        assert not any(are_in_place(run.net))
         torch.cuda.synchronize()
 
 

@@ -12,9 +12,10 @@ from torch.profiler import record_function
 
 from tritonddp._torch import is_profiling
 from tritonddp.buckets.assignment import NO_OWNERS, UNLIMITED, BucketCaps, assign_buckets
-from tritonddp.buckets.bucket import Bucket, JointUnpack, Segment
+from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory
+from tritonddp.buckets.placement.placement import JointUnpack
 
 
 class BucketSet:
@@ -37,8 +38,7 @@ class BucketSet:
         segments: of all buckets, each with its bucket.
         ranges: for each segment, the numbers of its parameters.
         segments_of, numbers_of: for each bucket, the numbers of its segments, of its parameters.
-        to_prepare, to_release: buckets whose ``prepare``, or ``release``, has to be called before,
-            or after, each backward.
+        to_release: buckets whose ``release`` has to be called before and after each backward.
         averages: see :class:`Transport`.
         is_on_gpu: some parameters are on a GPU.
         needs_reduction: a bucket changes gradients even if there is only one rank.
@@ -89,8 +89,7 @@ class BucketSet:
         if self.is_on_gpu and not is_temporary and factory.group.size > 1:
             for bucket in self.buckets:
                 bucket.compile_kernels(bool(self.unpack_groups))
-        self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
-        self.needs_reduction = any(bucket.is_sparse for bucket in self.buckets)
+        self.needs_reduction = any(bucket.placement.is_sparse for bucket in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
 
     def use(self, transport: Transport) -> None:
@@ -116,7 +115,7 @@ class BucketSet:
     def mend_views(self) -> None:
         """Lead gradients that were moved, as by ``module.to()``, back to the memory of buckets."""
         for bucket in self.buckets:
-            if bucket.has_views and bucket.flat is not None:
+            if bucket.placement.has_views and bucket.flat is not None:
                 bucket.flat.mend_views()
 
     def fits(
@@ -157,7 +156,7 @@ class BucketSet:
         if self.spans is not None:  # it holds them
             self.spans.remove()
             self.spans = None
-        for each in (self.buckets, self.segments, self.to_prepare, self.to_release):
+        for each in (self.buckets, self.segments, self.to_release):
             each.clear()
         return in_buffer
 
@@ -197,8 +196,8 @@ class _Spans:
         self._owners: list[tuple[Any, str]] = []
         for bucket in bucket_set.buckets:
             for method in ("pack", "unpack"):
-                self._wrap(bucket, method, f"bucket {bucket.index}")
-            for method in ("launch", "wait"):  # of the bucket that they are given
+                self._wrap(bucket.placement, method)
+            for method in ("launch", "wait"):
                 self._wrap(bucket.exchange, method)
         first = 0
         for last, group in bucket_set.unpack_groups:

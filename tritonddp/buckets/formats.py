@@ -18,11 +18,12 @@ from tritonddp._arguments import check_flags
 from tritonddp._torch import MixedPrecision, backend_name, registered_pool
 from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
-from tritonddp.buckets.memory.in_place_bucket import InPlaceBucket, may_be_in_place
-from tritonddp.buckets.memory.view_bucket import ViewBucket
 from tritonddp.buckets.parameters import parameters_of
+from tritonddp.buckets.placement.in_place import InPlace, may_be_in_place
+from tritonddp.buckets.placement.placement import Placement
+from tritonddp.buckets.placement.sparse_rows import SparseRows
+from tritonddp.buckets.placement.views import Views
 from tritonddp.buckets.residuals import Left, add_to
-from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.coordination.agreement import BYTES
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -226,27 +227,26 @@ class BucketFactory:
         checked = (self.group.rank, self.group.size) if self.check_finite else None
         kernels = select(device, dtype)
         if is_sparse:
-            args = (index, params, names, kernels, self.counters)
-            return SparseBucket(
-                self.group.rank, self.group.size, *args, headers=headers, checked=checked
-            )
+            rows = SparseRows(params[0], self.group.rank, self.group.size)
+            args = (index, params, names, rows, kernels, self.counters, headers)
+            return Bucket(*args, checked=checked)
         quantization = self._quantization(params, names, headers)
-        kind: Callable[..., Bucket] = Bucket
-        wire_dtype = None
+        placement, wire_dtype = Placement(len(params)), None
         if quantization is not None:
             kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
         elif self.wire.casts(params[0]):
             wire_dtype = self.wire.reduce_dtype
         elif self.views:
-            kind = ViewBucket
+            placement = Views(len(params))
         elif self._is_in_place(params):
-            kind = partial(InPlaceBucket, self.group.size)
+            placement = InPlace(params, self.group.size)
         if self.is_registered:
             kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
-        bucket = kind(
+        bucket = Bucket(
             index,
             params,
             names,
+            placement,
             kernels,
             self.counters,
             headers=headers,

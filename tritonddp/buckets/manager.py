@@ -15,11 +15,12 @@ from torch.nn import Parameter
 
 from tritonddp._modes import outside_modes
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack
+from tritonddp.buckets.bucket import Bucket, GradientError
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.exchange import HostMemory, Transport
 from tritonddp.buckets.formats import BucketFactory
 from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.buckets.placement.placement import JointUnpack
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -127,7 +128,7 @@ class BucketManager:
             self.memory.leave()
             self.memory = None
         self.factory.use(transport)
-        if any(bucket.unbuffered is not None for bucket in self.current.buckets):
+        if any(bucket.placement.unbuffered is not None for bucket in self.current.buckets):
             self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
         else:
             self.current.use(transport)
@@ -313,7 +314,7 @@ class BucketManager:
     def _sparse(self) -> set[Tensor]:
         """Parameters with sparse gradients: what the module has no more stays as it was."""
         held, buckets = self._parameters.held, self.current.buckets
-        were = {param for each in buckets if each.is_sparse for param in each.params}
+        were = {param for each in buckets if each.placement.is_sparse for param in each.params}
         return self._parameters.sparse | (were - held)
 
     def _check_dtypes(self, kept: Collection[Tensor]) -> None:

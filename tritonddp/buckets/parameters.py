@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp._torch import like, tensor_behind
-from tritonddp.buckets.sparse_bucket import sparse_parameters
+from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import TRAIN_THE_SAME, describe, verify_same

@@ -59,8 +59,8 @@ class AllReduce(Collective):
         counters.wire_bytes += nbytes
         counters.sent_bytes -= -2 * (size - 1) * nbytes // size
         data, group = bucket.flat.data, self._group
-        if bucket.unbuffered is not None:
-            return group.allreduce_coalesced([data, *bucket.unbuffered], self._grouped)
+        if (unbuffered := bucket.placement.unbuffered) is not None:
+            return group.allreduce_coalesced([data, *unbuffered], self._grouped)
         if self._is_plain:
             return group.allreduce([data], self._options)
         return collectives.all_reduce(data, group)

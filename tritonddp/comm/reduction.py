@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tritonddp._device import read_together
 from tritonddp._torch import hooks_after_accumulation, is_profiling
-from tritonddp.buckets.bucket import Bucket, GradientError, JointUnpack, Segment
+from tritonddp.buckets.bucket import Bucket, GradientError, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.buckets.placement.placement import JointUnpack
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
 from tritonddp.coordination.counters import Counters
@@ -28,7 +28,7 @@ from tritonddp.coordination.host.peers import PeerError
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
-_wants_flags = attrgetter("wants_flags")
+_wants_flags = attrgetter("placement.wants_flags")
 
 
 class LocalError(RuntimeError):
@@ -222,14 +222,14 @@ class Reduction:
     # Into the buckets
 
     def pack(
-        self, number: int, launches: bool = False, incoming: Sequence[Tensor | None] = ()
+        self, number: int, launches: bool = False, incoming: Sequence[Tensor | None] | None = ()
     ) -> None:
         """The gradients of a segment are final: flatten them into its bucket.
 
         Args:
             number: of the segment.
             launches: launch the bucket too, and those behind it, as far as they are full.
-            incoming: see :meth:`Bucket.note_incoming`.
+            incoming: see :meth:`Placement.pack`.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -240,8 +240,6 @@ class Reduction:
             self._make_header()
         bucket, segment = self.bucket_set.segments[number]
         used, numbers = self.used, self.bucket_set.ranges[number]
-        if bucket.unbuffered is not None:
-            bucket.note_incoming(incoming)
         if bucket.quantization is not None:
             bucket.quantization.rescale(self.agreement.unit)
         for call in self.events.on_pack:
@@ -251,13 +249,15 @@ class Reduction:
         try:
             if (before_pack := bucket.exchange.before_pack) is not None:
                 before_pack()
-            bucket.pack(
+            bucket.placement.pack(
+                bucket,
                 segment,
                 used.flags[numbers.start : numbers.stop],
                 self.agreement.scale,
                 b"" if bucket.index else self.header,
                 counts_earlier,
                 used.without_gradient,
+                incoming,
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
@@ -309,7 +309,7 @@ class Reduction:
             if len(bucket.segments) > 1:
                 bucket.finish_trailer(b"" if bucket.index else self.header)
             if is_spoiled := bucket is self._spoiled:
-                bucket.overwrite_nan()
+                bucket.placement.overwrite_nan(bucket)
             for call in self.events.on_launch:
                 call(self, bucket)
             if self._is_logged:
@@ -325,9 +325,9 @@ class Reduction:
         Raises:
             GradientError: a gradient does not fit its parameter.
         """
-        bucket.prepare()
+        bucket.release()
         try:
-            bucket.to_slot_layout()
+            bucket.copy_to_slot_layout()
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
         self.launch_ready(rest=True, until=bucket.index + 1)
@@ -354,7 +354,7 @@ class Reduction:
             try:
                 if (before_pack := bucket.exchange.before_pack) is not None:
                     before_pack()
-                bucket.fill_nan(b"" if bucket.index else self.header)
+                bucket.placement.fill_nan(bucket, b"" if bucket.index else self.header)
                 self.works.append(bucket.exchange.launch(bucket, is_broken=True))
             except RuntimeError as error:
                 raise self.explain(bucket, error) from error
@@ -400,17 +400,17 @@ class Reduction:
                 joint.unpack(self.factor)
                 works[: bucket.index] = [None] * bucket.index
             else:
-                if isinstance(bucket, SparseBucket):
+                if bucket.placement.is_sparse:
                     self._exchange_rows(discards)
                 if self._is_logged:
                     self._log_wait(bucket)
                 if discards:
-                    bucket.discard()
+                    bucket.placement.discard(bucket)
                 else:
                     if self.factor is not None:
                         factor = self.factor if factor is None else self.factor * factor
                     try:
-                        bucket.unpack(factor, flags.get(bucket.index))
+                        bucket.placement.unpack(bucket, factor, flags.get(bucket.index))
                     except Exception:  # out of memory, perhaps: the other ranks go on
                         self.done = bucket.index + 1
                         self.discard()
@@ -457,7 +457,7 @@ class Reduction:
         buckets = [
             bucket
             for bucket in self.buckets
-            if isinstance(bucket, SparseBucket) and bucket.index not in self.skipped
+            if bucket.placement.is_sparse and bucket.index not in self.skipped
         ]
         if not buckets:
             return
@@ -483,7 +483,7 @@ class Reduction:
         asking = [
             bucket
             for bucket in self.buckets[self.done :]
-            if bucket.wants_flags
+            if bucket.placement.wants_flags
             and self.works[bucket.index] is not None
             and not bucket.flat.data.is_cpu
         ]
@@ -564,7 +564,7 @@ class Reduction:
         self._check_headers()
         self.agreement.check_pending()
         for bucket in sent:
-            bucket.discard()
+            bucket.placement.discard(bucket)
 
     @torch.no_grad()
     def take_part(self) -> None:

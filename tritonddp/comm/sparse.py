@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import record_use
-from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.placement.sparse_rows import Announcement, Kind, SparseRows
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.flat_buffer import round_up
@@ -28,29 +29,29 @@ _MOST_NBYTES = 8 << 20
 class _Rows:
     """Rows of one table that the ranks have announced."""
 
-    def __init__(self, bucket: SparseBucket, announced: Sequence[Announcement]) -> None:
-        self.bucket = bucket
+    def __init__(self, placement: SparseRows, announced: Sequence[Announcement]) -> None:
+        self._placement = placement
         self.counts = [each.rows for each in announced]  # of each rank
         # A rank sends none, since its backward failed.
         self.is_broken = any(each.kind is Kind.BROKEN for each in announced)
-        param = bucket.params[0]
+        param = placement.param
         self.device = param.device
         self._shape = param.shape[1:]
-        self._width = math.prod(self._shape) * bucket.gradient_dtype.itemsize  # bytes of a row
+        self._width = math.prod(self._shape) * placement.gradient_dtype.itemsize  # bytes of a row
         most = max(self.counts)
         # In the message of a rank.
         self.nbytes = _values_at(most) + round_up(most * self._width, _ALIGNMENT)
 
     def write(self, message: Tensor) -> None:
         """Write those of this rank into their part of its message."""
-        indices, values = self.bucket.take_rows()
+        indices, values = self._placement.take_rows()
         _write(message, 0, indices)
         _write(message, _values_at(len(indices)), values)
         record_use(indices, values)  # made on the stream of the gradient
 
     def read(self, messages: Tensor) -> None:
         """Give the bucket those of all ranks, in rank order, from their parts: a row a rank."""
-        dtype = self.bucket.gradient_dtype
+        dtype = self._placement.gradient_dtype
         width = self._width // dtype.itemsize
         all_indices, all_values = [], []
         integers, numbers = messages.view(torch.int64).unbind(), messages.view(dtype).unbind()
@@ -61,10 +62,10 @@ class _Rows:
         values = torch.cat(all_values).view(sum(self.counts), *self._shape)
         if self.is_broken:  # a sum without one of the ranks must not look like a mean
             values.fill_(torch.nan)
-        self.bucket.receive_rows(torch.cat(all_indices), values)
+        self._placement.receive_rows(torch.cat(all_indices), values)
 
 
-def exchange_rows(buckets: Iterable[SparseBucket], group: Group, counters: Counters) -> None:
+def exchange_rows(buckets: Iterable[Bucket], group: Group, counters: Counters) -> None:
     """Give these buckets, whose buffers are reduced, the sums of the sparse gradients of all ranks.
 
     A collective for as many as fit into a message, none for those of which no rank has rows. The
@@ -75,18 +76,20 @@ def exchange_rows(buckets: Iterable[SparseBucket], group: Group, counters: Count
     for bucket in buckets:
         if not bucket.flat.flags.item():  # no rank has used the parameter
             continue
-        announced = bucket.announced()
-        rows = _Rows(bucket, announced)
+        placement = bucket.placement
+        assert isinstance(placement, SparseRows)
+        announced = placement.announced(bucket)
+        rows = _Rows(placement, announced)
         if any(each.kind is Kind.DENSE for each in announced):
-            total = bucket.take_dense()
+            total = placement.take_dense()
             counters.collective(total.nbytes, group.size, passes=2)
             group.begin_sum(torch.view_as_real(total) if total.is_complex() else total).wait()
             if rows.is_broken:
                 total.fill_(torch.nan)
-            bucket.receive_dense(total)
+            placement.receive_dense(total)
             continue
         if not rows.nbytes:
-            bucket.receive_rows(*bucket.take_rows())
+            placement.receive_rows(*placement.take_rows())
             continue
         nbytes += rows.nbytes
         if gathered and (nbytes > _MOST_NBYTES or gathered[0].device != rows.device):

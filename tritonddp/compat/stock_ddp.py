@@ -33,7 +33,7 @@ from tritonddp._torch import (
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.parameters import parameters_of
-from tritonddp.buckets.sparse_bucket import sparse_parameters
+from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.compat.stock_reducer import StockReducer

@@ -164,21 +164,20 @@ class GraphGradients(Extension):
         bucket, segment = reduction.bucket_set.segments[number]
         if (
             reduction.filled[number]
-            or bucket.is_sparse
+            or bucket.placement.is_sparse
             or not all(map(_is_free, segment.params, grads))
         ):
             return
         for param, grad in zip(segment.params, grads, strict=True):
             param.grad = grad
-        bucket.copy_unbuffered()  # the graph may still read them
         try:
-            core.on_segment_ready(number)
+            core.on_segment_ready(number, None)  # the graph may still read them
         finally:
             # Otherwise autograd would add to them. With no other reference to a gradient, autograd
             # sets it as .grad without a copy.
             for param in segment.params:
                 param.grad = None
-            bucket.drop_gradients(segment)
+            bucket.placement.fetch(bucket, segment)
         self._packed.append(number)
 
     def on_compute_end(self, backward: Backward) -> None:
@@ -191,7 +190,7 @@ class GraphGradients(Extension):
         self._learn(reduction, sent)
         for number in self._packed:
             bucket, segment = reduction.bucket_set.segments[number]
-            bucket.fetch_gradients(segment)
+            bucket.placement.fetch(bucket, segment)
         changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
         if changed is not None and self._held is not None:
             self._failure = _too_early(reduction.where, changed, self._held)
@@ -254,7 +253,7 @@ class GraphGradients(Extension):
         self._dense = [
             bucket.index
             for bucket in bucket_set.buckets
-            if not bucket.is_sparse and any(name in self._is_whole for name in bucket.names)
+            if not bucket.placement.is_sparse and not self._is_whole.keys().isdisjoint(bucket.names)
         ]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tritonddp._modes import outside_modes
 from tritonddp._torch import MixedPrecision, cast_inputs, current_graph_task_id
 from tritonddp.buckets.parameters import parameters_of
-from tritonddp.buckets.sparse_bucket import sparse_parameters
+from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.coordination.verify import is_plain
 from tritonddp.kernels.flat_buffer import DTYPES
 

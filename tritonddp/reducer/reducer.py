@@ -352,8 +352,8 @@ class Reducer:
                 return
             if is_provisional:
                 manager.announce()
-            for bucket in current.to_prepare:
-                bucket.prepare()
+            for bucket in current.to_release:
+                bucket.release()
             backward.queue_end(partial(self._end), self._broke_off, local)
         except BaseException:
             backward.moves_to(FAILED)
@@ -433,7 +433,7 @@ class Reducer:
             with torch.no_grad(), self.launching, self.group.uninterrupted():
                 reduction.launch_ready()
 
-    def on_segment_ready(self, number: int, incoming: Sequence[Tensor | None] = ()) -> None:
+    def on_segment_ready(self, number: int, incoming: Sequence[Tensor | None] | None = ()) -> None:
         """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
         backward = self.backward
         reduction = None if backward is None else backward.reduction
@@ -441,7 +441,7 @@ class Reducer:
             return
         if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
-                return self.on_segment_ready(number)
+                return self.on_segment_ready(number, None)
         if self.tracker.is_assumed and current_graph_task_id() != backward.graph_task:
             return self.tracker.wait_for_end()
         try:
@@ -630,7 +630,7 @@ class Reducer:
         self.tracker.stop()
         if reduction.is_captured:  # a capture executes no collective
             for bucket in reduction.buckets:
-                bucket.discard()
+                bucket.placement.discard(bucket)
             self._abort(backward)
             return
         arrived = self.tracker.arrivals() if self.manager.is_provisional else ()

@@ -136,7 +136,7 @@ class PeerMemory:
         found = [
             bucket
             for bucket in current.buckets
-            if not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
+            if not (bucket.is_lazy or bucket.placement.is_sparse or bucket.quantization is not None)
             and not (bucket.owned and len(peers.hosts) > 1)
         ]
         starts = [0]
@@ -164,7 +164,7 @@ class PeerMemory:
                 if bucket.is_large():
                     bucket.leave_payload()
                 way = MemoryExchange(progress, self._group, peers, parts, bucket, self._counters)
-                bucket.share(way, parts[peers.local_rank])
+                bucket.connect(way, parts[peers.local_rank])
         return None
 
     def _hand_over(self, memory: Memory, wrapper: int, peers: Peers) -> tuple[str, list[Tensor]]:

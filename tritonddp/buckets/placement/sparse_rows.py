@@ -12,14 +12,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.placement.placement import Flags, Gradients, Placement
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.memory_order import gradient_strides
+
+if TYPE_CHECKING:
+    from tritonddp.buckets.bucket import Bucket, Segment
 
 # Bytes of the announcement of a rank in the trailer: a kind, and a number of rows.
 _ANNOUNCEMENT = 8
@@ -57,7 +62,7 @@ def sparse_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
     }
 
 
-class SparseBucket(Bucket):
+class SparseRows(Placement):
     """One parameter with sparse gradients, of which each rank sends some rows.
 
     If a rank has a dense gradient for it, the mean is dense on all ranks. Gradients are never views
@@ -65,61 +70,52 @@ class SparseBucket(Bucket):
     """
 
     is_sparse = True
-    has_to_prepare = True
 
-    def __init__(self, rank: int, world_size: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, param: Parameter, rank: int, world_size: int) -> None:
+        super().__init__(1)
+        self.param, self.gradient_dtype = param, gradient_dtype(param)
         self._rank = rank
         self._world_size = world_size
         # What this rank sends: indices and values of rows, or a dense gradient.
         self._rows: tuple[Tensor, Tensor] | None = None
         self._dense: Tensor | None = None
         self._mean: Tensor | None = None
-        super().__init__(*args, **kwargs)
 
-    def _make_layout(self, headers: int) -> Layout:
+    def layout(self, bucket: Bucket, headers: int) -> Layout:
+        """See the base class: a trailer alone, with the announcements of all ranks behind it."""
         size = headers + _ANNOUNCEMENT * self._world_size
-        return Layout.of([(0,)], [(1,)], self._kernels.alignment, size)
-
-    def allocate(self) -> None:
-        super().allocate()
-        behind = self.flat.trailer[1 + self._headers :]  # the flag and the headers
-        self._announcements = behind[: _ANNOUNCEMENT * self._world_size]
-
-    def prepare(self) -> None:
-        super().prepare()
-        self._rows = self._dense = self._mean = None  # they may be left of a failed backward
-
-    def to_slot_layout(self) -> None:
-        """See :meth:`Bucket.to_slot_layout`: here any memory order is fine."""
+        return Layout.of([(0,)], [(1,)], bucket.kernels.alignment, size)
 
     def pack(
         self,
+        bucket: Bucket,
         segment: Segment,
         used: Sequence[bool],
         scale: float,
-        header: bytes = b"",
-        earlier: bool = True,
-        without_gradient: Callable[[], Collection[int]] = set,
+        header: bytes,
+        earlier: bool,
+        without_gradient: Callable[[], Collection[int]],
+        incoming: Gradients | None,
     ) -> None:
-        """Announce ``scale * .grad``; see :meth:`Bucket.pack`."""
-        grad = self.params[0].grad
-        self.used = [used[0] and grad is not None]
-        self._rows = self._dense = None
-        if grad is not None and scale and (earlier or self.used[0]):
+        """Announce ``scale * .grad``; see the base class."""
+        grad = self.param.grad
+        bucket.used[:] = [used[0] and grad is not None]
+        self._rows = self._dense = self._mean = None
+        if grad is not None and scale and (earlier or bucket.used[0]):
+            bucket.check_kind(0, grad)
             self._take(grad.detach(), scale)
         kind = Kind.ROWS if self._dense is None else Kind.DENSE
         mine = Announcement(kind, 0 if self._rows is None else len(self._rows[0]))
-        self._counters.flattens += 1
-        header = self._with_places(header + self._announce(mine))
-        self._kernels.flatten(segment.flat, [None], self.used, 1.0, header)
+        bucket.counters.flattens += 1
+        header += self._announce(mine) + bucket.places
+        bucket.kernels.flatten(segment.flat, [None], bucket.used, 1.0, header)
 
-    def _fill_nan(self, used: Sequence[bool], header: bytes) -> None:
+    def _fill_nan(self, bucket: Bucket, used: Sequence[bool], header: bytes) -> None:
         self._rows = self._dense = None
-        super()._fill_nan(used, header + self._announce(Announcement(Kind.BROKEN)))
+        super()._fill_nan(bucket, used, header + self._announce(Announcement(Kind.BROKEN)))
 
     def _take(self, grad: Tensor, scale: float) -> None:
-        """Prepare ``grad`` for sending. Raises a GradientError if it does not fit."""
-        self._check_kind(0, grad)
+        """Prepare ``grad`` for sending."""
         if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
             grad = grad.coalesce()
             self._rows = grad.indices()[0], grad.values() * scale
@@ -132,16 +128,19 @@ class SparseBucket(Bucket):
 
     # Once the buffer is reduced
 
-    def announced(self) -> list[Announcement]:
+    def announced(self, bucket: Bucket) -> list[Announcement]:
         """What each rank sends. The host waits for the answer."""
-        rows = self._announcements.view(-1, _ANNOUNCEMENT).tolist()
+        flat = bucket.flat
+        first = len(flat.flags) + len(flat.headers)
+        behind = flat.trailer[first:][: _ANNOUNCEMENT * self._world_size]
+        rows = behind.view(-1, _ANNOUNCEMENT).tolist()
         return [Announcement.decode(bytes(map(int, row))) for row in rows]
 
     def take_rows(self) -> tuple[Tensor, Tensor]:
         """What this rank has announced: ``n`` int64 indices and values of shape ``(n, ...)``."""
         rows, self._rows = self._rows, None
         if rows is None:
-            param = self.params[0]
+            param = self.param
             none = param.new_empty(0, dtype=torch.int64)
             return none, param.new_empty(0, *param.shape[1:], dtype=self.gradient_dtype)
         return rows
@@ -151,26 +150,27 @@ class SparseBucket(Bucket):
         dense, self._dense = self._dense, None
         if dense is None:
             indices, values = self.take_rows()
-            dense = self.params[0].new_zeros(self.params[0].shape, dtype=self.gradient_dtype)
+            dense = self.param.new_zeros(self.param.shape, dtype=self.gradient_dtype)
             dense.index_copy_(0, indices, values)
         return dense.resolve_conj().resolve_neg().contiguous()
 
     def receive_rows(self, indices: Tensor, values: Tensor) -> None:
         """Sum the rows of all ranks, which are in the same order on every rank."""
-        shape = tuple(self.params[0].shape)
+        shape = tuple(self.param.shape)
         rows = torch.sparse_coo_tensor(indices[None], values, shape, check_invariants=False)
         self._mean = rows.coalesce()  # sums in the same order on every rank
 
     def receive_dense(self, total: Tensor) -> None:
         """Take the sum over all ranks, which is dense."""
-        param = self.params[0]
+        param = self.param
         strides = gradient_strides(param)
         if total.stride() != strides:
             made = torch.empty_strided(param.shape, strides, dtype=total.dtype, device=total.device)
             total = made.copy_(total)
         self._mean = total
 
-    def unpack(self, factor: Tensor | None = None, flags: Sequence[float] | None = None) -> None:
+    def unpack(self, bucket: Bucket, factor: Tensor | None, flags: Flags | None) -> None:
+        """See the base class: the mean of the rows becomes ``.grad``, if a rank has some."""
         mean, self._mean = self._mean, None
         if mean is None:  # no rank has used the parameter
             return
@@ -178,4 +178,4 @@ class SparseBucket(Bucket):
             numbers = mean.values() if mean.is_sparse else mean
             wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
             numbers.copy_(wide * factor.to(wide.dtype))
-        self.params[0].grad = mean
+        self.param.grad = mean

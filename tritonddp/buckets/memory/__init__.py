@@ -1,1 +1,0 @@
-"""IN WHOSE MEMORY gradients are reduced if they are not copied: the bucket's, or their own."""

@@ -1,0 +1,291 @@
+"""Where the gradients of a bucket lie, and how they get into its buffer and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter, is_
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tritonddp._device import record_use
+from tritonddp.kernels.flat_buffer import Layout
+
+if TYPE_CHECKING:
+    from tritonddp.buckets.bucket import Bucket, Segment
+
+# By slot: gradients, and reduced used flags on the host.
+Gradients = Sequence[Tensor | None]
+Flags = Sequence[float]
+
+_grad_of = attrgetter("grad")
+_packed_of, _views_of = attrgetter("placement.grads"), attrgetter("flat.views")
+
+
+class Placement:
+    """Gradients lie where autograd made them: they are copied into the buffer, and means back.
+
+    A bucket holds its placement, which therefore does not hold the bucket: it is given to methods.
+
+    Attributes:
+        grads: by slot, gradients that are flattened, and not yet unflattened.
+        wants_flags: a gradient is missing: the host has to read whether another rank has used it.
+        has_views: ``.grad`` tensors are views of the buffer.
+        is_sparse: a second exchange follows that of the buffer.
+        unbuffered: once the bucket is packed, tensors that are reduced with the buffer: large
+            gradients where they lie. ``None`` if all are in the buffer.
+        nbytes: of these tensors.
+    """
+
+    has_views = False
+    is_sparse = False
+    unbuffered: Sequence[Tensor] | None = None
+    nbytes = 0
+
+    def __init__(self, slots: int) -> None:
+        self.grads: list[Tensor | None] = [None] * slots
+        self.wants_flags = False
+
+    def layout(self, bucket: Bucket, headers: int) -> Layout:
+        """The layout of the buffer, with so many bytes of headers."""
+        return Layout.of(bucket.shapes, bucket.strides, bucket.kernels.alignment, headers)
+
+    # Into the buffer
+
+    def pack(
+        self,
+        bucket: Bucket,
+        segment: Segment,
+        used: Sequence[bool],
+        scale: float,
+        header: bytes,
+        earlier: bool,
+        without_gradient: Callable[[], Collection[int]],
+        incoming: Gradients | None,
+    ) -> None:
+        """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
+
+        One launch. A ``scale`` of zero writes zeros, even for NaN.
+
+        Args:
+            bucket: the bucket.
+            segment: all its gradients are final.
+            used: for each of its parameters, whether this rank has used it.
+            scale: factor of the gradients.
+            header: of this rank, in the first bucket.
+            earlier: a parameter that is not used, but has a gradient of an earlier backward,
+                contributes that gradient, as it would on this rank alone.
+            without_gradient: ids of the parameters that count as used although they have no
+                gradient. It counts as zero.
+            incoming: gradients that the engine is handing to ``.grad``, and will drop. ``None``:
+                others may read any gradient, so that none is reduced where it lies.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+        """
+        first, last = segment.first, segment.last
+        if bucket.flat is None:
+            bucket.allocate()
+        grads: list[Any] = list(map(_grad_of, segment.params))
+        if NoneType in map(type, grads):
+            self.wants_flags = True
+            # (A parameter may have been used under no_sync, and its gradient dropped since.)
+            known, params = without_gradient(), segment.params
+            used = [
+                flag and (grad is not None or id(param) in known)
+                for flag, grad, param in zip(used, grads, params, strict=True)
+            ]
+        bucket.used[first:last] = used
+        bucket.counters.flattens += 1
+        # Whoever sets .data of a gradient (module.to(), for example) has moved the view itself.
+        if self.has_views:
+            addresses = list(map(Tensor.data_ptr, bucket.flat.views[first:last]))
+            if addresses != bucket.flat.addresses[first:last]:
+                bucket.flat.mend_views()
+        if False in used:
+            for slot, flag in enumerate(used):
+                if grads[slot] is not None and not flag:
+                    grads[slot] = self._unused(bucket, first + slot, grads[slot])
+        for slot in segment.may_be_flagged:
+            grad = grads[slot - first]
+            if grad is not None and (grad.is_conj() or grad.is_neg()):
+                grads[slot - first] = bucket.to_slot_layout(slot, grad)
+        flat, kernels = segment.flat, bucket.kernels
+        if kernels.takes_pointers and not segment.fits(*grads):
+            given, grads = grads, bucket.all_to_slot_layout(segment, grads)
+            if NoneType not in map(type, grads) and all(map(is_, given, grads)):
+                segment.expect(grads)
+        sources = grads if scale else [None] * len(grads)
+        if not earlier:
+            sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
+        if self.unbuffered is not None:
+            grads, sources, scale = self._set_unbuffered(bucket, grads, sources, scale, incoming)
+        header = b"" if flat.is_part else header + bucket.places
+        # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
+        # check below raises an error that names it. (Torch checks the dtype of a new .grad.)
+        try:
+            kernels.flatten(flat, sources, used, scale, header)
+            if not self.has_views:
+                self.grads[first:last] = grads
+            elif False in used or not all(map(is_, grads, bucket.flat.views[first:last])):
+                views = bucket.flat.views[first:last]
+                for param, view, flag in zip(segment.params, views, used, strict=True):
+                    if flag:
+                        param.grad = view  # which frees the gradient
+                    else:
+                        self.wants_flags = True
+        except RuntimeError:
+            bucket.all_to_slot_layout(segment, grads)
+            raise
+
+    def _unused(self, bucket: Bucket, slot: int, grad: Tensor) -> Tensor:
+        """A gradient that this backward did not make, as a tensor that can be written to.
+
+        (The user may have set any tensor, an expanded one for example.)
+        """
+        return bucket.to_slot_layout(slot, grad)
+
+    def _set_unbuffered(
+        self, bucket: Bucket, grads: Any, sources: Any, scale: float, incoming: Gradients | None
+    ) -> tuple[Any, ...]:
+        """Set :attr:`unbuffered`; returns what is flattened."""
+        raise NotImplementedError
+
+    def finish_unbuffered(self, bucket: Bucket, factor: Tensor | None, flags: Flags = ()) -> None:
+        """The tensors of :attr:`unbuffered` are reduced: see :meth:`unpack`."""
+        raise NotImplementedError
+
+    def fetch(self, bucket: Bucket, segment: Segment) -> None:
+        """Take the current ``.grad`` of a packed segment, if any: means will overwrite those."""
+        grads: list[Any] = list(map(_grad_of, segment.params))
+        if bucket.kernels.takes_pointers:
+            grads = bucket.all_to_slot_layout(segment, grads)
+        self.grads[segment.first : segment.last] = grads
+
+    def fill_nan(self, bucket: Bucket, header: bytes = b"") -> None:
+        """Fill the buffer with NaN instead of gradients."""
+        if bucket.flat is None:
+            bucket.allocate()
+        self._fill_nan(bucket, [False] * len(bucket.params), header)
+
+    def overwrite_nan(self, bucket: Bucket) -> None:
+        """Replace the packed gradients by NaN. Not for the first bucket, which has a header."""
+        # (Some rank has to see it.)
+        used = bucket.used
+        self._fill_nan(bucket, used if any(used) else [True] * len(used), b"")
+
+    def _fill_nan(self, bucket: Bucket, used: Sequence[bool], header: bytes) -> None:
+        bucket.packed.fill_nan()
+        bucket.packed.write_trailer(used, header + bucket.places)
+        if bucket.checked is not None:
+            bucket.note_not_finite()
+
+    # Out of the buffer
+
+    def unpack(self, bucket: Bucket, factor: Tensor | None, flags: Flags | None) -> None:
+        """Write the reduced gradients, times ``factor``, into ``.grad``.
+
+        ``factor`` is one fp64 element on the bucket's device. The ``.grad`` of a parameter that no
+        rank used stays as it is.
+
+        One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
+        Only then the host has to read the flags, or has read them for several buckets together.
+        """
+        flat, kernels, owned, grads = bucket.flat, bucket.kernels, bucket.owned, self.grads
+        if owned is not None and not kernels.takes_pointers:
+            self._drop_others(bucket)
+        has_missing = self.wants_flags
+        made: dict[int, Tensor] = {}
+        sum_into = bucket.exchange.sum_into
+        casts = flat.dtype is not bucket.gradient_dtype
+        in_kernel = kernels.takes_pointers or casts or sum_into is not None
+        if factor is not None and not in_kernel:  # one call is less than one for each gradient
+            if factor.item() != 1:
+                flat.payload.mul_(factor.item())
+            factor = None
+        if has_missing:
+            mine = range(len(grads)) if owned is None else owned.mine
+            for slot, flag in enumerate(flat.flags.tolist() if flags is None else flags):
+                if flag and grads[slot] is None and slot in mine:
+                    if in_kernel:
+                        grads[slot] = made[slot] = bucket.empty_gradient(slot)
+                    else:  # on the CPU a copy here costs no more
+                        bucket.params[slot].grad = flat.views[slot].clone()
+        if sum_into is not None:
+            bucket.counters.unflattens += 1
+            sum_into(grads, factor)
+        elif not has_missing or set(map(type, grads)) != {NoneType}:
+            bucket.counters.unflattens += 1
+            kernels.unflatten(flat, grads, factor)
+        for slot, grad in made.items():
+            bucket.params[slot].grad = grad
+        # References here would outlive zero_grad.
+        self.grads, self.wants_flags = [None] * len(grads), False
+        if owned is not None:
+            self._drop_others(bucket)
+
+    def _drop_others(self, bucket: Bucket) -> None:
+        """Drop the gradients that other ranks own.
+
+        (On a GPU they are unflattened before: a table without them would have to be uploaded.)
+        """
+        assert bucket.owned is not None
+        for slot, param in enumerate(bucket.params):
+            if slot not in bucket.owned.mine:
+                param.grad = self.grads[slot] = None
+
+    def discard(self, bucket: Bucket) -> None:
+        """Leave ``.grad`` as it is."""
+        self.grads, self.wants_flags = [None] * len(self.grads), False
+        if bucket.exchange.sum_into is not None:
+            bucket.exchange.sum_into(self.grads, None)
+
+
+class JointUnpack:
+    """Buckets of a set, unpacked together once the last one of them is reduced.
+
+    On a GPU, where a launch for each bucket would cost the host more time than the device saves.
+    There is one for the buckets of each dtype. See :meth:`fits`.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        groups: dict[Any, list[Bucket]] = {}
+        for bucket in buckets:
+            groups.setdefault((bucket.gradient_dtype, bucket.wire_dtype), []).append(bucket)
+        self._groups: list[tuple[list[Bucket], list[int], Any]] = []
+        for group in groups.values():
+            make: Any = group[0].kernels.joint_unflatten
+            sizes = [len(each.params) for each in group]
+            self._groups.append((group, sizes, make([bucket.flat for bucket in group])))
+
+    @staticmethod
+    def fits(buckets: Sequence[Bucket]) -> bool:
+        """Whether none of these buckets has to be unpacked by itself."""
+        return not any(
+            each.is_lazy
+            or each.placement.is_sparse
+            or each.owned
+            or each.kernels.joint_unflatten is None
+            for each in buckets
+        )
+
+    def unpack(self, factor: Tensor | None) -> None:
+        """Write the reduced gradients, times ``factor``: see :meth:`Placement.unpack`.
+
+        No bucket may want flags.
+        """
+        for buckets, sizes, unflatten in self._groups:
+            has_views = buckets[0].placement.has_views
+            if factor is not None or not has_views:
+                buckets[0].counters.unflattens += 1
+                unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
+            for bucket, size in zip(buckets, sizes, strict=True):
+                placement = bucket.placement
+                if placement.unbuffered is not None:
+                    placement.finish_unbuffered(bucket, factor)
+                placement.grads = [None] * size
+
+    def retire(self) -> None:
+        """It will be dropped, perhaps while a GPU still unflattens."""
+        record_use(*(each for _, _, unflatten in self._groups for each in unflatten.memory))

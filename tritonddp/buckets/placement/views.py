@@ -1,0 +1,76 @@
+"""Gradients are views of the buffer of their bucket (``gradient_as_bucket_view=True``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tritonddp.buckets.placement.placement import Flags, Placement
+
+if TYPE_CHECKING:
+    from tritonddp.buckets.bucket import Bucket, Segment
+
+
+class Views(Placement):
+    """``.grad`` is a view of the buffer after the first backward.
+
+    Nothing is copied out. A gradient that was accumulated in the buffer is scaled in place. A
+    gradient elsewhere (first backward, ``zero_grad(set_to_none=True)``) is copied in.
+    """
+
+    has_views = True
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        # Gradients of earlier backwards, by slot.
+        self._stashed: dict[int, Tensor] = {}
+
+    def fetch(self, bucket: Bucket, segment: Segment) -> None:
+        """See the base class. The means are in the buffer: gradients become views."""
+        views = bucket.flat.views[segment.first : segment.last]
+        for param, view in zip(segment.params, views, strict=True):
+            if param.grad is not None:
+                param.grad = view
+
+    def unpack(self, bucket: Bucket, factor: Tensor | None, flags: Flags | None) -> None:
+        """Used gradients are in place already. Gradients of other ranks only become views too."""
+        flat, views = bucket.flat, bucket.flat.views
+        if factor is not None:
+            bucket.counters.unflattens += 1
+            if bucket.kernels.takes_pointers:
+                # Not by payload.mul_(factor): on a GPU torch rounds an operand without dimensions
+                # to the dtype of the other one first, bf16 too.
+                bucket.kernels.unflatten(flat, views, factor)
+            else:  # one call is less than one for each gradient
+                flat.payload.mul_(factor.item())
+        if self._stashed:
+            for slot, grad in self._stashed.items():
+                views[slot].copy_(torch.where(flat.flags[slot] != 0, views[slot], grad))
+            self._stashed.clear()
+        if self.wants_flags:
+            self.wants_flags = False
+            flags = flat.flags.tolist() if flags is None else flags
+            for flag, is_used, param, view in zip(
+                flags, bucket.used, bucket.params, views, strict=True
+            ):
+                if flag and not is_used:
+                    param.grad = view
+        if bucket.owned is not None:
+            self._drop_others(bucket)
+
+    def discard(self, bucket: Bucket) -> None:
+        """See the base class."""
+        super().discard(bucket)
+        self._stashed.clear()
+
+    def _unused(self, bucket: Bucket, slot: int, grad: Tensor) -> Tensor:
+        """Save a gradient of an earlier backward that the reduction would overwrite.
+
+        A parameter that no rank used keeps its ``.grad`` as it is, also where that is a view.
+        """
+        if grad.data_ptr() != bucket.flat.views[slot].data_ptr():
+            return bucket.to_slot_layout(slot, grad)
+        self._stashed[slot] = grad.clone()
+        return grad
