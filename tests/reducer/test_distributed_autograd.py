@@ -262,8 +262,7 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(group: Any) 
             ddp.reducer.prepare_for_forward()
         else:
             found = gradients_in(context, module)
-            assert not found["2.weight"].isnan().any()  # it had been sent
-            assert found["0.weight"].isnan().all()
+            assert all(each.isnan().all() for each in found.values())
     handle.remove()
     found = means_of(ddp, lambda ddp: loss_of(ddp(batch(1))))
     assert_close(found, expected(1, copy.deepcopy(module)))

@@ -4,14 +4,12 @@ One gradient, from ``torch.distributed.autograd.backward()`` to ``get_gradients(
 
     forward           watch     a hook on each output, which knows the context
     backward starts   _begin    buckets for this backward, hooks on the parameters' nodes
-    gradient ready    _arrived  one counter goes down
-    bucket full       _send     read its gradients from the context; one all-reduce
-    backward ends     _end      send what is left, wait, write the means into the context
+    gradient ready    _arrived  its hook notes it
+    backward ends     _end      read the context, reduce, write the means into the context
 
 The distributed engine does not accumulate into ``.grad``, cannot tell which nodes it will reach,
 and does not call the hooks that other backwards use. It gives each gradient to the context and then
-runs the hooks of the AccumulateGrad node. So every parameter is waited for: a bucket with an unused
-parameter, and all buckets behind it, are sent at the end.
+runs the hooks of the AccumulateGrad node. So all buckets are sent at the end.
 """
 
 from __future__ import annotations
@@ -69,9 +67,7 @@ class ContextBackward:
         params: those that the numbers of the buckets' parameters stand for.
         reduction: of the gradients.
         backward: its phase.
-        unfilled: for each bucket, the number of gradients that it waits for.
-        bucket_of: for each parameter, the index of its bucket.
-        arrived: for each parameter, whether its gradient has come.
+        arrived: numbers of the parameters whose gradients have come.
         hooks: handles.
     """
 
@@ -94,17 +90,22 @@ class ContextBackward:
             bucket_set, GradSource.CONTEXT, used, where=where, from_grad=False
         )
         self.backward = Backward(where, (), self.reduction)
-        self.unfilled = [len(bucket.params) for bucket in bucket_set.buckets]
-        self.bucket_of = [bucket.index for bucket in bucket_set.buckets for _ in bucket.params]
-        self.arrived = [False] * len(named)
+        self.arrived: set[int] = set()
         self.hooks: list[Any] = []
 
-    def read(self, numbers: range) -> None:
-        """Take the gradients of these parameters. A parameter is used if the context has one."""
-        found = gradients_in_context(self.context)
-        for number in numbers:
-            self.reduction.bucket_set.params[number].grad = found.get(self.params[number])
-        self.reduction.used.note(each for each in numbers if self.params[each] in found)
+    def read(self) -> None:
+        """Take the gradients of the context. A parameter is used if it has one there."""
+        found, reduction = gradients_in_context(self.context), self.reduction
+        used = [number for number, param in enumerate(self.params) if param in found]
+        if missing := self.arrived.difference(used):
+            raise RuntimeError(
+                f"{reduction.where}: this backward was called with another context than its "
+                "forward: the context of the forward has no gradient of "
+                f"{reduction.bucket_set.names[min(missing)]!r}"
+            )
+        for number in used:
+            reduction.bucket_set.params[number].grad = found[self.params[number]]
+        reduction.used.note(used)
 
     def write(self) -> None:
         """Add means to the context for the gradients that it did not have on this rank."""
@@ -112,26 +113,6 @@ class ContextBackward:
         for stand_in, param in zip(self.reduction.bucket_set.params, self.params, strict=True):
             if stand_in.grad is not None and stand_in.grad is not found.get(param):
                 put_into_context(self.context, param, stand_in.grad)
-
-    def send(self, where: str, rest: bool = False) -> None:
-        """Send the buckets that have all their gradients, in bucket order.
-
-        With ``rest`` send all, with zeros for gradients that the context does not have.
-        """
-        reduction = self.reduction
-        for bucket in reduction.buckets[len(reduction.works) :]:
-            if self.unfilled[bucket.index] and not rest:
-                return
-            numbers = reduction.bucket_set.numbers_of[bucket.index]
-            self.read(numbers)
-            for number in numbers:
-                if self.arrived[number] and not reduction.used.flags[number]:
-                    raise RuntimeError(
-                        f"{where}: this backward was called with another "
-                        "torch.distributed.autograd context than its forward: the context of the "
-                        f"forward has no gradient of {reduction.bucket_set.names[number]!r}"
-                    )
-            reduction.launch_now(bucket)
 
 
 class ContextReducer:
@@ -241,7 +222,7 @@ class ContextReducer:
                 group.open_backwards[self] = None
                 self._check()
                 begins.hooks = [
-                    node.register_hook(partial(_arrived, self._reference, number))
+                    node.register_hook(partial(_arrived, begins.arrived, number))
                     for number, node in enumerate(accumulating_nodes(begins.params))
                 ]
                 begins.backward.queue_end(
@@ -249,26 +230,6 @@ class ContextReducer:
                 )
             except BaseException:
                 begins.backward.moves_to(FAILED)  # make_up() makes the collectives of this rank
-                raise
-
-    # A gradient, a bucket is ready
-
-    def arrived(self, number: int, has_gradient: bool) -> None:
-        """The context has the gradient of a parameter: called by its autograd node."""
-        current = self._current
-        if current is None or not current.backward.runs:
-            return
-        if current.backward.graph_task != current_graph_task_id():
-            return  # this hook belongs to an earlier backward, which failed
-        # Sends of a context may run on several threads.
-        with _raising_at_end(), self._reducer.launching, torch.no_grad():
-            current.arrived[number] = has_gradient
-            current.unfilled[current.bucket_of[number]] -= 1
-            try:
-                with self._group.uninterrupted():
-                    current.send(self._averager.where())
-            except Exception:
-                current.backward.moves_to(FAILED)
                 raise
 
     # End of backward
@@ -280,14 +241,11 @@ class ContextReducer:
         if not current.backward.runs:
             return
         try:
-            with self._reducer.launching, self._group.uninterrupted():
-                current.send(self._averager.where(), rest=True)
+            current.read()
             try:
                 with self._group.uninterrupted():
-                    reduction.finish()
-                    for call in events.on_reduced_all:
-                        call(reduction)
-                    current.write()
+                    reduction.reduce_now()
+                current.write()
             except Mismatch as error:
                 self._averager.raise_mismatch(error, reduction)
             finally:
@@ -338,15 +296,9 @@ class ContextReducer:
                 self._averager.raise_mismatch(error, reduction)
 
 
-def _arrived(
-    reference: weakref.ref[ContextReducer],
-    number: int,
-    _: Any,
-    gradients: tuple[Tensor | None, ...],
-) -> None:
-    contexts = reference()
-    if contexts is not None:
-        contexts.arrived(number, gradients[0] is not None)
+def _arrived(arrived: set[int], number: int, _: Any, gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[0] is not None:
+        arrived.add(number)
 
 
 def _broke_off(reference: weakref.ref[ContextBackward], _: object) -> None:
