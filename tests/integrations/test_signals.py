@@ -133,28 +133,6 @@ def test_a_signal_that_did_nothing_before_does_nothing_the_second_time(
     ours.remove()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_ctrl_c_while_nothing_may_interrupt(count: int, asked: Asked) -> None:
-    from tritonddp.coordination.interrupts import Uninterrupted
-
-    def struck() -> None:
-        with Uninterrupted():
-            for _ in range(count):
-                signal.raise_signal(signal.SIGINT)
-
-    usual = signal.default_int_handler
-    before = signal.signal(signal.SIGINT, usual)  # a shell may have this process ignore it
-    with tritonddp.stop_on_signal(signal.SIGINT):
-        if count == 1:
-            struck()
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                struck()
-        assert signal.getsignal(signal.SIGINT) is usual
-    signal.signal(signal.SIGINT, before)
-    assert asked.count == 1
-
-
 def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Asked) -> None:
     lines: list[str] = []
     lock = threading.Lock()

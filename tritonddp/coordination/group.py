@@ -211,8 +211,12 @@ class Group:
             raise self.explain(where, what, error) from error
 
     def refuse_further_use(self) -> None:
-        """Ctrl-C has cut a collective short on this rank: :meth:`recover` raises from now on."""
-        self.open_backwards[_Interrupted(self.rank)] = None
+        """Ctrl-C has cut a collective short on this rank: :meth:`recover` raises from now on.
+
+        In all groups: a rank that waits in one works for others too.
+        """
+        for group, shared in list(_shared.items()):
+            shared.open_backwards[_Interrupted(group.rank())] = None
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:

@@ -45,7 +45,6 @@ from tritonddp.coordination.host.peers import (
     Peers,
     WaitPoint,
 )
-from tritonddp.coordination.interrupts import Uninterrupted
 
 # From so many ranks, and bytes of a bucket, on: two shots.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
@@ -106,8 +105,7 @@ class HostSums:
             # A rank of this host that has its share from the other hosts waits for this one. So all
             # hosts have packed the bucket, and this does not wait for what waits for this rank.
             if exchange.summed < exchange.started and exchange.is_awaited():
-                with Uninterrupted():
-                    exchange.finish_share()
+                exchange.finish_share()
         return True
 
     def start(self) -> bool:
@@ -303,13 +301,12 @@ class MemoryExchange(WaitPoint):
         """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
         if any(peer.packed.get(self.number) != self.content for peer in self.peers.others):
             return  # not packed yet; or another bucket, for which wait() raises
-        with Uninterrupted():  # it adds in place, perhaps in a wait of another group
-            self.buffers.sum_share(self.peers.local_rank)
-            self.started = self.number
-            if self._cross_host is None:
-                self._say_summed()
-            else:
-                self._cross_host.start(self.number)
+        self.buffers.sum_share(self.peers.local_rank)
+        self.started = self.number
+        if self._cross_host is None:
+            self._say_summed()
+        else:
+            self._cross_host.start(self.number)
 
     def is_awaited(self) -> bool:
         """Whether another rank of this host has said that its share is there."""

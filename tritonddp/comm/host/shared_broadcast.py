@@ -90,9 +90,8 @@ class SharedBroadcast:
     (MAPPED). If one cannot, the message SHOWN says from then on that the broadcast goes through the
     process group.
 
-    A broadcast has a number: the step, and how many of this step were before it. Only one that is
-    over counts, so that Ctrl-C in a wait leaves the ranks alike if they repeat the forward; else a
-    rank may see the former buffers until the next step.
+    A broadcast has a number: the step, and how many of this step were before it. So a forward that
+    one rank makes alone does no harm: until the next step a rank may see the former buffers.
     """
 
     def __init__(self, group: Group, peers: Peers, number: int) -> None:

@@ -2,7 +2,8 @@
 
 Messages go over Unix sockets. A message orders memory (what was written before it was sent can be
 read after it has come), and wakes the receiver. When a process dies, its connections close. A
-message may come twice without harm, so work that Ctrl-C interrupted is simply repeated.
+message may come twice without harm: where one buffer is full it is sent to all peers again. After
+Ctrl-C in a wait a rank exchanges no more, see :meth:`Group.refuse_further_use`.
 
 A message is five numbers: kind, wrapper or :data:`ANY`, a detail, count, another detail. What the
 details are depends on the kind. The count grows with each message of a kind and wrapper.
@@ -26,7 +27,6 @@ from tritonddp._torch import timeout_of
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Neighbours
 from tritonddp.coordination.host.memory import Memory
-from tritonddp.coordination.interrupts import Uninterrupted
 
 # Kinds of messages. Of a rank about a sum in memory: its part is packed; its share of the sum is
 # there; it has read what the others packed.
@@ -42,10 +42,10 @@ ANY = 2**32 - 1
 
 # Kind, wrapper, bucket or another number, number of the message, bytes.
 MESSAGE = struct.Struct("<IIIQQ")
-# Arguments of recvmsg, for map(): a message, room for one descriptor, and its close-on-exec flag.
-# (Windows has no CMSG_SPACE, and none of these connections.)
+# Arguments of recvmsg: a message, room for one descriptor, and its close-on-exec flag. (Windows has
+# no CMSG_SPACE, and none of these connections.)
 _ROOM = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
-_RECEIVE = (MESSAGE.size,), (_ROOM,), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+_RECEIVE = MESSAGE.size, _ROOM, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 # Seconds of waiting after which the timeout of the group is checked.
 _PATIENCE = 1.0
 _NO_TIMEOUT = 1800.0  # seconds, if the group has none
@@ -67,8 +67,6 @@ class Peer:
         seen: number of its last broadcast of buffers that this rank has read, by wrapper.
         handed: its memory for buckets, or why it could not be mapped, by wrapper.
         lent: memory with its buffers, or why it could not be mapped, by wrapper.
-        received: messages that are not handled yet. Python handles signals between any two
-            instructions, so one call in C both receives a message and appends it here.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -81,7 +79,6 @@ class Peer:
         self.handed: dict[int, Memory | str] = {}
         self.lent: dict[int, Memory | str] = {}
         self.is_open = True  # messages may still come
-        self.received: deque[Any] = deque()
         self.receive, self.send_now = connection.recvmsg, connection.send  # they do not block
         self.unsent: deque[bytes] = deque()  # messages that did not fit into the socket buffer
         self.descriptor = connection.fileno()
@@ -224,34 +221,30 @@ class Peers:
 
     # Receiving
 
-    def take_unusual(self, peer: Peer) -> None:
-        """Handle the next message of ``peer``, which is its end, or hands over memory."""
-        content, ancillary, _, _ = peer.received[0]
+    def take_unusual(self, peer: Peer, content: bytes, ancillary: Sequence[Any]) -> None:
+        """Handle a message of ``peer`` that is its end, or hands over memory."""
         if not content:
             self.has_ended(peer)
             return
         kind, wrapper, _, number, nbytes = MESSAGE.unpack(content)
-        with Uninterrupted():
-            memory: Memory | str
-            try:
-                if not ancillary:  # sending failed; or this process has too many open files
-                    raise OSError("no descriptor was received")
-                memory = Memory.received(struct.unpack("i", ancillary[0][2])[0], nbytes)
-            except OSError as error:
-                memory = f"memory of rank {peer.rank} cannot be mapped: {error}"
-            if kind == LENT:
-                peer.lent[wrapper] = memory
-                self.answer(peer, MAPPED, wrapper, isinstance(memory, str), number)
-            else:
-                peer.handed[wrapper] = memory
-            peer.counts[kind, wrapper] = number
-            peer.received.popleft()
+        memory: Memory | str
+        try:
+            if not ancillary:  # sending failed; or this process has too many open files
+                raise OSError("no descriptor was received")
+            memory = Memory.received(struct.unpack("i", ancillary[0][2])[0], nbytes)
+        except OSError as error:
+            memory = f"memory of rank {peer.rank} cannot be mapped: {error}"
+        if kind == LENT:
+            peer.lent[wrapper] = memory
+            self.answer(peer, MAPPED, wrapper, isinstance(memory, str), number)
+        else:
+            peer.handed[wrapper] = memory
+        peer.counts[kind, wrapper] = number
 
     def has_ended(self, peer: Peer) -> None:
         """The connection of ``peer`` has ended: expect no more messages."""
         if peer.is_open:
             self._poll.unregister(peer.descriptor)
-        peer.received.clear()
         peer.is_open = False
 
     def attend(self, late: Peer, waited: float) -> None:
@@ -336,13 +329,12 @@ class WaitPoint:
         while True:
             late = None
             for peer in peers.others:
-                received, counts = peer.received, peer.counts
+                counts = peer.counts
                 # While this rank waits it takes all messages: poll() would return for each that is
                 # left.
-                while received or (peer.is_open and (since or not waits or counts[key] < number)):
+                while peer.is_open and (since or not waits or counts[key] < number):
                     try:
-                        if not received:
-                            received.extend(map(peer.receive, *_RECEIVE))
+                        content, ancillary, _, _ = peer.receive(*_RECEIVE)
                     except BlockingIOError:
                         break
                     except ConnectionResetError:  # raised once, before the last messages
@@ -350,9 +342,8 @@ class WaitPoint:
                     except OSError:  # closed by this rank
                         peers.has_ended(peer)
                         break
-                    content = received[0][0]
                     if len(content) == 0 or content[0] >= HANDED:  # the first byte is the kind
-                        peers.take_unusual(peer)
+                        peers.take_unusual(peer, content, ancillary)
                         continue
                     what, wrapper, bucket, at, nbytes = MESSAGE.unpack(content)
                     of = what, ANY if what == PACKED else wrapper
@@ -362,7 +353,6 @@ class WaitPoint:
                         elif what >= SHOWN:
                             peer.last[of] = bucket, nbytes
                         counts[of] = at
-                    received.popleft()
                 if waits and counts[key] < number and (source is None or peer is source):
                     if not peer.is_open:
                         raise PeerError(f"rank {peer.rank} has closed its connection")
