@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from ctypes import memset
 from functools import lru_cache
 from types import NoneType
@@ -42,31 +42,6 @@ def _stream(raw: tuple[int, int, int]) -> Any:
     """The stream with these numbers. Cached, since torch never destroys its streams."""
     number, index, kind = raw
     return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
-
-
-def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Context: ``stream`` is the current one, as in ``torch.cuda.stream``."""
-    has_raw = _torch.raw_set_stream is not None and _torch.raw_current_stream is not None
-    if has_raw and stream.device_index == _torch.current_device():
-        return _OnStream(stream)
-    return torch.cuda.stream(stream)
-
-
-class _OnStream:
-    """:func:`on_stream` for a stream of the current device, which stays that."""
-
-    __slots__ = ("_former", "_stream")
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        stream = self._stream
-        self._former = _torch.raw_current_stream(stream.device_index)
-        _torch.raw_set_stream(stream.stream_id, stream.device_index, stream.device_type)
-
-    def __exit__(self, *_: object) -> None:
-        _torch.raw_set_stream(*self._former)
 
 
 class Readback:
@@ -202,7 +177,7 @@ class SideStreams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(current_stream(device))
-        with on_stream(stream):
+        with torch.cuda.stream(stream):
             yield
         for tensor in memory:
             tensor.record_stream(stream)

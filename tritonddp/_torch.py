@@ -345,14 +345,9 @@ def optimizers_in_backward(param: Tensor) -> list[Any]:
 is_profiled = torch._C._autograd._profiler_enabled
 cheap_record_function = torch._C._profiler._RecordFunctionFast
 
-# For a GPU index: stream id, device index and device type of its current stream; and the function
-# that makes such a stream, and its device, current. They are missing if torch has no CUDA. The
-# Python functions of torch.cuda around them took 20 to 30 us per call in a step on an H100.
+# For a GPU index: stream id, device index and device type of its current stream; and the current
+# device. In torch.cuda Python is around them, which took 20 to 30 us per call in a step on an H100.
 raw_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
-raw_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
-
-
-# One call instead of the three in Python of torch.cuda.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 

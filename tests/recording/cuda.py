@@ -147,10 +147,6 @@ def patched(recorder: Recorder) -> Iterator[None]:
         finally:
             recorder.current = former
 
-    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-        assert (device_index, device_type) == (0, _CUDA)
-        recorder.current = Stream(stream_id=stream_id).timeline
-
     def synchronize(device: Any = None) -> None:
         clock: dict[Timeline, int] = {}
         for each in recorder.streams:
@@ -198,7 +194,6 @@ def patched(recorder: Recorder) -> Iterator[None]:
     }
     raw = {
         "raw_current_stream": lambda index: (recorder.current.number, index, _CUDA),
-        "raw_set_stream": set_stream,
         "current_device": lambda: 0,
     }
     with contextlib.ExitStack() as stack:

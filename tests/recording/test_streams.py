@@ -48,22 +48,6 @@ def test_a_tensor_is_brought_home_again_by_calls_in_c(recorder: Recorder) -> Non
     assert not recorder.races, recorder.report()
 
 
-def test_the_former_stream_comes_back_after_an_error(recorder: Recorder) -> None:
-    side = torch.cuda.Stream()
-    found = []
-
-    def fail() -> None:
-        with _device.on_stream(side):
-            found[:] = recorder.current, _device.current_stream(side.device)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert found == [side.timeline, side]
-    assert recorder.current is recorder.default
-    assert _device.current_stream(side.device) != side
-
-
 class Branch(nn.Module):
     """One layer runs on another stream: its gradients lie in memory of that one's pool."""
 
@@ -118,12 +102,11 @@ def test_the_stream_of_a_gradient_that_begins_a_backward_is_noted_too() -> None:
         assert not net._ddp_state.core.tracker.gradients.unheard
 
 
-def test_without_the_calls_in_c_streams_are_the_same(recorder: Recorder) -> None:
+def test_without_the_call_in_c_streams_are_the_same(recorder: Recorder) -> None:
     side = torch.cuda.Stream()
     with (
         mock.patch.object(_torch, "raw_current_stream", None),
-        mock.patch.object(_torch, "raw_set_stream", None),
-        _device.on_stream(side),
+        torch.cuda.stream(side),
     ):
         assert recorder.current is side.timeline
         assert _device.current_stream(side.device) == side
