@@ -40,11 +40,13 @@ class AllReduce(Collective):
     If large gradients are reduced where they lie, they go with the buffer in one grouped call, by
     AVG: NCCL multiplies by ``1 / world_size`` before it adds, which is exact for a power of two.
     With one rank there is nothing to multiply by, and SUM leaves out a pass.
+
+    A small bucket on the CPU is summed by one round of messages instead.
     """
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group.process_group
-        self._size = group.size
+        self._size, self._most_direct = group.size, group.most_direct
         self._counters = counters
         self._options = dist.AllreduceOptions()
         self._grouped = dist.AllreduceCoalescedOptions()
@@ -57,27 +59,16 @@ class AllReduce(Collective):
         counters, nbytes, size = self._counters, bucket.nbytes, self._size
         counters.collectives += 1
         counters.wire_bytes += nbytes
-        counters.sent_bytes -= -2 * (size - 1) * nbytes // size
         data, group = bucket.flat.data, self._group
+        if nbytes <= self._most_direct and data.is_cpu:
+            counters.sent_bytes += (size - 1) * nbytes
+            return collectives.sum_directly(data, group)
+        counters.sent_bytes -= -2 * (size - 1) * nbytes // size
         if (unbuffered := bucket.placement.unbuffered) is not None:
             return group.allreduce_coalesced([data, *unbuffered], self._grouped)
         if self._is_plain:
             return group.allreduce([data], self._options)
         return collectives.all_reduce(data, group)
-
-
-class DirectSum(Collective):
-    """The sum of a small bucket on the CPU, by one round of messages. It serves all of these."""
-
-    def __init__(self, group: Group, counters: Counters) -> None:
-        self._group, self._size, self._counters = group.process_group, group.size, counters
-
-    def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        counters, nbytes = self._counters, bucket.nbytes
-        counters.collectives += 1
-        counters.wire_bytes += nbytes
-        counters.sent_bytes += (self._size - 1) * nbytes
-        return collectives.sum_directly(bucket.flat.data, self._group)
 
 
 class ReduceToOwners(Collective):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tritonddp._torch import backend_name
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
-from tritonddp.comm.all_reduce import AllReduce, DirectSum, ReduceToOwners
+from tritonddp.comm.all_reduce import AllReduce, ReduceToOwners
 from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -27,7 +27,6 @@ class ProcessGroupTransport:
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group, self._counters = group, counters
         self._all_reduce = AllReduce(group, counters)
-        self._direct_sum = DirectSum(group, counters)
         self._quantized = QuantizedAllReduce(group, counters)
         self._announced: Callable[[BucketExchange], BucketExchange] | None = None
 
@@ -61,22 +60,12 @@ class ProcessGroupTransport:
         return is_torchs and backend_name(group, torch.device("cuda")) == "nccl"
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
-        made: list[BucketExchange] = []
-        to_end = 0  # bytes of a bucket and all behind it
-        for bucket in reversed(buckets):
-            to_end += bucket.nbytes
-            made.append(self._exchange(bucket, to_end if bucket.index else bucket.nbytes))
-        made.reverse()
+        made = list(map(self._exchange, buckets))
         return made if self._announced is None else list(map(self._announced, made))
 
-    def _exchange(self, bucket: Bucket, nbytes: int) -> BucketExchange:
+    def _exchange(self, bucket: Bucket) -> BucketExchange:
         if bucket.quantization is not None:
             return self._quantized
         if bucket.owned is not None:
             return ReduceToOwners(self._group, self._counters)
-        # The limit holds for the last buckets together, whose exchange no backward hides, so that
-        # memory is bounded; and for the first bucket, whose headers show whether the ranks agree,
-        # alone.
-        if nbytes <= self._group.most_direct and bucket.params[0].is_cpu:
-            return self._direct_sum
         return self._all_reduce
