@@ -14,7 +14,6 @@ runs the hooks of the AccumulateGrad node. So all buckets are sent at the end.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,8 +45,6 @@ from tritonddp.reducer.graph.backward import (
 from tritonddp.reducer.graph.participation import accumulating_nodes, distributed_engine_runs
 from tritonddp.reducer.reducer import Reducer
 from tritonddp.reducer.requests import detached
-
-logger = logging.getLogger("tritonddp.in_context")
 
 _BY_HAND = (
     "call .module instead, and average what torch.distributed.autograd.get_gradients() returns "
@@ -279,13 +276,7 @@ class ContextReducer:
         if current is None or current.backward.runs:
             return
         reduction = current.reduction
-        logger.warning(
-            "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
-            "in this step in %d of %d buckets, which this rank had not sent",
-            reduction.where,
-            len(reduction.buckets) - len(reduction.works),
-            len(reduction.buckets),
-        )
+        self._averager.before_make_up(reduction)
         with self._group.uninterrupted(), torch.no_grad():
             self._leave(current)
             try:
