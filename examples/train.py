@@ -218,7 +218,7 @@ def progress(steps: int, label: str) -> Iterator[int]:
     else:
         for step in range(steps):
             yield step
-            if (step + 1) % max(1, math.ceil(steps / 4)) == 0 or step + 1 == steps:
+            if (step + 1) % max(1, math.ceil(steps / 10)) == 0 or step + 1 == steps:
                 print(f"{label}: step {step + 1} of {steps}", file=sys.stderr, flush=True)
 
 

@@ -149,7 +149,7 @@ class _ReadOfWrapper:
 
     def __get__(self, module: Any, _: type) -> Any:
         try:
-            return nn.Module.__getattr__(module, self._name)  # a part with this name
+            return type(module).__getattr__(module, self._name)  # a part, or the class's own way
         except AttributeError:
             return getattr(_wrapper_of(module), self._name)  # of a copy the module's own error
 

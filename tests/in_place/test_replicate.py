@@ -127,6 +127,11 @@ def test_the_module_is_what_it_was(rank: int) -> None:
     other = replicate(seeded())
     assert type(other) is type(net)
     assert other.reducer is ddp(other).reducer  # scripts read that
+    own = {
+        "__getattr__": lambda net, name: nn.Module.__getattr__(net, name.replace("device", "head"))
+    }
+    handing: Any = replicate(type("Handing", (Encoder,), own)())  # as PEFT's classes hand on
+    assert handing.device is handing.head
     assert not hasattr(other, "module")  # scripts unwrap what has one
     assert not hasattr(copy.deepcopy(other), "reducer")
     assert ddp(net).module is net
