@@ -253,11 +253,11 @@ def check_module(
             "Run a dummy forward pass to correctly initialize the modules: "
             f"{', '.join(uninitialised)}"
         )
-    types = {param.device.type for _, param in params}
-    if len(types) > 1:
+    first = {param.device.type: name for name, param in reversed(params)}
+    if len(first) > 1:
         raise ValueError(
             "DistributedDataParallel's input module must be on the same type of devices, but "
-            f"input module parameters locate in {sorted(types)}."
+            f"input module parameters locate in {first} (the first on each): move them to one"
         )
     for device in sorted({param.device for _, param in params}, key=str):
         select(device)  # raises if there are no kernels for it
@@ -286,7 +286,7 @@ def check_module(
                 "out",
                 stacklevel=users_level(),
             )
-        if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
+        if isinstance(layer, nn.SyncBatchNorm) and "cpu" in first:
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: nn.Sequential(nn.Linear(2, 2), on_meta()),
         {},
         ValueError,
-        "'cpu'; 'meta'",
+        "'cpu': '0.weight'; 'meta': '1.weight'",
     ),
     "device without kernels": (on_meta, {}, RuntimeError, "'meta'; 'cpu'; move the module"),
     "sync batch norm on CPU": (sync_batch_norm, {}, ValueError, "SyncBatchNorm; '1'; CPU"),
