@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from modules import Withheld
 from torch import Tensor, nn
-from training import beside_stock, drawn, gradients, raises_if, train_step
+from training import WAYS, beside_stock, drawn, gradients, raises_if, train_step
 
 from tritonddp.buckets.placement.placement import Placement
 from tritonddp.comm.all_reduce import Collective
@@ -155,6 +155,19 @@ def test_gradients_that_are_bucket_views_are_tensors_in_their_own_right() -> Non
     version = second._version
     first.zero_()
     assert second._version == version
+
+
+@ranks(2)
+def test_a_hook_that_reads_the_bucket_view_of_another_parameter_sees_its_own_rank() -> None:
+    """Under stock that is divided by the number of ranks already."""
+    nets = beside_stock(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), **WAYS["views"])
+    seen: list[Tensor] = []
+    for net in nets:
+        first, last = net.module[0].bias, net.module[1].weight
+        first.register_hook(lambda _, last=last: seen.append(last.grad.clone()))
+        net(drawn(4, 3)).sum().backward()
+    ours, stock = seen
+    assert_same_bits(ours, 2 * stock)
 
 
 @ranks(2)
