@@ -193,6 +193,24 @@ def test_gradients_in_one_memory_become_the_mean_once() -> None:
         torch.testing.assert_close(first.grad.cpu(), 3 * expected)
 
 
+@ranks(2, interprets=True)
+def test_a_gradient_that_a_compiled_graph_may_still_read_is_copied() -> None:
+    """Such a graph announces it before the engine has it, and ``incoming`` is ``None``."""
+    with in_place():
+        net = wrap(Vectors())
+        net(drawn(64).to("cuda")).backward()
+        core = net._ddp_state.core
+        bucket, header = core.manager.current.buckets[0], core.agreement.sent.encoded
+        rest = (bucket.segments[0], [True] * len(bucket.params), 0.5, header, True, set)
+        for incoming in ((), None):
+            bucket.placement.pack(bucket, *rest, incoming)
+            sent = {each.data_ptr() for each in bucket.placement.unbuffered}
+            held = {param.grad.data_ptr() for param in bucket.params}
+            assert sent
+            assert (sent <= held) == (incoming is not None)
+            bucket.placement.discard(bucket)
+
+
 # Backwards that fail, accumulate, are captured
 
 
