@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tritonddp._torch import like, tensor_behind
+from tritonddp._torch import count_swaps, like, swaps, tensor_behind
 from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
@@ -160,6 +160,8 @@ class ModuleParameters:
         self._bucketed: dict[Parameter, str] = {}
         self._known: set[Parameter] = set()  # what the module held when all ranks last agreed
         self._behind: dict[int, None] = {}  # the tensors in C++ behind those, in their order
+        count_swaps()
+        self._swapped = swaps[0], False  # at the last look: how often, and others are behind them
         self._schemas: dict[tuple[bool, ...], bytes] = {}  # by what requires gradients
         self._registered: list[Parameter] = []  # since the last update()
         self.update()
@@ -191,6 +193,7 @@ class ModuleParameters:
         """These parameters, and no others, are in buckets now."""
         self._bucketed = dict(zip(params, names, strict=True))
         self._behind = dict.fromkeys(map(tensor_behind, params))
+        self._swapped = swaps[0], False
         self._kinds = _Kinds(params)
         self._sort()
 
@@ -293,7 +296,7 @@ class ModuleParameters:
     def were_swapped(self) -> bool:
         """Whether there are other tensors behind parameters than in :meth:`set_bucketed`."""
         self.has_changed()
-        return self._are_swapped
+        return self._swapped[1]
 
     def update(self) -> None:
         """Read the parameters and buffers of all modules."""
@@ -375,9 +378,11 @@ class ModuleParameters:
 
     def has_changed(self) -> bool:
         """Whether anything has changed since the last :meth:`update`."""
-        self._are_swapped = not all(map(eq, map(tensor_behind, self._bucketed), self._behind))
+        if self._swapped[0] != swaps[0]:
+            now = map(tensor_behind, self._bucketed)
+            self._swapped = swaps[0], not all(map(eq, now, self._behind))
         required = list(map(_requires_grad, self._looked_at))
-        if self._are_swapped or required != self._required or any(self._empty_tables):
+        if self._swapped[1] or required != self._required or any(self._empty_tables):
             return True
         held = list(chain.from_iterable(self._contents))
         return len(held) != len(self._held) or not all(map(is_, held, self._held))
