@@ -255,9 +255,9 @@ class Reduction:
                 used.flags[numbers.start : numbers.stop],
                 self.agreement.scale,
                 b"" if bucket.index else self.header,
-                counts_earlier,
-                used.without_gradient,
-                incoming,
+                earlier=counts_earlier,
+                without_gradient=used.without_gradient,
+                incoming=incoming,
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
