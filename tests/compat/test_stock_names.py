@@ -179,16 +179,18 @@ def test_hooks_are_removed_in_the_middle_of_a_backward() -> None:
         assert_same_on_all_ranks([param.grad for param in net.parameters()])
 
 
+@pytest.mark.parametrize("static_graph", [False, True])
 @ranks(2)
-def test_buckets_count_as_rebuilt_once_their_order_is_known() -> None:
+def test_buckets_count_as_rebuilt_once_their_order_is_known(static_graph: bool) -> None:
     """ZeRO's hooks do nothing until then."""
-    net = DistributedDataParallel(Two())
+    net = DistributedDataParallel(Two(), static_graph=static_graph)
     assert not net._has_rebuilt_buckets
     with net.no_sync():
         net(drawn(4, 3)).sum().backward()
     assert not net._has_rebuilt_buckets
-    net(drawn(4, 3)).sum().backward()
-    assert net._has_rebuilt_buckets
+    for number in range(1, 4):
+        net(drawn(4, 3)).sum().backward()
+        assert net._has_rebuilt_buckets is (number > 2 * static_graph)
     net.reducer._delay_all_reduce()
     assert net.reducer._rebuild_buckets() is False
     net._set_ddp_sink_clone(False)

@@ -41,7 +41,7 @@ def forward_inside(ddp: Any, x: Tensor) -> None:
 def prepared(ddp: Any, x: Tensor) -> None:
     with ddp.no_sync():
         loss = ddp(x).square().sum()
-    ddp.reducer.prepare_for_backward([])
+    ddp.reducer.prepare_for_backward(loss)
     loss.backward()
 
 

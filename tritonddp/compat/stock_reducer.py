@@ -36,14 +36,15 @@ class StockReducer:
         """See :meth:`Reducer.before_forward`."""
         self._core.before_forward()
 
-    def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
+    def prepare_for_backward(self, outputs: Tensor | Sequence[Tensor] = ()) -> None:
         """Reduce the next backward, even if its forward ran under ``no_sync``.
 
         A backward through the outputs of a forward that has run is reduced even if it starts under
-        ``no_sync``. (Unlike in stock, other backwards need no call.) ``outputs`` are tensors from
-        which the backward starts, if no forward has returned them.
+        ``no_sync``. (Unlike in stock, other backwards need no call.) ``outputs``, one tensor or
+        several, are what the backward starts from, if no forward has returned them.
         """
         core = self._core
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         watch(core.reference, core.forwards.ended(core.counters.reductions, True), outputs)
         self._core.forwards.prepare()
 
