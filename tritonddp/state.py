@@ -23,7 +23,6 @@ from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import Hook
-from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.compiled.operators import Traced
 from tritonddp.config import DDPConfig, sendable
 from tritonddp.coordination.agreement import Agreement
@@ -227,7 +226,7 @@ class DDPState:
     def _bucket_manager(self) -> BucketManager:
         config, group, counters = self.config, self.group, self.counters
         given = config.given
-        transport = ProcessGroupTransport(group, counters)
+        transport, memory = config.transport.of_wrapper(group, counters)
         # Of one rank gradients stay where autograd has put them, and buckets need no memory.
         is_alone = group.is_alone and not Reducer.exchanges_alone
         factory = BucketFactory(
@@ -241,7 +240,6 @@ class DDPState:
             is_registered=config.transport.is_registered,
             is_in_place=config.in_place,
         )
-        memory = config.transport.memory(group, transport, counters)
         return BucketManager(self.parameters, group, config.caps, factory, counters, memory)
 
     def _extensions(self, core: Reducer) -> Iterator[Extension]:

@@ -64,8 +64,7 @@ class UsedParameters:
 
     A parameter counts as used if the backward reaches it, which the engine announces, or if a
     backward has, since the last reduction, that was not reduced. If its gradient comes without
-    announcement, it does too. If it has no ``.grad`` when it is packed, only as
-    :meth:`without_gradient` says.
+    announcement, it does too. If it has no ``.grad`` then, only as :meth:`packed` says.
 
     Attributes:
         flags: for each parameter, whether it is used.
@@ -92,18 +91,24 @@ class UsedParameters:
         arrived = set(map(id, self.arrived))
         self.note(number for number in numbers if id(params[number]) in arrived)
 
-    def without_gradient(self) -> set[int]:
-        """Ids of parameters that count as used, with zeros, although ``.grad`` is ``None``.
+    def packed(
+        self, flags: Sequence[bool], params: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[bool]:
+        """Which of these parameters count as used: some of the gradients, now packed, are missing.
 
-        A hook has dropped it; or, if nothing is to be unused, a custom function has returned none.
-        (What is frozen by now gets no gradient, and none is owed to it.)
+        One without a gradient counts, with zeros, if a hook has dropped that; or, if nothing is to
+        be unused, a custom function has returned none. (What is frozen by now gets no gradient, and
+        none is owed to it. A parameter may have been used under no_sync, and its gradient dropped.)
         """
-        if self.finds_unused:
-            return set()
-        come = [param for param in self.arrived if param.grad is None and param.requires_grad]
+        come: Iterable[Tensor] = () if self.finds_unused else self.arrived
+        come = [param for param in come if param.grad is None and param.requires_grad]
         if self.finds_unused is None:
             come = [param for param in come if hooks_after_accumulation(param)]
-        return set(map(id, come))
+        zeros = set(map(id, come))
+        return [
+            flag and (grad is not None or id(param) in zeros)
+            for flag, param, grad in zip(flags, params, grads, strict=True)
+        ]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -256,7 +261,7 @@ class Reduction:
                 self.agreement.scale,
                 b"" if bucket.index else self.header,
                 earlier=counts_earlier,
-                without_gradient=used.without_gradient,
+                count_missing=used.packed,
                 incoming=incoming,
             )
         except GradientError as error:

@@ -1,27 +1,34 @@
 """How gradients, buffers and new values of one wrapper travel: its option ``transport``.
 
-It is read here alone. Which exchange a bucket gets then follows from the bucket, see
-``process_group.py`` and ``host/peer_memory.py``.
+It is read here alone. Which exchange a bucket gets then follows from the bucket: here, and in
+``host/peer_memory.py`` for buckets that move to memory of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tritonddp._torch import backend_name
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.buckets.formats import registering
+from tritonddp.comm.all_reduce import AllReduce, ReduceToOwners
 from tritonddp.comm.host.peer_memory import PeerMemory
-from tritonddp.comm.process_group import ProcessGroupTransport
+from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import Peers
 
-_PROCESS_GROUP, _PEER_MEMORY, _REGISTERED = "process_group", "peer_memory", "registered_memory"
-_NAMES = ("auto", _PROCESS_GROUP, _PEER_MEMORY, _REGISTERED)
+_AUTO, _PROCESS_GROUP = "auto", "process_group"
+_PEER_MEMORY, _REGISTERED = "peer_memory", "registered_memory"
+_NAMES = (_AUTO, _PROCESS_GROUP, _PEER_MEMORY, _REGISTERED)
+_OFF = ("0", "n", "no", "f", "false", "off", "")  # of an environment variable
 
 
 @dataclass(frozen=True)
@@ -71,18 +78,19 @@ class TransportChoice:
             )
         return cls(
             is_registered=transport == _REGISTERED,
-            shares_memory=transport != _PROCESS_GROUP and is_on_cpu,
+            shares_memory=transport in (_AUTO, _PEER_MEMORY) and is_on_cpu,
             is_required=transport == _PEER_MEMORY,
             is_quantized=compression is not None,
         )
 
-    def memory(
-        self, group: Group, by_group: ProcessGroupTransport, counters: Counters
-    ) -> PeerMemory | None:
-        """Moves buckets to memory of the host; ``None`` if they stay with ``by_group``."""
+    def of_wrapper(
+        self, group: Group, counters: Counters
+    ) -> tuple[ProcessGroupTransport, PeerMemory | None]:
+        """The transport of its buckets; and what moves them to memory of the host, if they move."""
+        by_group = ProcessGroupTransport(group, counters)
         if not self.shares_memory or self.is_quantized or not group.sends_messages:
-            return None
-        return PeerMemory(group, by_group, counters, self.is_required)
+            return by_group, None
+        return by_group, PeerMemory(group, by_group, counters, self.is_required)
 
     def peers(self, group: Group) -> Peers | None:
         """The other ranks, if buffers and new values go through memory: alike on all ranks.
@@ -92,3 +100,58 @@ class TransportChoice:
         peers = group.peers
         is_one_host = isinstance(peers, Peers) and len(peers.hosts) == 1
         return peers if self.shares_memory and is_one_host else None
+
+
+class ProcessGroupTransport:
+    """The transport through the process group; see :class:`Transport`.
+
+    Each bucket goes in the way that suits it.
+    """
+
+    averages = True
+
+    def __init__(self, group: Group, counters: Counters) -> None:
+        self._group, self._counters = group, counters
+        self._all_reduce = AllReduce(group, counters)
+        self._quantized = QuantizedAllReduce(group, counters)
+        self._announced: Callable[[BucketExchange], BucketExchange] | None = None
+
+    def announce(self, announced: Callable[[BucketExchange], BucketExchange] | None) -> None:
+        """Have ``announced`` put around exchanges that are made from now on; ``None`` for nothing.
+
+        See :class:`tritonddp.comm.host.memory_exchange.Announced`.
+        """
+        self._announced = announced
+
+    @property
+    def ends_in_order(self) -> bool:
+        """See :class:`Transport`. NCCL runs the collectives of a group on one stream.
+
+        If the host waits for each of them, an error names the bucket.
+        """
+        return (
+            self._goes_by_nccl and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
+        )
+
+    @property
+    def averages_in_place(self) -> bool:
+        """See :class:`Transport`. NCCL divides by a power of two without rounding."""
+        size = self._group.size
+        return size & (size - 1) == 0 and self._goes_by_nccl
+
+    @property
+    def _goes_by_nccl(self) -> bool:
+        group = self._group.process_group
+        is_torchs = type(group) is dist.ProcessGroup
+        return is_torchs and backend_name(group, torch.device("cuda")) == "nccl"
+
+    def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
+        made = list(map(self._exchange, buckets))
+        return made if self._announced is None else list(map(self._announced, made))
+
+    def _exchange(self, bucket: Bucket) -> BucketExchange:
+        if bucket.quantization is not None:
+            return self._quantized
+        if bucket.owned is not None:
+            return ReduceToOwners(self._group, self._counters)
+        return self._all_reduce

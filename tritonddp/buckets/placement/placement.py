@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ class Placement:
         scale: float,
         header: bytes,
         earlier: bool,
-        without_gradient: Callable[[], Collection[int]],
+        count_missing: Callable[..., list[bool]],
         incoming: Gradients | None,
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
@@ -76,8 +76,8 @@ class Placement:
             header: of this rank, in the first bucket.
             earlier: a parameter that is not used, but has a gradient of an earlier backward,
                 contributes that gradient, as it would on this rank alone.
-            without_gradient: ids of the parameters that count as used although they have no
-                gradient. It counts as zero.
+            count_missing: ``(used, params, grads)``: which parameters count as used where
+                gradients are missing. These count as zero.
             incoming: gradients that the engine is handing to ``.grad``, and will drop. ``None``:
                 others may read any gradient, so that none is reduced where it lies.
 
@@ -90,12 +90,7 @@ class Placement:
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
-            # (A parameter may have been used under no_sync, and its gradient dropped since.)
-            known, params = without_gradient(), segment.params
-            used = [
-                flag and (grad is not None or id(param) in known)
-                for flag, grad, param in zip(used, grads, params, strict=True)
-            ]
+            used = count_missing(used, segment.params, grads)
         bucket.used[first:last] = used
         bucket.counters.flattens += 1
         # Whoever sets .data of a gradient (module.to(), for example) has moved the view itself.

@@ -10,7 +10,7 @@ will send. At the end of backward, when each rank knows all announcements, the r
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,7 @@ class SparseRows(Placement):
         scale: float,
         header: bytes,
         earlier: bool,
-        without_gradient: Callable[[], Collection[int]],
+        count_missing: Callable[..., list[bool]],
         incoming: Gradients | None,
     ) -> None:
         """Announce ``scale * .grad``; see the base class."""

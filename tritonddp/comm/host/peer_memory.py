@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import NoneType
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -21,13 +22,15 @@ from torch import Tensor
 from tritonddp._modes import outside_modes
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.host.memory_exchange import Announced, HostSums, MemoryExchange, Progress
-from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Refusal, connect, first_failure
 from tritonddp.coordination.host.memory import Memory
 from tritonddp.coordination.host.peers import HANDED, Peers, WaitPoint
 from tritonddp.kernels.flat_buffer import round_up
+
+if TYPE_CHECKING:
+    from tritonddp.comm.transport import ProcessGroupTransport
 
 logger = logging.getLogger("tritonddp.comm.peer_memory")
 
