@@ -287,8 +287,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             state.logger.sampler.forward_ended()
         if state.buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
-        syncs, has_grad = state.sync.enabled, torch.is_grad_enabled()
-        if has_grad and state.parameters.trainable:  # else there is nothing to reduce
+        syncs, has_grad, held = state.sync.enabled, torch.is_grad_enabled(), state.parameters
+        if has_grad and (held.trainable or held.have_left()):  # else there is nothing to reduce
             context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one, core = type(output) is Tensor, state.core

@@ -2,23 +2,29 @@
 
 from typing import Any
 
+import pytest
 import torch
 from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel
 
 
-def train(cls: Any, mesh: Any) -> list[Tensor]:
+def train(cls: Any, mesh: Any, by_hand: bool) -> list[Tensor]:
     """More steps than it takes until what the module does not hold leaves its bucket."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 4))
     plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
-    ddp = cls(model, device_mesh=mesh["dp"])
+    if by_hand:  # as before torch's class took a mesh; and no layer keeps its parameters
+        parallelize_module(model, mesh["tp"], {"3": ColwiseParallel()})
+        _pre_dp_module_transform(model)
+    given = {"process_group": mesh["dp"].get_group()} if by_hand else {"device_mesh": mesh["dp"]}
+    ddp = cls(model, **given)
     params = list(ddp.parameters())  # the module holds none from the first forward on
     optimizer = torch.optim.SGD(params, lr=0.1)
     grads = []
@@ -31,8 +37,10 @@ def train(cls: Any, mesh: Any) -> list[Tensor]:
     return grads
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @ranks(4)
-def test_the_gradients_of_stock(rank: int) -> None:
+def test_the_gradients_of_stock(rank: int, by_hand: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    expected = train(Stock, mesh)
-    assert_same_bits(train(DistributedDataParallel, mesh), expected, f"gradient on rank {rank}")
+    expected = train(Stock, mesh, by_hand)
+    found = train(DistributedDataParallel, mesh, by_hand)
+    assert_same_bits(found, expected, f"gradient on rank {rank}")

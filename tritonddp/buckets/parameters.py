@@ -202,6 +202,11 @@ class ModuleParameters:
         """All parameters that the module has."""
         return {param for _, param in self.params}
 
+    def have_left(self) -> bool:
+        """Whether some in buckets require gradients. The module may use what it has no more:
+        torch's transform for tensor parallelism puts plain tensors in the place of parameters."""
+        return any(map(_requires_grad, self._bucketed))
+
     def bucketed(self) -> list[tuple[str, Parameter]]:
         """What is in buckets, but for what the module has no more and was converted since."""
         held, kinds = self.held, self._kinds.expected
