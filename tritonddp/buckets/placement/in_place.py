@@ -100,8 +100,8 @@ class InPlace(Placement):
     def fetch(self, bucket: Bucket, segment: Segment) -> None:
         """See the base class. All large gradients are copied."""
         super().fetch(bucket, segment)
-        for slot in self._large:
-            self._copies[slot] = self._copies[slot][0], self.grads[slot]
+        for slot, (sent, _) in self._copies.items():  # none, if packing has failed
+            self._copies[slot] = sent, self.grads[slot]
             self.grads[slot] = self._nothing
 
     def _fill_nan(self, bucket: Bucket, used: Sequence[bool], header: bytes) -> None:
