@@ -15,6 +15,9 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.point_to_point import TO_OWNERS, SumOfParts, tag_of
 
+# Times the bytes of the largest bucket that goes in one round: all of these in a reduction.
+_FEW = 8
+
 
 class Collective:
     """An exchange by the process group alone; see :class:`BucketExchange`."""
@@ -41,12 +44,14 @@ class AllReduce(Collective):
     AVG: NCCL multiplies by ``1 / world_size`` before it adds, which is exact for a power of two.
     With one rank there is nothing to multiply by, and SUM leaves out a pass.
 
-    A small bucket on the CPU is summed by one round of messages instead.
+    A small bucket on the CPU is summed by one round of messages instead, which takes more memory:
+    few of a reduction are.
     """
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group.process_group
         self._size, self._most_direct = group.size, group.most_direct
+        self._direct = 0  # bytes in such buckets of this reduction
         self._counters = counters
         self._options = dist.AllreduceOptions()
         self._grouped = dist.AllreduceCoalescedOptions()
@@ -60,7 +65,10 @@ class AllReduce(Collective):
         counters.collectives += 1
         counters.wire_bytes += nbytes
         data, group = bucket.flat.data, self._group
-        if nbytes <= self._most_direct and data.is_cpu:
+        if bucket.index == 0:
+            self._direct = 0
+        if nbytes <= self._most_direct and data.is_cpu and self._direct <= _FEW * self._most_direct:
+            self._direct += nbytes
             counters.sent_bytes += (size - 1) * nbytes
             return collectives.sum_directly(data, group)
         counters.sent_bytes -= -2 * (size - 1) * nbytes // size

@@ -42,10 +42,10 @@ ANY = 2**32 - 1
 
 # Kind, wrapper, bucket or another number, number of the message, bytes.
 MESSAGE = struct.Struct("<IIIQQ")
-# Arguments of recvmsg: a message, room for one descriptor, and its close-on-exec flag. (Windows has
-# no CMSG_SPACE, and none of these connections.)
+# Arguments of recvmsg, for map(): a message, room for one descriptor, and its close-on-exec flag.
+# (Windows has no CMSG_SPACE, and none of these connections.)
 _ROOM = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
-_RECEIVE = MESSAGE.size, _ROOM, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_RECEIVE = (MESSAGE.size,), (_ROOM,), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
 # Seconds of waiting after which the timeout of the group is checked.
 _PATIENCE = 1.0
 _NO_TIMEOUT = 1800.0  # seconds, if the group has none
@@ -67,6 +67,8 @@ class Peer:
         seen: number of its last broadcast of buffers that this rank has read, by wrapper.
         handed: its memory for buckets, or why it could not be mapped, by wrapper.
         lent: memory with its buffers, or why it could not be mapped, by wrapper.
+        received: messages that are not handled yet. A user's signal handler may raise between any
+            two instructions, so one call in C both receives a message and appends it here.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -79,6 +81,7 @@ class Peer:
         self.handed: dict[int, Memory | str] = {}
         self.lent: dict[int, Memory | str] = {}
         self.is_open = True  # messages may still come
+        self.received: deque[Any] = deque()
         self.receive, self.send_now = connection.recvmsg, connection.send  # they do not block
         self.unsent: deque[bytes] = deque()  # messages that did not fit into the socket buffer
         self.descriptor = connection.fileno()
@@ -221,8 +224,9 @@ class Peers:
 
     # Receiving
 
-    def take_unusual(self, peer: Peer, content: bytes, ancillary: Sequence[Any]) -> None:
-        """Handle a message of ``peer`` that is its end, or hands over memory."""
+    def take_unusual(self, peer: Peer) -> None:
+        """Handle the next message of ``peer``, which is its end, or hands over memory."""
+        content, ancillary, _, _ = peer.received[0]
         if not content:
             self.has_ended(peer)
             return
@@ -240,11 +244,13 @@ class Peers:
         else:
             peer.handed[wrapper] = memory
         peer.counts[kind, wrapper] = number
+        peer.received.popleft()
 
     def has_ended(self, peer: Peer) -> None:
         """The connection of ``peer`` has ended: expect no more messages."""
         if peer.is_open:
             self._poll.unregister(peer.descriptor)
+        peer.received.clear()
         peer.is_open = False
 
     def attend(self, late: Peer, waited: float) -> None:
@@ -329,12 +335,13 @@ class WaitPoint:
         while True:
             late = None
             for peer in peers.others:
-                counts = peer.counts
+                received, counts = peer.received, peer.counts
                 # While this rank waits it takes all messages: poll() would return for each that is
                 # left.
-                while peer.is_open and (since or not waits or counts[key] < number):
+                while received or (peer.is_open and (since or not waits or counts[key] < number)):
                     try:
-                        content, ancillary, _, _ = peer.receive(*_RECEIVE)
+                        if not received:
+                            received.extend(map(peer.receive, *_RECEIVE))
                     except BlockingIOError:
                         break
                     except ConnectionResetError:  # raised once, before the last messages
@@ -342,8 +349,9 @@ class WaitPoint:
                     except OSError:  # closed by this rank
                         peers.has_ended(peer)
                         break
+                    content = received[0][0]
                     if len(content) == 0 or content[0] >= HANDED:  # the first byte is the kind
-                        peers.take_unusual(peer, content, ancillary)
+                        peers.take_unusual(peer)
                         continue
                     what, wrapper, bucket, at, nbytes = MESSAGE.unpack(content)
                     of = what, ANY if what == PACKED else wrapper
@@ -353,6 +361,7 @@ class WaitPoint:
                         elif what >= SHOWN:
                             peer.last[of] = bucket, nbytes
                         counts[of] = at
+                    received.popleft()
                 if waits and counts[key] < number and (source is None or peer is source):
                     if not peer.is_open:
                         raise PeerError(f"rank {peer.rank} has closed its connection")
