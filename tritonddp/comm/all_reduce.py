@@ -15,7 +15,8 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.point_to_point import TO_OWNERS, SumOfParts, tag_of
 
-# Times the bytes of the largest bucket that goes in one round: all of these in a reduction.
+# All buckets of a reduction that go in one round of messages have at most about so many times the
+# bytes of the largest such bucket: until their end they take several times their memory.
 _FEW = 8
 
 
@@ -44,14 +45,14 @@ class AllReduce(Collective):
     AVG: NCCL multiplies by ``1 / world_size`` before it adds, which is exact for a power of two.
     With one rank there is nothing to multiply by, and SUM leaves out a pass.
 
-    A small bucket on the CPU is summed by one round of messages instead, which takes more memory:
-    few of a reduction are.
+    Small buckets on the CPU are summed by one round of messages instead, the first few of each
+    reduction: see :func:`tritonddp.coordination.collectives.sum_directly`.
     """
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group.process_group
         self._size, self._most_direct = group.size, group.most_direct
-        self._direct = 0  # bytes in such buckets of this reduction
+        self._direct = 0  # bytes of this reduction that have gone in one round of messages
         self._counters = counters
         self._options = dist.AllreduceOptions()
         self._grouped = dist.AllreduceCoalescedOptions()

@@ -64,7 +64,7 @@ class UsedParameters:
 
     A parameter counts as used if the backward reaches it, which the engine announces, or if a
     backward has, since the last reduction, that was not reduced. If its gradient comes without
-    announcement, it does too. If it has no ``.grad`` then, only as :meth:`packed` says.
+    announcement, it does too. Without ``.grad`` when it is packed, only as :meth:`packed` says.
 
     Attributes:
         flags: for each parameter, whether it is used.

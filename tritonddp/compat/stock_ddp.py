@@ -221,8 +221,10 @@ class StockDDPNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether buckets follow the order in which gradients became ready. Torch's ZeRO waits for
-        it, and says that with ``static_graph`` three iterations bring no step, without it two."""
+        """Whether buckets follow the order in which gradients became ready.
+
+        Torch's ZeRO waits for it: three iterations with ``static_graph``, else two, bring no step.
+        """
         core = self._ddp_state.core
         is_early = self.static_graph and core.counters.reductions < 3
         return not (is_early or core.manager.is_provisional)

@@ -441,7 +441,7 @@ class Reducer:
             return
         if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
-                return self.on_segment_ready(number, None)
+                return self.on_segment_ready(number, None)  # the new graph may hold them
         if self.tracker.is_assumed and current_graph_task_id() != backward.graph_task:
             return self.tracker.wait_for_end()
         try:
