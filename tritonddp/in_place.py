@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from copyreg import _reconstructor  # type: ignore[attr-defined]
 from functools import partialmethod, wraps
+from threading import get_ident
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -82,7 +83,8 @@ class ReplicatedModule:
         wrapper: Any = None if behind is None else behind.wrapper
         # What slicing or a copy of the dictionary has made has none, or that of another module.
         is_own = wrapper is not None and wrapper._modules["module"] is self
-        if not is_own or wrapper._ddp_state.is_running:  # the module calls itself
+        state = wrapper._ddp_state if is_own else None
+        if state is None or get_ident() in state.running or state.is_plain:  # it calls itself
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
         # As wrapper.forward(), which would be one more call in each step.
         span = record_function if is_profiled() else cheap_record_function

@@ -75,7 +75,8 @@ class DDPState:
     sync: SyncState  # what the user wants of the next backward
     low_precision: LowPrecision | None = None  # runs the module with mixed_precision
     call: Callable[..., Any] | None = None
-    is_running: bool = False  # a forward runs
+    running: set[int] = field(default_factory=set)  # threads on which a forward runs
+    is_plain: bool = False  # replicated in place, and in this process a plain module
     finalizes_manually: bool = False  # see require_manual_backward_finalization
     builtin_hook: dist.BuiltinCommHookType | None = None  # torch's in C++, if one is registered
     buffer_hook: BufferHook | None = None  # registered by the user, instead of a broadcast
@@ -130,7 +131,7 @@ class DDPState:
 
     def detach(self) -> None:
         """This process was forked: a module that is replicated in place is a plain one here."""
-        self.is_running = True  # for ever, so that calls do not go through the wrapper
+        self.is_plain = True
 
     def _count_any_call(self, wrapper: nn.Module) -> None:
         self.group.join_forks(self)
@@ -219,8 +220,7 @@ class DDPState:
     def should_stop(self) -> bool:
         """See :meth:`DistributedDataParallel.should_stop`."""
         # A backward that broke off here may have ended on the other ranks.
-        if self.group.open_backwards:
-            self.group.recover()
+        self.group.recover()
         return self.core.agreement.should_stop(self.counters.reductions)
 
     def _bucket_manager(self) -> BucketManager:

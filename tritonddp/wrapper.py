@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,13 +224,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Run the module alone. Subclasses may override this to call another method of it."""
         state, outer = self._ddp_state, active_wrapper()  # dynamo splits graphs in here at buckets
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
-        state.is_running = True
+        thread = get_ident()
+        is_outermost = thread not in state.running
+        state.running.add(thread)
         try:
             if state.low_precision is None:
                 return (state.call or self.module)(*inputs, **kwargs)
             return state.low_precision.run(self.module, inputs, kwargs)
         finally:
-            state.is_running = False
+            if is_outermost:
+                state.running.discard(thread)
             set_active_wrapper(outer)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

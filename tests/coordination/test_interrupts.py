@@ -85,7 +85,6 @@ def test_after_an_interrupt_in_a_reduction_the_group_refuses_further_use(point: 
     for use in (
         lambda: train_step(nets[0], inputs),
         lambda: train_step(nets[1], inputs),
-        lambda: torch.no_grad()(nets[0])(inputs),
         nets[0].reduce_gradients,
         nets[0].should_stop,
         lambda: DistributedDataParallel(linears(4, 4), process_group=group),

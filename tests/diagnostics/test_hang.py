@@ -311,7 +311,7 @@ def test_a_device_that_is_behind_its_host_waits(is_there: bool) -> None:
         backward=None,
         agreement=SimpleNamespace(pending=[SimpleNamespace(readback=readback)]),
     )
-    wrapper: Any = SimpleNamespace(core=core, is_running=False, group=None)
+    wrapper: Any = SimpleNamespace(core=core, running=(), group=None)
     place = hang.place_of(wrapper)
     assert place is not None
     assert place.waits == (not is_there)

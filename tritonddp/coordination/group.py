@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from threading import RLock
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -37,11 +38,14 @@ class OpenBackward(Protocol):
     def order(self) -> tuple[str, int, int]:
         """Where it is in an order of all such objects that is the same on all ranks."""
 
+    def has_failed(self) -> bool:
+        """Whether its backward has failed. One that runs, ends or waits has not."""
+
     def launch_owed(self) -> None:
-        """If a backward has failed, launch what is left of its buckets."""
+        """Its backward has failed: launch what is left of its buckets."""
 
     def make_up(self) -> None:
-        """If a backward has ended, or failed, make what is left of its collectives."""
+        """Its backward has failed: make what is left of its collectives."""
 
 
 class _Interrupted:
@@ -51,6 +55,10 @@ class _Interrupted:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+
+    def has_failed(self) -> bool:
+        """True: it is cut short for good."""
+        return True
 
     def make_up(self) -> NoReturn:
         """Raise a RuntimeError."""
@@ -79,6 +87,8 @@ class _Shared:
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
+    recovering: RLock = field(default_factory=RLock)  # held by the thread in Group.recover()
+    recovers: bool = False  # that thread makes up for failed backwards
     recovered_in: int = -1  # the backward in which Group.recover() was called last; -1 for none
     is_known: bool = False  # torch has known the group, but perhaps not one written in Python
     is_inherited: bool = False  # this process was forked from the rank that made the group
@@ -277,26 +287,40 @@ class Group:
 
     # Backwards that have failed
 
-    def recover(self, graph_task: int = -1) -> None:
-        """Make the collectives of failed backwards, in all wrappers of the group.
+    def recover(self, graph_task: int = -1) -> bool:
+        """Complete the collectives of failed backwards, in all wrappers of the group.
 
-        Collectives match by order, so each wrapper has to do this before any other collective.
+        Collectives are matched by their order. So call this immediately before this rank issues
+        another collective of the group, and nowhere else: a rank that evaluates the module alone,
+        in a hook or on another thread, must not issue any.
 
         Args:
             graph_task: the engine's id of the backward that runs and reaches a further wrapper; -1
                 for none. Once in each is enough: no other has begun since, and what fails in this
                 one ends it.
+
+        Returns:
+            Whether there was one.
         """
-        if graph_task != -1 and graph_task == self._shared.recovered_in:
-            return
-        self._shared.recovered_in = graph_task
         self.refuse_if_forked()
-        # As in a backward of several wrappers that comes to its end: they launch in the order in
-        # which they have begun, and then wait in one of their own.
-        for reducer in list(self.open_backwards):
-            reducer.launch_owed()
-        for reducer in sorted(self.open_backwards, key=lambda each: each.order):
-            reducer.make_up()
+        shared = self._shared
+        if not self.open_backwards or (graph_task != -1 and graph_task == shared.recovered_in):
+            return False
+        with shared.recovering:  # another thread waits: its collective comes after these
+            if shared.recovers:  # a hook or signal handler, while this thread recovers
+                return False
+            shared.recovered_in, shared.recovers = graph_task, True
+            try:
+                failed = [each for each in list(self.open_backwards) if each.has_failed()]
+                # As in a backward of several wrappers that comes to its end: they launch in the
+                # order in which they have begun, and then wait in an order of their own.
+                for reducer in failed:
+                    reducer.launch_owed()
+                for reducer in sorted(failed, key=lambda each: each.order):
+                    reducer.make_up()
+            finally:
+                shared.recovers = False
+        return bool(failed)
 
     # Forks
 

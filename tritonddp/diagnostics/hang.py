@@ -123,7 +123,7 @@ def place_of(wrapper: Any) -> Place | None:
         phase = "in its backward" if backward.runs else "at the end of its backward"
         bucket = buckets[back].title if back < len(buckets) else ""
         return Place(number, step, len(reduction.works), back, phase, bucket)
-    phase = "in its forward" if wrapper.is_running else "outside forward and backward"
+    phase = "in its forward" if wrapper.running else "outside forward and backward"
     if backward is not None:
         phase = "in a backward that is not reduced"
     return Place(number, step, _ALL, _ALL, phase)

@@ -80,10 +80,12 @@ class BufferSync:
             RuntimeError: a rank is missing, or has other buffers; the message names it.
         """
         named = self._parameters.buffers()
-        if named and hook is not None:
+        if not named:
+            return ()
+        self._group.recover()
+        if hook is not None:
             return hook.run(named)
-        if named:
-            self._send(named)
+        self._send(named)
         return ()
 
     def _send(self, named: _Named) -> None:

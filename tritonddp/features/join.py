@@ -108,6 +108,7 @@ class JoinProtocol:
         ddp, state = self._ddp, self._state
         message = "inside join() each forward asks the other ranks: leave it first"
         capture.refuse(state.core.manager.current, state.core.where(), message)
+        self._group.recover()
         state.core.averager.check_pending()  # as those without inputs have
         self._make_up()
         # With throw_on_early_termination a rank without inputs makes this raise: keep that error.

@@ -134,6 +134,7 @@ class Averager:
                 the next reduction, which they make with the buckets that they have.)
         """
         parameters, manager = self.parameters, self.manager
+        self.group.recover()
         message = (
             "parameters were added or unfrozen, on which the ranks have to agree: run one step"
         )

@@ -35,7 +35,6 @@ from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
     FAILED,
-    OVER,
     Backward,
     Forward,
     call_back,
@@ -249,8 +248,9 @@ class ContextReducer:
                 self._leave(current)
             for call in events.on_end:
                 call(reduction)
-        finally:  # not before: other threads may run forwards meanwhile
-            current.backward.moves_to(OVER)
+        except BaseException:
+            current.backward.moves_to(FAILED)
+            raise
 
     def _leave(self, current: ContextBackward) -> None:
         self._current = None
@@ -264,17 +264,18 @@ class ContextReducer:
         """No collective is owed any more."""
         self._group.open_backwards.pop(self, None)
 
+    def has_failed(self) -> bool:
+        """Whether the last backward in a context failed."""
+        current = self._current if not self._reducer.is_detached else None
+        return current is not None and current.backward.phase is FAILED
+
     def launch_owed(self) -> None:
         """Nothing: :meth:`make_up` launches."""
 
     def make_up(self) -> None:
-        """If a backward failed: take part in the collectives of the other ranks."""
+        """The last backward failed: take part in the collectives of the other ranks."""
         current = self._current
-        if self._reducer.is_detached:
-            self.detach()
-            return
-        if current is None or current.backward.runs:
-            return
+        assert current is not None
         reduction = current.reduction
         self._averager.before_make_up(reduction)
         with self._group.uninterrupted(), torch.no_grad():
@@ -296,7 +297,7 @@ def _broke_off(reference: weakref.ref[ContextBackward], _: object) -> None:
     """The engine has dropped the callback of a backward without calling it: it failed."""
     current = reference()
     if current is not None:
-        current.backward.has_failed()
+        current.backward.fail()
 
 
 @contextmanager

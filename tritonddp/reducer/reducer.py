@@ -36,15 +36,19 @@ from tritonddp.reducer import capture
 from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
     FAILED,
-    OPENING,
-    OVER,
+    FINISHING,
     RUNNING,
     UNFINALIZED,
     WAITING,
     Backward,
     Forward,
 )
-from tritonddp.reducer.graph.participation import as_trainable, is_of_others
+from tritonddp.reducer.graph.participation import (
+    accumulates,
+    as_trainable,
+    is_inside_another,
+    is_of_others,
+)
 from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
 from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
 
@@ -118,30 +122,30 @@ class Reducer:
     @property
     def backward_runs(self) -> bool:
         """Whether a backward runs now: False if it failed, or waits to be finalised."""
-        backward = self.backward
-        return backward is not None and (backward.runs or backward.phase is WAITING)
+        return self.backward is not None and self.backward.phase not in (FAILED, UNFINALIZED)
 
     # Before a forward
 
     def before_forward(self) -> None:
-        """Make up for a last backward that failed, and look for changed parameters.
+        """Recover from a failed backward, and look for changed parameters.
 
-        Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU ranks that do
-        not reduce the same find that in the backward, see :class:`Agreement`.)
+        Only with gradients enabled: the module may make collectives then (SyncBatchNorm), and its
+        backward will. Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU
+        ranks that do not reduce the same find that in the backward, see :class:`Agreement`.)
         """
-        has_grad = torch.is_grad_enabled()
-        if self.is_detached:
-            if has_grad or any(self.parameters.module_buffers.of_modules):
-                self.group.refuse_if_forked()
-            return
-        if has_grad and self.backward is not None:
-            self.check_finalized()
-        if self.group.open_backwards:
-            self.group.recover()
         if self.post_backward:
             self.wait_post_backward()
-        if not has_grad:
+        if not torch.is_grad_enabled():
             return
+        if self.is_detached:
+            self.group.refuse_if_forked()
+            return
+        if self.backward is not None:
+            self.check_finalized()
+            if self.backward.has_stopped_between():
+                self.backward.fail()
+        if self.group.open_backwards:
+            self.group.recover()
         for call in self.events.on_forward:
             call()
         if self.forwards.was_local:
@@ -215,24 +219,13 @@ class Reducer:
             late: the ``late_param`` of :class:`Backward`.
         """
         backward = self.backward
-        if backward is not None and (backward.phase is RUNNING or backward.phase is OPENING):
+        if backward is not None and backward.phase is RUNNING:
             if forward is not None:
-                if backward.reduction is not None:
-                    if self.forwards.by_call and not forward.syncs:
-                        raise RuntimeError(
-                            f"{backward.where}: this backward goes through a forward inside "
-                            "no_sync(), after a gradient that goes through none and is averaged: "
-                            "run both the forward and the backward inside no_sync(), or outside"
-                        )
-                    forward.is_reached()
-                elif backward.may_be_reduced and forward.syncs:
-                    self._reduce_after_all(backward, forward)
+                self._on_further_output(backward, forward)
             return
         if self.is_detached:
             self.group.refuse_if_forked()
             return
-        if self.group.open_backwards:
-            self.group.recover(current_graph_task_id())
         if forward is None and self.forwards.call_sites is not None:
             self.refresh_parameters()
             if not self.parameters.is_agreed:
@@ -254,8 +247,10 @@ class Reducer:
             if tracker.is_outdated(missing):
                 self._track()
                 return self.on_backward(forward, late)
-        if self.backward is not None:
-            self.check_finalized()
+        if backward is not None:
+            self._end_former(backward)
+        if self.group.open_backwards and self.group.recover(current_graph_task_id()):
+            return self.on_backward(forward, late)  # the buckets may be others now
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose hooks "
@@ -270,6 +265,36 @@ class Reducer:
             self._open(source, late, reached, missing, is_captured)
         else:
             self._open_local(forward, late, reached, bypasses_forward, is_captured)
+
+    def _on_further_output(self, backward: Backward, forward: Forward) -> None:
+        """The backward that runs goes through an output of this forward too.
+
+        Or another one does, inside it: in a hook of the user, or a reentrant checkpoint.
+        """
+        if current_graph_task_id() != backward.graph_task and not accumulates():
+            return  # torch.autograd.grad
+        if backward.reduction is None:
+            if backward.may_be_reduced and forward.syncs:
+                self._reduce_after_all(backward, forward)
+            return
+        if self.forwards.by_call and not forward.syncs:
+            raise RuntimeError(
+                f"{backward.where}: this backward goes through a forward inside no_sync(), after "
+                "a gradient that goes through none and is averaged: run both the forward and the "
+                "backward inside no_sync(), or outside"
+            )
+        forward.reached = True
+
+    def _end_former(self, former: Backward) -> None:
+        """Another backward begins, and ``former`` is not over."""
+        self.check_finalized()
+        former.finish_waiting()  # a callback of the user, at the end of it, runs another one
+        if self.backward is former and former.phase is FINISHING:
+            raise RuntimeError(
+                f"{former.where}: a communication hook, a signal handler or another thread runs a "
+                "backward through the module, while gradients of its last backward are reduced: "
+                "run it after backward(), or use torch.autograd.grad"
+            )
 
     def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
         """A backward that was local so far goes through an output of a synchronised forward."""
@@ -309,7 +334,11 @@ class Reducer:
         if missing != self.reentrant.missing:
             self.reentrant.note_missing(missing)
         doubtful: Collection[int] = _NONE
-        if not manager.is_provisional and (missing or self.reentrant.seen):
+        # A forward has armed this reduction, and the engine announces an inner backward only.
+        is_inner = late is not None and local is None and is_inside_another(current.is_on_gpu)
+        if is_inner:
+            doubtful = range(len(current.params))
+        elif not manager.is_provisional and (missing or self.reentrant.seen):
             doubtful = self.reentrant.may_come(set(missing))
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
@@ -336,6 +365,7 @@ class Reducer:
             is_provisional=is_provisional,
             doubtful=doubtful,
             creates_graph=torch.is_grad_enabled(),
+            is_inner=is_inner,
         )
         # From here on the other ranks wait for the collectives of this reduction: see make_up.
         self.backward = backward
@@ -423,7 +453,7 @@ class Reducer:
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
         self.on_backward(late=param)
-        if self.backward_runs and self.tracker.knows(param):
+        if self.backward is not None and self.backward.runs and self.tracker.knows(param):
             self.tracker.gradients.note(param)
 
     def on_gradients(self) -> None:
@@ -473,6 +503,8 @@ class Reducer:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._end()
+        if backward.is_inner and backward.outlives_inner(partial(self._end), self._broke_off):
+            return
         arrived_as_usual = self.tracker.stop()
         for call in self.events.on_compute_end:
             call(backward)
@@ -541,7 +573,7 @@ class Reducer:
         reduction, manager = backward.reduction, self.manager
         assert reduction is not None
         self.group.open_backwards[self] = None  # again, if finalize_backward() has been called
-        backward.moves_to(OVER)
+        backward.moves_to(FINISHING)
         try:
             reduction.finish()
             is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
@@ -551,12 +583,14 @@ class Reducer:
                 if is_unusual:
                     arrived = self.tracker.arrivals() if manager.is_provisional else ()
                     self.averager.complete(reduction, arrived)
-            self._close(backward)
         except (RuntimeError, Mismatch) as error:
             self._fail(backward, error)
-        except KeyboardInterrupt:
-            self.group.refuse_further_use()
+        except BaseException as error:  # of a signal handler
+            backward.moves_to(FAILED)
+            if isinstance(error, KeyboardInterrupt):
+                self.group.refuse_further_use()
             raise
+        self._close(backward)
         if self.averager.afterwards is not None and any(self.parameters.module_buffers.of_modules):
             self.averager.afterwards()
         for call in self.events.on_end:
@@ -574,7 +608,9 @@ class Reducer:
             for report in self.events.on_error:
                 report(str(named))
             # After a local error the other ranks go on: make_up waits for what is in flight.
-            if not isinstance(named, LocalError):
+            if isinstance(named, LocalError):
+                backward.moves_to(FAILED)
+            else:
                 for call in self.events.on_abort:
                     call(backward.reduction)
                 self._close(backward)
@@ -595,13 +631,17 @@ class Reducer:
 
     # After a backward that failed on this rank: all ranks still make the same collectives
 
-    def launch_owed(self) -> None:
-        """If the last backward failed with an exception: launch its remaining buckets."""
+    def has_failed(self) -> bool:
+        """Whether the last backward failed with an exception."""
         backward = self.backward
-        if backward is None or backward.phase in (WAITING, UNFINALIZED):
-            return
-        reduction, is_on_gpu = backward.reduction, self.manager.current.is_on_gpu
-        if reduction is None or reduction.is_captured or backward.still_runs(is_on_gpu):
+        return backward is not None and backward.has_failed(self.manager.current.is_on_gpu)
+
+    def launch_owed(self) -> None:
+        """The last backward has failed: launch its remaining buckets."""
+        backward = self.backward
+        assert backward is not None
+        reduction = backward.reduction
+        if reduction is None or reduction.is_captured:
             return
         self.tracker.stop()
         self.averager.before_make_up(reduction)
@@ -613,17 +653,10 @@ class Reducer:
             raise
 
     def make_up(self) -> None:
-        """If the last backward failed with an exception: make its remaining collectives."""
-        if self.backward is not None:
-            # (A callback of a user, at the end of a backward, runs another forward.)
-            self.backward.finish_waiting()
+        """The last backward has failed: make its remaining collectives."""
         backward = self.backward
-        if backward is None:
-            self.group.open_backwards.pop(self, None)
-            return
+        assert backward is not None
         reduction = backward.reduction
-        if backward.phase is UNFINALIZED or backward.still_runs(self.manager.current.is_on_gpu):
-            return
         if reduction is None:
             self._close(backward)
             return
@@ -722,7 +755,7 @@ def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
     """The engine has dropped the callback of a backward without calling it: it failed."""
     reducer = reference()
     if reducer is not None and reducer.backward is not None:
-        reducer.backward.has_failed()
+        reducer.backward.fail()
         reducer.tracker.stop()
         for call in reducer.events.on_abort:
             call(reducer.backward.reduction)

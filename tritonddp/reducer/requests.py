@@ -260,7 +260,7 @@ class Requests:
             reducer.finish_ended()
             return
         reduction = None if backward is None else backward.reduction
-        if reduction is not None and reducer.backward_runs:
+        if backward is not None and backward.runs and reduction is not None:
             if len(reduction.works) < len(reduction.buckets):
                 raise RuntimeError(
                     f"{reducer.where()}: finalize_backward() called before all DDP buckets were "

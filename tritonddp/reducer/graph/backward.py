@@ -12,6 +12,7 @@ from gc import get_referents
 from itertools import chain, repeat
 from operator import attrgetter, methodcaller
 from sys import _getframe
+from threading import get_ident
 from types import FrameType, NoneType
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from torch.utils.hooks import unserializable_hook
 
 from tritonddp._torch import (
     backward_hooks_of,
+    current_autograd_node,
     current_graph_task_id,
     queue_end_of_backward,
     tree_leaves,
@@ -60,10 +62,6 @@ class Forward:
     reductions: int  # number of reductions before it
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
     reached: bool = False  # a reduced backward has gone through its outputs
-
-    def is_reached(self) -> None:
-        """A reduced backward goes through one more of its outputs."""
-        self.reached = True
 
 
 class Forwards:
@@ -212,16 +210,22 @@ _TRIES, _PAUSE = 200, 1e-4
 class Phase(enum.Enum):
     """How far a backward is."""
 
-    OPENING = enum.auto()  # the engine does not have the callback for its end yet
-    RUNNING = enum.auto()  # gradients come
-    WAITING = enum.auto()  # it has ended; the engine's last callback waits for the buckets
+    following: tuple[Phase, ...]  # the phases that may follow
+
+    RUNNING = enum.auto()  # gradients become ready
+    WAITING = enum.auto()  # it has ended; the engine's last callback will wait for the buckets
     UNFINALIZED = enum.auto()  # it has ended; finalize_backward() will wait for the buckets
-    OVER = enum.auto()  # nothing comes any more, but sums are waited for
-    FAILED = enum.auto()  # like OVER, after an error: the engine has dropped the callback
+    FINISHING = enum.auto()  # waits for the buckets; communication hooks of the user run
+    FAILED = enum.auto()  # an error has ended it: this rank may owe collectives to the others
 
 
 # (Reading a member from its class costs a call before Python 3.12.)
-OPENING, RUNNING, WAITING, UNFINALIZED, OVER, FAILED = Phase
+RUNNING, WAITING, UNFINALIZED, FINISHING, FAILED = Phase
+RUNNING.following = WAITING, UNFINALIZED, FAILED
+WAITING.following = FINISHING, FAILED
+UNFINALIZED.following = (FINISHING,)
+FINISHING.following = (FAILED,)
+FAILED.following = ()
 FORWARD, AGAIN, ELSEWHERE = GradSource.FORWARD, GradSource.AGAIN, GradSource.ELSEWHERE
 
 
@@ -243,6 +247,8 @@ class Backward:
         phase: see :class:`Phase`.
         graph_task: the engine's id of it; -1 before it is known.
         creates_graph: it runs with ``create_graph=True``.
+        is_inner: the first gradient came in a backward inside another one, as reentrant
+            checkpoints run: see :meth:`outlives_inner`.
     """
 
     where: str
@@ -254,15 +260,28 @@ class Backward:
     may_be_reduced: bool = False
     doubt: str = ""
     creates_graph: bool = False
-    phase: Phase = field(default=OPENING, init=False)
+    is_inner: bool = False
+    phase: Phase = field(default=RUNNING, init=False)
     graph_task: int = field(default=-1, init=False)
     # Weak reference to the callback that only the engine holds.
     _end: Callable[[], object] | None = field(default=None, init=False)
+    # The thread on which an inner backward has ended, until the one around it goes on.
+    _between: int | None = field(default=None, init=False)
 
     @property
     def runs(self) -> bool:
         """Whether gradients may still come."""
-        return self.phase is OPENING or self.phase is RUNNING
+        return self.phase is RUNNING
+
+    def moves_to(self, phase: Phase) -> None:
+        """It is in this phase from now on: the only place that sets it.
+
+        Raises:
+            RuntimeError: this phase cannot follow.
+        """
+        if phase not in self.phase.following:
+            raise RuntimeError(f"{self.where}: a backward cannot move from {self.phase} to {phase}")
+        self.phase, self._end = phase, None  # what the engine drops from now on is no failure
 
     def queue_end(
         self,
@@ -286,16 +305,46 @@ class Backward:
             self.graph_task = current_graph_task_id()
             self._end = weakref.ref(end, broke_off)
             queue_end_of_backward(end)
-        self.phase = RUNNING
+
+    def outlives_inner(self, end: Callable[[], None], broke_off: Callable[[object], None]) -> bool:
+        """An inner backward has ended: have ``end`` called again when the one around it is over.
+
+        The engine calls back for the innermost backward only. But it tells which node of the
+        backward around has run the inner one. So the nodes that follow get a hook: the first one
+        that runs queues ``end`` in that backward, which may be an inner one itself.
+
+        Returns:
+            Whether this backward goes on: False at the end of the outermost one.
+        """
+        node = current_autograd_node()
+        following = [] if node is None else [each for each, _ in node.next_functions if each]
+        if not following:
+            return False
+        handles: list[Any] = []
+
+        def go_on(_: Any) -> None:
+            while handles:
+                handles.pop().remove()
+            if self._between is not None:
+                self._between = None
+                self.queue_end(end, broke_off)
+
+        handles += [each.register_prehook(go_on) for each in following]
+        # Only the hooks hold it now: they go with the graph.
+        self._between, self._end = get_ident(), weakref.ref(end, broke_off)
+        return True
+
+    def has_stopped_between(self) -> bool:
+        """Whether the backward around an inner one has failed before it went on.
+
+        The engine has no callback then that it could drop. But the thread runs no backward now.
+        """
+        return self._between == get_ident() and current_graph_task_id() == -1
 
     def stays_local(self) -> None:
         """A forward outside ``no_sync`` does not make it a reduced one."""
         self.may_be_reduced = False
         self.doubt = self.doubt and INSIDE
-
-    def moves_to(self, phase: Phase) -> None:
-        """It has ended, and is in this phase now."""
-        self.phase, self._end = phase, None
 
     def ends(
         self, waits: Ending | None = None, broke_off: Callable[[object], None] | None = None
@@ -313,7 +362,8 @@ class Backward:
             queue_end_of_backward(ends.finish)
         if waits is not None:
             ends.reducers.append(waits)
-            self.phase, self._end = WAITING, weakref.ref(ends, broke_off)
+            self.moves_to(WAITING)
+            self._end = weakref.ref(ends, broke_off)
         return ends
 
     def finish_waiting(self) -> None:
@@ -323,24 +373,22 @@ class Backward:
             if isinstance(ends, EndsOfBackward):
                 ends.finish()
 
-    def still_runs(self, is_on_gpu: bool) -> bool:
-        """Whether it has neither ended nor failed.
+    def has_failed(self, is_on_gpu: bool) -> bool:
+        """Whether it has failed.
 
         When a backward fails on a GPU, ``backward()`` may raise a moment before the thread of the
-        device lets the backward go.
+        device drops the callback. So this waits a moment for one that seems to run.
         """
         tries = _TRIES if is_on_gpu and current_graph_task_id() == -1 else 0
-        while self.runs:
-            if tries == 0:
-                return True
+        while tries and self.runs:
             tries -= 1
             time.sleep(_PAUSE)
-        return False
+        return self.phase is FAILED
 
-    def has_failed(self) -> None:
+    def fail(self) -> None:
         """The engine has dropped the callback without calling it."""
-        if self.phase in (OPENING, RUNNING, WAITING):
-            self.phase, self._end = FAILED, None
+        if FAILED in self.phase.following:
+            self.moves_to(FAILED)
 
 
 class Ending(OpenBackward, Protocol):

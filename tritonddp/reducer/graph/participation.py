@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
-from typing import Any
+from sys import _getframe
+from types import CodeType, FrameType, FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from tritonddp._torch import (
     will_execute,
     without_overrides,
 )
-from tritonddp.reducer.graph.call_site import nodes_of_callers
+from tritonddp.reducer.graph.call_site import ENGINE, nodes_of_callers
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
@@ -105,7 +106,7 @@ def is_of_others(params: Sequence[Parameter]) -> bool:
     uses no parameter on this rank, and ranks that use some wait for it.
     """
     node = current_autograd_node()
-    if not _accumulates(node):
+    if not accumulates():
         return True
     if not any(param.requires_grad for param in params):
         return False
@@ -114,12 +115,13 @@ def is_of_others(params: Sequence[Parameter]) -> bool:
     return not any(will_engine_execute(ends) or ()) and any(n in ends for n in _behind([node]))
 
 
-def _accumulates(node: Any) -> bool:
-    """Whether the backward that runs through ``node`` accumulates into leaves.
+def accumulates() -> bool:
+    """Whether the backward that runs on this thread accumulates into leaves.
 
     True for ``backward()``, False for ``torch.autograd.grad``: that one runs no AccumulateGrad
-    node. Follows one path of the graph from ``node`` to its first leaf.
+    node. Follows one path of the graph from the node that runs to its first leaf.
     """
+    node = current_autograd_node()
     while True:
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         if not parents:
@@ -128,6 +130,19 @@ def _accumulates(node: Any) -> bool:
         if leaves:
             return any(will_engine_execute(leaves) or ())
         node = parents[0]
+
+
+def is_inside_another(is_on_gpu: bool) -> bool:
+    """Whether the backward that runs on this thread was called inside another one.
+
+    By a reentrant checkpoint, or another function with an inner backward. On a GPU the thread of
+    the device runs hooks, and the call of the outermost backward is on another thread.
+    """
+    calls, frame = int(is_on_gpu), cast("FrameType | None", _getframe())
+    while frame is not None:
+        calls += frame.f_code.co_name == ENGINE
+        frame = frame.f_back
+    return calls > 1
 
 
 def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
