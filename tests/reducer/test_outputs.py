@@ -2,11 +2,17 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
+from gc import get_referents
 from typing import Any
+from unittest import mock
 
 import torch
+from distributed import ranks
 from torch import Tensor, nn
+from training import filled
 
+from tritonddp import DistributedDataParallel
+from tritonddp.reducer.graph import backward
 from tritonddp.reducer.graph.backward import tensors_in
 
 Pair = namedtuple("Pair", "first second")
@@ -24,15 +30,25 @@ class Plain:
 
 
 class Lazy(UserDict):
-    """Its values cannot be had yet, as those of a configuration with placeholders."""
+    """Its values are computed when they are asked for."""
 
     def values(self) -> Any:
-        raise KeyError("not computed")
+        raise AssertionError("computed")
 
 
 class Guarded(list):
     def __iter__(self) -> Any:
-        raise RuntimeError("iterated")
+        raise AssertionError("iterated")
+
+
+@dataclass
+class Computed:
+    given: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "given":
+            raise AssertionError("computed")
+        return super().__getattribute__(name)
 
 
 def found(output: Any) -> set[Tensor]:
@@ -43,7 +59,7 @@ def test_containers_of_many_types_beside_each_other() -> None:
     param = nn.Parameter(torch.ones(2))
     output = {
         "a": [ONE, 1, "x", None, Pair(TWO, (THREE,))],
-        "b": OrderedDict(c=UserDict(d=param)),
+        "b": OrderedDict(c=Result(param)),
         "e": [Plain(), torch.float32, Result, {ONE}],
     }
     assert found(output) == {ONE, TWO, THREE, param}
@@ -52,8 +68,35 @@ def test_containers_of_many_types_beside_each_other() -> None:
     assert not tensors_in([[], {}, ()])
 
 
-def test_containers_whose_code_raises() -> None:
+def test_no_code_of_a_container_runs() -> None:
     assert found([Lazy(a=ONE), Guarded([TWO]), {"b": THREE}]) == {TWO, THREE}
+    assert found(Computed(ONE)) == {ONE}
+
+
+def test_many_numbers_are_not_looked_at() -> None:
+    numbers = [*range(300_000)]
+    with mock.patch.object(backward, "get_referents", side_effect=get_referents) as looks:
+        assert found({"loss": ONE, "ids": numbers, "more": dict.fromkeys(numbers, 1)}) == {ONE}
+    held = [given for call in looks.call_args_list for given in call.args]
+    assert held and all(len(each) < 10 for each in held)
+
+
+class NoHook(Tensor):
+    def register_hook(self, hook: Any) -> Any:
+        raise TypeError("no hooks")
+
+
+@ranks(2)
+def test_a_tensor_that_refuses_hooks_is_reduced_all_the_same(rank: int) -> None:
+    class Net(nn.Linear):
+        def forward(self, inputs: Tensor) -> Any:
+            return super().forward(inputs).as_subclass(NoHook)
+
+    ddp = DistributedDataParallel(Net(3, 2))
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(filled(2, 3)).as_subclass(Tensor).sum().backward()
+        assert torch.equal(ddp.module.weight.grad, torch.full((2, 3), 3.0))
 
 
 def test_what_is_shared_on_each_level_is_looked_at_once() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from gc import get_referents
-from itertools import chain, repeat
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from sys import _getframe
 from threading import get_ident
 from types import FrameType, NoneType
@@ -507,7 +507,8 @@ def watch(reference: weakref.ref[Any], forward: Forward, outputs: Collection[Ten
             for each in hooks.values()
         ):
             continue
-        output.register_hook(hook)
+        with suppress(Exception):  # a subclass may refuse hooks: the first gradient tells
+            output.register_hook(hook)
 
 
 def one_of_each_node(outputs: Collection[Tensor]) -> Collection[Tensor]:
@@ -529,16 +530,21 @@ def call_back(reference: weakref.ref[Any], forward: Forward | None, _: Tensor) -
 
 
 # Types of values that hold nothing else, and of containers that C code looks into.
-_LEAVES = frozenset({NoneType, bool, bytes, float, int, str, type, Tensor})
+_NUMBERS = frozenset({NoneType, bool, bytes, complex, float, int, str})
+_LEAVES = _NUMBERS | {type, Tensor}
 _PLAIN = frozenset({dict, list, tuple, set, frozenset})
 _BUILTIN = _LEAVES | _PLAIN
+# A container of more values, the first of which is a number, is taken for one of numbers.
+_MANY = 32
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Tensors in any nesting of containers, dataclasses and types known to pytree.
+    """Tensors in lists, tuples, dictionaries, sets, dataclasses and nodes of pytree, nested.
 
-    A tensor that is there twice may be so in the result. Values of one type are looked at together,
-    so that a large output costs no Python call for each.
+    Nothing else is looked into, since that may run code of the user: a backward through tensors
+    that are not found is noticed at its first gradient. A tensor that is there twice may be so in
+    the result. Values of one type are looked at together, so that a large output costs no Python
+    call for each.
     """
     tensors: list[Tensor] = []
     seen: dict[int, Any] = {}  # a container may hold itself
@@ -555,14 +561,15 @@ def tensors_in(output: Any) -> list[Tensor]:
             if isinstance(containers[0], Tensor):
                 tensors += containers
                 continue
-            held = _values_in(containers)
-            if any(inner - _LEAVES for inner, _ in held):
+            inner, held = _values_in(containers)
+            if inner - _LEAVES:
                 new = dict(zip(map(id, containers), containers, strict=True))
                 if len(new) < len(containers) or not seen.keys().isdisjoint(new):
                     new = {key: each for key, each in new.items() if key not in seen}
-                    held = _values_in([*new.values()]) if new else []
+                    inner, held = _values_in([*new.values()])
                 seen |= new
-            stack += held
+            if held:
+                stack.append((inner, held))
     return tensors
 
 
@@ -570,23 +577,24 @@ def _of_types(family: set[type], kinds: set[type], values: list[Any]) -> list[An
     return values if kinds <= family else [each for each in values if type(each) in family]
 
 
-def _values_in(containers: list[Any]) -> list[tuple[set[type], list[Any]]]:
-    """What these objects of one type, or plain ones, hold: lists of values, with their types.
-
-    Nothing where code of theirs raises: their values may be made when they are asked for.
-    """
-    first = containers[0]
-    held: list[Iterable[Any]]
-    if isinstance(first, dict | list | tuple | set | frozenset):
-        held = [get_referents(*containers)]
-    elif isinstance(first, Mapping):
-        held = [chain.from_iterable(map(methodcaller("values"), containers))]
-    elif is_dataclass(first):  # of which a field may not be set
-        names = [each.name for each in fields(first)]
-        held = [map(getattr, containers, repeat(name), repeat(None)) for name in names]
+def _values_in(containers: list[Any]) -> tuple[set[type], list[Any]]:
+    """What these objects of one type, or plain ones, hold, and the types of that."""
+    held: list[Any] = []
+    if containers and type(containers[0]) in _PLAIN:
+        held = get_referents(
+            *(each for each in containers if len(each) <= _MANY or not _begins_with_number(each))
+        )
+    elif containers and (
+        isinstance(containers[0], dict | list | tuple | set | frozenset)
+        or is_dataclass(containers[0])
+    ):
+        held = get_referents(*containers)  # also of fields that are not set yet
     else:
-        held = [chain.from_iterable(map(tree_leaves, containers))]
-    try:
-        return [({*map(type, values)}, values) for values in map(list, held)]
-    except Exception:
-        return []
+        with suppress(Exception):  # of a function that flattens a node
+            held = [leaf for each in containers for leaf in tree_leaves(each) if leaf is not each]
+    return {*map(type, held)}, held
+
+
+def _begins_with_number(container: Any) -> bool:
+    values = container.values() if type(container) is dict else container
+    return type(next(iter(values))) in _NUMBERS
