@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonddp.buckets.formats import BucketFactory
+from tritonddp.buckets.ignored import Ignored
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
@@ -73,6 +74,7 @@ class DDPState:
     device: torch.device  # of the first parameter
     group: Group  # the ranks. What is made again for another group is not in the constructor.
     sync: SyncState  # what the user wants of the next backward
+    ignored: Ignored  # parameters and buffers that stay with each rank
     low_precision: LowPrecision | None = None  # runs the module with mixed_precision
     call: Callable[..., Any] | None = None
     running: set[int] = field(default_factory=set)  # threads on which a forward runs
@@ -104,6 +106,7 @@ class DDPState:
         module: nn.Module,
         params: Sequence[tuple[str, Tensor]],
         group: Group,
+        ignored: Ignored,
     ) -> DDPState:
         """Check the constructor's arguments; if they are wrong, the other ranks hear of it.
 
@@ -117,7 +120,7 @@ class DDPState:
             if isinstance(given.init_sync, int) and given.init_sync:
                 tell_failure(error, group, sendable(group, device, given.device_ids))
             raise
-        return cls(config, device, group, SyncState())
+        return cls(config, device, group, SyncState(), ignored)
 
     def load(self, process_group: dist.ProcessGroup, syncs: bool) -> None:
         """The wrapper was copied or loaded: it belongs to this group, and ``syncs`` or not."""
@@ -143,7 +146,8 @@ class DDPState:
         self.group.enter()
         hang.watch(self)
         self.state_broadcast = StateBroadcast(self.group, self.sync)
-        self.parameters = ModuleParameters(wrapper, wrapper.parameters_to_ignore, self.group)
+        keeps_frozen = wrapper.find_unused_parameters is True
+        self.parameters = ModuleParameters(wrapper, self.ignored, self.group, keeps_frozen)
 
     def begin_alike(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Verify that all ranks wrap the same module, and give all the values of rank 0.

@@ -31,7 +31,7 @@ from tritonddp._torch import (
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.formats import Int8
-from tritonddp.buckets.parameters import parameters_of
+from tritonddp.buckets.ignored import Ignored
 from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
@@ -186,10 +186,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self.device_mesh = device_mesh
             if is_sliced(device_mesh):
                 localize(module)
-        ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        params = parameters_of(module, ignored)
-        state = DDPState.of(given, module, params, group)
-        self._ddp_state, self.parameters_to_ignore = state, ignored
+        names = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = Ignored(module, names)
+        params = ignored.parameters(module)
+        state = DDPState.of(given, module, params, group, ignored)
+        self._ddp_state, self.parameters_to_ignore = state, names
         Joinable.__init__(self)
         self.module = module
         self._set_arguments(params)
@@ -258,7 +259,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync
-            and any(state.parameters.module_buffers.of_modules)
+            and state.parameters.ignored.syncs_buffers
             and self._check_sync_bufs_pre_fwd()
         ):
             self._sync_buffers()
@@ -483,7 +484,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if (join := self._ddp_state.sync.join) is not None:
             join.refuse("check_sync()")
         requests = self._ddp_state.requests
-        check_sync(self.module, requests, self.parameters_to_ignore, buffers, gradients)
+        check_sync(self.module, requests, self._ddp_state.ignored, buffers, gradients)
 
     def metrics(self) -> dict[str, float | int | None]:
         """How long steps take. Needs ``metrics=True``. No collective: any rank may call it.

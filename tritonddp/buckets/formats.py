@@ -18,7 +18,7 @@ from tritonddp._arguments import check_flags
 from tritonddp._torch import MixedPrecision, backend_name, registered_pool
 from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
-from tritonddp.buckets.parameters import parameters_of
+from tritonddp.buckets.ignored import parameters_of
 from tritonddp.buckets.placement.in_place import InPlace, may_be_in_place
 from tritonddp.buckets.placement.placement import Placement
 from tritonddp.buckets.placement.sparse_rows import SparseRows

@@ -198,11 +198,11 @@ class BucketManager:
         self.former_counts = None
         self.schema = self._parameters.schema
         held = self._parameters.held
-        trainable = {param for _, param in self._parameters.trainable}
+        stay = held if self._parameters.keeps_frozen else {p for _, p in self._parameters.trainable}
         self.leaving = {
             param
             for name, param in zip(self.current.names, self.current.params, strict=True)
-            if param not in held or (param not in trainable and name not in self._in_turns)
+            if param not in held or (param not in stay and name not in self._in_turns)
         }
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:

@@ -6,8 +6,8 @@ Training loops freeze, unfreeze, replace and add parameters after a model was wr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress
-from operator import attrgetter, eq, is_, methodcaller
+from itertools import chain, compress, count
+from operator import attrgetter, eq, is_, is_not, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp._torch import count_swaps, like, swaps, tensor_behind
+from tritonddp.buckets.ignored import Ignored, parameters_of
 from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
@@ -27,20 +28,6 @@ _values = methodcaller("values")
 _MOST_SCHEMAS = 8
 # What all ranks, and the buckets, expect of a parameter.
 _kind = attrgetter("shape", "dtype", "device", "layout")
-
-
-def parameters_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Parameter]]:
-    """The parameters of ``module``, each once, with the first of its names that is not ignored.
-
-    As stock DDP, which asks each submodule for its own: they may override ``named_parameters()``.
-    """
-    found: dict[Parameter, str] = {}
-    for prefix, part in module.named_modules():
-        for key, param in part.named_parameters(recurse=False):
-            name = f"{prefix}.{key}" if prefix else key
-            if name not in ignored:
-                found.setdefault(param, name)
-    return [(name, param) for param, name in found.items()]
 
 
 class _Kinds:
@@ -61,15 +48,10 @@ class _Kinds:
 
 
 class ModuleBuffers:
-    """The buffers that all ranks hold, each once. Modules may reassign them at any time.
+    """The buffers that all ranks hold, each once. Modules may reassign them at any time."""
 
-    Attributes:
-        of_modules: the buffer dictionaries of all modules: if all are empty, there are none.
-    """
-
-    def __init__(self, children: Mapping[str, nn.Module | None], ignored: Collection[str]) -> None:
+    def __init__(self, children: Mapping[str, nn.Module | None], ignored: Ignored) -> None:
         self._children, self._ignored = children, ignored
-        self.of_modules: list[Mapping[str, Tensor | None]] = []
         self._named_tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # as modules say now
         self._agreed = self._named_tables  # as they said when the ranks last agreed
         # From the last look: keys and numbers of keys, tensors, and the result.
@@ -80,22 +62,21 @@ class ModuleBuffers:
     def update(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """These are the modules now."""
         self._named_tables = [(name, _table(each._buffers)) for name, each in modules]
-        self.of_modules = [table for _, table in self._named_tables]
-        if self._is_overridden():  # it may yield others
-            self.of_modules.append({"": None})
 
     def commit(self) -> None:
         """All ranks have made the same change."""
-        if self._agreed is not self._named_tables:
+        if self._agreed is not self._named_tables and self._ignored.syncs_buffers:
             self._agreed, self._places = self._named_tables, []
             self.named(is_agreed=True)
 
     def named(self, is_agreed: bool) -> list[tuple[str, Tensor]]:
-        """As in stock DDP, what ``named_buffers()`` says.
+        """As in stock DDP, what ``named_buffers()`` says, if they are synchronised.
 
         Until the ranks have agreed on a change they are those of before, as their modules hold them
         by these names now.
         """
+        if not self._ignored.syncs_buffers:
+            return []
         tables = [table for _, table in self._agreed]
         # As for parameters: comparing all buffers is faster than collecting their names again.
         held = list(chain.from_iterable(map(_values, tables)))
@@ -110,8 +91,7 @@ class ModuleBuffers:
                 taken_up = [(name, now.get(name, former)) for name, former in self._buffers]
                 named = [(name, buffer) for name, buffer in taken_up if buffer is not None]
             else:
-                found = self._module.named_buffers()
-                named = [each for each in found if each[0] not in self._ignored]
+                named = self._ignored.buffers(self._module)
             if not all(buffer.is_leaf for _, buffer in named):
                 return named  # not cached: a buffer with a graph would keep that graph alive
             self._buffers = named
@@ -133,8 +113,10 @@ class ModuleParameters:
 
     Args:
         wrapper: holds the module as its child ``module``, which may be replaced as well.
-        ignored: names of parameters and buffers to leave out, as the module has them.
+        ignored: the parameters and buffers that are left out.
         group: the ranks that hold the same module.
+        keeps_frozen: each rank may freeze what it likes, as with ``find_unused_parameters=True`` in
+            stock DDP: a frozen parameter stays in its bucket, and counts as unused.
 
     Attributes:
         params: all parameters, each once, with the first of its names.
@@ -148,10 +130,12 @@ class ModuleParameters:
         module_buffers: see :class:`ModuleBuffers`.
     """
 
-    def __init__(self, wrapper: nn.Module, ignored: Collection[str], group: Group) -> None:
+    def __init__(
+        self, wrapper: nn.Module, ignored: Ignored, group: Group, keeps_frozen: bool = False
+    ) -> None:
         # Not the wrapper itself, which would be a cycle: it holds the reducer, which holds this.
         self._children = wrapper._modules
-        self._ignored = ignored
+        self.ignored, self.keeps_frozen = ignored, keeps_frozen
         self.module_buffers = ModuleBuffers(self._children, ignored)
         self._held: list[Any] = []
         self.params: list[tuple[str, Parameter]] = []
@@ -177,7 +161,7 @@ class ModuleParameters:
     def shown(self) -> list[tuple[str, Parameter]]:
         """What ``named_parameters()`` of the module yields, which may hide some, or yield more."""
         named = self.module.named_parameters()
-        return [each for each in named if each[0] not in self._ignored]
+        return [each for each in named if each[0] not in self.ignored.names]
 
     def register(self) -> None:
         """Give the wrapper its number, the same on all ranks.
@@ -220,15 +204,16 @@ class ModuleParameters:
         return [each for each in others if each.is_floating_point() or each.is_complex()]
 
     def expects(self, owner: nn.Module, part: nn.Module | Parameter) -> bool:
-        """Whether ``owner``, which registers this part, belongs to the module."""
+        """Whether ``owner``, which registers this part, brings the module more parameters."""
         if id(vars(owner).get("_parameters")) not in self._places:
             return False
-        if isinstance(part, nn.Module):
-            self._registered += [param for _, param in parameters_of(part)]
-            self._places.update(id(_table(each._parameters)) for each in part.modules())
-        else:
+        if not isinstance(part, nn.Module):
             self._registered.append(part)
-        return True
+            return True
+        found = [param for _, param in parameters_of(part)]
+        self._registered += found
+        self._places.update(id(_table(each._parameters)) for each in part.modules())
+        return bool(found)
 
     def refresh(self, where: Callable[[], str]) -> bool:
         """Whether parameters were frozen, replaced, added or removed, say, since the last call.
@@ -243,7 +228,7 @@ class ModuleParameters:
             NotImplementedError: a parameter was added that cannot be reduced.
             RuntimeError: there is a tensor of another kind behind a parameter.
         """
-        if not self.has_changed():
+        if not self.has_changed() or self._takes_up_plain_parts():
             return False
         if self.were_swapped():
             self.check_kinds(range(len(self._bucketed)), where)
@@ -307,7 +292,7 @@ class ModuleParameters:
         """Read the parameters and buffers of all modules."""
         module = self.module
         modules = list(module.named_modules())
-        found = parameters_of(module, self._ignored)
+        found = self.ignored.parameters(module)
         # Modules keep their parameters and submodules in such dictionaries. Comparing the contents
         # takes 0.06 us per entry, without a walk over the modules.
         tables: list[Mapping[str, Any]] = [self._children]
@@ -339,14 +324,38 @@ class ModuleParameters:
         self.module_buffers.update(modules)
         self._places = {id(_table(each._parameters)) for _, each in modules}
         self._registered = []
-        self._empty_tables = [table for table in tables if not table]
+        self._empty_tables = {id(table): table for table in tables if not table}
         self._held = [] if stand_ins else held  # a graph must not be held
         self._sort()
+
+    def _takes_up_plain_parts(self) -> bool:
+        """Note new parts without tensors in the place of such parts; whether that is all.
+
+        Some forwards assign such a part each time: ``self.criterion = nn.MSELoss()``.
+        """
+        held = list(chain.from_iterable(self._contents))
+        places = [*compress(count(), map(is_not, held, self._held))]
+        pairs = [(held[place], self._held[place]) for place in places]
+        if (
+            len(held) != len(self._held)
+            or any(self._empty_tables.values())
+            or not all(_is_plain(now) and _is_plain(former) for now, former in pairs)
+        ):
+            return False
+        for place, (now, former) in zip(places, pairs, strict=True):
+            self._held[place] = now
+            for table in (former._parameters, former._modules, former._buffers):
+                self._empty_tables.pop(id(table), None)
+            for table in (now._parameters, now._modules, now._buffers):
+                self._empty_tables[id(table)] = table  # what it gets later is a change
+            self._places.discard(id(former._parameters))
+            self._places.add(id(now._parameters))
+        return not self.has_changed()
 
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
         self.is_agreed = self._holds_all = True
-        self._known = self.held
+        self._known = self.ignored.reduced = self.held
         self.module_buffers.commit()
 
     def new(self) -> list[tuple[str, Parameter]]:
@@ -370,7 +379,10 @@ class ModuleParameters:
             if len(self._schemas) == _MOST_SCHEMAS:
                 self._schemas.clear()
             sparse = [f"sparse {name}" for name in self.names_of_sparse()]
-            self._schemas[key] = schema_of(self.trainable, f"wrapper {self.number}", *sparse)
+            same = self.trainable
+            if self.keeps_frozen:
+                same = [each for each in self.params if each in same or each[1] in self._bucketed]
+            self._schemas[key] = schema_of(same, f"wrapper {self.number}", *sparse)
         self.schema = self._schemas[key]
 
     def schema_of_change(self) -> bytes:
@@ -387,7 +399,7 @@ class ModuleParameters:
             now = map(tensor_behind, self._bucketed)
             self._swapped = swaps[0], not all(map(eq, now, self._behind))
         required = list(map(_requires_grad, self._looked_at))
-        if self._swapped[1] or required != self._required or any(self._empty_tables):
+        if self._swapped[1] or required != self._required or any(self._empty_tables.values()):
             return True
         held = list(chain.from_iterable(self._contents))
         return len(held) != len(self._held) or not all(map(is_, held, self._held))
@@ -431,6 +443,11 @@ class ModuleParameters:
             f"{where}: another rank has reduced something else at the same time: call the wrapped "
             "modules in the same order on all ranks"
         )
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether this is a module without parameters, buffers and parts."""
+    return isinstance(part, nn.Module) and not (part._parameters or part._modules or part._buffers)
 
 
 def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:

@@ -32,7 +32,6 @@ from tritonddp._torch import (
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
-from tritonddp.buckets.parameters import parameters_of
 from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.comm.grad_bucket import GradBucket
@@ -164,7 +163,7 @@ class StockDDPNames:
     def _trainable(self) -> list[tuple[str, Tensor]]:
         return [
             (name, param)
-            for name, param in parameters_of(self.module, self.parameters_to_ignore)
+            for name, param in self._ddp_state.ignored.parameters(self.module)
             if param.requires_grad
         ]
 

@@ -28,7 +28,6 @@ from torch.nn.parameter import is_lazy
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import comptime, current_graph_task_id, is_traced, keep_dynamo_out, keep_order
-from tritonddp.buckets.parameters import parameters_of
 from tritonddp.compiled.gradients import GraphGradients
 
 _numbers = count()
@@ -108,7 +107,7 @@ class Traced:
 def names_of(number: int) -> dict[Tensor, str]:
     """Names of the parameters of the wrapper with this number."""
     ddp = _traced[number]._wrapper()
-    return {param: name for name, param in parameters_of(ddp.module, ddp.parameters_to_ignore)}
+    return {param: name for name, param in ddp._ddp_state.ignored.parameters(ddp.module)}
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:

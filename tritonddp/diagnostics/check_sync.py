@@ -10,7 +10,7 @@ And a tensor that one rank alone expects to differ has to be left out on all ran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonddp._torch import running_statistics
-from tritonddp.buckets.parameters import parameters_of
+from tritonddp.buckets.ignored import Ignored
 from tritonddp.coordination.collectives import all_gather, all_reduce
 from tritonddp.coordination.failures import rank_list
 from tritonddp.coordination.group import Group
@@ -45,11 +45,11 @@ class _Item:
 def check_sync(
     module: nn.Module,
     requests: Requests,
-    ignored: Collection[str],
+    ignored: Ignored,
     buffers: bool | None,
     gradients: bool | None,
 ) -> None:
-    """See ``DistributedDataParallel.check_sync()``; tensors with ``ignored`` names are left out."""
+    """See ``DistributedDataParallel.check_sync()``; what is ``ignored`` is left out."""
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
@@ -57,10 +57,10 @@ def check_sync(
     group, device = reducer.group, reducer.manager.current.params[0].device
     where = f"{reducer.where()}, check_sync()"
     # (A module under tensor parallelism may have other tensors in the places of its parameters.)
-    params = parameters_of(module, ignored)
-    held = [each for each in module.named_buffers() if each[0] not in ignored]
-    if buffers is False:
-        held = []
+    params = ignored.parameters(module)
+    held = [] if buffers is False else ignored.buffers(module)
+    if buffers is None and not requests.reducer.parameters.ignored.syncs_buffers:
+        held = []  # each rank keeps what it has
     own = _of_own_batches(module, group) if buffers is None else []
     what = f"{buffers}, without {own}" if own else buffers
     compared = {"buffers": what, "gradients": gradients}

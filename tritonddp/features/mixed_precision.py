@@ -15,7 +15,7 @@ are restored. Hooks on all modules replace them by casts during that time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import MixedPrecision, cast_inputs, current_graph_task_id
-from tritonddp.buckets.parameters import parameters_of
+from tritonddp.buckets.ignored import Ignored, parameters_of
 from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.coordination.verify import is_plain
 from tritonddp.kernels.flat_buffer import DTYPES
@@ -32,12 +32,12 @@ from tritonddp.kernels.flat_buffer import DTYPES
 class LowPrecision:
     """Runs ``module`` in the dtypes of ``config``, and casts its buffers for good.
 
-    ``ignored`` are names of parameters and buffers that keep their dtypes.
+    ``ignored`` parameters and buffers keep their dtypes.
     """
 
-    def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Ignored) -> None:
         self._dtype = config.param_dtype
-        self._ignored = set(ignored)
+        self._ignored = ignored
         self._kept: set[Tensor] = set()  # parameters that are ignored
         self._is_running = False
         self._has_run = False
@@ -48,8 +48,8 @@ class LowPrecision:
         self._hooks: list[Any] = []
         self._name_params(module)
         if config.buffer_dtype is not None:
-            for name, buffer in module.named_buffers():
-                if name not in self._ignored and buffer.is_floating_point():
+            for _, buffer in ignored.buffers(module):
+                if buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
         if self._dtype is not None:
             self._add_hooks(module)
@@ -61,8 +61,8 @@ class LowPrecision:
         args, kwargs = cast_inputs(self._dtype, args, kwargs)
         self._put_back(self._replaced)  # left by a recomputation that broke off
         self._recomputed.clear()
-        if self._ignored:
-            others = {param for _, param in parameters_of(module, self._ignored)}
+        if self._ignored.names:
+            others = {param for _, param in self._ignored.parameters(module)}
             self._kept = {p for _, p in parameters_of(module) if p not in others}
         self._add_hooks(module)
         replaced = self._replace(module)
@@ -101,7 +101,7 @@ class LowPrecision:
 
     def _name_params(self, module: nn.Module) -> None:
         """Set ``_fp_param`` and ``_mp_param`` as stock DDP does; the latter takes no memory."""
-        for _, param in parameters_of(module, self._ignored):
+        for _, param in self._ignored.parameters(module):
             with outside_modes([param]):
                 low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
                 param._mp_param = low.expand(param.shape)  # type: ignore[attr-defined]

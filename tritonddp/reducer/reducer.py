@@ -36,7 +36,6 @@ from tritonddp.reducer import capture
 from tritonddp.reducer.averager import Averager
 from tritonddp.reducer.graph.backward import (
     FAILED,
-    FINISHING,
     RUNNING,
     UNFINALIZED,
     WAITING,
@@ -289,7 +288,7 @@ class Reducer:
         """Another backward begins, and ``former`` is not over."""
         self.check_finalized()
         former.finish_waiting()  # a callback of the user, at the end of it, runs another one
-        if self.backward is former and former.phase is FINISHING:
+        if self.backward is former and former.phase is WAITING:
             raise RuntimeError(
                 f"{former.where}: a communication hook, a signal handler or another thread runs a "
                 "backward through the module, while gradients of its last backward are reduced: "
@@ -488,9 +487,11 @@ class Reducer:
         reduction = None if self.backward is None else self.backward.reduction
         if reduction is None:
             return
-        if self.tracker.has_unannounced():
+        with self.launching:
+            is_full = self.tracker.look(number)
+        if self.tracker.has_unannounced:
             self.tracker.note_unannounced(reduction, self.reentrant)
-        if self.tracker.look(number):
+        if is_full:
             self.on_segment_ready(number)
 
     # End of backward
@@ -572,8 +573,10 @@ class Reducer:
             return
         reduction, manager = backward.reduction, self.manager
         assert reduction is not None
-        self.group.open_backwards[self] = None  # again, if finalize_backward() has been called
-        backward.moves_to(FINISHING)
+        if backward.phase is UNFINALIZED:
+            backward.moves_to(WAITING)
+            self.group.open_backwards[self] = None
+        backward.callback = None  # that was it, and it is not dropped
         try:
             reduction.finish()
             is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
@@ -591,7 +594,7 @@ class Reducer:
                 self.group.refuse_further_use()
             raise
         self._close(backward)
-        if self.averager.afterwards is not None and any(self.parameters.module_buffers.of_modules):
+        if self.averager.afterwards is not None and self.parameters.ignored.syncs_buffers:
             self.averager.afterwards()
         for call in self.events.on_end:
             call(reduction)

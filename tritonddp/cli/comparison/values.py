@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonddp.buckets.parameters import parameters_of
+from tritonddp.buckets.ignored import parameters_of
 from tritonddp.diagnostics.checksum import checksums
 
 CAPTURED_STEPS = 3  # the first steps of the optimizer

@@ -213,18 +213,16 @@ class Phase(enum.Enum):
     following: tuple[Phase, ...]  # the phases that may follow
 
     RUNNING = enum.auto()  # gradients become ready
-    WAITING = enum.auto()  # it has ended; the engine's last callback will wait for the buckets
+    WAITING = enum.auto()  # it has ended, and waits for its buckets; communication hooks run
     UNFINALIZED = enum.auto()  # it has ended; finalize_backward() will wait for the buckets
-    FINISHING = enum.auto()  # waits for the buckets; communication hooks of the user run
     FAILED = enum.auto()  # an error has ended it: this rank may owe collectives to the others
 
 
 # (Reading a member from its class costs a call before Python 3.12.)
-RUNNING, WAITING, UNFINALIZED, FINISHING, FAILED = Phase
+RUNNING, WAITING, UNFINALIZED, FAILED = Phase
 RUNNING.following = WAITING, UNFINALIZED, FAILED
-WAITING.following = FINISHING, FAILED
-UNFINALIZED.following = (FINISHING,)
-FINISHING.following = (FAILED,)
+WAITING.following = (FAILED,)
+UNFINALIZED.following = (WAITING,)
 FAILED.following = ()
 FORWARD, AGAIN, ELSEWHERE = GradSource.FORWARD, GradSource.AGAIN, GradSource.ELSEWHERE
 
@@ -244,7 +242,9 @@ class Backward:
             ``no_sync`` so far.
         doubt: it is local, and its gradients should be dropped, or reduced later: the origin that
             :class:`UnreducedGradient` names. Else empty.
-        phase: see :class:`Phase`.
+        phase: see :class:`Phase`; only :meth:`moves_to` sets it.
+        callback: weak reference to what the engine, and nobody else, holds until it calls it. If
+            the engine drops it before, the backward has failed.
         graph_task: the engine's id of it; -1 before it is known.
         creates_graph: it runs with ``create_graph=True``.
         is_inner: the first gradient came in a backward inside another one, as reentrant
@@ -263,8 +263,7 @@ class Backward:
     is_inner: bool = False
     phase: Phase = field(default=RUNNING, init=False)
     graph_task: int = field(default=-1, init=False)
-    # Weak reference to the callback that only the engine holds.
-    _end: Callable[[], object] | None = field(default=None, init=False)
+    callback: Callable[[], object] | None = field(default=None, init=False)
     # The thread on which an inner backward has ended, until the one around it goes on.
     _between: int | None = field(default=None, init=False)
 
@@ -274,14 +273,14 @@ class Backward:
         return self.phase is RUNNING
 
     def moves_to(self, phase: Phase) -> None:
-        """It is in this phase from now on: the only place that sets it.
+        """It is in this phase from now on.
 
         Raises:
             RuntimeError: this phase cannot follow.
         """
         if phase not in self.phase.following:
             raise RuntimeError(f"{self.where}: a backward cannot move from {self.phase} to {phase}")
-        self.phase, self._end = phase, None  # what the engine drops from now on is no failure
+        self.phase, self.callback = phase, None
 
     def queue_end(
         self,
@@ -300,10 +299,10 @@ class Backward:
             local: the same backward, if it was local until now: its callback is queued already.
         """
         if local is not None:  # (This may be an inner backward, of a reentrant checkpoint.)
-            self.graph_task, self._end, local._end = local.graph_task, local._end, None
+            self.graph_task, self.callback, local.callback = local.graph_task, local.callback, None
         else:
             self.graph_task = current_graph_task_id()
-            self._end = weakref.ref(end, broke_off)
+            self.callback = weakref.ref(end, broke_off)
             queue_end_of_backward(end)
 
     def outlives_inner(self, end: Callable[[], None], broke_off: Callable[[object], None]) -> bool:
@@ -331,7 +330,7 @@ class Backward:
 
         handles += [each.register_prehook(go_on) for each in following]
         # Only the hooks hold it now: they go with the graph.
-        self._between, self._end = get_ident(), weakref.ref(end, broke_off)
+        self._between, self.callback = get_ident(), weakref.ref(end, broke_off)
         return True
 
     def has_stopped_between(self) -> bool:
@@ -363,13 +362,13 @@ class Backward:
         if waits is not None:
             ends.reducers.append(waits)
             self.moves_to(WAITING)
-            self._end = weakref.ref(ends, broke_off)
+            self.callback = weakref.ref(ends, broke_off)
         return ends
 
     def finish_waiting(self) -> None:
         """If it waits for the engine's last callback: do now what that would do."""
-        if self.phase is WAITING and self._end is not None:
-            ends = self._end()
+        if self.phase is WAITING and self.callback is not None:
+            ends = self.callback()
             if isinstance(ends, EndsOfBackward):
                 ends.finish()
 

@@ -153,6 +153,12 @@ class ReadyTracker:
         self._last = [_NEVER] * len(ranges)  # for each segment, the parameter expected last
         self._looked = [_NOBODY_LOOKS]  # length of the part of the log that is as expected
         self._end_hooks: dict[int, Any] = {}
+        # In a backward of another order: length of the part of the log that was looked at, which
+        # parameters are in it, and for each segment which ones are expected and not in it.
+        self._seen = 0
+        self._is_ready = bytearray()
+        self._pending: list[list[int]] = []
+        self.has_unannounced = False  # one that was not expected came, or one came again
 
     def query(self, assumes: bool = False) -> list[bool] | None:
         """For each parameter, whether the backward that runs on this thread will reach it.
@@ -210,7 +216,7 @@ class ReadyTracker:
         if reached != self.reached or doubtful != self._doubtful:
             self._expect(reached, doubtful)
         self.gradients.set_hook(self._writes)
-        self._looked[0] = 0 if looks else _NOBODY_LOOKS
+        self._looked[0], self._seen = 0 if looks else _NOBODY_LOOKS, 0
 
     def tell_first(self) -> None:
         """Call :meth:`Listener.on_gradients` when the next gradient has come.
@@ -285,31 +291,36 @@ class ReadyTracker:
             segment = self.segment_of[number]
             self._last[segment], waits[segment] = _NEVER, True
         self.waiting = [sum(waits[each.start : each.stop]) for each in self._segments_of]
+        for number in self._end_hooks.keys() - self._last:
+            self._end_hooks.pop(number).remove()
         for number in self._last:
             self._hook_end(number)
         self.reached, self._doubtful = reached, doubtful
 
-    def look(self, number: int) -> bool:
-        """Whether segment ``number`` has all gradients that it waits for.
+    def look(self, segment: int) -> bool:
+        """Whether this segment has all gradients that it waits for. For one caller at a time.
 
-        If not, wait for the missing parameter with the highest number, which is likely to come
-        last: parameters are numbered in the order of an earlier backward.
+        If not, wait for one that is pending: at first for the one with the highest number, since
+        parameters are numbered in the order of an earlier backward, then for the one in the middle.
+        So an order that has nothing in common with the last one takes few looks.
         """
-        arrived = set(map(id, self.log))
-        missing = [
-            index
-            for index in self._ranges[number]
-            if self.reached[index] and id(self._params[index]) not in arrived
-        ]
-        if missing:
-            self._last[number] = missing[-1]
-            self._hook_end(missing[-1])
-        return not missing
-
-    def has_unannounced(self) -> bool:
-        """Whether a gradient came that was not announced, or came a second time."""
-        arrived = set(map(id, self.log))
-        return len(arrived) < len(self.log) or not arrived.issubset(map(id, self._usual))
+        is_first = not self._seen
+        if is_first:
+            self._is_ready, self.has_unannounced = bytearray(len(self._params)), False
+            self._pending = [[n for n in each if self.reached[n]] for each in self._ranges]
+        is_ready, position, self._seen = self._is_ready, self._seen, len(self.log)
+        for key in map(id, self.log[position : self._seen]):
+            number = self._number_of.get(key)
+            if number is None:  # after swap_tensors
+                continue
+            self.has_unannounced |= bool(is_ready[number]) or not self.reached[number]
+            is_ready[number] = True
+        pending = [number for number in self._pending[segment] if not is_ready[number]]
+        self._pending[segment] = pending
+        if pending:
+            self._last[segment] = pending[-1 if is_first else len(pending) // 2]
+            self._hook_end(self._last[segment])
+        return not pending
 
     def arrivals(self) -> list[int]:
         """The log, as numbers of parameters."""

@@ -1,0 +1,124 @@
+"""Which parameters and buffers stay with each rank (``_ddp_params_and_buffers_to_ignore``)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+
+def parameters_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Parameter]]:
+    """The parameters of ``module``, each once, with the first of its names that is not ignored.
+
+    As stock DDP, which asks each submodule for its own: they may override ``named_parameters()``.
+    """
+    found: dict[Parameter, str] = {}
+    for prefix, part in module.named_modules():
+        for key, param in part.named_parameters(recurse=False):
+            name = _joined(prefix, key)
+            if name not in ignored:
+                found.setdefault(param, name)
+    return [(name, param) for param, name in found.items()]
+
+
+class Ignored:
+    """What the wrapper leaves to each rank. It is decided once, at wrapping, as in stock DDP.
+
+    A tensor that is ignored stays ignored, whatever its name becomes: its module may be pruned,
+    compiled or put in an ``nn.Sequential`` later. The same holds for what is reduced. A parameter
+    that the module gets later is ignored if its name is in the list, or if it belongs to a part
+    that has had ignored parameters only (another layer of an expert, a LoRA around it).
+
+    Args:
+        module: the wrapped module.
+        names: of its parameters and buffers that are ignored. New names may be added to it.
+
+    Attributes:
+        names: see above.
+        reduced: parameters that are not ignored, as far as they are known.
+        syncs_buffers: the module had buffers that are not ignored. As in stock DDP a module that
+            had none keeps to each rank what it gets later.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self.names = names
+        self.reduced: Collection[Tensor] = ()
+        self._tensors: set[Tensor] = set()
+        self._parts: dict[int, weakref.ref[nn.Module]] = {}  # without reduced parameters, by id
+        self._keys: dict[int, set[str]] = {}  # of ignored buffers, by the id of their dictionary
+        self._tables: list[Mapping[str, Tensor | None]] = []  # these dictionaries
+        self.syncs_buffers = any(name not in names for name, _ in module.named_buffers())
+        if not names:
+            return
+        self.reduced = reduced = {param for _, param in parameters_of(module, names)}
+        self._tensors.update(p for _, p in parameters_of(module) if p not in reduced)
+        for prefix, part in module.named_modules():
+            if self._is_local(part):
+                self._parts[id(part)] = weakref.ref(part)
+            if keys := {key for key in part._buffers if _joined(prefix, key) in names}:
+                self._keys[id(part._buffers)] = keys
+                self._tables.append(part._buffers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the wrapper, whose tensors are others: they are known by name."""
+        forgotten: dict[str, Any] = {
+            "reduced": (),
+            "_tensors": set(),
+            "_parts": {},
+            "_keys": {},
+            "_tables": [],
+        }
+        return self.__dict__ | forgotten
+
+    def parameters(self, module: nn.Module) -> list[tuple[str, Parameter]]:
+        """See :func:`parameters_of`: those that are not ignored."""
+        if not self.names:
+            return parameters_of(module)
+        parts = dict(module.named_modules())
+        found: dict[Parameter, str] = {}
+        renamed: dict[Parameter, str] = {}
+        for prefix, part in parts.items():
+            for key, param in part.named_parameters(recurse=False):
+                name = _joined(prefix, key)
+                if param in self.reduced:
+                    (renamed if name in self.names else found).setdefault(param, name)
+                elif name in self.names or self._is_of_local(param, prefix, parts):
+                    if isinstance(param, Parameter):  # not the stand-in of a functional call
+                        self._tensors.add(param)
+                else:
+                    found.setdefault(param, name)
+        return [(name, param) for param, name in (renamed | found).items()]
+
+    def buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """What ``named_buffers()`` says now, as in stock DDP, without what is ignored."""
+        named: Iterable[tuple[str, Tensor]] = module.named_buffers()
+        if not self.names:
+            return list(named)
+        ignored = set(self.names)
+        for prefix, part in module.named_modules():
+            ignored.update(_joined(prefix, key) for key in self._keys.get(id(part._buffers), ()))
+        return [each for each in named if each[0] not in ignored]
+
+    def _is_of_local(self, param: Tensor, prefix: str, parts: Mapping[str, nn.Module]) -> bool:
+        """Whether ``param``, in the part of this name, was ignored, or belongs to such a part."""
+        if param in self._tensors:
+            return True
+        names = prefix.split(".")
+        around = [parts.get(".".join(names[:end])) for end in range(1, len(names) + 1)]
+        return any(part is not None and self._is_local(part) for part in around)
+
+    def _is_local(self, part: nn.Module) -> bool:
+        """Whether all parameters of this part that are known are ignored, and there are some."""
+        former = self._parts.get(id(part))
+        if former is not None and former() is part:
+            return True
+        held = [param for _, param in parameters_of(part)]
+        is_ignored = any(param in self._tensors for param in held)
+        return is_ignored and not any(param in self.reduced for param in held)
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
