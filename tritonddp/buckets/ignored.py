@@ -45,36 +45,43 @@ class Ignored:
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
         self.names = names
+        self.syncs_buffers = any(name not in names for name, _ in module.named_buffers())
+        self._forget()
+        self._decide(module)
+
+    def _forget(self) -> None:
         self.reduced: Collection[Tensor] = ()
         self._tensors: set[Tensor] = set()
         self._parts: dict[int, weakref.ref[nn.Module]] = {}  # without reduced parameters, by id
         self._keys: dict[int, set[str]] = {}  # of ignored buffers, by the id of their dictionary
         self._tables: list[Mapping[str, Tensor | None]] = []  # these dictionaries
-        self.syncs_buffers = any(name not in names for name, _ in module.named_buffers())
-        if not names:
+        self._is_decided = False
+
+    def _decide(self, module: nn.Module) -> None:
+        self._is_decided = True
+        if not self.names:
             return
-        self.reduced = reduced = {param for _, param in parameters_of(module, names)}
+        self.reduced = reduced = {param for _, param in parameters_of(module, self.names)}
         self._tensors.update(p for _, p in parameters_of(module) if p not in reduced)
         for prefix, part in module.named_modules():
             if self._is_local(part):
                 self._parts[id(part)] = weakref.ref(part)
-            if keys := {key for key in part._buffers if _joined(prefix, key) in names}:
+            if keys := {key for key in part._buffers if _joined(prefix, key) in self.names}:
                 self._keys[id(part._buffers)] = keys
                 self._tables.append(part._buffers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the wrapper, whose tensors are others: they are known by name."""
-        forgotten: dict[str, Any] = {
-            "reduced": (),
-            "_tensors": set(),
-            "_parts": {},
-            "_keys": {},
-            "_tables": [],
-        }
-        return self.__dict__ | forgotten
+        """For copies of the wrapper, whose tensors are others: their names decide again."""
+        return {"names": self.names, "syncs_buffers": self.syncs_buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     def parameters(self, module: nn.Module) -> list[tuple[str, Parameter]]:
         """See :func:`parameters_of`: those that are not ignored."""
+        if not self._is_decided:
+            self._decide(module)
         if not self.names:
             return parameters_of(module)
         parts = dict(module.named_modules())
@@ -90,7 +97,9 @@ class Ignored:
                         self._tensors.add(param)
                 else:
                     found.setdefault(param, name)
-        return [(name, param) for param, name in (renamed | found).items()]
+        for param, name in renamed.items():
+            found.setdefault(param, name)
+        return [(name, param) for param, name in found.items()]
 
     def buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """What ``named_buffers()`` says now, as in stock DDP, without what is ignored."""

@@ -447,7 +447,11 @@ class ModuleParameters:
 
 def _is_plain(part: Any) -> bool:
     """Whether this is a module without parameters, buffers and parts."""
-    return isinstance(part, nn.Module) and not (part._parameters or part._modules or part._buffers)
+    return (
+        isinstance(part, nn.Module)
+        and isinstance(part._parameters, dict)  # else TorchScript's
+        and not (part._parameters or part._modules or part._buffers)
+    )
 
 
 def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
