@@ -84,7 +84,7 @@ class ReplicatedModule:
         # What slicing or a copy of the dictionary has made has none, or that of another module.
         is_own = wrapper is not None and wrapper._modules["module"] is self
         state = wrapper._ddp_state if is_own else None
-        if state is None or get_ident() in state.running or state.is_plain:  # it calls itself
+        if state is None or state.call is None or get_ident() in state.running:  # it calls itself
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
         # As wrapper.forward(), which would be one more call in each step.
         span = record_function if is_profiled() else cheap_record_function

@@ -62,7 +62,8 @@ class DDPState:
     """The objects and options of one wrapper.
 
     Attributes:
-        call: runs the module that is replicated in place; ``None`` where a wrapper calls it.
+        call: runs the module that is replicated in place; ``None`` where a wrapper calls it, and in
+            a forked process.
         window: counts what weighted backwards have accumulated, once there is one.
     """
 
@@ -78,7 +79,6 @@ class DDPState:
     low_precision: LowPrecision | None = None  # runs the module with mixed_precision
     call: Callable[..., Any] | None = None
     running: set[int] = field(default_factory=set)  # threads on which a forward runs
-    is_plain: bool = False  # replicated in place, and in this process a plain module
     finalizes_manually: bool = False  # see require_manual_backward_finalization
     builtin_hook: dist.BuiltinCommHookType | None = None  # torch's in C++, if one is registered
     buffer_hook: BufferHook | None = None  # registered by the user, instead of a broadcast
@@ -134,7 +134,7 @@ class DDPState:
 
     def detach(self) -> None:
         """This process was forked: a module that is replicated in place is a plain one here."""
-        self.is_plain = True
+        self.call = None
 
     def _count_any_call(self, wrapper: nn.Module) -> None:
         self.group.join_forks(self)

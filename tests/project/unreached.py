@@ -112,11 +112,10 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
             "the wrapper is dropped in the midst of a backward",
         )
     },
-    "reducer/graph/backward.py": {"Backward.still_runs": (2, GPU)},
+    "reducer/graph/backward.py": {"Backward.has_failed": (2, GPU)},
     "reducer/averager.py": {"Averager.make_up": (2, DISAGREE), "Averager.check_pending": (1, GPU)},
     "reducer/reducer.py": {
         "Reducer.make_up": (1, "on_abort of a capture, which check_finite has"),
-        "Reducer.on_backward": (1, "a backward while one waits for its end"),
         "Reducer.on_segment_ready": (1, GUARD),
         "Reducer.on_unusual_order": (1, GUARD),
     },

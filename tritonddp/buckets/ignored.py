@@ -38,7 +38,7 @@ class Ignored:
 
     Attributes:
         names: see above.
-        reduced: parameters that are not ignored, as far as they are known.
+        reduced: what the module held when all ranks last agreed, without what is ignored.
         syncs_buffers: the module had buffers that are not ignored. As in stock DDP a module that
             had none keeps to each rank what it gets later.
     """
@@ -77,6 +77,10 @@ class Ignored:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+    def agree(self, reduced: Collection[Tensor]) -> None:
+        """All ranks hold these parameters, and reduce them."""
+        self.reduced = reduced
 
     def parameters(self, module: nn.Module) -> list[tuple[str, Parameter]]:
         """See :func:`parameters_of`: those that are not ignored."""

@@ -142,7 +142,6 @@ class ModuleParameters:
         self._group = group
         self.number = -1
         self._bucketed: dict[Parameter, str] = {}
-        self._known: set[Parameter] = set()  # what the module held when all ranks last agreed
         self._behind: dict[int, None] = {}  # the tensors in C++ behind those, in their order
         count_swaps()
         self._swapped = swaps[0], False  # at the last look: how often, and others are behind them
@@ -355,16 +354,16 @@ class ModuleParameters:
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
         self.is_agreed = self._holds_all = True
-        self._known = self.ignored.reduced = self.held
+        self.ignored.agree(self.held)
         self.module_buffers.commit()
 
     def new(self) -> list[tuple[str, Parameter]]:
         """Those of :attr:`unplaced` that came since :meth:`commit`: the ranks may differ there."""
-        return [each for each in self.unplaced if each[1] not in self._known]
+        return [each for each in self.unplaced if each[1] not in self.ignored.reduced]
 
     def _sort(self) -> None:
         self._looked_at = [param for _, param in self.params]
-        self._holds_all = self._bucketed.keys() & self._known <= self.held
+        self._holds_all = self._bucketed.keys() & self.ignored.reduced <= self.held
         self._schemas.clear()
         self._required = list(map(_requires_grad, self._looked_at))
         self._note_required()

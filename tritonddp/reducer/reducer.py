@@ -141,7 +141,7 @@ class Reducer:
             return
         if self.backward is not None:
             self.check_finalized()
-            if self.backward.has_stopped_between():
+            if self.backward.has_stopped_unnoticed():
                 self.backward.fail()
         if self.group.open_backwards:
             self.group.recover()
@@ -282,7 +282,7 @@ class Reducer:
                 "a gradient that goes through none and is averaged: run both the forward and the "
                 "backward inside no_sync(), or outside"
             )
-        forward.reached = True
+        forward.reach()
 
     def _end_former(self, former: Backward) -> None:
         """Another backward begins, and ``former`` is not over."""
@@ -376,19 +376,17 @@ class Reducer:
                 reduction.unfilled[:] = tracker.waiting
             for call in self.events.on_begin:
                 call(backward)
-            if is_alone:
-                backward.queue_end(partial(self._end), self._broke_off, local)
-                return
-            if is_provisional:
-                manager.announce()
-            for bucket in current.to_release:
-                bucket.release()
+            if not is_alone:
+                if is_provisional:
+                    manager.announce()
+                for bucket in current.to_release:
+                    bucket.release()
             backward.queue_end(partial(self._end), self._broke_off, local)
         except BaseException:
             backward.moves_to(FAILED)
             tracker.stop()
             raise
-        if not is_provisional and not reduction.unfilled[0]:
+        if not (is_provisional or is_alone or reduction.unfilled[0]):
             (self.on_gradients if late is not None else tracker.tell_first)()
 
     def _needs_no_exchange(self) -> bool:
@@ -576,7 +574,6 @@ class Reducer:
         if backward.phase is UNFINALIZED:
             backward.moves_to(WAITING)
             self.group.open_backwards[self] = None
-        backward.callback = None  # that was it, and it is not dropped
         try:
             reduction.finish()
             is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
@@ -726,7 +723,6 @@ class Reducer:
         Raises:
             RuntimeError: a backward runs, or waits for that.
         """
-        # (A backward that failed is over: the next forward makes up for it.)
         waits = self.backward is not None and self.backward.phase is UNFINALIZED
         if waits or self.backward_runs:
             raise RuntimeError(

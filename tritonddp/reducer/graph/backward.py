@@ -63,6 +63,10 @@ class Forward:
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
     reached: bool = False  # a reduced backward has gone through its outputs
 
+    def reach(self) -> None:
+        """A reduced backward that has begun elsewhere goes through its outputs too."""
+        self.reached = True
+
 
 class Forwards:
     """Decides, from the forwards until now, whether a backward is reduced or only accumulates.
@@ -265,7 +269,7 @@ class Backward:
     graph_task: int = field(default=-1, init=False)
     callback: Callable[[], object] | None = field(default=None, init=False)
     # The thread on which an inner backward has ended, until the one around it goes on.
-    _between: int | None = field(default=None, init=False)
+    _inner_thread: int | None = field(default=None, init=False)
 
     @property
     def runs(self) -> bool:
@@ -324,21 +328,21 @@ class Backward:
         def go_on(_: Any) -> None:
             while handles:
                 handles.pop().remove()
-            if self._between is not None:
-                self._between = None
+            if self._inner_thread is not None:
+                self._inner_thread = None
                 self.queue_end(end, broke_off)
 
         handles += [each.register_prehook(go_on) for each in following]
         # Only the hooks hold it now: they go with the graph.
-        self._between, self.callback = get_ident(), weakref.ref(end, broke_off)
+        self._inner_thread, self.callback = get_ident(), weakref.ref(end, broke_off)
         return True
 
-    def has_stopped_between(self) -> bool:
+    def has_stopped_unnoticed(self) -> bool:
         """Whether the backward around an inner one has failed before it went on.
 
         The engine has no callback then that it could drop. But the thread runs no backward now.
         """
-        return self._between == get_ident() and current_graph_task_id() == -1
+        return self._inner_thread == get_ident() and current_graph_task_id() == -1
 
     def stays_local(self) -> None:
         """A forward outside ``no_sync`` does not make it a reduced one."""
@@ -360,7 +364,7 @@ class Backward:
             _ends[self.graph_task] = weakref.ref(ends, partial(_ends.pop, self.graph_task))
             queue_end_of_backward(ends.finish)
         if waits is not None:
-            ends.reducers.append(waits)
+            ends.waiting.append((waits, self))
             self.moves_to(WAITING)
             self.callback = weakref.ref(ends, broke_off)
         return ends
@@ -415,11 +419,11 @@ class EndsOfBackward:
     group, which ``new_group`` gives, and the number of the wrapper in it.
 
     Attributes:
-        reducers: their backward is over, and their reductions are launched.
+        waiting: reducers whose backward is over and whose buckets are launched, with that backward.
         local: of local backwards: gradients that :class:`Unreduced` may have to note.
     """
 
-    reducers: list[Ending] = field(default_factory=list)
+    waiting: list[tuple[Ending, Backward]] = field(default_factory=list)
     local: list[tuple[Unreduced, list[tuple[str, Parameter]], str, str]] = field(
         default_factory=list
     )
@@ -429,15 +433,16 @@ class EndsOfBackward:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.finish()
-        waiting = self.reducers
+        waiting = self.waiting
         if self.local:
             self._note_unreduced()
         failure: Exception | None = None
         if len(waiting) > 1:
-            waiting.sort(key=lambda each: each.order)
-            failure = _shared_views(waiting)
+            waiting.sort(key=lambda each: each[0].order)
+            failure = _shared_views([reducer for reducer, _ in waiting])
         while waiting:
-            reducer = waiting.pop(0)  # what Ctrl-C leaves is made up for
+            reducer, backward = waiting.pop(0)  # what Ctrl-C leaves is made up for
+            backward.callback = None  # that is this one, and it is not dropped
             try:
                 reducer.finish_ended()
             except Exception as error:
@@ -447,7 +452,7 @@ class EndsOfBackward:
 
     def _note_unreduced(self) -> None:
         """Note gradients that no wrapper reduces."""
-        reduced = {param for each in self.reducers for param in each.bucket_set.params}
+        reduced = {param for each, _ in self.waiting for param in each.bucket_set.params}
         for unreduced, left, where, origin in self.local:
             unreduced.note([each for each in left if each[1] not in reduced], where, origin)
         self.local = []
