@@ -1,0 +1,169 @@
+"""A program is a word, one letter an event: which words say something, and what happens in them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from short_programs.configurations import Configuration
+from short_programs.events import EVENTS
+
+# What every program ends with: a usual step, whose numbers show what is left of the events before.
+TAIL = "FBS"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One that is kept: where its forward is in the word, and by which event it was made."""
+
+    place: int
+    letter: str
+    backwards: int = 0  # those that it has had, with retain_graph
+
+
+@dataclass(frozen=True)
+class Step:
+    """An event of a word, and what is so when it comes.
+
+    Attributes:
+        outputs: all that are kept before it, the oldest first.
+        used: those whose backward it is.
+        plans: events that wait for this backward.
+        armed: whether a forward outside of ``no_sync`` has armed a reduction that has not been.
+        frozen: the events that have frozen layers.
+    """
+
+    letter: str
+    outputs: tuple[Output, ...]
+    used: tuple[Output, ...]
+    plans: str
+    armed: bool
+    frozen: str
+    has_gradients: bool
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether it is a backward that stock DDP reduces, and ends."""
+        return bool(self.used) and self.armed and not {*self.plans} & {*"Xx"}
+
+
+@dataclass
+class _Trace:
+    """What a word has done so far."""
+
+    kept: list[Output] = field(default_factory=list)
+    plans: str = ""
+    armed: bool = False
+    frozen: str = ""
+    has_gradients: bool = False
+
+    def step(self, place: int, letter: str) -> Step:
+        event, before, used = EVENTS[letter], tuple(self.kept), ()
+        if event.is_backward and self.kept:
+            used = before if letter == "C" else before[-1:] if letter == "b" else before[:1]
+        step = Step(
+            *(letter, before, used, self.plans, self.armed, self.frozen, self.has_gradients)
+        )
+        if event.makes:
+            self.kept.append(Output(place, letter))
+            self.armed = self.armed or letter != "n"
+        if event.takes:
+            gone = self.kept[:1] if letter in "BNL" else used
+            self.kept = [each for each in self.kept if each not in gone]
+        elif event.is_backward and self.kept:
+            first = self.kept[0]
+            self.kept[0] = Output(first.place, first.letter, first.backwards + 1)
+        if event.is_backward or letter == "M":
+            self.armed = self.armed and letter == "M"
+            self.plans, self.has_gradients = "", True
+        if event.plans:
+            self.plans += letter
+        if letter in "PY":
+            self.frozen += letter
+        elif letter == "U":
+            self.frozen = ""
+        elif letter == "Z":
+            self.has_gradients = False
+        return step
+
+
+def steps(word: str) -> list[Step]:
+    trace = _Trace()
+    return [trace.step(place, letter) for place, letter in enumerate(word)]
+
+
+def is_sensible(word: str, configuration: Configuration) -> bool:
+    """Whether each event does something, and stock DDP can get through it."""
+    renamed = ""
+    trace = steps(word)
+    for place, step in enumerate(trace):
+        letter, event, before = step.letter, EVENTS[step.letter], word[:place]
+        if len(step.outputs) < event.needs:
+            return False
+        if event.plans and (letter in step.plans or step.frozen):
+            return False  # (A hook needs a tensor that requires gradients.)
+        if letter in "Xx" and {*step.plans} & {*"Xx"}:
+            return False
+        if letter in "PY" and letter in step.frozen or letter == "U" and not step.frozen:
+            return False
+        if letter in "ZzSK" and not step.has_gradients or before[-1:] == letter in "ZQaAD":
+            return False
+        if letter in "rp":
+            if letter in renamed:
+                return False
+            renamed += letter
+        if not _is_for(letter, configuration):
+            return False
+        if configuration.is_in_place and not _is_the_same_in_place(step, trace[place:]):
+            return False
+    return not trace[-1].plans
+
+
+def _is_for(letter: str, configuration: Configuration) -> bool:
+    if letter in "Oo":  # who broadcasts buffers, waits for the others
+        return not configuration.broadcasts
+    if letter == "Y":  # else frozen layers are an error, or unequal
+        return configuration.finds_unused
+    return not (configuration.is_in_place and letter == "M")
+
+
+def _is_the_same_in_place(step: Step, later: Sequence[Step]) -> bool:
+    """In place the backward decides, and the forward under ``no_sync``; stock asks forwards alone.
+
+    So each backward outside is to be one that stock reduces, and each inside one that it does not.
+    """
+    if step.letter == "N":
+        return not step.armed
+    return not step.used or (step.armed and all(each.letter != "n" for each in step.used))
+
+
+def alphabet(configuration: Configuration) -> str:
+    return "".join(letter for letter in EVENTS if _is_for(letter, configuration))
+
+
+def all_words(length: int, configuration: Configuration, tail: str = TAIL) -> Iterator[str]:
+    """All sensible programs of at most ``length`` events before the tail, the short ones first."""
+    letters = alphabet(configuration)
+    for count in range(1, length + 1):
+        for chosen in itertools.product(letters, repeat=count):
+            word = "".join(chosen) + tail
+            if is_sensible(word, configuration):
+                yield word
+
+
+def sample(
+    length: int, configuration: Configuration, count: int, seed: int, tail: str = TAIL
+) -> list[str]:
+    """So many different sensible programs of ``length`` events before the tail."""
+    chance = random.Random(f"{length} {configuration.name} {seed}")
+    letters = alphabet(configuration)
+    found: dict[str, None] = {}
+    for _ in range(1000 * count):
+        if len(found) == count:
+            break
+        word = "".join(chance.choices(letters, k=length)) + tail
+        if is_sensible(word, configuration):
+            found[word] = None
+    return list(found)
