@@ -1,13 +1,12 @@
 """What is wrapped, and how: a configuration is named by its parts, ``hidden+views``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -181,7 +180,7 @@ def _allreduce(ddp: Any, net: nn.Module) -> None:
 
 
 def _probe(ddp: Any, net: nn.Module) -> None:
-    def hook(state: None, bucket: Any) -> Any:
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         with torch.no_grad():
             net.eval()
             ddp(torch.ones(3, WIDTH, dtype=bucket.buffer().dtype))
@@ -202,6 +201,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "static": ({"static_graph": True}, {}, {}),
     "nobuf": ({"broadcast_buffers": False}, {}, {}),
     "group": ({}, {}, {"transport": "process_group"}),
+    # After two usual steps: buckets are rebuilt, and ranks share memory.
+    "warm": ({}, {}, {}),
 }
 HOOKS: dict[str, Callable[[Any, nn.Module], None]] = {"allreduce": _allreduce, "probe": _probe}
 IN_PLACE = "replicate"
@@ -216,13 +217,18 @@ class Configuration:
     parts: frozenset[str] = field(default_factory=frozenset)
 
     @classmethod
-    def of(cls, name: str) -> Configuration:
+    def of(cls, name: str) -> "Configuration":
         parts = name.split("+")
         unknown = {*parts} - {*NETS, *OPTIONS, *HOOKS, IN_PLACE}
         if unknown:
             raise ValueError(f"unknown parts of a configuration: {sorted(unknown)}")
         net = next((part for part in parts if part in NETS), "norm")
         return cls(name, net, frozenset(parts))
+
+    @property
+    def head(self) -> str:
+        """The events before each word."""
+        return "FBSFBSZ" if "warm" in self.parts else ""
 
     @property
     def finds_unused(self) -> bool:

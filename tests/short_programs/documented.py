@@ -21,7 +21,46 @@ class Rule(NamedTuple):
     holds: Callable[[list[Step], Configuration], bool]
 
 
-RULES: tuple[Rule, ...] = ()
+def _is_local_only_here(trace: list[Step], configuration: Configuration) -> bool:
+    return any(step.letter == "N" and step.armed for step in trace)
+
+
+def _is_reduced_only_here(trace: list[Step], configuration: Configuration) -> bool:
+    """A further backward: of one graph, or of a forward before the one whose backward came first."""
+    return any(
+        step.letter != "N" and not step.armed and any(each.letter != "n" for each in step.used)
+        for step in trace
+    )
+
+
+def _meets_the_reduction_of_another_forward(
+    trace: list[Step], configuration: Configuration
+) -> bool:
+    """Stock's next backward is reduced, also one that does not go through the wrapper."""
+    return any(step.letter == "M" and step.armed for step in trace)
+
+
+def _is_of_a_forward_before_the_freeze(trace: list[Step], configuration: Configuration) -> bool:
+    """Autograd gives no gradient to what has been frozen since; stock gives zeros or the mean."""
+    return any(
+        any(step.frozen and not each.frozen for each in step.used)
+        for step in trace
+    )
+
+
+def _fires_the_delayed_reduction(trace: list[Step], configuration: Configuration) -> bool:
+    """With ``static_graph`` stock reduces all at the end of the first backward, of whatever kind."""
+    first = next((step.letter for step in trace if step.used or step.letter == "G"), "")
+    return "static" in configuration.parts and first == "G"
+
+
+RULES = (
+    Rule("**A backward inside `no_sync` of a forward outside** is local", _is_local_only_here),
+    Rule("a further backward through a forward outside is reduced", _is_reduced_only_here),
+    Rule("so are those only through `.module`", _meets_the_reduction_of_another_forward),
+    Rule("[Parameters frozen, replaced or added]", _is_of_a_forward_before_the_freeze),
+    Rule("[Gradients on request]", _fires_the_delayed_reduction),
+)
 
 
 def documented(word: str, configuration: Configuration) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from short_programs.configurations import NETS, WIDTH, Bare, Configuration
+
+
+SOON = 0.008  # seconds: longer than a backward takes here
 
 
 class State(NamedTuple):
@@ -42,6 +46,7 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
         self.kept: list[Callable[[], Tensor]] = []
         self.fails_first = False
+        self.meanwhile: list[Callable[[], None]] = []  # what ends after the next backward
         torch.manual_seed(1000 + rank)
 
     def perform(self, letter: str) -> None:
@@ -79,6 +84,8 @@ class Rank:
         loss = sum((tensor * 1).square().sum() for tensor in tensors)
         with contextlib.suppress(Planted):
             loss.backward(**options)  # type: ignore[union-attr]
+        while self.meanwhile:
+            self.meanwhile.pop()()
 
     def evaluate(self, evaluates: bool = True) -> None:
         if evaluates:
@@ -282,7 +289,50 @@ def _(rank: Rank) -> None:
         rank.in_next_backward(rank.net.b.weight, rank.evaluate)
 
 
+def while_others_are_late(rank: Rank, start: Callable[[], Callable[[], None]]) -> None:
+    """Rank 0 starts something in the next backward, whose last gradient is late on the others."""
+
+    def do() -> None:
+        if rank.rank == 0:
+            rank.meanwhile.append(start())
+        else:
+            time.sleep(2 * SOON)
+
+    once(rank.net.a.weight, do)
+
+
+@event("w", "rank 0 evaluates on another thread while the next backward waits", plans=True)
+def _(rank: Rank) -> None:
+    def start() -> Callable[[], None]:
+        timer = threading.Timer(SOON, rank.evaluate)
+        timer.start()
+        return timer.join
+
+    while_others_are_late(rank, start)
+
+
+@event("s", "rank 0 evaluates in a signal handler while the next backward waits", plans=True)
+def _(rank: Rank) -> None:
+    def start() -> Callable[[], None]:
+        before = signal.signal(signal.SIGALRM, lambda *_: rank.evaluate())
+        signal.setitimer(signal.ITIMER_REAL, SOON)
+
+        def end() -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+
+        return end
+
+    while_others_are_late(rank, start)
+
+
 # Failures
+
+
+@event("u", "forward, and a backward that raises before any gradient of a parameter, caught")
+def _(rank: Rank) -> None:
+    rank.fails_first = True
+    rank.backward(rank.net.loss_input(rank.ddp(rank.batch())))
 
 
 @event("X", "the next backward raises before any gradient of a parameter, caught", plans=True)

@@ -244,7 +244,10 @@ def _join(store: str, rank: int, world_size: int) -> None:
 def _play(side: str, number: int, task: Task) -> Played:
     states: list[State] = []
     try:
-        rank = Rank(Configuration.of(task.configuration), side, number, task.world_size)
+        configuration = Configuration.of(task.configuration)
+        rank = Rank(configuration, side, number, task.world_size)
+        for letter in configuration.head:
+            rank.perform(letter)
         for letter in task.word:
             rank.perform(letter)
             states.append(rank.state)

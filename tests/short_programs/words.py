@@ -20,7 +20,7 @@ class Output:
 
     place: int
     letter: str
-    backwards: int = 0  # those that it has had, with retain_graph
+    frozen: str = ""  # the events that had frozen layers
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,16 @@ class _Trace:
             *(letter, before, used, self.plans, self.armed, self.frozen, self.has_gradients)
         )
         if event.makes:
-            self.kept.append(Output(place, letter))
+            self.kept.append(Output(place, letter, self.frozen))
             self.armed = self.armed or letter != "n"
         if event.takes:
             gone = self.kept[:1] if letter in "BNL" else used
             self.kept = [each for each in self.kept if each not in gone]
-        elif event.is_backward and self.kept:
-            first = self.kept[0]
-            self.kept[0] = Output(first.place, first.letter, first.backwards + 1)
-        if event.is_backward or letter == "M":
-            self.armed = self.armed and letter == "M"
-            self.plans, self.has_gradients = "", True
+        if event.is_backward or letter in "Mu":
+            # (What raises before its first gradient leaves the reduction armed.)
+            self.armed = (self.armed and letter == "M") or letter == "u"
+            self.has_gradients = self.has_gradients or letter != "u"
+            self.plans = ""
         if event.plans:
             self.plans += letter
         if letter in "PY":
@@ -104,7 +103,7 @@ def is_sensible(word: str, configuration: Configuration) -> bool:
             return False
         if event.plans and (letter in step.plans or step.frozen):
             return False  # (A hook needs a tensor that requires gradients.)
-        if letter in "Xx" and {*step.plans} & {*"Xx"}:
+        if letter in "Xxu" and {*step.plans} & {*"Xxu"}:
             return False
         if letter in "PY" and letter in step.frozen or letter == "U" and not step.frozen:
             return False
@@ -122,7 +121,7 @@ def is_sensible(word: str, configuration: Configuration) -> bool:
 
 
 def _is_for(letter: str, configuration: Configuration) -> bool:
-    if letter in "Oo":  # who broadcasts buffers, waits for the others
+    if letter in "Oows":  # who broadcasts buffers, waits for the others
         return not configuration.broadcasts
     if letter == "Y":  # else frozen layers are an error, or unequal
         return configuration.finds_unused

@@ -1,0 +1,102 @@
+"""No short program sees anything else with tritonddp than with stock DDP."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launched import ROOT, run
+
+from short_programs.configurations import HOOKS, IN_PLACE, NETS, OPTIONS, Configuration
+from short_programs.documented import RULES
+from short_programs.words import alphabet, all_words, is_sensible, sample, steps
+
+COMMAND = Path(__file__).with_name("run.py")
+CONFIGURATIONS = (
+    *("plain", "plain+warm", "bare", "bare+warm", "bare+group", "bare+views", "views+warm"),
+    *("unused", "unused+bare+views", "finds", "small", "small+bare+warm+group", "static", "nobuf"),
+    *("allreduce", "bare+probe", "bare+probe+warm+views"),
+    *("hidden", "hidden+views+warm", "function", "caught", "expert", "cache", "lazy"),
+    *("bare+replicate", "hidden+replicate", "expert+replicate", "views+bare+replicate+warm"),
+)
+QUICK = ("plain", "bare+warm", "bare+probe", "hidden", "expert", "cache", "bare+replicate")
+
+
+def play(*arguments: object) -> None:
+    done: subprocess.CompletedProcess[str] = run(
+        *(COMMAND, *map(str, arguments)),
+        nproc=None,
+        env={"PYTHONPATH": str(ROOT)},
+        timeout=3600,
+    )
+    if done.returncode:
+        pytest.fail(f"{done.stdout[-10_000:]}\n{done.stderr[-5_000:]}", pytrace=False)
+
+
+@pytest.mark.quick
+def test_a_few_programs_of_two_events() -> None:
+    play("--config", ",".join(QUICK), "--length", 2, "--sample", 15)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_some_programs_of_three_and_of_five_events(name: str, world_size: int) -> None:
+    for length, count in ((3, 400), (5, 200)):
+        arguments = ("--length", length, "--sample", count, "--seed", world_size)
+        play("--config", name, "--world", world_size, *arguments)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_all_programs_of_up_to_three_events(name: str, world_size: int) -> None:
+    play("--config", name, "--world", world_size, "--length", 3)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.holds.__name__.strip("_"))
+@pytest.mark.quick
+def test_what_a_rule_lets_pass_is_on_the_page_of_differences(rule) -> None:  # type: ignore[no-untyped-def]
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "differences.md").read_text())
+    assert rule.row in page
+    names = [name for name in CONFIGURATIONS if "replicate" not in name]
+    configurations = [Configuration.of(name) for name in names]
+    words = {each: list(all_words(2, each)) for each in configurations}
+    share = [
+        sum(rule.holds(steps(word), each) for word in of_it) / len(of_it)
+        for each, of_it in words.items()
+    ]
+    assert 0 < max(share) < 0.1, "a rule that no program meets, or too many"
+
+
+def test_a_word_that_does_nothing_is_left_out() -> None:
+    configuration = Configuration.of("bare")
+    for word in ("B", "FbL", "ZFBS", "QQFBS", "UFBS", "FBST", "PPFBS", "FCS"):
+        assert not is_sensible(word, configuration), word
+    for word in ("FBS", "FFbBS", "TFBS", "uOQFBS", "PUFBS", "FRBS", "FFCS"):
+        assert is_sensible(word, configuration), word
+
+
+def test_a_configuration_has_the_events_that_mean_the_same_for_it() -> None:
+    def letters(name: str) -> set[str]:
+        return {*alphabet(Configuration.of(name))}
+
+    assert letters("bare") - letters("plain") == {*"Oows"}  # rank 0 alone, without buffers
+    assert letters("unused") - letters("plain") == {"Y"}
+    assert letters("bare") - letters("bare+replicate") == {"M"}
+    with pytest.raises(ValueError, match="unknown parts"):
+        Configuration.of("bare+wings")
+
+
+def test_a_sample_is_the_same_each_time() -> None:
+    configuration = Configuration.of("plain")
+    words = sample(5, configuration, 50, seed=1)
+    assert words == sample(5, configuration, 50, seed=1)
+    assert len({*words}) == 50
+    assert {*words} != {*sample(5, configuration, 50, seed=2)}
+
+
+def test_each_part_is_in_a_configuration_that_is_played() -> None:
+    played = {part for name in CONFIGURATIONS for part in name.split("+")}
+    assert {*NETS, *OPTIONS, *HOOKS, IN_PLACE} - played == {"norm"}
