@@ -39,7 +39,7 @@ class Difference:
     row: str = ""
 
     def __str__(self) -> str:
-        return f"{self.verdict.value} {self.word} {self.where}"
+        return f"{self.verdict.value} {self.word} {' '.join(self.where.split())[:250]}"
 
 
 def judge(configuration: Configuration, word: str, stock: Answer, ours: Answer) -> Difference:

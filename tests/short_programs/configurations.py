@@ -170,8 +170,7 @@ class Lazy(Bare):
 
 
 NETS: dict[str, type[Bare]] = {
-    cls.__name__.lower(): cls
-    for cls in (Norm, Bare, Hidden, Function, Caught, Expert, Cache, Lazy)
+    cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Function, Caught, Expert, Cache, Lazy)
 }
 
 

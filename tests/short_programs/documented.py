@@ -42,10 +42,7 @@ def _meets_the_reduction_of_another_forward(
 
 def _is_of_a_forward_before_the_freeze(trace: list[Step], configuration: Configuration) -> bool:
     """Autograd gives no gradient to what has been frozen since; stock gives zeros or the mean."""
-    return any(
-        any(step.frozen and not each.frozen for each in step.used)
-        for step in trace
-    )
+    return any(any(step.frozen and not each.frozen for each in step.used) for step in trace)
 
 
 def _fires_the_delayed_reduction(trace: list[Step], configuration: Configuration) -> bool:

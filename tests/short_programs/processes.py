@@ -62,7 +62,9 @@ class Answer:
     @property
     def error(self) -> str:
         """That of the first rank that has one."""
-        errors = (f"rank {rank}: {each.error}" for rank, each in enumerate(self.ranks) if each.error)
+        errors = (
+            f"rank {rank}: {each.error}" for rank, each in enumerate(self.ranks) if each.error
+        )
         return next(errors, "")
 
 

@@ -73,7 +73,7 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
         count[difference.verdict] += 1
         rows[difference.row] += 1
         if difference.verdict.is_fault or arguments.only:
-            print(f"{difference}\n    {_command(task)}", flush=True)
+            print(f"{difference} | {_command(task)}", flush=True)
     seconds = time.monotonic() - start
     played = sum(count.values())
     said = ", ".join(f"{each.value} {count[each]}" for each in Verdict)

@@ -117,7 +117,7 @@ def is_sensible(word: str, configuration: Configuration) -> bool:
             return False
         if configuration.is_in_place and not _is_the_same_in_place(step, trace[place:]):
             return False
-    return not trace[-1].plans
+    return not steps(f"{word}Q")[-1].plans
 
 
 def _is_for(letter: str, configuration: Configuration) -> bool:
