@@ -62,7 +62,7 @@ def _first_difference(word: str, stock: Answer, ours: Answer) -> str:
     is_exact = len(stock.ranks) == 2
     for place, letter in enumerate(word):
         for rank, both in enumerate(zip(stock.ranks, ours.ranks, strict=True)):
-            if found := _between(*(each.states[place] for each in both), is_exact):
+            if found := _between(both[0].states[place], both[1].states[place], is_exact):
                 return f"event {place} ({EVENTS[letter].text}), rank {rank}: {found}"
     return ""
 

@@ -26,7 +26,7 @@ def _is_local_only_here(trace: list[Step], configuration: Configuration) -> bool
 
 
 def _is_reduced_only_here(trace: list[Step], configuration: Configuration) -> bool:
-    """A further backward: of one graph, or of a forward before the one whose backward came first."""
+    """A second backward of one graph, or of a forward before the one that was reduced."""
     return any(
         step.letter != "N" and not step.armed and any(each.letter != "n" for each in step.used)
         for step in trace
@@ -46,7 +46,7 @@ def _is_of_a_forward_before_the_freeze(trace: list[Step], configuration: Configu
 
 
 def _fires_the_delayed_reduction(trace: list[Step], configuration: Configuration) -> bool:
-    """With ``static_graph`` stock reduces all at the end of the first backward, of whatever kind."""
+    """With ``static_graph`` stock reduces all at the end of the first backward of any kind."""
     first = next((step.letter for step in trace if step.used or step.letter == "G"), "")
     return "static" in configuration.parts and first == "G"
 

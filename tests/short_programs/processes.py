@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from short_programs.configurations import STOCK, Configuration
-from short_programs.events import Rank, State
+from short_programs.events import EVENTS, Rank, State
 
 # Seconds after which a collective gives up, and all that a program may take then.
 TIMEOUT, LIMIT = 6.0, 12.0
@@ -87,7 +87,8 @@ class Side:
 
 def play(sides: Iterable[Side], tasks: Iterable[Task]) -> Iterator[tuple[Task, list[Answer]]]:
     """The answers of all sides to each task; sides do not wait for each other."""
-    sides, tasks, sent = list(sides), iter(tasks), []
+    sides, tasks = list(sides), iter(tasks)
+    sent: list[Task] = []
     ahead = 16
     while True:
         while len(sent) < ahead and (task := next(tasks, None)) is not None:
@@ -164,16 +165,12 @@ class _Ranks:
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    answers[rank] = connection.recv()
+                    answers[rank] = self.workers[rank][1].recv()
                 except (EOFError, OSError):
                     answers[rank] = Played([], "the process died")
             if not left:
                 deadline = min(deadline, time.monotonic() + GRACE)
         if left:
-            answers = {
-                rank: each if each.error else Played(each.states, "")
-                for rank, each in answers.items()
-            }
             self.kill()
         return answers
 
@@ -249,9 +246,9 @@ def _play(side: str, number: int, task: Task) -> Played:
         configuration = Configuration.of(task.configuration)
         rank = Rank(configuration, side, number, task.world_size)
         for letter in configuration.head:
-            rank.perform(letter)
+            EVENTS[letter].perform(rank)
         for letter in task.word:
-            rank.perform(letter)
+            EVENTS[letter].perform(rank)
             states.append(rank.state)
         # Where a reduction has not ended, stock says so at the next forward.
         rank.keep(rank.batch())

@@ -18,16 +18,12 @@ from pathlib import Path
 
 # In front of the folder of this file, whose modules are those of a package; the package that is
 # played behind PYTHONPATH, which may name that of another tree.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-sys.path.insert(
-    1 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(Path(sys.path[0]).parent)
-)
-os.environ.update(OMP_NUM_THREADS="1", TRITONDDP_HANG_SECONDS="0", GLOO_SOCKET_IFNAME="lo")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)), f"{sys.path[0]}/..")
 
 import torch
 import torch._dynamo  # or each rank would import it, in its first step
 
-import tritonddp
 from short_programs.comparison import Verdict, judge
 from short_programs.configurations import OURS, STOCK, Configuration
 from short_programs.events import EVENTS
@@ -51,6 +47,8 @@ def main() -> int:
         for letter, event in EVENTS.items():
             print(letter, event.text)
         return 0
+    torch.set_num_threads(1)
+    os.environ |= {"TRITONDDP_HANG_SECONDS": "0", "GLOO_SOCKET_IFNAME": "lo"}
     sides = [Side(STOCK), Side(OURS)]
     try:
         counts = [_play(arguments, name, sides) for name in arguments.config.split(",")]
@@ -65,7 +63,9 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
     count: Counter[Verdict] = Counter()
     rows: Counter[str] = Counter()
     start = time.monotonic()
-    tasks = (Task(name, arguments.world, word) for word in _words(arguments, configuration))
+    tasks: Iterator[Task] = (
+        Task(name, arguments.world, word) for word in _words(arguments, configuration)
+    )
     if arguments.seconds is not None:
         tasks = _until(start + arguments.seconds, tasks)
     for task, (stock, ours) in play(sides, tasks):
@@ -76,10 +76,9 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
             print(f"{difference} | {_command(task)}", flush=True)
     seconds = time.monotonic() - start
     played = sum(count.values())
-    said = ", ".join(f"{each.value} {count[each]}" for each in Verdict)
-    print(
-        f"{name}, {arguments.world} ranks: played {played} ({played / seconds:.0f} a second): {said}"
-    )
+    rate = f"{played / seconds:.0f} a second"
+    counts = ", ".join(f"{each.value} {count[each]}" for each in Verdict)
+    print(f"{name}, {arguments.world} ranks: played {played} ({rate}): {counts}")
     for row, number in rows.items():
         if row:
             print(f"    documented {number}: {row}")
@@ -115,6 +114,4 @@ def _command(task: Task) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    assert tritonddp.__version__
     sys.exit(main())

@@ -1,7 +1,6 @@
 """No short program sees anything else with tritonddp than with stock DDP."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,8 @@ QUICK = ("plain", "bare+warm", "bare+probe", "hidden", "expert", "cache", "bare+
 
 
 def play(*arguments: object) -> None:
-    done: subprocess.CompletedProcess[str] = run(
-        *(COMMAND, *map(str, arguments)),
-        nproc=None,
-        env={"PYTHONPATH": str(ROOT)},
-        timeout=3600,
-    )
+    path = {"PYTHONPATH": str(ROOT)}
+    done = run(COMMAND, *map(str, arguments), nproc=None, env=path, timeout=3600)
     if done.returncode:
         pytest.fail(f"{done.stdout[-10_000:]}\n{done.stderr[-5_000:]}", pytrace=False)
 

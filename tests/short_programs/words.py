@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from short_programs.configurations import Configuration
@@ -12,6 +12,7 @@ from short_programs.events import EVENTS
 
 # What every program ends with: a usual step, whose numbers show what is left of the events before.
 TAIL = "FBS"
+RAISING = "Xxu"
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,6 @@ class Step:
     frozen: str
     has_gradients: bool
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether it is a backward that stock DDP reduces, and ends."""
-        return bool(self.used) and self.armed and not {*self.plans} & {*"Xx"}
-
 
 @dataclass
 class _Trace:
@@ -60,7 +56,8 @@ class _Trace:
     has_gradients: bool = False
 
     def step(self, place: int, letter: str) -> Step:
-        event, before, used = EVENTS[letter], tuple(self.kept), ()
+        event, before = EVENTS[letter], tuple(self.kept)
+        used: tuple[Output, ...] = ()
         if event.is_backward and self.kept:
             used = before if letter == "C" else before[-1:] if letter == "b" else before[:1]
         step = Step(
@@ -94,30 +91,39 @@ def steps(word: str) -> list[Step]:
 
 
 def is_sensible(word: str, configuration: Configuration) -> bool:
-    """Whether each event does something, and stock DDP can get through it."""
-    renamed = ""
+    """Whether each event is for this configuration and does something.
+
+    Whether stock DDP gets through it shows when it is played.
+    """
     trace = steps(word)
-    for place, step in enumerate(trace):
-        letter, event, before = step.letter, EVENTS[step.letter], word[:place]
-        if len(step.outputs) < event.needs:
-            return False
-        if event.plans and (letter in step.plans or step.frozen):
-            return False  # (A hook needs a tensor that requires gradients.)
-        if letter in "Xxu" and {*step.plans} & {*"Xxu"}:
-            return False
-        if letter in "PY" and letter in step.frozen or letter == "U" and not step.frozen:
-            return False
-        if letter in "ZzSK" and not step.has_gradients or before[-1:] == letter in "ZQaAD":
-            return False
-        if letter in "rp":
-            if letter in renamed:
-                return False
-            renamed += letter
-        if not _is_for(letter, configuration):
-            return False
-        if configuration.is_in_place and not _is_the_same_in_place(step, trace[place:]):
-            return False
-    return not steps(f"{word}Q")[-1].plans
+    does_something = all(
+        _is_for(step.letter, configuration) and _does_something(step, word[:place])
+        for place, step in enumerate(trace)
+    )
+    return (
+        does_something
+        and not steps(f"{word}Q")[-1].plans
+        and (not configuration.is_in_place or all(map(_is_the_same_in_place, trace)))
+    )
+
+
+def _does_something(step: Step, before: str) -> bool:
+    letter, event = step.letter, EVENTS[step.letter]
+    if len(step.outputs) < event.needs:
+        return False
+    if event.plans and (letter in step.plans or step.frozen):
+        return False  # (A hook needs a tensor that requires gradients.)
+    if letter in RAISING:
+        return not {*step.plans} & {*RAISING}
+    if letter in "PY":
+        return letter not in step.frozen
+    if letter == "U":
+        return bool(step.frozen)
+    if letter in "ZzSK" and not step.has_gradients:
+        return False
+    if letter in "rp":
+        return letter not in before
+    return not (letter in "ZQaAD" and before.endswith(letter))
 
 
 def _is_for(letter: str, configuration: Configuration) -> bool:
@@ -128,7 +134,7 @@ def _is_for(letter: str, configuration: Configuration) -> bool:
     return not (configuration.is_in_place and letter == "M")
 
 
-def _is_the_same_in_place(step: Step, later: Sequence[Step]) -> bool:
+def _is_the_same_in_place(step: Step) -> bool:
     """In place the backward decides, and the forward under ``no_sync``; stock asks forwards alone.
 
     So each backward outside is to be one that stock reduces, and each inside one that it does not.
