@@ -50,21 +50,24 @@ def judge(configuration: Configuration, word: str, stock: Answer, ours: Answer) 
         return Difference(word, verdict, where)
     if ours.error:
         verdict, where = Verdict.HANG if has_waited else Verdict.OURS_ERROR, ours.error
+        place = min(len(each.states) for each in ours.ranks)
+    elif (found := _first_difference(word, stock, ours)) is None:
+        return Difference(word, Verdict.SAME)
     else:
-        where = _first_difference(word, stock, ours)
-        verdict = Verdict.DIFFERS if where else Verdict.SAME
-    if verdict.is_fault and (row := documented(word, configuration)):
+        verdict, (place, where) = Verdict.DIFFERS, found
+    if row := documented(word, place, configuration):
         return Difference(word, Verdict.DOCUMENTED, where, row)
     return Difference(word, verdict, where)
 
 
-def _first_difference(word: str, stock: Answer, ours: Answer) -> str:
+def _first_difference(word: str, stock: Answer, ours: Answer) -> tuple[int, str] | None:
+    """After which event, and in words."""
     is_exact = len(stock.ranks) == 2
     for place, letter in enumerate(word):
         for rank, both in enumerate(zip(stock.ranks, ours.ranks, strict=True)):
             if found := _between(both[0].states[place], both[1].states[place], is_exact):
-                return f"event {place} ({EVENTS[letter].text}), rank {rank}: {found}"
-    return ""
+                return place, f"event {place} ({EVENTS[letter].text}), rank {rank}: {found}"
+    return None
 
 
 def _between(stock: State, ours: State, is_exact: bool) -> str:

@@ -34,6 +34,8 @@ class Step:
         plans: events that wait for this backward.
         armed: whether a forward outside of ``no_sync`` has armed a reduction that has not been.
         frozen: the events that have frozen layers.
+        has_gradients: whether there are any.
+        backwards: how many there were before.
     """
 
     letter: str
@@ -43,6 +45,7 @@ class Step:
     armed: bool
     frozen: str
     has_gradients: bool
+    backwards: int
 
 
 @dataclass
@@ -54,15 +57,15 @@ class _Trace:
     armed: bool = False
     frozen: str = ""
     has_gradients: bool = False
+    backwards: int = 0
 
     def step(self, place: int, letter: str) -> Step:
         event, before = EVENTS[letter], tuple(self.kept)
         used: tuple[Output, ...] = ()
         if event.is_backward and self.kept:
             used = before if letter == "C" else before[-1:] if letter == "b" else before[:1]
-        step = Step(
-            *(letter, before, used, self.plans, self.armed, self.frozen, self.has_gradients)
-        )
+        now = (self.plans, self.armed, self.frozen, self.has_gradients, self.backwards)
+        step = Step(letter, before, used, *now)
         if event.makes:
             self.kept.append(Output(place, letter, self.frozen))
             self.armed = self.armed or letter != "n"
@@ -73,6 +76,7 @@ class _Trace:
             # (What raises before its first gradient leaves the reduction armed.)
             self.armed = (self.armed and letter == "M") or letter == "u"
             self.has_gradients = self.has_gradients or letter != "u"
+            self.backwards += 1
             self.plans = ""
         if event.plans:
             self.plans += letter
