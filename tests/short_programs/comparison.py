@@ -46,7 +46,7 @@ def judge(configuration: Configuration, word: str, stock: Answer, ours: Answer) 
     has_waited = ours.seconds > 0.9 * TIMEOUT
     if stock.error:
         verdict = Verdict.HANG if has_waited else Verdict.STOCK_ERROR
-        where = f"stock: {stock.error}; ours: {ours.error or 'fine'}"
+        where = f"ours: {ours.error[:120] or 'fine'}; stock: {stock.error}"
         return Difference(word, verdict, where)
     if ours.error:
         verdict, where = Verdict.HANG if has_waited else Verdict.OURS_ERROR, ours.error

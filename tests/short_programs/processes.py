@@ -89,7 +89,7 @@ def play(sides: Iterable[Side], tasks: Iterable[Task]) -> Iterator[tuple[Task, l
     """The answers of all sides to each task; sides do not wait for each other."""
     sides, tasks = list(sides), iter(tasks)
     sent: list[Task] = []
-    ahead = 16
+    ahead = 6
     while True:
         while len(sent) < ahead and (task := next(tasks, None)) is not None:
             for side in sides:

@@ -1,7 +1,7 @@
 """Play all programs of a few events with stock DDP and with tritonddp, and compare them.
 
 python tests/short_programs/run.py --length 3 --config views            all of up to three events
-python tests/short_programs/run.py --length 5 --sample 2000 --seed 1    some of five
+python tests/short_programs/run.py --length 5 --sample 2000 --seed 1    some of three to five
 python tests/short_programs/run.py --config hidden+views --world 3 --only FBS   one of them
 python tests/short_programs/run.py --events                             what the letters mean
 
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--config", default="plain", help="parts joined by +, several by commas")
     parser.add_argument("--world", type=int, choices=[2, 3, 4], default=2, help="number of ranks")
     parser.add_argument("--seconds", type=float, help="play until they are over")
-    parser.add_argument("--sample", type=int, help="only so many, all of that length")
+    parser.add_argument("--sample", type=int, help="only so many, of three events to that length")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", help="programs, joined by commas, played as they are")
     parser.add_argument("--tail", default=TAIL, help="what each program ends with")

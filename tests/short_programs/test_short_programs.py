@@ -18,6 +18,12 @@ CONFIGURATIONS = (
     *("hidden", "hidden+views+warm", "function", "caught", "expert", "cache", "lazy"),
     *("bare+replicate", "hidden+replicate", "expert+replicate", "views+bare+replicate+warm"),
 )
+# With two ranks and with three, each first in turn.
+CASES = [
+    (name, world_size)
+    for place, name in enumerate(CONFIGURATIONS)
+    for world_size in ((3, 2) if place % 2 else (2, 3))
+]
 QUICK = ("plain", "bare+warm", "bare+probe", "hidden", "expert", "cache", "bare+replicate")
 
 
@@ -34,18 +40,16 @@ def test_a_few_programs_of_two_events() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_some_programs_of_three_and_of_five_events(name: str, world_size: int) -> None:
-    for length, count in ((3, 400), (5, 200)):
-        arguments = ("--length", length, "--sample", count, "--seed", world_size)
-        play("--config", name, "--world", world_size, *arguments)
+@pytest.mark.sampled(2, 1)
+@pytest.mark.parametrize(("name", "world_size"), CASES)
+def test_some_programs_of_three_to_five_events(name: str, world_size: int) -> None:
+    arguments = ("--length", 5, "--sample", 300, "--seed", world_size)
+    play("--config", name, "--world", world_size, *arguments)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_all_programs_of_up_to_three_events(name: str, world_size: int) -> None:
     play("--config", name, "--world", world_size, "--length", 3)
 

@@ -165,14 +165,15 @@ def all_words(length: int, configuration: Configuration, tail: str = TAIL) -> It
 def sample(
     length: int, configuration: Configuration, count: int, seed: int, tail: str = TAIL
 ) -> list[str]:
-    """So many different sensible programs of ``length`` events before the tail."""
+    """So many different sensible programs of three to ``length`` events before the tail."""
     chance = random.Random(f"{length} {configuration.name} {seed}")
     letters = alphabet(configuration)
     found: dict[str, None] = {}
     for _ in range(1000 * count):
         if len(found) == count:
             break
-        word = "".join(chance.choices(letters, k=length)) + tail
+        count_of_events = chance.randint(min(3, length), length)
+        word = "".join(chance.choices(letters, k=count_of_events)) + tail
         if is_sensible(word, configuration):
             found[word] = None
     return list(found)
