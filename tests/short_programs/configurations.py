@@ -16,6 +16,7 @@ import tritonddp
 
 WIDTH = 4
 STOCK, OURS = "stock", "ours"
+WRAPPERS: dict[str, Any] = {STOCK: Stock, OURS: tritonddp.DistributedDataParallel}
 
 
 class Bare(nn.Module):
@@ -172,16 +173,13 @@ NETS: dict[str, type[Bare]] = {
 }
 
 
-def _allreduce(ddp: Any, net: nn.Module) -> None:
+def _allreduce(ddp: Any, evaluate: Callable[[], None]) -> None:
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
-def _probe(ddp: Any, net: nn.Module) -> None:
+def _probe(ddp: Any, evaluate: Callable[[], None]) -> None:
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        with torch.no_grad():
-            net.eval()
-            ddp(torch.ones(3, WIDTH, dtype=bucket.buffer().dtype))
-            net.train()
+        evaluate()
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
     ddp.register_comm_hook(None, hook)
@@ -201,8 +199,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # After two usual steps: buckets are rebuilt, and ranks share memory.
     "warm": ({}, {}, {}),
 }
-HOOKS: dict[str, Callable[[Any, nn.Module], None]] = {"allreduce": _allreduce, "probe": _probe}
+HOOKS: dict[str, Callable[[Any, Callable[[], None]], None]] = {
+    "allreduce": _allreduce,
+    "probe": _probe,  # it evaluates the wrapper
+}
 IN_PLACE = "replicate"
+JUDGE = "judge"  # each loss is that of another wrapper, whose communication hook evaluates this one
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class Configuration:
     @classmethod
     def of(cls, name: str) -> "Configuration":
         parts = name.split("+")
-        unknown = {*parts} - {*NETS, *OPTIONS, *HOOKS, IN_PLACE}
+        unknown = {*parts} - {*NETS, *OPTIONS, *HOOKS, IN_PLACE, JUDGE}
         if unknown:
             raise ValueError(f"unknown parts of a configuration: {sorted(unknown)}")
         net = next((part for part in parts if part in NETS), "norm")
@@ -239,18 +241,24 @@ class Configuration:
     def broadcasts(self) -> bool:
         return self.net == "norm" and "nobuf" not in self.parts
 
-    def wrap(self, side: str, net: Bare) -> Any:
+    def wrap(self, side: str, net: Bare, evaluate: Callable[[], None]) -> Any:
+        """Wrap the network; ``evaluate`` runs what this returns."""
         options: dict[str, Any] = {}
         for part in sorted(self.parts & OPTIONS.keys()):
             both, stock, ours = OPTIONS[part]
             options |= both | (stock if side == STOCK else ours)
         Stock._set_params_and_buffers_to_ignore_for_model(net, [*net.ignored])
-        if side == STOCK:
-            ddp: Any = Stock(net, **options)
-        elif self.is_in_place:
-            ddp = tritonddp.replicate(net, **options)
+        if side != STOCK and self.is_in_place:
+            ddp: Any = tritonddp.replicate(net, **options)
         else:
-            ddp = tritonddp.DistributedDataParallel(net, **options)
+            ddp = WRAPPERS[side](net, **options)
         for part in sorted(self.parts & HOOKS.keys()):
-            HOOKS[part](ddp, net)
+            HOOKS[part](ddp, evaluate)
         return ddp
+
+    def wrap_judge(self, side: str, dtype: torch.dtype, evaluate: Callable[[], None]) -> Any:
+        if JUDGE not in self.parts:
+            return nn.Identity()
+        judge = WRAPPERS[side](nn.Linear(2, 2, dtype=dtype))
+        _probe(judge, evaluate)
+        return judge

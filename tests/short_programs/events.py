@@ -41,7 +41,8 @@ class Rank:
         # than those of any fault may be let pass.
         self.dtype = torch.float32 if world_size == 2 else torch.float64
         self.net: Bare = NETS[configuration.net](rank).to(self.dtype)
-        self.ddp = configuration.wrap(side, self.net)
+        self.ddp = configuration.wrap(side, self.net, self.evaluate)
+        self.judge = configuration.wrap_judge(side, self.dtype, self.evaluate)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
         self.kept: list[Callable[[], Tensor]] = []
         self.fails_first = False
@@ -52,7 +53,8 @@ class Rank:
     def state(self) -> State:
         layout: list[str] = []
         values: list[Tensor] = []
-        for name, param in self.net.named_parameters():
+        of_judge = self.judge.named_parameters(prefix="judge")
+        for name, param in [*self.net.named_parameters(), *of_judge]:
             layout += [name, f"{name}.grad" if param.grad is not None else f"no {name}.grad"]
             values.append(param)
             if param.grad is not None:
@@ -77,10 +79,10 @@ class Rank:
         if self.fails_first:
             self.fails_first = False
             once(tensors[0], fail)
-        # The loss is behind another node, so that a hook of the output runs in the backward.
-        loss = sum((tensor * 1).square().sum() for tensor in tensors)
+        # (A hook of the output runs before those of parameters: the loss is behind another node.)
+        loss = self.judge(torch.cat(tensors) * 1).square().sum()
         with contextlib.suppress(Planted):
-            loss.backward(**options)  # type: ignore[union-attr]
+            loss.backward(**options)
         while self.meanwhile:
             self.meanwhile.pop()()
 

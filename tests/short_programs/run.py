@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", help="programs, joined by commas, played as they are")
     parser.add_argument("--tail", default=TAIL, help="what each program ends with")
+    parser.add_argument("--wrapper", choices=[OURS, STOCK], default=OURS, help="what is compared")
     parser.add_argument("--events", action="store_true", help="say what the letters mean")
     arguments = parser.parse_args()
     if arguments.events:
@@ -49,7 +50,7 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     os.environ |= {"TRITONDDP_HANG_SECONDS": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    sides = [Side(STOCK), Side(OURS)]
+    sides = [Side(STOCK), Side(arguments.wrapper)]
     try:
         counts = [_play(arguments, name, sides) for name in arguments.config.split(",")]
     finally:

@@ -133,6 +133,8 @@ def _does_something(step: Step, before: str) -> bool:
 def _is_for(letter: str, configuration: Configuration) -> bool:
     if letter in "Oows":  # who broadcasts buffers, waits for the others
         return not configuration.broadcasts
+    if letter == "E":  # else it is the same as in eval()
+        return configuration.net == "norm"
     if letter == "Y":  # else frozen layers are an error, or unequal
         return configuration.finds_unused
     return not (configuration.is_in_place and letter == "M")
