@@ -35,7 +35,7 @@ class Step:
         armed: whether a forward outside of ``no_sync`` has armed a reduction that has not been.
         frozen: the events that have frozen layers.
         has_gradients: whether there are any.
-        backwards: how many there were before.
+        backwards: how many have ended before.
     """
 
     letter: str
@@ -74,9 +74,10 @@ class _Trace:
             self.kept = [each for each in self.kept if each not in gone]
         if event.is_backward or letter in "Mu":
             # (What raises before its first gradient leaves the reduction armed.)
-            self.armed = (self.armed and letter == "M") or letter == "u"
-            self.has_gradients = self.has_gradients or letter != "u"
-            self.backwards += 1
+            fails = {letter, *self.plans} & {*RAISING}
+            self.armed = letter == "u" or (self.armed and (letter == "M" or bool(fails)))
+            self.has_gradients = self.has_gradients or not fails & {*"uX"}
+            self.backwards += not fails
             self.plans = ""
         if event.plans:
             self.plans += letter
@@ -135,6 +136,8 @@ def _is_for(letter: str, configuration: Configuration) -> bool:
         return not configuration.broadcasts
     if letter == "E":  # else it is the same as in eval()
         return configuration.net == "norm"
+    if letter == "x":  # stock goes on with a static graph whose end it has never seen
+        return "static" not in configuration.parts
     if letter == "Y":  # else frozen layers are an error, or unequal
         return configuration.finds_unused
     return not (configuration.is_in_place and letter == "M")
