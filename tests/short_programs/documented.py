@@ -31,9 +31,13 @@ def _is_reduced_only_here(step: Step, configuration: Configuration) -> bool:
     return is_outside and not step.armed
 
 
-def _passes_by_an_armed_reduction(step: Step, configuration: Configuration) -> bool:
-    """Stock's next backward is reduced, also one that does not go through the wrapper."""
-    return step.letter == "M" and step.armed
+def _counts_in_stock(step: Step, configuration: Configuration) -> bool:
+    """Stock's next backward is reduced, also one that does not go through the wrapper.
+
+    And the first one says how often ``static_graph`` waits for each parameter.
+    """
+    is_first = "static" in configuration.parts and not step.backwards
+    return step.letter == "M" and (step.armed or is_first)
 
 
 def _is_of_a_forward_before_the_freeze(step: Step, configuration: Configuration) -> bool:
@@ -49,7 +53,7 @@ def _ends_the_first_step(step: Step, configuration: Configuration) -> bool:
 RULES = (
     Rule("**A backward inside `no_sync` of a forward outside** is local", _is_local_only_here),
     Rule("a further backward through a forward outside is reduced", _is_reduced_only_here),
-    Rule("so are those only through `.module`", _passes_by_an_armed_reduction),
+    Rule("so are those only through `.module`", _counts_in_stock),
     Rule("[Parameters frozen, replaced or added]", _is_of_a_forward_before_the_freeze),
     Rule("[Gradients on request]", _ends_the_first_step),
 )
