@@ -71,7 +71,7 @@ def test_what_a_rule_lets_pass_is_on_the_page_of_differences(rule) -> None:  # t
         words = sample(3, configuration, 500, seed=0)
         kinds = [any(rule.holds(step, configuration) for step in steps(word)) for word in words]
         shares.append(sum(kinds) / len(kinds))
-    assert 0 < max(shares) < 0.1, "a rule that no program meets, or too many"
+    assert 0 < max(shares) < 0.2, "a rule that no program meets, or too many"
 
 
 def test_a_difference_before_the_documented_event_is_a_fault() -> None:
