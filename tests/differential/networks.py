@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -417,7 +419,19 @@ class Network(nn.Module):
             x = x + self._run(self.blocks[name], x)
             if number == 0 and self.spec.buffers:
                 x = self._with_buffers(x)
-        return OUTPUTS[self.spec.output][0](*(head(x) for head in self.heads))
+        if self.spec.made_later:
+            if not hasattr(self, "mean"):
+                self.register_buffer("mean", x.detach().mean(0))
+            x = x - self.mean
+        if self.spec.hides and torch.is_grad_enabled():
+            return SimpleNamespace(results=checkpoint(self._of_heads, x, use_reentrant=True))
+        results = self._of_heads(x)
+        if self.spec.hides:
+            return SimpleNamespace(results=results)
+        return OUTPUTS[self.spec.output][0](*results)
+
+    def _of_heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(head(x) for head in self.heads)
 
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         if not self.spec.checkpoint or not torch.is_grad_enabled():
@@ -426,7 +440,13 @@ class Network(nn.Module):
 
     def results(self, output: Any) -> tuple[Tensor, Tensor]:
         """The results of the two heads, in what ``forward`` has returned."""
+        if self.spec.hides:
+            return output.results
         return OUTPUTS[self.spec.output][1](output)
+
+    def whole(self, output: Any) -> Tensor:
+        """The same as one tensor."""
+        return torch.cat(output.results, 1) if self.spec.hides else output
 
     def submodule(self, x: Tensor) -> Tensor:
         """A part of it, with the first block alone."""
@@ -538,6 +558,12 @@ def build(program: Program, rank: int) -> list[Network]:
         networks += [Network(spec) for _ in range(1 if program.wrappers == "two groups" else 2)]
     elif program.wrappers == "shared encoder":
         networks.append(Network(spec, networks[0].blocks["b0"]))
+    if spec.ignored:
+        names = [
+            f"blocks.{spec.ignored}.{name}"
+            for name, _ in networks[0].blocks[spec.ignored].named_parameters()
+        ]
+        Stock._set_params_and_buffers_to_ignore_for_model(networks[0], names)
     if program.is_hostile and program.world_size > 2:
         # Sums in another order round otherwise: nothing that a comparison would have to let pass.
         for network in networks:

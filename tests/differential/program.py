@@ -54,6 +54,9 @@ class NetworkSpec(Described):
     written_in_forward: str = ""  # how the forward writes a buffer; "" is not at all
     written_in_backward: str = ""  # how a hook of the backward does
     quiet: int = 0  # the forwards before the first one that does
+    ignored: str = ""  # the block that each rank keeps for itself, by the names at wrapping
+    hides: bool = False  # whether the output hides its tensors, behind a reentrant checkpoint
+    made_later: bool = False  # whether the first forward makes a buffer of the rank's own values
     overrides: str = ""  # which method it overrides, of differential.networks.OVERRIDES
 
     @property

@@ -162,7 +162,7 @@ class Microbatches(Action):
         net = player.wrapped[self.wrapper]
         with net.no_sync():
             for _ in range(self.counts[player.rank]):
-                net(player.batch()).pow(2).mean().backward()
+                player.network.whole(net(player.batch())).pow(2).mean().backward()
         player.see_gradients()
 
 
@@ -176,7 +176,8 @@ class QuietSteps(Action):
     def perform(self, player: Player) -> None:
         for _ in range(self.count):
             player.optimizer.zero_grad()
-            player.wrapped[self.wrapper](player.batch()).pow(2).mean().backward()
+            output = player.wrapped[self.wrapper](player.batch())
+            player.network.whole(output).pow(2).mean().backward()
             player.optimizer.step()
         player.optimizer.zero_grad()
 

@@ -83,3 +83,14 @@ class CopyWrapper(Action):
         player.see("keys of a copy", sorted(copied.state_dict()))
         if self.averages:
             player.kept["copy"] = copied
+
+
+@dataclass(frozen=True)
+class Rename(Action):
+    """The parameters of a block get other names: it is put into a container."""
+
+    block: str
+
+    def perform(self, player: Player) -> None:
+        blocks = player.network.blocks
+        blocks[self.block] = nn.Sequential(blocks[self.block])

@@ -36,7 +36,7 @@ from differential.actions.training import (
     Step,
     ZeroGrad,
 )
-from differential.actions.wrapping import Average, CopyWrapper, LetGo, WrapAgain
+from differential.actions.wrapping import Average, CopyWrapper, LetGo, Rename, WrapAgain
 from differential.kinds.chance import Chance
 from differential.networks import BRANCHES, BUFFERS, COLLECTIVES, OVERRIDES, UNSEEN, WAYS
 from differential.program import Action, NetworkSpec, Options, Program
@@ -75,6 +75,8 @@ class _Generator(Chance):
         self._roots = tuple(sorted(roots))
         self._wrappers = self._draw_wrappers_there_are()
         self._network = self._draw_network()
+        self._late = Chance(*seeds, "what is decided at wrapping")  # type: ignore[arg-type]
+        self._draw_what_is_decided_at_wrapping()
         self._collects = "collectives" in self._roots
         self._views = not {"gradients", "groups"} & {*self._roots} and self._chance(0.15)
         self._is_kept = False  # has the user kept gradients?
@@ -90,6 +92,10 @@ class _Generator(Chance):
             actions += self._draw_quiet_steps()
         for number in range(self._random.randint(3, 5)):
             actions += self._draw_step(number)
+        # (A state that was kept has the old names.)
+        if self._network.ignored and not self._is_averaged and self._late._chance(0.7):
+            places = [place for place, each in enumerate(actions) if each == Step()]
+            actions.insert(self._late._one_of(places) + 1, Rename(self._network.ignored))
         if "backwards" in self._roots and self._chance(0.2):
             # (No forward comes behind it in which the other ranks agree on stock's buckets.)
             actions += self._draw_saliency("main", least=1)
@@ -155,6 +161,25 @@ class _Generator(Chance):
             written_in_backward=self._one_of(list(WAYS)) if self._chance(0.3) else "",
             quiet=self._one_of([0, 0, 6, 17, 22]),
         )
+
+    def _draw_what_is_decided_at_wrapping(self) -> None:
+        """Outputs that hide tensors, a buffer that comes later, a block that is ignored.
+
+        (Nobody asks for a gradient behind a reentrant checkpoint; what one rank alone evaluates
+        makes its buffer first; and a wrapper of two networks, or another one, ignores other names.)
+        """
+        spec, late = self._network, self._late
+        if self._wrappers != "one network" or spec.overrides or self._collects_or_probes:
+            return
+        hides, ignored = late._chance(0.25), "b0" if late._chance(0.25) else ""
+        made_later = not spec.has_buffers and late._chance(0.25)
+        if "wrappers" in self._roots:
+            return
+        self._network = replace(spec, hides=hides, ignored=ignored, made_later=made_later)
+
+    @property
+    def _collects_or_probes(self) -> bool:
+        return bool({"collectives", "backwards"} & {*self._roots})
 
     def _draw_options(self) -> Options:
         finds = self._maybe(0.4, False)
@@ -238,6 +263,7 @@ class _Generator(Chance):
             actions += self._interludes("between", number)
             # (A collective of one's own has no second derivative.)
             penalty = not (self._collects or self._network.has_norm) and self._chance(0.08)
+            penalty = penalty and not self._network.hides
             actions.append(Backward(penalty=penalty))
         actions += self._interludes("after", number)
         actions.append(Step())
