@@ -258,3 +258,19 @@ def test_a_backward_that_has_failed_moves_nowhere() -> None:
     assert backward.phase is FAILED
     with pytest.raises(RuntimeError, match=r"cannot move from Phase\.FAILED to Phase\.UNFINAL"):
         backward.moves_to(UNFINALIZED)
+
+
+@ranks(2)
+def test_a_backward_that_failed_on_all_ranks_leaves_the_reduction_armed() -> None:
+    """As in stock: the next one is reduced in its place, although its forward was local."""
+    ddp = wrap(net())
+    assert_right_step(ddp, batch(0))
+    with ddp.no_sync():
+        local = ddp(batch(1))
+    output = ddp(batch(2))
+    output.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    ddp.zero_grad()
+    local.square().sum().backward()
+    assert_gradients_alike(ddp)

@@ -50,12 +50,18 @@ def _ends_the_first_step(step: Step, configuration: Configuration) -> bool:
     return "static" in configuration.parts and step.letter == "G" and not step.backwards
 
 
+def _freezes_without_the_flag(step: Step, configuration: Configuration) -> bool:
+    """Each rank freezes its own layer, and ours has not been told to expect that."""
+    return step.letter == "Y" and "finds" in configuration.parts
+
+
 RULES = (
     Rule("**A backward inside `no_sync` of a forward outside** is local", _is_local_only_here),
     Rule("a further backward through a forward outside is reduced", _is_reduced_only_here),
     Rule("so are those only through `.module`", _counts_in_stock),
     Rule("[Parameters frozen, replaced or added]", _is_of_a_forward_before_the_freeze),
     Rule("[Gradients on request]", _ends_the_first_step),
+    Rule("models, frozen or added parameters", _freezes_without_the_flag),
 )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 # In front of the folder of this file, whose modules are those of a package; the package that is
 # played behind PYTHONPATH, which may name that of another tree.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(1 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)), f"{sys.path[0]}/..")
+sys.path.insert(2 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)), f"{sys.path[0]}/..")
 
 import torch
 import torch._dynamo  # or each rank would import it, in its first step

@@ -66,7 +66,7 @@ def test_what_a_rule_lets_pass_is_on_the_page_of_differences(rule) -> None:  # t
     page = re.sub(r"\s+", " ", (ROOT / "docs" / "differences.md").read_text())
     assert rule.row in page
     shares = []
-    for name in ("plain", "static", "bare", "unused"):
+    for name in ("plain", "static", "bare", "unused", "finds"):
         configuration = Configuration.of(name)
         words = sample(3, configuration, 500, seed=0)
         kinds = [any(rule.holds(step, configuration) for step in steps(word)) for word in words]

@@ -254,6 +254,7 @@ class Agreement:
             for them. The end of the next reduction checks them, once it has given the device all
             its work. (All ranks have to find a mismatch, or a request to stop, at the same place,
             so no rank looks earlier.)
+        all_broke_off: in the last reduction the backward of every rank broke off. (Not on a GPU.)
         is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
             before, whose headers each rank has read by then.
     """
@@ -274,6 +275,7 @@ class Agreement:
         self.is_stopped = False
         self._asked_at = -1  # number of reductions when this rank asked all to stop
         self._has_stop = False  # headers that were read had such a request
+        self.all_broke_off = False
 
     def open(
         self,
@@ -414,8 +416,10 @@ class Agreement:
         header, found = sent.header, headers.tolist()
         rank, size = self.group.rank, self.group.size
         mine = sent.encoded[rank * BYTES :][:BYTES]
+        self.all_broke_off = False
         if header.weight is None and found == [*mine] * size:
             self._has_heard = True
+            self.all_broke_off = header.source is GradSource.BROKEN
             if header.stops:
                 self._stop_is_asked(range(size))
             return not (sent.over_present or header.stops)

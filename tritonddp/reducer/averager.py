@@ -234,6 +234,8 @@ class Averager:
             reduction.take_part()
             reduction.break_off()
             self.complete(reduction, arrived)
+            if self.agreement.all_broke_off:
+                self.forwards.arm_again()
         except Mismatch as error:
             self.raise_mismatch(error, reduction)
         if self.afterwards is not None:

@@ -100,7 +100,7 @@ class Forwards:
         self.deferred_error: str | None = None
         self.number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
-        self._is_armed = False
+        self._is_armed = self._was_armed = False  # now; before the last reduced backward
         self.was_local = self.by_call = False
 
     def count_any_call(self) -> None:
@@ -174,9 +174,9 @@ class Forwards:
         else:
             reduced = sync.enabled if join is None else join.reduces_backward(sync.enabled, where())
         self.was_local, self._prepared = False, 0
-        self._is_armed = self._is_armed and not reduced
         if not reduced:
             return None
+        self._was_armed, self._is_armed = self._is_armed, False
         if self.call_sites is not None:
             # As CallSites.find(), but with no call in a steady step on the CPU.
             frame: FrameType | None = _getframe()
@@ -199,6 +199,13 @@ class Forwards:
             return AGAIN
         # The backward of an older forward may not have gone through its outputs, for example.
         return FORWARD if forward.reductions == reductions else ELSEWHERE
+
+    def arm_again(self) -> None:
+        """The last reduced backward has failed on all ranks before it sent anything, as if not run.
+
+        As in stock DDP the next one is reduced in its place.
+        """
+        self._is_armed = self._is_armed or self._was_armed
 
     def reduction_begins(self) -> None:
         """A reduction on request begins: it disarms all forwards until now."""
