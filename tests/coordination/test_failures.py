@@ -218,3 +218,34 @@ def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
     other.enter()
     assert "rank 1 (process" in explain(first)
     assert "runs but has not reported" in explain(first)
+
+
+@pytest.fixture
+def patient_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Who waits for the posts of the other ranks fails the test."""
+    monkeypatch.setattr(failures, "_PATIENCE", 600.0)
+    monkeypatch.setattr(failures, "_LIMIT", 60.0)
+    return store
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_no_rank_waits_once_a_process_has_ended(patient_store: dist.Store) -> None:
+    process = process_of("runs")
+    patient_store.set("tritonddp/process/2", process.post())
+    patient_store.set("tritonddp/process/1", Process.own().post())
+    first, second, _ = groups(patient_store, 3)
+    text = explain(first)
+    assert "store could not be asked" not in text, "it waited"
+    assert f"rank 2 ({process}) has ended.\n  Nothing is known of rank 1.\n" in text
+    # The other ranks are told. They may be on other hosts.
+    patient_store.set("tritonddp/process/2", dataclasses.replace(process, scope="other").post())
+    assert f"rank 2 ({process}) has ended.\n  rank 0 failed at the same place" in explain(second)
+
+
+def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
+    first, second = groups(patient_store)
+    patient_store.set("tritonddp/failed/1", f"1 {PLACE}, all-reduce")
+    text = explain(first)
+    assert "store could not be asked" not in text, "it waited"
+    assert "rank 1 failed at the same place" in text
+    assert "rank 0 failed at the same place" in explain(second)

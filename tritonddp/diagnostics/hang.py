@@ -36,7 +36,7 @@ import torch.distributed as dist
 from tritonddp._torch import frames_of_threads, own_connection, timeout_of
 from tritonddp.coordination.failures import plain, rank_list
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.processes import Process, look_up
+from tritonddp.coordination.processes import Process, look_up, read_all
 
 logger = logging.getLogger("tritonddp.hang")
 
@@ -168,10 +168,7 @@ class _Answers:
         self.store.set(f"{key}/stack", json.dumps(own.stack))
         self.store.set(key, json.dumps([self.exchanges, places, own.waits, own.process]))
         keys = {rank: f"{_KEY}/{rank}" for rank in range(self.group.size)}
-        if not self.store.check([*keys.values()]):  # to get a key that is not there would wait
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get([*keys.values()])
-        self._read = [*self._read[-3:], dict(zip(keys, texts, strict=True))]
+        self._read = [*self._read[-3:], read_all(self.store, keys)]
 
     def all(self) -> dict[int, Post]:
         """The posts of this hang.
