@@ -5,15 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import give_up_after, ranks
 
-from tritonddp.coordination import failures
+from tritonddp.coordination import failures, stacks
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process
 
@@ -249,3 +252,52 @@ def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
     assert "store could not be asked" not in text, "it waited"
     assert "rank 1 failed at the same place" in text
     assert "rank 0 failed at the same place" in explain(second)
+
+
+# Numbers of backwards
+
+
+def test_ranks_that_have_made_other_numbers_of_backwards_are_told_the_numbers(
+    store: dist.Store,
+) -> None:
+    first, second, third = groups(store, 3)
+    for group, made in (first, 12), (second, 9), (third, 12):
+        counters = group.new_counters(), group.new_counters()
+        counters[0].reductions, counters[1].reductions = made - 1, 1
+    explain(third)
+    second.tell_made(store)
+    text = explain(first)
+    assert "rank 1 has made 3 fewer reduced backwards than this rank (9, this rank 12)." in text
+    assert "rank 2 has made" not in text
+    assert "ranks 0 and 2 have made 3 more reduced backwards than this rank (12" in explain(second)
+    second.enter()  # it has wrapped another module, and goes on
+    store.set("tritonddp/made/2", "x")
+    assert "has made" not in explain(first)
+
+
+# Threads
+
+
+@ranks(2)
+def test_other_threads_that_wait_for_ranks_are_named(rank: int) -> None:
+    other = dist.new_group()
+
+    def save_checkpoint() -> None:
+        dist.recv(torch.ones(1), 1, group=other)
+
+    if rank == 0:
+        thread = threading.Thread(target=save_checkpoint, name="checkpoint")
+        thread.start()
+        while not stacks.others_in_collectives():
+            time.sleep(0.01)
+        with mock.patch.multiple(failures, _PATIENCE=0.0, _HOST_STAYS=0.0):
+            text = explain(groups(dist.HashStore())[0])
+        assert "Another thread of this process waits for other ranks too: 'checkpoint', at" in text
+        assert "in save_checkpoint: dist.recv(torch.ones(1), 1, group=other). If both use" in text
+        assert "give that thread a group of its own (torch.distributed.new_group)" in text
+    dist.barrier()
+    if rank == 0:
+        thread.join()
+        assert "thread" not in explain(groups(dist.HashStore())[0])
+    else:
+        dist.send(torch.ones(1), 0, group=other)

@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 from tritonddp._torch import backend_name
-from tritonddp.coordination.processes import Process, key_of, read_all
+from tritonddp.coordination.posts import plain, read_all
+from tritonddp.coordination.processes import Process, key_of
+from tritonddp.coordination.stacks import others_in_collectives
 
 logger = logging.getLogger("tritonddp.failures")
 
@@ -39,13 +41,12 @@ _HOST_STAYS, _HOST_STAYS_NAMED = 1.0, 0.2
 # Seconds for the whole exchange. A call to a TCPStore whose host is stopped or unreachable does not
 # return, whatever the store's timeout is.
 _LIMIT = 5.0
-# Characters of a post, and of the backend's error.
-_LONGEST = 400
 _DIGITS = 18  # digits of a post's number that are read
 _TAG = 0x7D0C  # tag of a message that no rank sends
 # Ranks in one sentence; the rest is counted.
 _SHOWN = 10
 FAILED = "tritonddp/failed"  # keys of the store begin with it
+MADE = "tritonddp/made"  # keys where ranks write how many reduced backwards they have made
 _ENDED = f"{FAILED}/ended"  # where a rank writes which rank of its host has ended
 
 # Sentences about other ranks, the most useful first. The first four keys are states of a process.
@@ -82,6 +83,17 @@ _COLLECTIVE = re.compile(
     r".*?memory_format=\([^()]*\)\))?\)"
 )
 
+_MADE = (
+    "{ranks} {have} made {number} {fewer} reduced backwards than this rank ({made}, this rank "
+    "{own})."
+)
+
+_THREADS = (
+    "Another thread of this process waits for other ranks too: {threads}. If both use one process "
+    "group, their collectives are not in the same order on all ranks: give that thread a group of "
+    "its own (torch.distributed.new_group)."
+)
+
 _MISMATCH_REMEDY = (
     "The ranks are not at the same collective, or not of the same size: build the same module with "
     "the same options on every rank (init_sync=True compares them), call wrapped modules in the "
@@ -101,6 +113,7 @@ class FailureReport:
     place: str  # of this rank: its step and its collective
     error: BaseException  # what the backend raised
     number: int  # of this failure in the group: a post with a smaller number is old
+    made: int  # reduced backwards of this rank in the group
     is_listed: bool  # this rank has written its process to the store
     # The processes of ranks without a post, None if unknown: at first that of rank 0, which may
     # host the store.
@@ -108,6 +121,8 @@ class FailureReport:
     # The posts that were read: number and place, by rank.
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose process has ended
+    others_made: dict[int, int] = dataclasses.field(default_factory=dict)  # where they have told
+    threads: list[str] = dataclasses.field(default_factory=list)  # others that wait for ranks
     # Why the posts are incomplete; an empty string once the exchange is done.
     trouble: str = f"it did not answer in {_LIMIT:g} s"
 
@@ -118,10 +133,11 @@ class FailureReport:
 
     def asked(self) -> FailureReport:
         """Exchange posts, in a thread that is abandoned if the store does not answer."""
+        self.threads = others_in_collectives()  # before their collectives fail too
         # Log before asking the store: torchrun ends all processes soon after one has failed.
         logger.error("%s", self.title)
         if self.group.get_group_store() is not None:
-            thread = threading.Thread(target=self._exchange, daemon=True)
+            thread = threading.Thread(target=self._exchange, name="tritonddp-failure", daemon=True)
             thread.start()
             thread.join(_LIMIT)
         # An abandoned thread may still write into the original.
@@ -137,6 +153,8 @@ class FailureReport:
             ]
         else:
             answers = self._answers()
+        if self.threads and not self.ended:
+            answers.append(_THREADS.format(threads="; ".join(self.threads[:_SHOWN])))
         remedy = _MISMATCH_REMEDY if _is_mismatch(str(self.error)) else _REMEDY
         return "\n  ".join([self.title, *answers, remedy])
 
@@ -157,6 +175,9 @@ class FailureReport:
             self._read_posts(store)
             if self.number > before:
                 self._post(store)
+            keys = {rank: f"{MADE}/{rank}" for rank in self._others()}
+            found = read_all(store, keys).items()
+            self.others_made = {r: int(text[:_DIGITS]) for r, text in found if text.isdigit()}
             self.trouble = ""
             if self.group.rank() == 0:
                 time.sleep(_HOST_STAYS_NAMED if self.ended else _HOST_STAYS)
@@ -175,6 +196,7 @@ class FailureReport:
         self.number = max([self.number, *(number for number, _ in self.read.values())])
 
     def _post(self, store: dist.Store) -> None:
+        store.set(f"{MADE}/{self.group.rank()}", str(self.made))
         store.set(f"{FAILED}/{self.group.rank()}", f"{self.number} {self.place}")
 
     def _wait_for_a_name(self, store: Any, patience: float) -> None:
@@ -222,7 +244,25 @@ class FailureReport:
             have, each = ("has", "it has") if len(ranks) == 1 else ("have", "each has")
             named = rank_list(ranks, self.group)
             lines.append(_SENTENCES[found].format(ranks=named, what=what, have=have, each=each))
-        return lines
+        return lines + self._of_numbers()
+
+    def _of_numbers(self) -> list[str]:
+        """Lines about ranks that have made more or fewer reduced backwards than this one."""
+        ranks_of: dict[int, list[int]] = defaultdict(list)
+        for rank, made in self.others_made.items():
+            if made != self.made and (not self.ended or rank in self.ended):
+                ranks_of[made].append(rank)
+        return [
+            _MADE.format(
+                ranks=rank_list(ranks, self.group),
+                have="has" if len(ranks) == 1 else "have",
+                number=abs(made - self.made),
+                fewer="fewer" if made < self.made else "more",
+                made=made,
+                own=self.made,
+            )
+            for made, ranks in sorted(ranks_of.items())[:_SHOWN]
+        ]
 
     def _of_silent(self, rank: int) -> tuple[str, str]:
         """The key in ``_SENTENCES`` for a rank without a post, and its process if known."""
@@ -278,15 +318,6 @@ def close_connections(group: dist.ProcessGroup) -> None:
                 group.recv([torch.empty(1, device="cpu")], rank, _TAG).wait(
                     timedelta(milliseconds=1)
                 )
-
-
-def plain(text: str | bytes, longest: int = _LONGEST) -> str:
-    """``text`` as one printable line of at most ``longest`` characters. It may be hostile."""
-    if isinstance(text, str):
-        text = text.encode(errors="replace")
-    characters = text[: 4 * longest].decode(errors="replace")
-    line = "".join(c if c.isprintable() else " " for c in characters)
-    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -72,16 +70,6 @@ def look_up(store: dist.Store, rank: int) -> Process | None:
     """The process of a rank, ``None`` if the rank has not written it."""
     key = key_of(rank)
     return Process.parse(store.get(key)) if store.check([key]) else None
-
-
-def read_all(store: dist.Store, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """What ranks have written under these keys, by rank; without those that have written none."""
-    if not keys:
-        return {}
-    if not store.check([*keys.values()]):  # to get a key that is not there would wait
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    texts: Any = store.multi_get([*keys.values()]) if keys else []
-    return dict(zip(keys, texts, strict=True))
 
 
 def key_of(rank: int) -> str:
