@@ -245,6 +245,29 @@ def test_no_rank_waits_once_a_process_has_ended(patient_store: dist.Store) -> No
     assert f"rank 2 ({process}) has ended.\n  rank 0 failed at the same place" in explain(second)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_a_rank_that_has_reported_and_then_ended_is_not_the_one_to_look_for(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE", 60.0)
+    store.set("tritonddp/process/1", process_of("runs").post())
+    first, second = groups(store)
+
+    def close_connections(_: dist.ProcessGroup) -> None:
+        if not store.check(["tritonddp/failed/1"]):
+            explain(second)
+
+    monkeypatch.setattr(failures, "close_connections", close_connections)
+    assert "rank 1 failed at the same place" in explain(first)
+
+
+def test_what_a_destroyed_group_has_left_names_nobody(store: dist.Store) -> None:
+    store.set("tritonddp/failed/ended", "9 1")
+    first, _ = groups(store)
+    first.enter()
+    assert not store.check(["tritonddp/failed/ended"])
+
+
 def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
     first, second = groups(patient_store)
     patient_store.set("tritonddp/failed/1", f"1 {PLACE}, all-reduce")

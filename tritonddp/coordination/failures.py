@@ -47,7 +47,7 @@ _TAG = 0x7D0C  # tag of a message that no rank sends
 _SHOWN = 10
 FAILED = "tritonddp/failed"  # keys of the store begin with it
 MADE = "tritonddp/made"  # keys where ranks write how many reduced backwards they have made
-_ENDED = f"{FAILED}/ended"  # where a rank writes which rank of its host has ended
+ENDED = f"{FAILED}/ended"  # where a rank writes which rank of its host has ended
 
 # Sentences about other ranks, the most useful first. The first four keys are states of a process.
 _SENTENCES = {
@@ -206,12 +206,15 @@ class FailureReport:
             found = [(rank, self.processes.get(rank)) for rank in silent]
             self.ended = {rank for rank, each in found if each and each.state == "ended"}
             if self.ended and store is not None:
+                self._read_posts(store)  # it may have posted, and raised its own error
+                self.ended.intersection_update(self._silent())
+            elif store is not None and store.check([ENDED]):
+                number, *ranks = [int(each[:_DIGITS]) for each in store.get(ENDED).split()]
+                self.ended = {rank for rank in silent if rank in ranks and number >= self.number}
+            if self.ended and store is not None:
                 ended = sorted(self.ended)
                 logger.error("%s ended: %s", rank_list(ended, self.group), self.title)
-                store.set(_ENDED, " ".join(map(str, [self.number, *ended[:_SHOWN]])))
-            elif store is not None and store.check([_ENDED]):
-                number, *ranks = [int(each[:_DIGITS]) for each in store.get(_ENDED).split()]
-                self.ended = {rank for rank in silent if rank in ranks and number >= self.number}
+                store.set(ENDED, " ".join(map(str, [self.number, *ended[:_SHOWN]])))
             time.sleep(_NAMED if self.ended else _PAUSE)
 
     def _silent(self) -> list[int]:
@@ -268,6 +271,8 @@ class FailureReport:
         """The key in ``_SENTENCES`` for a rank without a post, and its process if known."""
         process = self.processes.get(rank)
         state = "ended" if rank in self.ended else process.state if process is not None else ""
+        if state == "ended" and not (rank in self.ended or self.trouble):
+            state = "runs"  # it has ended since, and perhaps has posted before
         # If a rank has ended, nobody has waited for the others.
         if process is not None and (state in ("ended", "stopped") or not self.ended):
             return state, str(process)

@@ -23,7 +23,7 @@ from tritonddp._torch import backend_name, is_checked, process_groups
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
-from tritonddp.coordination.failures import FAILED, MADE, FailureReport
+from tritonddp.coordination.failures import ENDED, FAILED, MADE, FailureReport
 from tritonddp.coordination.posts import plain
 from tritonddp.coordination.processes import Process, key_of, look_up
 
@@ -172,8 +172,9 @@ class Group:
             return
         with suppress(Exception):
             # A group that was destroyed may have had the same name in the same store.
-            for each in (FAILED, MADE):
-                self.process_group.get_group_store().delete_key(f"{each}/{self.rank}")
+            for each in (f"{FAILED}/{self.rank}", f"{MADE}/{self.rank}", ENDED):
+                self.process_group.get_group_store().delete_key(each)
+            self._shared.has_posted_made = False
         with suppress(Exception):
             self.process_group.get_group_store().set(key_of(self.rank), Process.own().post())
             self._shared.is_listed = True

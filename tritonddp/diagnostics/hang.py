@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -176,7 +175,8 @@ class _Answers:
             at[not (first and first.waits), first].append(rank)
         places = [place for rank in waiting for place in posts[rank].places if place.waits]
         lines = []
-        for (_, place), ranks in sorted(at.items(), key=itemgetter(0))[:_SHOWN]:
+        of_places = sorted(at.items(), key=lambda each: (each[0][0], each[0][1] or ()))
+        for (_, place), ranks in of_places[:_SHOWN]:
             lines.append(named(ranks))
             if place is not None:
                 lines[-1] += f", in step {place.step}, {place.phase}"
@@ -205,7 +205,8 @@ class _Answers:
             lines.append(f"{named([rank])} ({post.process}) {what}: {where}, at")
             stack = json.loads(self.store.get(f"{_KEY}/{rank}/stack"))
             lines += [f"    {plain(line)}" for line in stack[:FRAMES]]
-        if more := len(silent[_SHOWN:]) + len(shown[_SHOWN:]):
+        more = len(silent[_SHOWN:]) + len(shown[_SHOWN:])
+        if more := more + sum(len(ranks) for _, ranks in of_places[_SHOWN:]):
             lines.append(f"and {more} more ranks")
         return lines
 
