@@ -261,6 +261,21 @@ def test_a_rank_that_has_reported_and_then_ended_is_not_the_one_to_look_for(
     assert "rank 1 failed at the same place" in explain(first)
 
 
+def test_rank_0_raises_first_and_hosts_the_store_until_the_program_ends(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = groups(store)
+    slept: list[float] = []
+    monkeypatch.setattr(failures, "_hosted", [])
+    monkeypatch.setattr(failures, "_HOST_STAYS", 600.0)
+    explain(second)
+    assert not failures._hosted
+    explain(first)
+    monkeypatch.setattr(failures.time, "sleep", slept.append)
+    failures._host()
+    assert 0 < slept[0] <= 600
+
+
 def test_what_a_destroyed_group_has_left_names_nobody(store: dist.Store) -> None:
     store.set("tritonddp/failed/ended", "9 1")
     first, _ = groups(store)

@@ -10,6 +10,7 @@ more.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -35,9 +36,10 @@ logger = logging.getLogger("tritonddp.failures")
 # known which rank has ended. Their collectives fail at once when connections are closed.
 _PATIENCE, _NAMED = 2.0, 0.1
 # Seconds between two looks at the processes. A process closes its connections before it has ended.
-_PAUSE = 0.02
-# More seconds on rank 0: without a launcher it hosts the TCPStore, which others may still read.
-_HOST_STAYS, _HOST_STAYS_NAMED = 1.0, 0.2
+_PAUSE = 0.05
+# Seconds that rank 0 stays before it exits: without a launcher it hosts the TCPStore, which others
+# may still read.
+_HOST_STAYS = 1.0
 # Seconds for the whole exchange. A call to a TCPStore whose host is stopped or unreachable does not
 # return, whatever the store's timeout is.
 _LIMIT = 5.0
@@ -180,7 +182,7 @@ class FailureReport:
             self.others_made = {r: int(text[:_DIGITS]) for r, text in found if text.isdigit()}
             self.trouble = ""
             if self.group.rank() == 0:
-                time.sleep(_HOST_STAYS_NAMED if self.ended else _HOST_STAYS)
+                _hosted[:] = [(store, time.monotonic() + _HOST_STAYS)]
         except Exception as error:
             # Stop at the first error: a TCPStore prints a stack for each call to a dead host.
             self.trouble = "" if self.ended else _first_line(error)
@@ -283,6 +285,15 @@ class FailureReport:
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.group.size()) if rank != self.group.rank()]
+
+
+_hosted: list[tuple[dist.Store, float]] = []  # the store that rank 0 may host, and until when
+
+
+@atexit.register
+def _host() -> None:
+    for _, end in _hosted:
+        time.sleep(max(0.0, end - time.monotonic()))
 
 
 def rank_list(ranks: Sequence[int], group: dist.ProcessGroup) -> str:

@@ -194,7 +194,7 @@ class Group:
         return self._shared.first
 
     def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
-        """Make the error to raise from ``error``. Takes up to 5 s, 0.5 s if a rank has ended.
+        """Make the error to raise from ``error``. Takes 2 to 5 s, 0.5 s if a rank has ended.
 
         Never raises: if the store fails, the message says so. Over gloo it closes all connections
         with the other ranks, so that none goes on waiting.
