@@ -183,7 +183,7 @@ class DDPState:
         # As in stock, with static_graph unused parameters are no error.
         finds_unused = True if wrapper.static_graph else wrapper.find_unused_parameters
         self.sync.finds_unused = finds_unused
-        self.counters, self.window, self.metrics = Counters(), None, None
+        self.counters, self.window, self.metrics = group.new_counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
         averager = Averager(
             self.parameters,

@@ -5,15 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import give_up_after, ranks
 
-from tritonddp.coordination import failures
+from tritonddp.coordination import failures, stacks
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process
 
@@ -218,3 +221,121 @@ def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
     other.enter()
     assert "rank 1 (process" in explain(first)
     assert "runs but has not reported" in explain(first)
+
+
+@pytest.fixture
+def patient_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Who waits for the posts of the other ranks fails the test."""
+    monkeypatch.setattr(failures, "_PATIENCE", 600.0)
+    monkeypatch.setattr(failures, "_LIMIT", 60.0)
+    return store
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_no_rank_waits_once_a_process_has_ended(patient_store: dist.Store) -> None:
+    process = process_of("runs")
+    patient_store.set("tritonddp/process/2", process.post())
+    patient_store.set("tritonddp/process/1", Process.own().post())
+    first, second, _ = groups(patient_store, 3)
+    text = explain(first)
+    assert "store could not be asked" not in text, "it waited"
+    assert f"rank 2 ({process}) has ended.\n  Nothing is known of rank 1.\n" in text
+    # The other ranks are told. They may be on other hosts.
+    patient_store.set("tritonddp/process/2", dataclasses.replace(process, scope="other").post())
+    assert f"rank 2 ({process}) has ended.\n  rank 0 failed at the same place" in explain(second)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_a_rank_that_has_reported_and_then_ended_is_not_the_one_to_look_for(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE", 60.0)
+    store.set("tritonddp/process/1", process_of("runs").post())
+    first, second = groups(store)
+
+    def close_connections(_: dist.ProcessGroup) -> None:
+        if not store.check(["tritonddp/failed/1"]):
+            explain(second)
+
+    monkeypatch.setattr(failures, "close_connections", close_connections)
+    assert "rank 1 failed at the same place" in explain(first)
+
+
+def test_rank_0_raises_first_and_hosts_the_store_until_the_program_ends(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = groups(store)
+    slept: list[float] = []
+    monkeypatch.setattr(failures, "_hosted", [])
+    monkeypatch.setattr(failures, "_HOST_STAYS", 600.0)
+    explain(second)
+    assert not failures._hosted
+    explain(first)
+    monkeypatch.setattr(failures.time, "sleep", slept.append)
+    failures._host()
+    assert 0 < slept[0] <= 600
+
+
+def test_what_a_destroyed_group_has_left_names_nobody(store: dist.Store) -> None:
+    store.set("tritonddp/failed/ended", "9 1")
+    first, _ = groups(store)
+    first.enter()
+    assert not store.check(["tritonddp/failed/ended"])
+
+
+def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
+    first, second = groups(patient_store)
+    patient_store.set("tritonddp/failed/1", f"1 {PLACE}, all-reduce")
+    text = explain(first)
+    assert "store could not be asked" not in text, "it waited"
+    assert "rank 1 failed at the same place" in text
+    assert "rank 0 failed at the same place" in explain(second)
+
+
+# Numbers of backwards
+
+
+def test_ranks_that_have_made_other_numbers_of_backwards_are_told_the_numbers(
+    store: dist.Store,
+) -> None:
+    first, second, third = groups(store, 3)
+    for group, made in (first, 12), (second, 9), (third, 12):
+        counters = group.new_counters(), group.new_counters()
+        counters[0].reductions, counters[1].reductions = made - 1, 1
+    explain(third)
+    second.tell_made(store)
+    text = explain(first)
+    assert "rank 1 has made 3 fewer reduced backwards than this rank (9, this rank 12)." in text
+    assert "rank 2 has made" not in text
+    assert "ranks 0 and 2 have made 3 more reduced backwards than this rank (12" in explain(second)
+    second.enter()  # it has wrapped another module, and goes on
+    store.set("tritonddp/made/2", "x")
+    assert "has made" not in explain(first)
+
+
+# Threads
+
+
+@ranks(2)
+def test_other_threads_that_wait_for_ranks_are_named(rank: int) -> None:
+    other = dist.new_group()
+
+    def save_checkpoint() -> None:
+        dist.recv(torch.ones(1), 1, group=other)
+
+    if rank == 0:
+        thread = threading.Thread(target=save_checkpoint, name="checkpoint")
+        thread.start()
+        while not stacks.others_in_collectives():
+            time.sleep(0.01)
+        with mock.patch.multiple(failures, _PATIENCE=0.0, _HOST_STAYS=0.0):
+            text = explain(groups(dist.HashStore())[0])
+        assert "Another thread of this process waits for other ranks too: 'checkpoint', at" in text
+        assert "in save_checkpoint: dist.recv(torch.ones(1), 1, group=other). If both use" in text
+        assert "give that thread a group of its own (torch.distributed.new_group)" in text
+    dist.barrier()
+    if rank == 0:
+        thread.join()
+        assert "thread" not in explain(groups(dist.HashStore())[0])
+    else:
+        dist.send(torch.ones(1), 0, group=other)

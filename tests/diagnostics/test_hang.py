@@ -1,12 +1,16 @@
 """Ranks that wait for others say which rank is behind, and where its Python stands."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
 import logging
 import os
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +23,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import ranks
+from distributed import give_up_after, ranks
+from launched import played
 from logged import Kept, logged
 from recording.device import recording
 from torch import nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp.coordination.processes import Process
 from tritonddp.diagnostics import hang
 
 THREAD, LOGGER = "tritonddp-hang", "tritonddp.hang"
@@ -110,8 +116,8 @@ def test_the_late_rank_is_named_and_training_goes_on(
 def test_a_rank_in_a_collective_of_its_own_is_behind(rank: int, tmp_path: Path) -> None:
     gc.collect()
     other = dist.new_group()
-    # Rank 0 waits too, and all make the same report.
-    waiting = "ranks 0, 1 and 2, in step 2, at the end of its backward"
+    # Rank 0 waits too, for nobody of this group, and all make the same report.
+    waiting = "ranks 1 and 2, in step 2, at the end of its backward"
     behind = "is behind: in step 1", "dist.recv(torch.ones(1), 1, group=other)"
     with told("1", tmp_path / str(rank), waiting, "rank 0 (process", *behind) as kept:
         model = DistributedDataParallel(nn.Linear(2, 2), transport="process_group")
@@ -273,7 +279,7 @@ def posts_of(group: Any, posts: dict[int, hang.Post]) -> list[str]:
 def test_if_no_rank_is_behind_all_say_where_they_are() -> None:
     waiting = hang.Place(0, 7, 2, 1, "at the end of its backward", "bucket 1 ('a')")
     process_group = SimpleNamespace(size=lambda: 2)  # torch does not know it
-    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group)
+    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group, tell_made=mock.Mock())
     posts = {rank: hang.Post([waiting], True, f"process {rank}") for rank in range(2)}
     lines = posts_of(group, posts)
     assert lines[0] == "ranks 0 and 1, in step 7, at the end of its backward, for bucket 1 ('a')"
@@ -291,7 +297,7 @@ def test_if_no_rank_is_behind_all_say_where_they_are() -> None:
 
 def test_posts_are_read_twice_before_a_report_and_no_store_is_asked_after_it_has_failed() -> None:
     process_group = SimpleNamespace(size=lambda: 2)
-    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group)
+    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group, tell_made=mock.Mock())
     own = hang.Post([hang.Place(0, 7, 2, 1, "")], True, "process 0")
     failed = mock.Mock(**{"set.side_effect": dist.DistStoreError})
     for store, found in (dist.HashStore(), ([], "rank 1 has not begun")), (failed, (None, None)):
@@ -316,3 +322,106 @@ def test_a_device_that_is_behind_its_host_waits(is_there: bool) -> None:
     assert place is not None
     assert place.waits == (not is_there)
     assert (place.number, place.step) == (3, 5)
+
+
+def test_ranks_that_wait_at_different_places_have_a_line_each() -> None:
+    process_group = SimpleNamespace(size=lambda: 3)
+    group: Any = SimpleNamespace(size=3, rank=0, process_group=process_group)
+    first = hang.Place(0, 7, 2, 1, "at the end of its backward", "bucket 1 ('a')")
+    second = hang.Place(1, 7, 2, 0, "in its backward", "bucket 0 ('b')")
+    inside = hang.Place(0, 6, hang._ALL, hang._ALL, "inside the backward of wrapped module 3")
+    places = second, first, inside
+    posts = {rank: hang.Post([place], True, f"process {rank}") for rank, place in enumerate(places)}
+    lines = posts_of(group, posts)
+    assert lines[:3] == [
+        "rank 1, in step 7, at the end of its backward, for bucket 1 ('a')",
+        "rank 0, in step 7, in its backward, for bucket 0 ('b')",
+        "rank 2, in step 6, inside the backward of wrapped module 3",
+    ]
+
+
+@ranks(2)
+def test_a_rank_inside_another_backward_says_so(rank: int, tmp_path: Path) -> None:
+    gc.collect()
+    other = dist.new_group()
+    behind = "is behind: in step 1, inside the backward of wrapped module 0 of process group"
+    with told("1", tmp_path / "0", "rank 1 (process", behind):
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        inner = DistributedDataParallel(nn.Linear(2, 2), process_group=other)
+        model(torch.ones(1, 2)).sum().backward()
+        if rank == 1:
+            inner.module.weight.register_hook(lambda _: tokenize(tmp_path / "0"))
+            with inner.no_sync():
+                inner(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def ended_process() -> Process:
+    """A process of this host that has ended."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        child.kill()
+    return dataclasses.replace(Process.own(), pid=child.pid, started=started)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_collectives_fail_once_a_rank_of_this_host_has_ended_at_two_looks() -> None:
+    """A process that it has forked may hold its sockets, so that no connection closes."""
+    store, closed = dist.HashStore(), mock.Mock()
+    process_group: Any = SimpleNamespace(size=lambda: 2)
+    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group)
+    store.set("tritonddp/process/0", Process.own().post())
+    store.set("tritonddp/process/1", ended_process().post())
+    watch = hang._GroupWatch(group, 1000.0)
+    place = hang.Place(0, 7, 2, 1, "")
+    with (
+        mock.patch.object(hang, "own_connection", return_value=store),
+        mock.patch.object(hang, "close_connections", closed),
+        mock.patch.object(hang, "place_of", return_value=place),
+        mock.patch.object(watch, "in_use", return_value=[None]),
+    ):
+        watch.look()
+        watch.look()
+        assert not closed.called, "what it has sent may be on its way"
+        watch.look()
+    closed.assert_called_once_with(process_group)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@ranks(2)
+def test_a_rank_that_made_fewer_backwards_leaves_their_number(
+    ends: bool, rank: int, tmp_path: Path
+) -> None:
+    """Its wrapper is gone, or it is busy elsewhere."""
+    gc.collect()
+    group = dist.new_group()
+    with seconds("1", TORCHELASTIC_USE_AGENT_STORE=str(ends)):
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        if rank == 0:
+            while not group.get_group_store().check(["tritonddp/made/1"]):
+                time.sleep(0.1)
+            give_up_after(2, group)
+            numbers = "rank 1 has made 1 fewer reduced backwards than this rank (2, this rank 3)"
+            with pytest.raises(RuntimeError, match=re.escape(numbers)):
+                model(torch.ones(1, 2)).sum().backward()
+        elif ends:
+            del model
+            gc.collect()
+        dist.barrier()
+
+
+@pytest.mark.long
+def test_a_program_that_ends_early_leaves_the_number_of_its_backwards(tmp_path: Path) -> None:
+    script = """
+        import torch, torch.distributed as dist, tritonddp
+
+        dist.init_process_group("gloo")
+        model = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+        for step in range(4 - 2 * dist.get_rank()):
+            model(torch.ones(1, 2)).sum().backward()
+    """
+    done = played(textwrap.dedent(script), tmp_path, nproc=2)
+    numbers = "rank 1 has made 1 fewer reduced backwards than this rank (2, this rank 3)"
+    assert numbers in done.stderr

@@ -57,7 +57,7 @@ POINTS = {
     "buffers in memory": Point("buffers", f"{SHARED}._show", "kill 0/3, stop 0/2", step=3),
     "loan of memory": Point("buffers", f"{SHARED}._lend", "kill 0/3", step=1),
     "wait for buffers": Point("buffers", f"{SHARED}._take", "kill 2/3", step=3),
-    "loss": Point("plain", "loss", "kill 0/2, behind 2/3, orphan 2/3"),
+    "loss": Point("plain", "loss", "kill 0/2, behind 2/3, orphan 2/3, orphan 2/3 group"),
     "first gradient": Point(
         "plain",
         "gradient of the last layer",

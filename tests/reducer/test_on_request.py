@@ -1,9 +1,12 @@
 """``reduce_gradients``: gradients that no ``backward()`` of the wrapped module made."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks, recorded_collectives
+from logged import logged
 from modules import OnDemand, linears
 from torch import nn
 from training import assert_close, assert_gradients_alike, gradients, means, train_step
@@ -160,3 +163,17 @@ def test_added_parameters_are_reduced_on_request_with_the_weight_of_the_others(r
     net.reduce_gradients()
     for param in net.module.parameters():  # (1 * 1 + 3 * 2) / 4
         torch.testing.assert_close(param.grad, torch.full((2, 2), 1.75))
+
+
+@ranks(2)
+def test_requests_are_not_compressed_which_is_said_once() -> None:
+    ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
+    with logged(logging.WARNING) as kept:
+        for _ in range(2):
+            for param in ddp.parameters():
+                param.grad = torch.full_like(param, 0.1 + dist.get_rank())
+            expected = means(gradients(ddp))
+            ddp.reduce_gradients()
+            assert_close(gradients(ddp), expected)
+    (line,) = kept.lines()
+    assert "reduce_gradients() sends gradients in full precision: compression applies" in line

@@ -48,7 +48,8 @@ class Int8:
     ``compression="int8"`` is ``compression=Int8()``. Gradients in fp64, complex and sparse ones
     travel as without compression. A block of 256 elements that has a NaN or an infinity is NaN
     afterwards. Parameters of one dimension or of fewer than 1,024 elements, and weights of
-    embeddings, are never quantised: they travel in fp32.
+    embeddings, are never quantised: they travel in fp32. So do all gradients that
+    :meth:`DistributedDataParallel.reduce_gradients` averages, which logs that once.
 
     Args:
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the

@@ -1,13 +1,16 @@
 """A collective failed: where are the other ranks?
 
 The backend knows only that a connection broke or that time ran out. So each rank whose collective
-failed writes its place (step and collective) to the process group's store, its *post*, waits a
-little, and reads the posts of the other ranks. A rank without a post is the one to look for.
-Nothing of this happens before a failure. After it the group cannot be used any more.
+failed writes its place (step and collective) to the process group's store, its *post*, and looks up
+the processes of the ranks that have written none. If one of them has ended, that is the rank to
+look for, and the error is raised within half a second. Otherwise the rank waits for the posts of
+the other ranks. Nothing of this happens before a failure. After it the group cannot be used any
+more.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -17,30 +20,36 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tritonddp._torch import backend_name
-from tritonddp.coordination.processes import Process, look_up
+from tritonddp.coordination.posts import plain, read_all
+from tritonddp.coordination.processes import Process, key_of
+from tritonddp.coordination.stacks import others_in_collectives
 
 logger = logging.getLogger("tritonddp.failures")
 
-# Seconds from a rank's own post until it reads the others'. Their collectives fail at once when
-# connections are closed.
-_PATIENCE = 2.0
-# More seconds on rank 0: without a launcher it hosts the TCPStore, which others may still read.
+# Seconds from a rank's own post until it reads the posts of the others: at most, and once it is
+# known which rank has ended. Their collectives fail at once when connections are closed.
+_PATIENCE, _NAMED = 2.0, 0.1
+# Seconds between two looks at the processes. A process closes its connections before it has ended.
+_PAUSE = 0.05
+# Seconds that rank 0 stays before it exits: without a launcher it hosts the TCPStore, which others
+# may still read.
 _HOST_STAYS = 1.0
 # Seconds for the whole exchange. A call to a TCPStore whose host is stopped or unreachable does not
 # return, whatever the store's timeout is.
 _LIMIT = 5.0
-# Characters of a post, and of the backend's error.
-_LONGEST = 400
 _DIGITS = 18  # digits of a post's number that are read
 _TAG = 0x7D0C  # tag of a message that no rank sends
 # Ranks in one sentence; the rest is counted.
 _SHOWN = 10
 FAILED = "tritonddp/failed"  # keys of the store begin with it
+MADE = "tritonddp/made"  # keys where ranks write how many reduced backwards they have made
+ENDED = f"{FAILED}/ended"  # where a rank writes which rank of its host has ended
 
 # Sentences about other ranks, the most useful first. The first four keys are states of a process.
 _SENTENCES = {
@@ -76,6 +85,17 @@ _COLLECTIVE = re.compile(
     r".*?memory_format=\([^()]*\)\))?\)"
 )
 
+_MADE = (
+    "{ranks} {have} made {number} {fewer} reduced backwards than this rank ({made}, this rank "
+    "{own})."
+)
+
+_THREADS = (
+    "Another thread of this process waits for other ranks too: {threads}. If both use one process "
+    "group, their collectives are not in the same order on all ranks: give that thread a group of "
+    "its own (torch.distributed.new_group)."
+)
+
 _MISMATCH_REMEDY = (
     "The ranks are not at the same collective, or not of the same size: build the same module with "
     "the same options on every rank (init_sync=True compares them), call wrapped modules in the "
@@ -95,12 +115,16 @@ class FailureReport:
     place: str  # of this rank: its step and its collective
     error: BaseException  # what the backend raised
     number: int  # of this failure in the group: a post with a smaller number is old
+    made: int  # reduced backwards of this rank in the group
     is_listed: bool  # this rank has written its process to the store
     # The processes of ranks without a post, None if unknown: at first that of rank 0, which may
     # host the store.
     processes: dict[int, Process | None]
     # The posts that were read: number and place, by rank.
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose process has ended
+    others_made: dict[int, int] = dataclasses.field(default_factory=dict)  # where they have told
+    threads: list[str] = dataclasses.field(default_factory=list)  # others that wait for ranks
     # Why the posts are incomplete; an empty string once the exchange is done.
     trouble: str = f"it did not answer in {_LIMIT:g} s"
 
@@ -111,10 +135,11 @@ class FailureReport:
 
     def asked(self) -> FailureReport:
         """Exchange posts, in a thread that is abandoned if the store does not answer."""
+        self.threads = others_in_collectives()  # before their collectives fail too
         # Log before asking the store: torchrun ends all processes soon after one has failed.
         logger.error("%s", self.title)
         if self.group.get_group_store() is not None:
-            thread = threading.Thread(target=self._exchange, daemon=True)
+            thread = threading.Thread(target=self._exchange, name="tritonddp-failure", daemon=True)
             thread.start()
             thread.join(_LIMIT)
         # An abandoned thread may still write into the original.
@@ -130,39 +155,73 @@ class FailureReport:
             ]
         else:
             answers = self._answers()
+        if self.threads and not self.ended:
+            answers.append(_THREADS.format(threads="; ".join(self.threads[:_SHOWN])))
         remedy = _MISMATCH_REMEDY if _is_mismatch(str(self.error)) else _REMEDY
         return "\n  ".join([self.title, *answers, remedy])
 
     def _exchange(self) -> None:
-        others = self._others()
+        store: Any = self.group.get_group_store()
         try:
-            store = self.group.get_group_store()
+            self._read_posts(store)
+            self._post(store)
+            keys = {rank: key_of(rank) for rank in self._silent()}
+            for rank, text in read_all(store, keys).items():
+                self.processes[rank] = Process.parse(text)
+            close_connections(self.group)
+            self._wait_for_a_name(store, _PATIENCE)
             # All ranks must count this failure by the same number: a rank takes the greatest number
             # that it reads. Of two ranks, the one that posts later reads the other's number in its
             # first look; otherwise the other one reads its post in the second look.
-            for looks in range(2):
-                before = self.number
-                for rank in others:
-                    key = f"{FAILED}/{rank}"
-                    if store.check([key]):  # get() would wait for a key that is not there
-                        number, _, theirs = store.get(key).partition(b" ")
-                        if number.isdigit():
-                            self.read[rank] = int(number[:_DIGITS]), plain(theirs)
-                self.number = max([self.number, *(number for number, _ in self.read.values())])
-                if looks == 0 or self.number > before:
-                    store.set(f"{FAILED}/{self.group.rank()}", f"{self.number} {self.place}")
-                if looks == 0:
-                    close_connections(self.group)
-                    time.sleep(_PATIENCE)
-            for rank in [rank for rank in others if rank not in self.read][:_SHOWN]:
-                self.processes[rank] = look_up(store, rank)
+            before = self.number
+            self._read_posts(store)
+            if self.number > before:
+                self._post(store)
+            keys = {rank: f"{MADE}/{rank}" for rank in self._others()}
+            found = read_all(store, keys).items()
+            self.others_made = {r: int(text[:_DIGITS]) for r, text in found if text.isdigit()}
             self.trouble = ""
             if self.group.rank() == 0:
-                time.sleep(_HOST_STAYS)
+                _hosted[:] = [(store, time.monotonic() + _HOST_STAYS)]
         except Exception as error:
             # Stop at the first error: a TCPStore prints a stack for each call to a dead host.
-            self.trouble = _first_line(error)
+            self.trouble = "" if self.ended else _first_line(error)
             close_connections(self.group)
+            self._wait_for_a_name(None, _NAMED)
+
+    def _read_posts(self, store: dist.Store) -> None:
+        keys = {rank: f"{FAILED}/{rank}" for rank in self._others()}
+        for rank, text in read_all(store, keys).items():
+            number, _, theirs = text.partition(b" ")
+            if number.isdigit():
+                self.read[rank] = int(number[:_DIGITS]), plain(theirs)
+        self.number = max([self.number, *(number for number, _ in self.read.values())])
+
+    def _post(self, store: dist.Store) -> None:
+        store.set(f"{MADE}/{self.group.rank()}", str(self.made))
+        store.set(f"{FAILED}/{self.group.rank()}", f"{self.number} {self.place}")
+
+    def _wait_for_a_name(self, store: Any, patience: float) -> None:
+        """Wait until a rank without a post has ended, as seen here or by a rank on its host."""
+        deadline = time.monotonic() + patience
+        while not self.ended and (silent := self._silent()) and time.monotonic() < deadline:
+            found = [(rank, self.processes.get(rank)) for rank in silent]
+            self.ended = {rank for rank, each in found if each and each.state == "ended"}
+            if self.ended and store is not None:
+                self._read_posts(store)  # it may have posted, and raised its own error
+                self.ended.intersection_update(self._silent())
+            elif store is not None and store.check([ENDED]):
+                number, *ranks = [int(each[:_DIGITS]) for each in store.get(ENDED).split()]
+                self.ended = {rank for rank in silent if rank in ranks and number >= self.number}
+            if self.ended and store is not None:
+                ended = sorted(self.ended)
+                logger.error("%s ended: %s", rank_list(ended, self.group), self.title)
+                store.set(ENDED, " ".join(map(str, [self.number, *ended[:_SHOWN]])))
+            time.sleep(_NAMED if self.ended else _PAUSE)
+
+    def _silent(self) -> list[int]:
+        """The other ranks without a post of this failure."""
+        return [r for r in self._others() if self.read.get(r, (0, ""))[0] < self.number]
 
     def _answers(self) -> list[str]:
         """Lines about the other ranks: one line for all ranks of which the same is known."""
@@ -170,7 +229,7 @@ class FailureReport:
         words: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank in self._others():
             number, theirs = self.read.get(rank, (0, ""))
-            if number == 0:
+            if number == 0 or rank in self.ended:
                 found, what = self._of_silent(rank)
             elif number < self.number:
                 found, what = "earlier", theirs
@@ -190,20 +249,51 @@ class FailureReport:
             have, each = ("has", "it has") if len(ranks) == 1 else ("have", "each has")
             named = rank_list(ranks, self.group)
             lines.append(_SENTENCES[found].format(ranks=named, what=what, have=have, each=each))
-        return lines
+        return lines + self._of_numbers()
+
+    def _of_numbers(self) -> list[str]:
+        """Lines about ranks that have made more or fewer reduced backwards than this one."""
+        ranks_of: dict[int, list[int]] = defaultdict(list)
+        for rank, made in self.others_made.items():
+            if made != self.made and (not self.ended or rank in self.ended):
+                ranks_of[made].append(rank)
+        return [
+            _MADE.format(
+                ranks=rank_list(ranks, self.group),
+                have="has" if len(ranks) == 1 else "have",
+                number=abs(made - self.made),
+                fewer="fewer" if made < self.made else "more",
+                made=made,
+                own=self.made,
+            )
+            for made, ranks in sorted(ranks_of.items())[:_SHOWN]
+        ]
 
     def _of_silent(self, rank: int) -> tuple[str, str]:
         """The key in ``_SENTENCES`` for a rank without a post, and its process if known."""
-        if (process := self.processes.get(rank)) is not None:
-            return process.state, str(process)
-        if self.trouble:
+        process = self.processes.get(rank)
+        state = "ended" if rank in self.ended else process.state if process is not None else ""
+        if state == "ended" and not (rank in self.ended or self.trouble):
+            state = "runs"  # it has ended since, and perhaps has posted before
+        # If a rank has ended, nobody has waited for the others.
+        if process is not None and (state in ("ended", "stopped") or not self.ended):
+            return state, str(process)
+        if self.trouble or self.ended:
             return "not asked", ""
         # It was looked up in the store, and has not written its process there as this rank has.
-        is_late = rank in self.processes and self.is_listed
-        return ("not begun" if is_late else "silent"), ""
+        return ("not begun" if self.is_listed else "silent"), ""
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.group.size()) if rank != self.group.rank()]
+
+
+_hosted: list[tuple[dist.Store, float]] = []  # the store that rank 0 may host, and until when
+
+
+@atexit.register
+def _host() -> None:
+    for _, end in _hosted:
+        time.sleep(max(0.0, end - time.monotonic()))
 
 
 def rank_list(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
@@ -244,15 +334,6 @@ def close_connections(group: dist.ProcessGroup) -> None:
                 group.recv([torch.empty(1, device="cpu")], rank, _TAG).wait(
                     timedelta(milliseconds=1)
                 )
-
-
-def plain(text: str | bytes, longest: int = _LONGEST) -> str:
-    """``text`` as one printable line of at most ``longest`` characters. It may be hostile."""
-    if isinstance(text, str):
-        text = text.encode(errors="replace")
-    characters = text[: 4 * longest].decode(errors="replace")
-    line = "".join(c if c.isprintable() else " " for c in characters)
-    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from tritonddp.coordination.collectives import all_gather
-from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.posts import plain
 
 logger = logging.getLogger("tritonddp.buckets")
 

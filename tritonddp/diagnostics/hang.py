@@ -17,26 +17,26 @@ import contextlib
 import json
 import logging
 import os
-import sysconfig
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakSet, finalize
 
-import torch
 import torch.distributed as dist
 
 from tritonddp._torch import frames_of_threads, own_connection, timeout_of
-from tritonddp.coordination.failures import plain, rank_list
+from tritonddp.coordination.failures import MADE, close_connections, rank_list
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.processes import Process, look_up
+from tritonddp.coordination.posts import plain, read_all
+from tritonddp.coordination.processes import Process, key_of, look_up
+from tritonddp.coordination.stacks import FRAMES, is_waiting, stack_of
 
 logger = logging.getLogger("tritonddp.hang")
 
@@ -45,23 +45,11 @@ _DEFAULT = "60"
 # Seconds between two looks, at most; and for the store: a call to one whose host is stopped does
 # not return, and counts as not answered after a while.
 _PAUSE, _PATIENCE, _NO_ANSWER = 5.0, 5.0, 30.0
-_FRAMES, _LINE = 12, 160  # frames of a stack that are shown, characters of each
 _WRAPPERS, _SHOWN = 64, 4  # wrappers in a post; ranks in a report
 _ALL = 1 << 30  # number of buckets launched and back, outside a backward
+_OUTSIDE = "outside forward and backward"
 _KEY = "tritonddp/hang"  # keys of the store begin with it
-# A thread whose innermost Python is here waits for other ranks.
-_WAITING = (
-    str(Path(__file__).parents[1]) + os.sep,
-    str(Path(dist.__file__).parent / "distributed_"),
-)
-# Python here is not the user's own.
-_PACKAGES = (
-    _WAITING[0],
-    str(Path(torch.__file__).parents[1]),
-    *sysconfig.get_paths().values(),
-    "<",
-)
-
+_THREAD = "tritonddp-hang"  # name of the threads
 _NO_STORE = (
     "where the others are is not known: the store of the process group does not answer. Rank 0 or "
     "the launcher, which hosts it, is stopped, has ended or cannot be reached; or there is none"
@@ -123,7 +111,7 @@ def place_of(wrapper: Any) -> Place | None:
         phase = "in its backward" if backward.runs else "at the end of its backward"
         bucket = buckets[back].title if back < len(buckets) else ""
         return Place(number, step, len(reduction.works), back, phase, bucket)
-    phase = "in its forward" if wrapper.running else "outside forward and backward"
+    phase = "in its forward" if wrapper.running else _OUTSIDE
     if backward is not None:
         phase = "in a backward that is not reduced"
     return Place(number, step, _ALL, _ALL, phase)
@@ -139,19 +127,6 @@ class Post:
     stack: Sequence[str] = ()  # of its training thread, see stack_of()
 
 
-def stack_of(frame: FrameType | None) -> list[str]:
-    """Frames of a thread, innermost first, those of the user's own code before all others.
-
-    Each is a line ``file:line in function: source``; at most :data:`_FRAMES`.
-    """
-    frames = [*reversed(traceback.extract_stack(frame))] if frame is not None else []
-    frames.sort(key=lambda each: each.filename.startswith(_PACKAGES))
-    return [
-        plain(f"{each.filename}:{each.lineno} in {each.name}: {each.line}", _LINE)
-        for each in frames[:_FRAMES]
-    ]
-
-
 class _Answers:
     """What the ranks of a group have told each other since this rank has not moved."""
 
@@ -165,13 +140,16 @@ class _Answers:
         """Tell the other ranks where this one is, and read what they have told."""
         self.exchanges += 1
         key, places = f"{_KEY}/{self.group.rank}", own.places[:_WRAPPERS]
+        self.group.tell_made(self.store)
         self.store.set(f"{key}/stack", json.dumps(own.stack))
         self.store.set(key, json.dumps([self.exchanges, places, own.waits, own.process]))
         keys = {rank: f"{_KEY}/{rank}" for rank in range(self.group.size)}
-        if not self.store.check([*keys.values()]):  # to get a key that is not there would wait
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get([*keys.values()])
-        self._read = [*self._read[-3:], dict(zip(keys, texts, strict=True))]
+        self._read = [*self._read[-3:], read_all(self.store, keys)]
+
+    def take_back(self) -> None:
+        """This rank goes on: the number of its backwards changes."""
+        with contextlib.suppress(Exception):
+            self.store.delete_key(f"{MADE}/{self.group.rank}")
 
     def all(self) -> dict[int, Post]:
         """The posts of this hang.
@@ -190,11 +168,19 @@ class _Answers:
         """Lines that say who waits for whom."""
         named, size = partial(rank_list, group=self.group.process_group), self.group.size
         waiting = [rank for rank, post in posts.items() if post.waits]
+        at: defaultdict[tuple[bool, Place | None], list[int]] = defaultdict(list)
+        for rank in waiting:
+            own = posts[rank].places
+            first = min((place for place in own if place.waits), default=own[0] if own else None)
+            at[not (first and first.waits), first].append(rank)
         places = [place for rank in waiting for place in posts[rank].places if place.waits]
-        lines = [named(waiting)]
-        if places:
-            first = min(places)
-            lines[0] += f", in step {first.step}, {first.phase}, for {first.bucket}"
+        lines = []
+        of_places = sorted(at.items(), key=lambda each: (each[0][0], each[0][1] or ()))
+        for (_, place), ranks in of_places[:_SHOWN]:
+            lines.append(named(ranks))
+            if place is not None:
+                lines[-1] += f", in step {place.step}, {place.phase}"
+                lines[-1] += f", for {place.bucket}" if place.waits else ""
         silent = [rank for rank in range(size) if rank not in posts]
         for rank in silent[:_SHOWN]:
             process = look_up(self.store, rank)
@@ -218,8 +204,9 @@ class _Answers:
                 where = f"in step {post.places[0].step}, {post.places[0].phase}"
             lines.append(f"{named([rank])} ({post.process}) {what}: {where}, at")
             stack = json.loads(self.store.get(f"{_KEY}/{rank}/stack"))
-            lines += [f"    {plain(line)}" for line in stack[:_FRAMES]]
-        if more := len(silent[_SHOWN:]) + len(shown[_SHOWN:]):
+            lines += [f"    {plain(line)}" for line in stack[:FRAMES]]
+        more = len(silent[_SHOWN:]) + len(shown[_SHOWN:])
+        if more := more + sum(len(ranks) for _, ranks in of_places[_SHOWN:]):
             lines.append(f"and {more} more ranks")
         return lines
 
@@ -250,6 +237,8 @@ class _GroupWatch:
         self._exchange: threading.Thread | None = None
         self._asked = 0.0  # when that began
         self._answer: tuple[float, list[str] | None] = 0.0, None  # since when; what was found
+        self._neighbours: list[Process] | None = None  # of the other ranks of this host, once read
+        self._has_lost = False  # at the last look one of them had ended
 
     def add(self, wrapper: Any) -> None:
         """Watch ``wrapper`` too, which this thread trains."""
@@ -272,14 +261,20 @@ class _GroupWatch:
         if places != self._places:
             if self._next:
                 logger.warning("rank %d goes on after %.0f s", self.group.rank, seconds)
+            if self._answers is not None:
+                take_back = self._answers.take_back
+                threading.Thread(target=take_back, name=_THREAD, daemon=True).start()
             self._places, self._since, self._next, self._answers = places, now, 0.0, None
+            self._has_lost = False
             return
+        if any(place.waits for place in places):
+            self._fail_if_lost()
         if seconds < limit / 2:  # others may have waited for longer
             return
         frame = frames_of_threads().get(self.training)
         waits = any(place.waits for place in places)
-        waits = waits or (frame is not None and frame.f_code.co_filename.startswith(_WAITING))
-        own = Post(places, waits, str(Process.own()), stack_of(frame))
+        waits = waits or is_waiting(frame)
+        own = Post(self._named(places), waits, str(Process.own()), stack_of(frame))
         answer = self._ask(own)
         if seconds < max(self._next, limit + 2 * pause):
             return
@@ -301,6 +296,50 @@ class _GroupWatch:
         if timeout is not None and seconds < timeout.total_seconds() - 3 * pause:
             self._next = min(self._next, timeout.total_seconds() - 2 * pause)
 
+    def leave(self) -> None:
+        """Tell how many reduced backwards this rank has made: no wrapper is left, or the end comes.
+
+        Only to a store that certainly outlives the ranks, that of torchrun: a TCPStore waits for a
+        host that has ended, and logs C++ stacks.
+        """
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            with contextlib.suppress(Exception):
+                self.group.tell_made(own_connection(self.group.process_group))
+
+    def _named(self, places: Sequence[Place]) -> list[Place]:
+        """``places``, those outside forward and backward with the other backward that runs."""
+        running = [
+            f"inside the backward of wrapped module {each.core.parameters.number}"
+            + ("" if watch is self else f" of process group {watch.group.name!r}")
+            for watch in ([] if _watch is None else _watch.groups)
+            for each in watch.in_use()
+            if (backward := getattr(each, "core", None) and each.core.backward) and backward.runs
+        ]
+        phase = running[0] if running else _OUTSIDE
+        return [Place(*p[:4], phase) if p.phase is _OUTSIDE else p for p in places]
+
+    def _fail_if_lost(self) -> None:
+        """Fail the collectives that wait for a process of this host that has ended.
+
+        Usually its connections have closed. A process that it has forked may hold them open. It is
+        seen at two looks: until then the last bytes that it has sent are here.
+        """
+        if self._neighbours is None:
+            self._neighbours = []
+            thread = threading.Thread(target=self._find_neighbours, name=_THREAD, daemon=True)
+            thread.start()
+            thread.join(1.0)
+        has_lost = any(each.state == "ended" for each in self._neighbours)
+        if has_lost and self._has_lost:
+            close_connections(self.group.process_group)
+        self._has_lost = has_lost
+
+    def _find_neighbours(self) -> None:
+        with contextlib.suppress(Exception):  # a group written in Python has no store, for example
+            keys = {rank: key_of(rank) for rank in range(self.group.size)}
+            texts = read_all(own_connection(self.group.process_group), keys).values()
+            self._neighbours = [each for each in map(Process.parse, texts) if each and each.state]
+
     def _ask(self, own: Post) -> list[str] | None:
         """Exchange posts, in a thread that goes on if the store is slow: no look waits for long."""
         if self._exchange is None:
@@ -308,7 +347,9 @@ class _GroupWatch:
                 return None  # a store that has failed fails again, and torch logs its C++ stack
             self._asked = time.monotonic()
             given = own, self._since
-            self._exchange = threading.Thread(target=self._run, args=given, daemon=True)
+            self._exchange = threading.Thread(
+                target=self._run, name=_THREAD, args=given, daemon=True
+            )
             self._exchange.start()
         self._exchange.join(_PATIENCE)
         if self._exchange.is_alive():
@@ -365,10 +406,11 @@ class _Watch(threading.Thread):
     """Looks at the wrappers of this process until there are none."""
 
     def __init__(self) -> None:
-        super().__init__(name="tritonddp-hang", daemon=True)
+        super().__init__(name=_THREAD, daemon=True)
         # A wrapper came or went. (Finalizers may run anywhere; this takes no lock of Python's.)
         self.changed: SimpleQueue[None] = SimpleQueue()
         self.groups: list[_GroupWatch] = []
+        self.is_over = False  # the program ends
 
     def run(self) -> None:
         global _watch
@@ -377,18 +419,24 @@ class _Watch(threading.Thread):
             with contextlib.suppress(Empty):
                 self.changed.get(timeout=pause)
             with _lock:
-                self.groups = [each for each in self.groups if each.in_use()]
-                if not self.groups:
+                groups, left = self.groups, []
+                if not self.is_over:
+                    left = [each for each in groups if each.in_use()]
+                self.groups = left
+                if not left:
                     _watch = None
-                    return
-                groups = [*self.groups]
-            pause = min(each.pause for each in groups)
             for each in groups:
+                if each not in left:
+                    each.leave()
+            if not left:
+                return
+            pause = min(each.pause for each in left)
+            for each in left:
                 try:
                     each.look()
                 except Exception:  # training goes on
                     logger.debug("no look at the wrappers was possible", exc_info=True)
-            del each, groups  # (They keep process groups alive.)
+            del each, groups, left  # (They keep process groups alive.)
 
 
 _lock = threading.Lock()
@@ -433,7 +481,7 @@ def _end() -> None:
         watch = _watch
         if watch is None:
             return
-        watch.groups = []
+        watch.is_over = True
     watch.changed.put(None)
     watch.join(_PATIENCE)
 

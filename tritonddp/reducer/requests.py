@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from tritonddp.reducer import capture, checkpoint
 from tritonddp.reducer.graph.backward import UNFINALIZED
 from tritonddp.reducer.reducer import Reducer
 
+logger = logging.getLogger("tritonddp.reducer")
+
 
 class Requests:
     """What users ask of the reducer of a wrapper, while no backward runs.
@@ -34,6 +37,7 @@ class Requests:
         self.reducer, self._averager = reducer, reducer.averager
         self.own_gradients_at = 0
         self.stepped_at = -1
+        self._has_warned = False  # that requests are not compressed
 
     def gradients_are_own(self) -> None:
         """``.grad`` of this rank is no mean."""
@@ -169,6 +173,13 @@ class Requests:
     def _open(
         self, bucket_set: BucketSet, stale: Collection[Tensor] = (), **details: Any
     ) -> Reduction:
+        if not self._has_warned and self._averager.manager.factory.wire.compression is not None:
+            self._has_warned = True
+            logger.warning(
+                "%s: reduce_gradients() sends gradients in full precision: compression applies to "
+                "backwards only. (Shown once.)",
+                self._averager.where(),
+            )
         used = [param.grad is not None and param not in stale for param in bucket_set.params]
         where = f"{self._averager.where()}, reduce_gradients()"
         return self._averager.open(bucket_set, GradSource.REQUEST, used, where=where, **details)

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.posts import plain
 from tritonddp.coordination.verify import all_gather_bytes
 
 # The first message of a connection: the sender's rank, and the secret of the receiver.
