@@ -386,8 +386,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Average gradients over the ranks now, also under :meth:`no_sync`.
 
         For gradients of ``torch.autograd.grad``, or made by hand. All ranks must call it for the
-        same parameters. Inside :meth:`weighted` the mean is weighted. ``compression`` does not apply:
-        gradients travel in full precision.
+        same parameters. Inside :meth:`weighted` the mean is weighted. Gradients travel in full
+        precision, also with ``compression``.
 
         Args:
             gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
