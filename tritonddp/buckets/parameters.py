@@ -380,7 +380,8 @@ class ModuleParameters:
             sparse = [f"sparse {name}" for name in self.names_of_sparse()]
             same = self.trainable
             if self.keeps_frozen:
-                same = [each for each in self.params if each in same or each[1] in self._bucketed]
+                pairs = zip(self.params, self._required, strict=True)
+                same = [each for each, needs in pairs if needs or each[1] in self._bucketed]
             self._schemas[key] = schema_of(same, f"wrapper {self.number}", *sparse)
         self.schema = self._schemas[key]
 

@@ -291,7 +291,7 @@ class Backward:
         """
         if phase not in self.phase.following:
             raise RuntimeError(f"{self.where}: a backward cannot move from {self.phase} to {phase}")
-        self.phase, self.callback = phase, None
+        self.phase, self.callback, self._inner_thread = phase, None, None
 
     def queue_end(
         self,
@@ -569,7 +569,7 @@ def tensors_in(output: Any) -> list[Tensor]:
             families.append(plain)
         for family in families:
             containers = _of_types(family, kinds, values)
-            if isinstance(containers[0], Tensor):
+            if issubclass(type(containers[0]), Tensor):
                 tensors += containers
                 continue
             inner, held = _values_in(containers)
@@ -591,15 +591,13 @@ def _of_types(family: set[type], kinds: set[type], values: list[Any]) -> list[An
 def _values_in(containers: list[Any]) -> tuple[set[type], list[Any]]:
     """What these objects of one type, or plain ones, hold, and the types of that."""
     held: list[Any] = []
-    if containers and type(containers[0]) in _PLAIN:
+    kind = type(containers[0]) if containers else NoneType
+    if kind in _PLAIN:
         held = get_referents(
             *(each for each in containers if len(each) <= _MANY or not _begins_with_number(each))
         )
-    elif containers and (
-        isinstance(containers[0], dict | list | tuple | set | frozenset)
-        or is_dataclass(containers[0])
-    ):
-        held = get_referents(*containers)  # also of fields that are not set yet
+    elif issubclass(kind, dict | list | tuple | set | frozenset) or is_dataclass(kind):
+        held = get_referents(*containers)  # (isinstance() and a field would ask the object)
     else:
         with suppress(Exception):  # of a function that flattens a node
             held = [leaf for each in containers for leaf in tree_leaves(each) if leaf is not each]
