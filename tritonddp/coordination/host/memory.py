@@ -23,21 +23,32 @@ class Memory:
     descriptor: int = -1  # file descriptor of the memory, until all ranks have it; -1 afterwards
 
     @classmethod
-    def create(cls, nbytes: int) -> Memory:
+    def create(cls, nbytes: int, is_reserved: bool = True) -> Memory:
         """New memory of zeros, which other ranks can map.
+
+        Without ``is_reserved`` call :meth:`reserve` for each part before it is used.
 
         Raises:
             OSError: there is no memory, or none that can be shared.
         """
         descriptor = os.memfd_create("tritonddp", os.MFD_CLOEXEC)
         try:
-            # Allocate the pages now: a lack of memory is an error here, but a signal (SIGBUS) at
-            # the first write to a page.
-            os.posix_fallocate(descriptor, 0, nbytes)
-            return cls(_mapped(descriptor, nbytes), descriptor)
+            os.ftruncate(descriptor, nbytes)
+            memory = cls(_mapped(descriptor, nbytes), descriptor)
         except BaseException:
             os.close(descriptor)
             raise
+        if is_reserved:
+            memory.reserve(0, nbytes)
+        return memory
+
+    def reserve(self, first: int, nbytes: int) -> None:
+        """Allocate pages now: a lack of memory is a signal (SIGBUS) at the first write to a page.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        os.posix_fallocate(self.descriptor, first, nbytes)
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Memory:
