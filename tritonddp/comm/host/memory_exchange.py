@@ -7,19 +7,18 @@ Sums are numbered, the same on all ranks::
     wait           wait until all have PACKED; add; after the last bucket send READ
     sum_into       add large gradients, in .grad; after the last bucket send READ
 
-With few ranks, or little data, each rank adds up whole buckets (*one shot*). It packs into memory
-apart from the bucket's buffer, which gets the sum.
+With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
+cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
+the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
+twice. With several hosts of several ranks each, the ranks with the same share exchange it between
+the two shots: see ``cross_host.py``.
 
-Otherwise the bucket's buffer itself is in the shared memory, and is reduced in place (*two shots*).
-It is cut into one *share* per rank. Each rank adds up its own share, writes the sum to the buffers
-of all ranks, and sends SUMMED. A rank reads one bucket instead of ``world_size``, and waits twice.
-Between PACKED and SUMMED of all ranks a buffer belongs to the exchange. Afterwards no other rank
-reads or writes it, so users may change gradients that are views of it. With several hosts of
-several ranks each, the ranks with the same share exchange it between the two shots: see
-``cross_host.py``.
+In two shots a bucket without large gradients outside is reduced *in place*: its own buffer is in
+the shared memory, and each rank writes its share of the sum to the buffers of all, before SUMMED.
+When all have sent that, no other rank reads or writes the buffer any more. So users may change
+gradients that are views of it.
 
-Of a bucket whose gradients have owners, a rank needs only the gradients that it owns, and the
-trailer.
+Of a bucket whose gradients have owners, a rank adds up those that it owns. The trailer all need.
 """
 
 from __future__ import annotations
@@ -52,13 +51,17 @@ from tritonddp.coordination.host.peers import (
     WaitPoint,
 )
 
-# From so many ranks, and bytes of a bucket, on: two shots. Gradients that are views of the bucket
-# need no second buffer then, so any number of ranks will do.
+# From so many ranks, and bytes of a bucket, on: two shots. With gradients that are views of the
+# bucket from 2 ranks on, to save a second buffer.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
 
-def has_shares(bucket: Bucket, peers: Peers) -> bool:
-    """Return True if this bucket is reduced in two shots: its buffer has to be in the memory."""
+def is_in_place(bucket: Bucket, peers: Peers) -> bool:
+    """Return True if the buffer of this bucket has to be in the shared memory."""
+    return _has_shares(bucket, peers) and not bucket.is_large()
+
+
+def _has_shares(bucket: Bucket, peers: Peers) -> bool:
     if len(peers.hosts) > 1:
         return True
     pays = len(peers.others) + 1 >= _RANKS_OF_SHARES and bucket.owned is None
@@ -183,8 +186,9 @@ class MemoryExchange(WaitPoint):
         taken: number of the last sum that is in the bucket.
         started: number of the last sum of which the share of this rank is summed over this host.
         summed: number of the last sum of which the share of this rank is complete.
-        buffers: what the ranks have packed, and its sum: in one shot.
-        shares: likewise, in two shots; else ``None``.
+        shares: the share of this rank; ``None`` in one shot.
+        in_place: the same, if the bucket is reduced in place; else ``None``.
+        buffers: what the ranks have packed, and its sum. Not if the bucket is reduced in place.
     """
 
     def __init__(
@@ -204,20 +208,24 @@ class MemoryExchange(WaitPoint):
         owned = None if bucket.owned is None else bucket.owned.elements(bucket.flat)
         mine = None if owned is None else owned[group.rank]
         self.shares: Shares | None = None
+        self.in_place: Shares | None = None
         self._future: torch.futures.Future[None] | None = None
         self._cross_host: CrossHost | None = None
         self._sent_bytes = 0  # through the process group, in one sum
-        if has_shares(bucket, peers):
-            at, is_one_host = peers.local_rank, len(peers.hosts) == 1
+        if _has_shares(bucket, peers):
+            at = peers.local_rank
             self._sums.add(self, peers)
-            self.shares = Shares(bucket.flat, memory, at, is_one_host, mine)
-            if not is_one_host:
+            self.shares = Shares(bucket.flat, memory, at, mine)
+            if len(peers.hosts) > 1:
                 partners, share = [ranks[at] for ranks in peers.hosts], self.shares.share
                 self._cross_host = CrossHost(group.process_group, partners, peers.host, share)
                 self._sent_bytes = self._cross_host.sent_bytes
+        if is_in_place(bucket, peers):
+            self.in_place = self.shares
         else:
-            self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large(), mine)
-        if self.shares is not None or not self.buffers.into_grads:
+            is_cut, into_grads = self.shares is not None, bucket.is_large()
+            self.buffers = RankBuffers(bucket.flat, memory, into_grads, is_cut, mine)
+        if not bucket.is_large():
             self.sum_into = None  # type: ignore[method-assign,assignment]
 
     def before_pack(self) -> None:
@@ -237,8 +245,8 @@ class MemoryExchange(WaitPoint):
         counters.memory_exchanges += 1
         counters.sent_bytes += self._sent_bytes
         number = sums.launched + 1
-        if self.shares is not None:
-            self.shares.begin(bucket.flat.data)
+        if self.in_place is not None:
+            self.in_place.begin(bucket.flat.data)
         message = MESSAGE.pack(PACKED, self.wrapper, bucket.index, number, nbytes)
         try:
             for send in peers.sends:
@@ -260,7 +268,8 @@ class MemoryExchange(WaitPoint):
             if self.shares is not None:
                 self._sums.finish_shares(self.number)
                 self.wait_for(SUMMED)
-                self.shares.end(bucket.flat.data)
+            if self.in_place is not None:
+                self.in_place.end(bucket.flat.data)
             elif (pair := self.buffers.pair) is not None:
                 torch.add(*pair, out=self.buffers.result)
             else:
@@ -327,7 +336,7 @@ class MemoryExchange(WaitPoint):
         """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
         if self.shares is None or not self.is_packed():  # of another bucket: wait() raises
             return
-        self.shares.sum()
+        self.shares.sum(spreads=self.in_place is not None and self._cross_host is None)
         self.started = self.number
         if self._cross_host is None:
             self._say_summed()
@@ -344,8 +353,8 @@ class MemoryExchange(WaitPoint):
         if self.summed < self.started and self._cross_host is not None:
             self.peers.start_all()  # another host may wait for these before it sends this share
             self._cross_host.finish()
-            assert self.shares is not None
-            self.shares.spread()
+            if self.in_place is not None:
+                self.in_place.spread()
             self._say_summed()
 
     def _say_summed(self) -> None:

@@ -26,7 +26,7 @@ from tritonddp.comm.host.memory_exchange import (
     HostSums,
     MemoryExchange,
     Progress,
-    has_shares,
+    is_in_place,
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -157,7 +157,7 @@ class PeerMemory:
                 memory = Memory.create(starts[-1], is_reserved=False)
                 for bucket, start in zip(found, starts, strict=False):
                     memory.reserve(start, bucket.nbytes)
-                    if has_shares(bucket, peers):
+                    if is_in_place(bucket, peers):
                         # With a storage for each bucket: share_memory() of a gradient moves one.
                         part = memory.tensor[start:][: bucket.nbytes]
                         bucket.move(torch.from_dlpack(part))
@@ -181,7 +181,7 @@ class PeerMemory:
             for bucket, start in zip(found, starts, strict=False):
                 parts = [each[start:][: bucket.nbytes] for each in of_ranks]
                 way = MemoryExchange(progress, self._group, peers, parts, bucket, self._counters)
-                bucket.connect(way, None if has_shares(bucket, peers) else parts[peers.local_rank])
+                bucket.connect(way, None if way.in_place is not None else parts[peers.local_rank])
         return None
 
     def _hand_over(self, memory: Memory, wrapper: int, peers: Peers) -> tuple[str, list[Tensor]]:

@@ -1,11 +1,11 @@
 """What the ranks of one host have packed of a bucket, in memory that all of them read, and its sum.
 
 All ranks get the same bits: they add in the order of the ranks, and each addition is rounded. With
-few ranks each adds up everything (:class:`RankBuffers`). The sum of small gradients goes into the
-bucket's buffer, in one call, from where it is copied. That of large gradients goes straight into
-``.grad``, and the buffer gets only that of the trailer.
+few ranks each adds up everything. Otherwise a buffer is cut into one *share* per rank: each rank
+first adds up its own share, in place (:class:`Shares`), and then gets the shares of the others.
 
-Otherwise the buffers are summed in place, each rank one share of them (:class:`Shares`).
+The sum of small gradients goes into the bucket's buffer, in one call, from where it is copied. That
+of large gradients goes straight into ``.grad``, and the buffer gets only that of the trailer.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class RankBuffers:
     Args:
         memory: of each rank, uint8 ``(nbytes,)``.
         into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
+        has_shares: each rank has added up one share of the buffer, and reads the others.
         mine: first element and end of the gradients that this rank owns: only their sum is needed,
             and that of the trailer. ``None``: all of it.
 
@@ -45,10 +46,12 @@ class RankBuffers:
         flat: FlatBuffer,
         memory: Sequence[Tensor],
         into_grads: bool,
+        has_shares: bool,
         mine: tuple[int, int] | None = None,
     ) -> None:
         layout = flat.layout
         self.packed = [each.view(flat.data.dtype) for each in memory]
+        self.has_shares = has_shares
         self.into_grads = into_grads
         self._flat = flat
         first = layout.flags_offset if self.into_grads else 0
@@ -77,7 +80,7 @@ class RankBuffers:
                 self._cuts.append(() if is_whole else parts)
 
     def sum(self) -> None:
-        """Write the sum into the bucket's buffer, after all have packed."""
+        """Write the sum into the bucket's buffer, after all have packed, or summed their shares."""
         for start, end, terms in self._parts:
             _add(terms, self.result[start:end])
 
@@ -120,27 +123,37 @@ class RankBuffers:
 
     def _parts_of(self, first: int, last: int) -> list[_Part]:
         """Cut elements ``[first, last)`` of the buffers into parts, relative to ``first``."""
-        few, size = len(self.packed) == 2, _PIECE // self.packed[0].element_size()
-        step = max(1, last - first if few else size)
-        cuts = [(start, min(start + step, last)) for start in range(first, last, step)]
-        return [(a - first, b - first, [each[a:b] for each in self.packed]) for a, b in cuts]
+        if self.has_shares:
+            found = [(*_share(self.packed, rank), [each]) for rank, each in enumerate(self.packed)]
+        else:
+            few, size = len(self.packed) == 2, _PIECE // self.packed[0].element_size()
+            step = max(1, last - first if few else size)
+            found = [(start, start + step, self.packed) for start in range(first, last, step)]
+        clipped = [(max(first, a), min(last, b), terms) for a, b, terms in found]
+        return [
+            (a - first, b - first, [each[a:b] for each in terms])
+            for a, b, terms in clipped
+            if a < b
+        ]
+
+
+def _share(packed: Sequence[Tensor], rank: int) -> tuple[int, int]:
+    """First element of a rank's share of these buffers, and end."""
+    numel, count = len(packed[rank]), len(packed)
+    return numel * rank // count, numel * (rank + 1) // count
 
 
 class Shares:
-    """The buffers of one bucket of the ranks of a host, each rank's own one among them.
-
-    They are summed in place. A rank alone reads its share of all buffers, and writes the sum to all
-    of them.
+    """The share of one rank, which sums it in place, in the memory of one bucket.
 
     Args:
-        flat: the bucket's buffer, in the memory of this rank.
-        memory: of each rank, uint8 ``(nbytes,)``.
+        flat: the bucket's buffer.
+        memory: of each rank of the host, uint8 ``(nbytes,)``.
         rank: index of this rank in ``memory``.
-        is_one_host: :meth:`sum` writes the sum to all buffers. Else :meth:`spread` does.
-        mine: see :class:`RankBuffers`. The last rank sums the trailer, which all need.
+        mine: see :class:`RankBuffers`: that is the share. The last rank has the trailer too.
 
     Attributes:
-        share: of this rank, in its buffer.
+        share: of this rank, in its memory.
     """
 
     def __init__(
@@ -148,48 +161,50 @@ class Shares:
         flat: FlatBuffer,
         memory: Sequence[Tensor],
         rank: int,
-        is_one_host: bool,
         mine: tuple[int, int] | None = None,
     ) -> None:
         packed = [each.view(flat.data.dtype) for each in memory]
         self._packed, end = packed[rank], len(packed[rank])
-        if mine is None:
-            cuts = [end * at // len(packed) for at in (rank, rank + 1)]
-            parts = [(cuts[0], cuts[1], True)]
-        else:
+        parts = [(*_share(packed, rank), True)]
+        if mine is not None:
             parts = [(*mine, False)]
             if rank == len(packed) - 1:
                 parts.append((flat.layout.flags_offset, end, True))
         self.share = self._packed[parts[0][0] : parts[0][1]]
         step = _PIECE // flat.data.element_size()
-        # Terms, and for the sum: where it is written first, and where it is copied to.
+        # Terms; the one that becomes the sum; and where the other ranks need that.
         self._pieces: list[tuple[list[Tensor], Tensor, list[Tensor]]] = []
         for first, last, is_for_all in parts:
             for start in range(first, last, step):
                 terms = [each[start : min(start + step, last)] for each in packed]
                 others = [*terms[:rank], *terms[rank + 1 :]] if is_for_all else []
                 self._pieces.append((terms, terms[rank], others))
-        self._is_one_host = is_one_host
 
     def begin(self, data: Tensor) -> None:
-        """The bucket's buffer is packed. (``share_memory()`` of the user may have moved it.)"""
+        """``data``, of the bucket's buffer, is packed: in this memory.
+
+        (Or elsewhere: the user's ``share_memory()`` moves gradients that are views of it.)
+        """
         if data.data_ptr() != self._packed.data_ptr():
             self._packed.copy_(data)
 
     def end(self, data: Tensor) -> None:
-        """All ranks have summed their shares: ``data``, of the bucket's buffer, gets the sum."""
+        """All ranks have written their shares: ``data`` gets the sum."""
         if data.data_ptr() != self._packed.data_ptr():
             data.copy_(self._packed)
 
-    def sum(self) -> None:
-        """Add up the share of this rank, after all have packed. Not to be repeated."""
+    def sum(self, spreads: bool) -> None:
+        """Add up the share, after all have packed. Not to be repeated.
+
+        With ``spreads``, write it to the memory of the other ranks while it is in the cache.
+        """
         for terms, target, others in self._pieces:
             _add(terms, target)
-            for other in others if self._is_one_host else ():  # while the sum is in the cache
+            for other in others if spreads else ():
                 other.copy_(target)
 
     def spread(self) -> None:
-        """Write the sum of the share over all hosts to the buffers of the other ranks."""
+        """Write the share, which is complete, to the memory of the other ranks."""
         for _, target, others in self._pieces:
             for other in others:
                 other.copy_(target)
