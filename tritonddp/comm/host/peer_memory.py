@@ -66,6 +66,7 @@ class PeerMemory:
         self.refusal: Refusal | None = None  # why it is not possible, once somebody has tried
         self._progress: Progress | None = None  # once the ranks are connected
         self._handed = 0  # number of handovers
+        self._memory: Memory | None = None  # of its buckets
         self._moved: Callable[[], object] = NoneType  # weak reference: buckets refer to exchanges
 
     def begin(self, current: BucketSet) -> None:
@@ -154,7 +155,8 @@ class PeerMemory:
         memory, failure = Memory(torch.empty(0, dtype=torch.uint8, device="cpu")), ""
         try:
             if found:
-                memory = Memory.create(starts[-1], is_reserved=False)
+                memory = self._memory = Memory.create(starts[-1], is_reserved=False)
+                self._group.join_forks(memory)  # gradients may lie in it
                 for bucket, start in zip(found, starts, strict=False):
                     memory.reserve(start, bucket.nbytes)
                     if is_in_place(bucket, peers):
@@ -201,8 +203,6 @@ class PeerMemory:
             failure = f"memory cannot be handed over: {error}"
             # Without a descriptor, so that the others do not hang.
             peers.say(HANDED, wrapper, 0, point.number, memory.tensor.numel())
-        finally:
-            memory.close_descriptor()
         point.wait_for(HANDED)
         of_ranks: dict[int, Memory | str] = {self._group.rank: memory}
         of_ranks.update((peer.rank, peer.handed.pop(wrapper)) for peer in peers.others)
