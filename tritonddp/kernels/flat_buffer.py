@@ -183,7 +183,8 @@ class FlatBuffer:
         self.dtype = dtype
         if memory is None:
             self.data = torch.empty(layout.numel, dtype=dtype, device=device)
-            # Without gaps no gradient's place is written: large buffers get no pages here.
+            # The places of gradients need no zeros: the system gives them memory when gradients are
+            # written there.
             is_gapless = sum(layout.numels) == layout.flags_offset
             self.data[layout.flags_offset if is_gapless else 0 :].zero_()
         else:

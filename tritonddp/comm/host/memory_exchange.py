@@ -13,12 +13,12 @@ the shares of the others (*two shots*). So it reads 2 buckets instead of ``world
 twice. With several hosts of several ranks each, the ranks with the same share exchange it between
 the two shots: see ``cross_host.py``.
 
-In two shots a bucket without large gradients outside is reduced *in place*: its own buffer is in
-the shared memory, and each rank writes its share of the sum to the buffers of all, before SUMMED.
-When all have sent that, no other rank reads or writes the buffer any more. So users may change
-gradients that are views of it.
+In two shots a bucket is reduced *in place*, unless sums of large gradients go into ``.grad``. The
+bucket's own buffer is in the shared memory, and each rank writes its share of the sum to the
+buffers of all ranks before it sends SUMMED. When all have sent SUMMED, no other rank reads or
+writes the buffer any more. So users may change gradients that are views of it.
 
-Of a bucket whose gradients have owners, a rank adds up those that it owns. The trailer all need.
+Of a bucket whose gradients have owners, a rank adds up the gradients that it owns, and the trailer.
 """
 
 from __future__ import annotations
@@ -306,7 +306,9 @@ class MemoryExchange(WaitPoint):
     def abort(self, bucket: Bucket, work: Work) -> None:
         self.wait_for(PACKED)
         if self.shares is not None and self.is_packed():
-            # The others may still write to this buffer. Nobody needs the share of this rank.
+            # The others may still write to this buffer. Nobody needs the share of this rank, which
+            # must not be summed after this message.
+            self.started = self.number
             if self.summed < self.number:
                 self._say_summed()
             self.wait_for(SUMMED)
