@@ -20,7 +20,7 @@ from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
 
 # Bytes from which on a message of its own costs less than two copies.
-_LARGE = 2**22
+_LARGE = 2**18
 
 
 class StateBroadcast:
