@@ -20,13 +20,21 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from logged import logged
 from modules import OnDemand
 from torch import Tensor, nn
-from training import assert_close, assert_gradients_alike, drawn, gradients, train_step
+from training import (
+    assert_close,
+    assert_gradients_alike,
+    breaking_off,
+    drawn,
+    gradients,
+    train_step,
+)
 
 from tritonddp import DistributedDataParallel
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host import connect, peers
+from tritonddp.coordination.host.memory import Memory
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "copies": {},
@@ -71,6 +79,11 @@ def is_shared(ddp: DistributedDataParallel) -> list[bool]:
     return [isinstance(bucket.exchange, MemoryExchange) for bucket in ddp.reducer.buckets]
 
 
+def views(ddp: DistributedDataParallel) -> list[Tensor]:
+    """The gradients themselves, not copies of them."""
+    return [param.grad for param in ddp.parameters() if param.grad is not None]
+
+
 @contextlib.contextmanager
 def in_two_shots() -> Iterator[None]:
     """Context: all buckets, whatever the number of ranks."""
@@ -100,6 +113,97 @@ def test_the_sums_are_those_of_the_process_group(rank: int, options: str, shots:
                 assert_as(mine, theirs, options)
         assert all(is_shared(shared))
         assert not any(is_shared(plain))
+
+
+@ranks(2, 3, 5)
+def test_gradient_views_lie_in_the_memory_that_the_ranks_share(rank: int) -> None:
+    """There is no second buffer: the memory of the ranks is all memory of the buckets."""
+    made: list[Memory] = []
+    create = Memory.create
+
+    def noted(*args: Any, **options: Any) -> Memory:
+        made.append(create(*args, **options))
+        return made[-1]
+
+    with in_two_shots(), mock.patch.object(Memory, "create", noted):
+        ddp = net(gradient_as_bucket_view=True, bucket_cap_mb=4e-3, forward_sync_buffers=False)
+        for number in range(3):
+            step(ddp, number)
+    (memory,) = made
+    buckets = ddp.reducer.buckets
+    assert len(buckets) > 2
+    addresses = {bucket.flat.data.data_ptr() for bucket in buckets}
+    first = memory.tensor.data_ptr()
+    assert addresses <= set(range(first, first + memory.tensor.nbytes, 4096))
+    assert all(bucket.packed is bucket.flat for bucket in buckets)
+    # To save a gradient, or to copy it, takes its bucket alone.
+    assert all(each.flat.data.untyped_storage().nbytes() == each.nbytes for each in buckets)
+
+
+@pytest.mark.parametrize("late", ["sum", "end"])
+@ranks(2, 3)
+def test_a_user_may_change_gradient_views_while_another_rank_is_late(rank: int, late: str) -> None:
+    plain = net(transport="process_group")
+    expected = [step(plain, number) for number in range(5)]
+    original = getattr(rank_buffers.Shares, late)
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        original(*args, **options)
+
+    with in_two_shots():
+        ddp = net(gradient_as_bucket_view=True)
+        with mock.patch.object(rank_buffers.Shares, late, slow if rank == 1 else original):
+            for number, theirs in enumerate(expected):
+                mine = step(ddp, number)
+                for grad in views(ddp):
+                    grad.fill_(torch.nan)
+                    grad.zero_()
+                time.sleep(0.02 * rank)
+                assert_as(mine, theirs)
+
+
+@ranks(2, 3)
+def test_gradient_views_after_a_backward_that_failed_on_one_rank(rank: int) -> None:
+    """The others get NaN; what was on its way is complete before the next backward packs."""
+    with in_two_shots():
+        ddp = net(gradient_as_bucket_view=True, bucket_cap_mb=4e-3)
+        before = [step(ddp, number) for number in range(3)]
+        with breaking_off(next(ddp.parameters()), rank == 1):
+            step(ddp, 3)
+        if rank != 1:
+            assert any(grad.isnan().any() for grad in gradients(ddp))
+        ddp.zero_grad()
+        for number in (1, 2):  # step 0 went through the process group
+            assert_same_bits(step(ddp, number), before[number], f"step {number}")
+
+
+@ranks(2)
+def test_gradient_views_that_share_memory_has_moved(rank: int) -> None:
+    """``share_memory()`` gives gradients memory that the other ranks do not see."""
+    with in_two_shots():
+        ddp, plain = net(gradient_as_bucket_view=True), net(transport="process_group")
+        for number in range(7):
+            assert_same_bits(step(ddp, number), step(plain, number), f"step {number}")
+            if number == 3 and rank == 0:
+                for grad in views(ddp):
+                    grad.share_memory_()
+
+
+@ranks(2)
+def test_gradient_views_in_a_forked_process_are_its_own() -> None:
+    with in_two_shots():
+        ddp = net(gradient_as_bucket_view=True)
+        for number in range(3):
+            step(ddp, number)
+        before = gradients(ddp)
+        child = os.fork()
+        if child == 0:
+            ddp.zero_grad(set_to_none=False)
+            os._exit(any(grad.any() for grad in views(ddp)))
+        assert os.waitpid(child, 0)[1] == 0
+        assert_same_bits(gradients(ddp), before, "after the process has set its own to zero")
+        assert_same_on_all_ranks(step(ddp, 4), "the next step")
 
 
 class Full:
@@ -411,9 +515,16 @@ def test_memory_that_does_not_arrive_is_told(a_pair: Any) -> None:
     assert peer.handed == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
 
 
+@pytest.mark.parametrize("options", ["copies", "views"])
 @ranks(2)
-def test_after_a_disagreement_no_rank_overwrites_what_another_one_still_reads(rank: int) -> None:
-    ddp = net()
+def test_after_a_disagreement_no_rank_overwrites_what_another_one_still_reads(
+    rank: int, options: str
+) -> None:
+    with in_two_shots() if options == "views" else contextlib.nullcontext():
+        _disagree(rank, net(bucket_cap_mb=4e-3, **OPTIONS[options]))
+
+
+def _disagree(rank: int, ddp: DistributedDataParallel) -> None:
     before = [step(ddp, number) for number in range(3)]
     assert all(is_shared(ddp))
     wait = MemoryExchange.wait

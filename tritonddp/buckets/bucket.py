@@ -221,6 +221,7 @@ class Bucket:
 
         Or from ``memory`` that they read, uint8 zeros ``(nbytes,)``: for a bucket on the CPU that
         is not lazy, sparse or quantised. The exchange sums what all ranks have packed.
+        Without ``memory`` the exchange reduces the buffer in place.
         """
         self.exchange = exchange
         if memory is not None:
@@ -228,15 +229,16 @@ class Bucket:
         elif self.packed is not self.flat:
             self._pack_into(self.flat)
 
-    def leave_payload(self) -> None:
-        """No gradient will be written to the buffer: the system need not give it that memory.
+    def move(self, memory: Tensor) -> None:
+        """Make ``memory`` the buffer, uint8 zeros ``(nbytes,)`` on the CPU.
 
-        (It gives memory to a page when that is written first. The buffer keeps its trailer.)
+        The trailer moves, and gradients that are views of the buffer.
         """
-        first, data = self._layout.flags_offset, self.flat.data
-        memory = torch.empty(data.nbytes, dtype=torch.uint8, device="cpu")
+        first, data, in_buffer = self._layout.flags_offset, self.flat.data, self.in_buffer()
         self.flat = self._buffer(data.device, memory)
         self.flat.data[first:] = data[first:]
+        self._pack_into(self.flat)
+        self.adopt(in_buffer)
 
     @property
     def wire_dtype(self) -> torch.dtype:

@@ -19,6 +19,9 @@ from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
 
+# Bytes from which on a message of its own costs less than two copies.
+_LARGE = 2**18
+
 
 class StateBroadcast:
     """Overwrites parameters and buffers with those of one rank: of ``source.source_rank``."""
@@ -125,10 +128,14 @@ def broadcast_coalesced(
 
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
     needs one broadcast, not one per dtype. The tensors are dense, with the same shapes and dtypes
-    in the same order on every rank. A message holds at most ``max_bytes``, or one tensor.
+    in the same order on every rank. A message holds at most ``max_bytes``, or one tensor. A large
+    tensor travels alone, and is not copied.
     """
     with torch.no_grad():
-        broadcast_messages(messages_of(tensors, max_bytes), group, group_src)
+        large = [each for each in tensors if each.nbytes >= _LARGE]
+        small = [each for each in tensors if each.nbytes < _LARGE]
+        messages = [*messages_of(large, 0), *messages_of(small, max_bytes)]
+        broadcast_messages(messages, group, group_src)
 
 
 def broadcast_messages(messages: Iterable[Message], group: dist.ProcessGroup, source: int) -> None:

@@ -181,11 +181,14 @@ class FlatBuffer:
         """Allocate the buffer, or use ``memory``, uint8 zeros ``(nbytes,)``."""
         self.layout = layout
         self.dtype = dtype
-        self.data = (
-            torch.zeros(layout.numel, dtype=dtype, device=device)
-            if memory is None
-            else memory.view(dtype)
-        )
+        if memory is None:
+            self.data = torch.empty(layout.numel, dtype=dtype, device=device)
+            # The places of gradients need no zeros: the system gives them memory when gradients are
+            # written there.
+            is_gapless = sum(layout.numels) == layout.flags_offset
+            self.data[layout.flags_offset if is_gapless else 0 :].zero_()
+        else:
+            self.data = memory.view(dtype)
         self.payload = self.data[: layout.flags_offset]
         self.trailer = self.data[layout.flags_offset : layout.trailer_end]
         self.flags = self.trailer[: len(layout.numels)]

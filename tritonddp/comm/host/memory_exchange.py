@@ -1,7 +1,6 @@
 """The sum of one bucket over the ranks of one host, in memory that they share.
 
-Sums are numbered, the same on all ranks. A sum goes into memory of its own, so ``.grad`` is not
-touched before all have packed::
+Sums are numbered, the same on all ranks::
 
     before_pack    wait until all have READ the former content
     launch         one message: PACKED, with the number of the sum
@@ -12,8 +11,14 @@ With few ranks, or little data, each rank adds up whole buckets (*one shot*). Ot
 cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
 the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
 twice. With several hosts of several ranks each, the ranks with the same share exchange it between
-the two shots: see ``cross_host.py``. Of a bucket whose gradients have owners, each rank adds up the
-gradients that it owns, and the trailer, in one shot.
+the two shots: see ``cross_host.py``.
+
+In two shots a bucket is reduced *in place*, unless sums of large gradients go into ``.grad``. The
+bucket's own buffer is in the shared memory, and each rank writes its share of the sum to the
+buffers of all ranks before it sends SUMMED. When all have sent SUMMED, no other rank reads or
+writes the buffer any more. So users may change gradients that are views of it.
+
+Of a bucket whose gradients have owners, a rank adds up the gradients that it owns, and the trailer.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from torch import Tensor
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.comm.host.cross_host import CrossHost
-from tritonddp.comm.host.rank_buffers import RankBuffers
+from tritonddp.comm.host.rank_buffers import RankBuffers, Shares
 from tritonddp.coordination.agreement import Mismatch
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -46,8 +51,21 @@ from tritonddp.coordination.host.peers import (
     WaitPoint,
 )
 
-# From so many ranks, and bytes of a bucket, on: two shots.
+# From so many ranks, and bytes of a bucket, on: two shots. With gradients that are views of the
+# bucket from 2 ranks on, to save a second buffer.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
+
+
+def is_in_place(bucket: Bucket, peers: Peers) -> bool:
+    """Return True if the buffer of this bucket has to be in the shared memory."""
+    return _has_shares(bucket, peers) and not bucket.is_large()
+
+
+def _has_shares(bucket: Bucket, peers: Peers) -> bool:
+    if len(peers.hosts) > 1:
+        return True
+    pays = len(peers.others) + 1 >= _RANKS_OF_SHARES and bucket.owned is None
+    return bucket.nbytes >= _BYTES_OF_SHARES and (pays or bucket.placement.has_views)
 
 
 class HostSums:
@@ -168,8 +186,9 @@ class MemoryExchange(WaitPoint):
         taken: number of the last sum that is in the bucket.
         started: number of the last sum of which the share of this rank is summed over this host.
         summed: number of the last sum of which the share of this rank is complete.
-        buffers: what the ranks have packed, and its sum.
-        has_shares: it has two shots.
+        shares: the share of this rank; ``None`` in one shot.
+        in_place: the same, if the bucket is reduced in place; else ``None``.
+        buffers: what the ranks have packed, and its sum. Not if the bucket is reduced in place.
     """
 
     def __init__(
@@ -186,25 +205,28 @@ class MemoryExchange(WaitPoint):
         progress.exchanges.add(self)
         self.taken = self.started = self.summed = 0
         self.content = progress.wrapper, bucket.index, bucket.nbytes  # the same on all ranks
-        is_large = bucket.nbytes >= _BYTES_OF_SHARES
-        is_shared = is_large and len(memory) >= _RANKS_OF_SHARES and bucket.owned is None
-        self.has_shares = is_shared or len(peers.hosts) > 1
-        if self.has_shares:
-            self._sums.add(self, peers)
         owned = None if bucket.owned is None else bucket.owned.elements(bucket.flat)
         mine = None if owned is None else owned[group.rank]
-        self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large(), self.has_shares, mine)
-        if not self.buffers.into_grads:
-            self.sum_into = None  # type: ignore[method-assign,assignment]
+        self.shares: Shares | None = None
+        self.in_place: Shares | None = None
         self._future: torch.futures.Future[None] | None = None
         self._cross_host: CrossHost | None = None
         self._sent_bytes = 0  # through the process group, in one sum
-        if len(peers.hosts) > 1:
+        if _has_shares(bucket, peers):
             at = peers.local_rank
-            partners = [ranks[at] for ranks in peers.hosts]
-            share = self.buffers.shares(self.buffers.packed[at])[at]
-            self._cross_host = CrossHost(group.process_group, partners, peers.host, share)
-            self._sent_bytes = self._cross_host.sent_bytes
+            self._sums.add(self, peers)
+            self.shares = Shares(bucket.flat, memory, at, mine)
+            if len(peers.hosts) > 1:
+                partners, share = [ranks[at] for ranks in peers.hosts], self.shares.share
+                self._cross_host = CrossHost(group.process_group, partners, peers.host, share)
+                self._sent_bytes = self._cross_host.sent_bytes
+        if is_in_place(bucket, peers):
+            self.in_place = self.shares
+        else:
+            is_cut, into_grads = self.shares is not None, bucket.is_large()
+            self.buffers = RankBuffers(bucket.flat, memory, into_grads, is_cut, mine)
+        if not bucket.is_large():
+            self.sum_into = None  # type: ignore[method-assign,assignment]
 
     def before_pack(self) -> None:
         """See :class:`BucketExchange`: wait until all ranks have read the last content."""
@@ -223,6 +245,8 @@ class MemoryExchange(WaitPoint):
         counters.memory_exchanges += 1
         counters.sent_bytes += self._sent_bytes
         number = sums.launched + 1
+        if self.in_place is not None:
+            self.in_place.begin(bucket.flat.data)
         message = MESSAGE.pack(PACKED, self.wrapper, bucket.index, number, nbytes)
         try:
             for send in peers.sends:
@@ -230,7 +254,7 @@ class MemoryExchange(WaitPoint):
         except OSError:  # a full socket buffer; or a rank that is gone, which the wait will report
             peers.send(message)
         self.number = self._progress.last = sums.launched = number
-        if self.has_shares:
+        if self.shares is not None:
             sums.begin_shares(self)
         return self
 
@@ -241,17 +265,19 @@ class MemoryExchange(WaitPoint):
             for peer in self.peers.others:
                 if peer.packed.get(self.number) != self.content:
                     self._refuse(peer)
-            if (pair := self.buffers.pair) is not None:
+            if self.shares is not None:
+                self._sums.finish_shares(self.number)
+                self.wait_for(SUMMED)
+            if self.in_place is not None:
+                self.in_place.end(bucket.flat.data)
+            elif (pair := self.buffers.pair) is not None:
                 torch.add(*pair, out=self.buffers.result)
             else:
-                if self.has_shares:
-                    self._sums.finish_shares(self.number)
-                    self.wait_for(SUMMED)
                 self.buffers.sum()
             self.taken = self.number
             for peer in self.peers.others:
                 peer.packed.pop(self.number, None)
-        if self.number == progress.last != progress.read and not self.buffers.into_grads:
+        if self.number == progress.last != progress.read and self.sum_into is None:
             self._confirm()
         if self._future is not None:
             future, self._future = self._future, None
@@ -279,12 +305,19 @@ class MemoryExchange(WaitPoint):
 
     def abort(self, bucket: Bucket, work: Work) -> None:
         self.wait_for(PACKED)
+        if self.shares is not None and self.is_packed():
+            # The others may still write to this buffer. Nobody needs the share of this rank, which
+            # must not be summed after this message.
+            self.started = self.number
+            if self.summed < self.number:
+                self._say_summed()
+            self.wait_for(SUMMED)
         self._forget()
 
     def _give_up(self) -> None:
         """The last reduction has failed on this rank: confirm it with READ, without its sums."""
         for exchange in sorted(self._progress.exchanges, key=lambda each: each.number):
-            if exchange.has_shares and exchange.summed < exchange.number:
+            if exchange.shares is not None and exchange.summed < exchange.number:
                 exchange.wait_for(PACKED)
                 self._sums.finish_shares(exchange.number)  # the others wait for these
             exchange._forget()
@@ -297,11 +330,15 @@ class MemoryExchange(WaitPoint):
 
     # The share of this rank
 
+    def is_packed(self) -> bool:
+        """Return True if all ranks of the host have packed this bucket, and not another one."""
+        return all(peer.packed.get(self.number) == self.content for peer in self.peers.others)
+
     def sum_share(self) -> None:
         """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
-        if any(peer.packed.get(self.number) != self.content for peer in self.peers.others):
-            return  # not packed yet; or another bucket, for which wait() raises
-        self.buffers.sum_share(self.peers.local_rank)
+        if self.shares is None or not self.is_packed():  # of another bucket: wait() raises
+            return
+        self.shares.sum(spreads=self.in_place is not None and self._cross_host is None)
         self.started = self.number
         if self._cross_host is None:
             self._say_summed()
@@ -318,6 +355,8 @@ class MemoryExchange(WaitPoint):
         if self.summed < self.started and self._cross_host is not None:
             self.peers.start_all()  # another host may wait for these before it sends this share
             self._cross_host.finish()
+            if self.in_place is not None:
+                self.in_place.spread()
             self._say_summed()
 
     def _say_summed(self) -> None:

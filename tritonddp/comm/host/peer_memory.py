@@ -21,7 +21,13 @@ from torch import Tensor
 
 from tritonddp._modes import outside_modes
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.comm.host.memory_exchange import Announced, HostSums, MemoryExchange, Progress
+from tritonddp.comm.host.memory_exchange import (
+    Announced,
+    HostSums,
+    MemoryExchange,
+    Progress,
+    is_in_place,
+)
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Refusal, connect, first_failure
@@ -60,6 +66,7 @@ class PeerMemory:
         self.refusal: Refusal | None = None  # why it is not possible, once somebody has tried
         self._progress: Progress | None = None  # once the ranks are connected
         self._handed = 0  # number of handovers
+        self._memory: Memory | None = None  # of its buckets
         self._moved: Callable[[], object] = NoneType  # weak reference: buckets refer to exchanges
 
     def begin(self, current: BucketSet) -> None:
@@ -148,7 +155,18 @@ class PeerMemory:
         memory, failure = Memory(torch.empty(0, dtype=torch.uint8, device="cpu")), ""
         try:
             if found:
-                memory = Memory.create(starts[-1])
+                memory = self._memory = Memory.create(starts[-1], is_reserved=False)
+                self._group.join_forks(memory)  # gradients may lie in it
+                for bucket, start in zip(found, starts, strict=False):
+                    memory.reserve(start, bucket.nbytes)
+                    if is_in_place(bucket, peers):
+                        # With a storage for each bucket: share_memory() of a gradient moves one.
+                        part = memory.tensor[start:][: bucket.nbytes]
+                        bucket.move(torch.from_dlpack(part))
+                    elif bucket.is_large():
+                        # No gradient will be written to the buffer, and the system gives memory to
+                        # a page at the first write.
+                        bucket.move(torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu"))
         except OSError as error:
             failure = f"{starts[-1]} bytes cannot be allocated: {error}"
         if failure := first_failure(failure, self._group):
@@ -164,10 +182,8 @@ class PeerMemory:
                 return Refusal(failure, is_failure=True)
             for bucket, start in zip(found, starts, strict=False):
                 parts = [each[start:][: bucket.nbytes] for each in of_ranks]
-                if bucket.is_large():
-                    bucket.leave_payload()
                 way = MemoryExchange(progress, self._group, peers, parts, bucket, self._counters)
-                bucket.connect(way, parts[peers.local_rank])
+                bucket.connect(way, None if way.in_place is not None else parts[peers.local_rank])
         return None
 
     def _hand_over(self, memory: Memory, wrapper: int, peers: Peers) -> tuple[str, list[Tensor]]:
@@ -187,8 +203,6 @@ class PeerMemory:
             failure = f"memory cannot be handed over: {error}"
             # Without a descriptor, so that the others do not hang.
             peers.say(HANDED, wrapper, 0, point.number, memory.tensor.numel())
-        finally:
-            memory.close_descriptor()
         point.wait_for(HANDED)
         of_ranks: dict[int, Memory | str] = {self._group.rank: memory}
         of_ranks.update((peer.rank, peer.handed.pop(wrapper)) for peer in peers.others)

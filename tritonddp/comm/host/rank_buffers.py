@@ -2,7 +2,7 @@
 
 All ranks get the same bits: they add in the order of the ranks, and each addition is rounded. With
 few ranks each adds up everything. Otherwise a buffer is cut into one *share* per rank: each rank
-first adds up its own share, in place, and then reads the shares of the others.
+first adds up its own share, in place (:class:`Shares`), and then gets the shares of the others.
 
 The sum of small gradients goes into the bucket's buffer, in one call, from where it is copied. That
 of large gradients goes straight into ``.grad``, and the buffer gets only that of the trailer.
@@ -31,7 +31,7 @@ class RankBuffers:
     Args:
         memory: of each rank, uint8 ``(nbytes,)``.
         into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
-        has_shares: each rank adds up one share of the buffer, and reads the others.
+        has_shares: each rank has added up one share of the buffer, and reads the others.
         mine: first element and end of the gradients that this rank owns: only their sum is needed,
             and that of the trailer. ``None``: all of it.
 
@@ -79,23 +79,10 @@ class RankBuffers:
                 self._terms.append([each.as_strided(shape, strides) for each in terms])
                 self._cuts.append(() if is_whole else parts)
 
-    def shares(self, whole: Tensor) -> Sequence[Tensor]:
-        """Cut ``whole`` into one share for each rank."""
-        return whole.tensor_split(len(self.packed))
-
     def sum(self) -> None:
         """Write the sum into the bucket's buffer, after all have packed, or summed their shares."""
         for start, end, terms in self._parts:
             _add(terms, self.result[start:end])
-
-    def sum_share(self, rank: int) -> None:
-        """Add up the share of ``rank``, in place, after all have packed. Not to be repeated."""
-        terms = [self.shares(each)[rank] for each in self.packed]
-        size = _PIECE // terms[0].element_size()
-        for *pieces, target in zip(
-            *(each.split(size) for each in (*terms, terms[rank])), strict=True
-        ):
-            _add(pieces, target)
 
     def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None = None) -> None:
         """Write the sum, times ``factor``, into large gradients, after :meth:`sum`.
@@ -136,20 +123,91 @@ class RankBuffers:
 
     def _parts_of(self, first: int, last: int) -> list[_Part]:
         """Cut elements ``[first, last)`` of the buffers into parts, relative to ``first``."""
-        if not self.has_shares:
+        if self.has_shares:
+            found = [(*_share(self.packed, rank), [each]) for rank, each in enumerate(self.packed)]
+        else:
             few, size = len(self.packed) == 2, _PIECE // self.packed[0].element_size()
             step = max(1, last - first if few else size)
-            cuts = [(start, min(start + step, last)) for start in range(first, last, step)]
-            return [(a - first, b - first, [each[a:b] for each in self.packed]) for a, b in cuts]
-        parts: list[_Part] = []
-        begin = 0
-        for share, packed in zip(self.shares(self.packed[0]), self.packed, strict=True):
-            end = begin + len(share)
-            a, b = max(first, begin), min(last, end)
-            if a < b:
-                parts.append((a - first, b - first, [packed[a:b]]))
-            begin = end
-        return parts
+            found = [(start, start + step, self.packed) for start in range(first, last, step)]
+        clipped = [(max(first, a), min(last, b), terms) for a, b, terms in found]
+        return [
+            (a - first, b - first, [each[a:b] for each in terms])
+            for a, b, terms in clipped
+            if a < b
+        ]
+
+
+def _share(packed: Sequence[Tensor], rank: int) -> tuple[int, int]:
+    """First element of a rank's share of these buffers, and end."""
+    numel, count = len(packed[rank]), len(packed)
+    return numel * rank // count, numel * (rank + 1) // count
+
+
+class Shares:
+    """The share of one rank, which sums it in place, in the memory of one bucket.
+
+    Args:
+        flat: the bucket's buffer.
+        memory: of each rank of the host, uint8 ``(nbytes,)``.
+        rank: index of this rank in ``memory``.
+        mine: see :class:`RankBuffers`: that is the share. The last rank has the trailer too.
+
+    Attributes:
+        share: of this rank, in its memory.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBuffer,
+        memory: Sequence[Tensor],
+        rank: int,
+        mine: tuple[int, int] | None = None,
+    ) -> None:
+        packed = [each.view(flat.data.dtype) for each in memory]
+        self._packed, end = packed[rank], len(packed[rank])
+        parts = [(*_share(packed, rank), True)]
+        if mine is not None:
+            parts = [(*mine, False)]
+            if rank == len(packed) - 1:
+                parts.append((flat.layout.flags_offset, end, True))
+        self.share = self._packed[parts[0][0] : parts[0][1]]
+        step = _PIECE // flat.data.element_size()
+        # Terms; the one that becomes the sum; and where the other ranks need that.
+        self._pieces: list[tuple[list[Tensor], Tensor, list[Tensor]]] = []
+        for first, last, is_for_all in parts:
+            for start in range(first, last, step):
+                terms = [each[start : min(start + step, last)] for each in packed]
+                others = [*terms[:rank], *terms[rank + 1 :]] if is_for_all else []
+                self._pieces.append((terms, terms[rank], others))
+
+    def begin(self, data: Tensor) -> None:
+        """``data``, of the bucket's buffer, is packed: in this memory.
+
+        (Or elsewhere: the user's ``share_memory()`` moves gradients that are views of it.)
+        """
+        if data.data_ptr() != self._packed.data_ptr():
+            self._packed.copy_(data)
+
+    def end(self, data: Tensor) -> None:
+        """All ranks have written their shares: ``data`` gets the sum."""
+        if data.data_ptr() != self._packed.data_ptr():
+            data.copy_(self._packed)
+
+    def sum(self, spreads: bool) -> None:
+        """Add up the share, after all have packed. Not to be repeated.
+
+        With ``spreads``, write it to the memory of the other ranks while it is in the cache.
+        """
+        for terms, target, others in self._pieces:
+            _add(terms, target)
+            for other in others if spreads else ():
+                other.copy_(target)
+
+    def spread(self) -> None:
+        """Write the share, which is complete, to the memory of the other ranks."""
+        for _, target, others in self._pieces:
+            for other in others:
+                other.copy_(target)
 
 
 def _add(terms: Sequence[Tensor], target: Tensor) -> None:

@@ -6,7 +6,10 @@ file in /dev/shm, and nothing stays when the processes have ended.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+from ctypes import c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -14,30 +17,43 @@ from torch import Tensor
 
 from tritonddp._modes import outside_modes
 
+_MAP_FIXED = 0x10  # Python has no name for it
+
 
 @dataclass(eq=False)
 class Memory:
     """Memory that ranks of this host share."""
 
     tensor: Tensor  # uint8 (nbytes,), mapped from the shared memory
-    descriptor: int = -1  # file descriptor of the memory, until all ranks have it; -1 afterwards
+    descriptor: int = -1  # file descriptor of the memory; -1 once it is closed
 
     @classmethod
-    def create(cls, nbytes: int) -> Memory:
+    def create(cls, nbytes: int, is_reserved: bool = True) -> Memory:
         """New memory of zeros, which other ranks can map.
+
+        Without ``is_reserved`` call :meth:`reserve` for each part before it is used.
 
         Raises:
             OSError: there is no memory, or none that can be shared.
         """
         descriptor = os.memfd_create("tritonddp", os.MFD_CLOEXEC)
         try:
-            # Allocate the pages now: a lack of memory is an error here, but a signal (SIGBUS) at
-            # the first write to a page.
-            os.posix_fallocate(descriptor, 0, nbytes)
-            return cls(_mapped(descriptor, nbytes), descriptor)
+            os.ftruncate(descriptor, nbytes)
+            memory = cls(_mapped(descriptor, nbytes), descriptor)
         except BaseException:
             os.close(descriptor)
             raise
+        if is_reserved:
+            memory.reserve(0, nbytes)
+        return memory
+
+    def reserve(self, first: int, nbytes: int) -> None:
+        """Allocate pages now: a lack of memory is a signal (SIGBUS) at the first write to a page.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        os.posix_fallocate(self.descriptor, first, nbytes)
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Memory:
@@ -48,6 +64,21 @@ class Memory:
             return cls(_mapped(descriptor, nbytes))
         finally:
             os.close(descriptor)
+
+    def detach(self) -> None:
+        """In a forked process: what this process writes from now on, the ranks do not see.
+
+        Raises:
+            OSError: the system refuses that.
+        """
+        # The same addresses become a private mapping. (Python's mmap takes no address.)
+        remap = ctypes.CDLL(None, use_errno=True).mmap
+        remap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_size_t]
+        remap.restype = c_void_p
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        address, nbytes = self.tensor.data_ptr(), self.tensor.nbytes
+        if remap(address, nbytes, access, flags, self.descriptor, 0) != address:
+            raise OSError(ctypes.get_errno(), "memory of gradients cannot be made private")
 
     def close_descriptor(self) -> None:
         """Close the descriptor: no other rank needs to map the memory."""
