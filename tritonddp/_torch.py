@@ -372,11 +372,6 @@ graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
 current_autograd_node = torch._C._current_autograd_node
 
 
-def python_function(kind: type) -> Any:
-    """The ``torch.autograd.Function`` whose nodes have this type; ``None`` for those of C++."""
-    return getattr(kind, "_forward_cls", None)
-
-
 # The Python hooks of a tensor, ``None`` if it has had none.
 backward_hooks_of = attrgetter("_backward_hooks")
 

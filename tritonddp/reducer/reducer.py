@@ -230,10 +230,8 @@ class Reducer:
             if not self.parameters.is_agreed:
                 self.averager.adopt_parameters(in_backward=True)
         tracker = self.tracker
-        # A GPU alone has to be given work in time: elsewhere nothing is assumed.
         is_captured = self.manager.current.is_on_gpu and is_capturing()
-        assumes = self.manager.current.is_on_gpu and not (is_captured or self.events.needs_reached)
-        reached = tracker.query(assumes and self.group.size > 1 and not self.manager.keeps_order)
+        reached = tracker.query()
         if reached is None:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
@@ -469,8 +467,6 @@ class Reducer:
         if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self.on_segment_ready(number, None)  # the new graph may hold them
-        if self.tracker.is_assumed and current_graph_task_id() != backward.graph_task:
-            return self.tracker.wait_for_end()
         try:
             with self.launching:
                 if self.tracker.gradients.other_streams:
@@ -553,11 +549,6 @@ class Reducer:
         if self.manager.is_provisional:
             reduction.used.note(tracker.arrivals())
         tracker.note_unannounced(reduction, self.reentrant)
-        if missing := tracker.assumed_too_much():
-            self.reentrant.note_missing(missing)
-            self.reentrant.stayed_away(missing)
-            for number in missing:
-                reduction.used.flags[number] = self.unreduced.used[number]
         tracker.learn()
 
     def finish_ended(self) -> None:

@@ -135,9 +135,6 @@ class ReadyTracker:
         self.log = self.gradients.entries
         self._writes = self.gradients.writing  # what the hook does in the next backward
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
-        # The engine was not asked for each of them. What is not reached is found at the end.
-        self.is_assumed = False
-        self._reach_all: bool | None = None  # all backwards until now; None before the first
         self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
         self._params = list(params)
         self._ranges = ranges
@@ -160,48 +157,22 @@ class ReadyTracker:
         self._pending: list[list[int]] = []
         self.has_unannounced = False  # one that was not expected came, or one came again
 
-    def query(self, assumes: bool = False) -> list[bool] | None:
+    def query(self) -> list[bool] | None:
         """For each parameter, whether the backward that runs on this thread will reach it.
 
         No graph is walked and no output is read: the engine has just computed which nodes it will
         run, so the answer is right for any loss. It does not include inner backwards of reentrant
         checkpoints. To be called from a hook only.
 
-        Args:
-            assumes: if all backwards until now have reached all parameters, ask for one alone, and
-                assume that the others will be reached too: see :attr:`is_assumed`.
-
         Returns:
             ``None`` for ``torch.autograd.grad`` with respect to some of the parameters.
         """
-        self.is_assumed = False
         try:
-            if assumes and self._reach_all and will_execute(self.nodes[-1]):
-                self.is_assumed = True
-                return [True] * len(self.nodes)
-            reached = list(map(will_execute, self.nodes))
+            return list(map(will_execute, self.nodes))
         except RuntimeError as error:
             if captures_leaves(error):
                 return None
             raise
-        if self._reach_all is not False and any(reached):
-            self._reach_all = all(reached)
-        return reached
-
-    def assumed_too_much(self) -> set[int]:
-        """At the end: parameters that were assumed to be reached, and were not.
-
-        From now on each backward is asked for all parameters, if there are any.
-        """
-        if not self.is_assumed:
-            return set()
-        missing = {*range(len(self._params))}.difference(self.arrivals())
-        self._reach_all = self._reach_all and not missing
-        return missing
-
-    def wait_for_end(self) -> None:
-        """An inner backward runs, whose gradients were assumed to be announced: look at the end."""
-        self._reach_all, self._looked[0] = False, _NOBODY_LOOKS
 
     def begin(self, reached: list[bool], doubtful: Collection[int], looks: bool) -> None:
         """A backward begins that will reach these parameters.
