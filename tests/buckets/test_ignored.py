@@ -1,7 +1,9 @@
 """What is ignored at wrapping stays with its rank, whatever its name becomes."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -227,3 +229,15 @@ def test_a_part_without_parameters_that_a_forward_assigns_costs_no_walk() -> Non
     finds = mock.patch.object(ModuleParameters, "update", side_effect=KeyError)
     with finds, pytest.raises(KeyError):
         ddp(batch(3))
+
+
+def test_ignored_parameters_that_are_replaced_again_and_again_are_freed() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ignored = Ignored(net, {"1.weight", "1.bias"})
+    freed = []
+    for _ in range(3):
+        net[1].weight = nn.Parameter(torch.ones(2, 2))
+        freed.append(weakref.ref(net[1].weight))
+        assert [name for name, _ in ignored.parameters(net)] == ["0.weight", "0.bias"]
+    gc.collect()
+    assert [each() is None for each in freed] == [True, True, False]

@@ -51,7 +51,8 @@ class Ignored:
 
     def _forget(self) -> None:
         self.reduced: Collection[Tensor] = ()
-        self._tensors: set[Tensor] = set()
+        self._tensors: set[Tensor] = set()  # parameters that were ignored at wrapping
+        self._later: set[Tensor] = set()  # those that have come since, and are still there
         self._parts: dict[int, weakref.ref[nn.Module]] = {}  # without reduced parameters, by id
         self._keys: dict[int, set[str]] = {}  # of ignored buffers, by the id of their dictionary
         self._tables: list[Mapping[str, Tensor | None]] = []  # these dictionaries
@@ -91,6 +92,7 @@ class Ignored:
         parts = dict(module.named_modules())
         found: dict[Parameter, str] = {}
         renamed: dict[Parameter, str] = {}
+        later: set[Tensor] = set()
         for prefix, part in parts.items():
             for key, param in part.named_parameters(recurse=False):
                 name = _joined(prefix, key)
@@ -98,9 +100,10 @@ class Ignored:
                     (renamed if name in self.names else found).setdefault(param, name)
                 elif name in self.names or self._is_of_local(param, prefix, parts):
                     if isinstance(param, Parameter):  # not the stand-in of a functional call
-                        self._tensors.add(param)
+                        later.add(param)
                 else:
                     found.setdefault(param, name)
+        self._later = later
         for param, name in renamed.items():
             found.setdefault(param, name)
         return [(name, param) for param, name in found.items()]
@@ -117,7 +120,7 @@ class Ignored:
 
     def _is_of_local(self, param: Tensor, prefix: str, parts: Mapping[str, nn.Module]) -> bool:
         """Whether ``param``, in the part of this name, was ignored, or belongs to such a part."""
-        if param in self._tensors:
+        if param in self._tensors or param in self._later:
             return True
         names = prefix.split(".")
         around = [parts.get(".".join(names[:end])) for end in range(1, len(names) + 1)]
@@ -129,7 +132,7 @@ class Ignored:
         if former is not None and former() is part:
             return True
         held = [param for _, param in parameters_of(part)]
-        is_ignored = any(param in self._tensors for param in held)
+        is_ignored = any(param in self._tensors or param in self._later for param in held)
         return is_ignored and not any(param in self.reduced for param in held)
 
 
