@@ -250,12 +250,12 @@ class ReadyTracker:
     def _expect(self, reached: list[bool], doubtful: Collection[int]) -> None:
         self.reached = []  # not valid until the end of this method
         usual = [number for number in self._order if reached[number]]
-        self._usual[:] = [self._params[number] for number in usual]
+        self._usual[:] = map(self._params.__getitem__, usual)
         self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
-        for position, number in enumerate(usual, start=1):
-            segment = self.segment_of[number]
-            self._full_at[segment], self._last[segment] = position, number
-        if not self.gradients.unheard.isdisjoint(self._usual):
+        ends = dict(zip(map(self.segment_of.__getitem__, usual), count(1)))
+        for segment, position in ends.items():
+            self._full_at[segment], self._last[segment] = position, usual[position - 1]
+        if self.gradients.unheard and not self.gradients.unheard.isdisjoint(self._usual):
             self._writes = self.gradients.hearing
         waits = [number != _NEVER for number in self._last]
         for number in doubtful:
@@ -296,12 +296,16 @@ class ReadyTracker:
     def arrivals(self) -> list[int]:
         """The log, as numbers of parameters."""
         number_of = self._number_of  # after swap_tensors a hook may be called for another one
-        return [number_of[key] for key in map(id, self.log) if key in number_of]
+        found = map(number_of.get, map(id, self.log))
+        return [number for number in found if number is not None]
 
     def unannounced(self) -> list[tuple[int, int]]:
         """Gradients that were not announced, or came again: parameter and position in the log."""
         found, seen = [], set()
-        for position, number in enumerate(self.arrivals()):
+        arrivals = self.arrivals()
+        if len({*arrivals}) == len(arrivals) and all(map(self.reached.__getitem__, arrivals)):
+            return []
+        for position, number in enumerate(arrivals):
             if number in seen or not self.reached[number]:
                 found.append((number, position))
             seen.add(number)
