@@ -241,3 +241,33 @@ def test_ignored_parameters_that_are_replaced_again_and_again_are_freed() -> Non
         assert [name for name, _ in ignored.parameters(net)] == ["0.weight", "0.bias"]
     gc.collect()
     assert [each() is None for each in freed] == [True, True, False]
+
+
+@ranks(2)
+def test_an_ignored_parameter_beside_a_reduced_one_may_be_replaced_under_another_name() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    torch.manual_seed(dist.get_rank())
+    nn.init.normal_(net[1].bias)
+    net._ddp_params_and_buffers_to_ignore = ["1.bias"]
+    ddp = DistributedDataParallel(net)
+    train_step(ddp, batch(0))
+    net[1] = nn.Sequential(net[1])
+    train_step(ddp, batch(1))
+    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+    train_step(ddp, batch(2))
+    assert_local([net[1][0].bias, net[1][0].bias.grad])
+    assert_same_on_all_ranks([net[1][0].weight, net[1][0].weight.grad])
+
+
+@ranks(2)
+def test_a_part_in_two_places_may_get_a_buffer_when_it_has_left_one_of_them(rank: int) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+    ddp = DistributedDataParallel(net.eval())
+    train_step(ddp, batch(0))
+    net[2] = net[1]
+    train_step(ddp, batch(1))
+    net[1] = nn.Identity()
+    train_step(ddp, batch(2))
+    net[2].register_buffer("z", torch.tensor(float(rank)))
+    train_step(ddp, batch(3))
+    assert net[2].z == 0

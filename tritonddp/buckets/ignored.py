@@ -54,7 +54,7 @@ class Ignored:
         self._tensors: set[Tensor] = set()  # parameters that were ignored at wrapping
         self._later: set[Tensor] = set()  # those that have come since, and are still there
         self._parts: dict[int, weakref.ref[nn.Module]] = {}  # without reduced parameters, by id
-        self._keys: dict[int, set[str]] = {}  # of ignored buffers, by the id of their dictionary
+        self._keys: dict[int, set[str]] = {}  # of ignored tensors, by the id of their dictionary
         self._tables: list[Mapping[str, Tensor | None]] = []  # these dictionaries
         self._is_decided = False
 
@@ -67,9 +67,12 @@ class Ignored:
         for prefix, part in module.named_modules():
             if self._is_local(part):
                 self._parts[id(part)] = weakref.ref(part)
-            if keys := {key for key in part._buffers if _joined(prefix, key) in self.names}:
-                self._keys[id(part._buffers)] = keys
-                self._tables.append(part._buffers)
+            for table in (part._parameters, part._buffers):
+                if not isinstance(table, dict):
+                    continue  # TorchScript's
+                if keys := {key for key in table if _joined(prefix, key) in self.names}:
+                    self._keys[id(table)] = keys
+                    self._tables.append(table)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the wrapper, whose tensors are others: their names decide again."""
@@ -94,11 +97,13 @@ class Ignored:
         renamed: dict[Parameter, str] = {}
         later: set[Tensor] = set()
         for prefix, part in parts.items():
+            ignored = self._keys.get(id(part._parameters), ())
             for key, param in part.named_parameters(recurse=False):
                 name = _joined(prefix, key)
+                is_ignored = name in self.names or key in ignored
                 if param in self.reduced:
-                    (renamed if name in self.names else found).setdefault(param, name)
-                elif name in self.names or self._is_of_local(param, prefix, parts):
+                    (renamed if is_ignored else found).setdefault(param, name)
+                elif is_ignored or self._is_of_local(param, prefix, parts):
                     if isinstance(param, Parameter):  # not the stand-in of a functional call
                         later.add(param)
                 else:

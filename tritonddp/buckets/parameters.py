@@ -341,14 +341,17 @@ class ModuleParameters:
             or not all(_is_plain(now) and _is_plain(former) for now, former in pairs)
         ):
             return False
-        for place, (now, former) in zip(places, pairs, strict=True):
-            self._held[place] = now
+        for _, former in pairs:
             for table in (former._parameters, former._modules, former._buffers):
                 self._empty_tables.pop(id(table), None)
-            for table in (now._parameters, now._modules, now._buffers):
-                self._empty_tables[id(table)] = table  # what it gets later is a change
             self._places.discard(id(former._parameters))
-            self._places.add(id(now._parameters))
+        # What they get later is a change. (A former one may still be held elsewhere.)
+        changed = {id(part) for pair in pairs for part in pair}
+        for each in (each for each in held if id(each) in changed):
+            for table in (each._parameters, each._modules, each._buffers):
+                self._empty_tables[id(table)] = table
+            self._places.add(id(each._parameters))
+        self._held = held
         return not self.has_changed()
 
     def commit(self) -> None:
