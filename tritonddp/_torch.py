@@ -209,42 +209,6 @@ def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return guard(*tensors, **nothing).check
 
 
-def is_shared(gradient: Tensor, incoming: Sequence[Tensor | None] = ()) -> bool:
-    """Whether another tensor lies in the memory of ``gradient``, which is a ``.grad``.
-
-    Args:
-        incoming: those that the engine hands on now. ``.grad`` may be made of one, in its memory.
-            The engine drops it then, and what it is a view of if nobody else holds that.
-    """
-    count = _holders_of(gradient)
-    if count > _HOLDERS and incoming:
-        place = gradient.untyped_storage().data_ptr()
-        for each in incoming:
-            if each is not None and each.untyped_storage().data_ptr() == place:
-                count -= 1
-                if each._is_view() and _holders_of_base(each) <= _HOLDERS_OF_BASE:
-                    count -= 1
-    return count > _HOLDERS
-
-
-def _holders_of(tensor: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-def _holders_of_base(view: Tensor) -> int:
-    """In C++ and in Python."""
-    base: Any = view._base
-    count: int = base._use_count() + sys.getrefcount(base)
-    return count
-
-
-# Of a tensor that shares its memory with nobody, and of one that a view alone holds: measured,
-# since nothing promises it, and releases count in other ways.
-_HOLDERS = _holders_of(torch.empty(1, device="cpu"))
-_HOLDERS_OF_BASE = _holders_of_base(torch.empty(1, 1, device="cpu").t())
-
-
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups of this process that torch knows, with or without a wrapped module."""
     return list(dist.distributed_c10d._world.pg_map)
@@ -370,6 +334,11 @@ graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
 
 # The autograd node that the engine runs on this thread, also while its hooks run.
 current_autograd_node = torch._C._current_autograd_node
+
+
+def python_function(kind: type) -> Any:
+    """The ``torch.autograd.Function`` whose nodes have this type; ``None`` for those of C++."""
+    return getattr(kind, "_forward_cls", None)
 
 
 # The Python hooks of a tensor, ``None`` if it has had none.

@@ -42,7 +42,6 @@ FLAGS = (
     "init_sync",
     "lazy_bucket_allocation",
     "metrics",
-    "reduce_in_place",
     "skip_all_reduce_unused_params",
     "static_graph",
 )
@@ -61,7 +60,6 @@ class DDPConfig:
     caps: BucketCaps
     device_ids: list[int] | None  # None where it has no effect
     output_device: int | None  # None where it has no effect
-    in_place: bool  # reduce_in_place
     divide_factor: float | None  # gradient_divide_factor
     transport: TransportChoice
     syncs_buffers: bool  # whether forwards do
@@ -120,8 +118,8 @@ class DDPConfig:
             options["delayed"] = sorted(delayed)
         plain = ("mixed_precision", "reduce_dtype", "check_finite")
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
-        switches = ("metrics", "reduce_in_place")
-        options |= {name: True for name in switches if arguments[name]}
+        if arguments["metrics"]:
+            options["metrics"] = True
         if divide_factor is not None:
             options["gradient_divide_factor"] = divide_factor
         if not syncs_buffers:
@@ -132,8 +130,6 @@ class DDPConfig:
             caps,
             device_ids,
             output_device,
-            # NCCL's AVG divides by the number of ranks.
-            in_place=bool(given.reduce_in_place) and not (compression or divide_factor),
             divide_factor=divide_factor,
             transport=transport,
             syncs_buffers=syncs_buffers,

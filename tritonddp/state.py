@@ -242,7 +242,6 @@ class DDPState:
             lazy=bool(given.lazy_bucket_allocation) or is_alone,
             check_finite=given.check_finite is not None,
             is_registered=config.transport.is_registered,
-            is_in_place=config.in_place,
         )
         return BucketManager(self.parameters, group, config.caps, factory, counters, memory)
 

@@ -114,8 +114,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             it cannot. See ``docs/options.md``, ``docs/gpus.md``.
         metrics: ranks time the parts of their steps, and tell each other in each tenth step: for
             :meth:`metrics`.
-        reduce_in_place: over NCCL, average gradients of 1 MiB and more where they lie, without
-            copies. Code in a backward must not read ``.grad`` then: see ``docs/gpus.md``.
         gradient_divide_factor: gradients are summed, and divided by this number instead of the
             number of ranks, also inside :meth:`join`. ``1`` sums: for losses whose parts add up
             over the ranks (``docs/batches.md``). Gradients that are in ``.grad`` before a backward,
@@ -170,7 +168,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_finite: str | None = None,
         transport: str = "auto",
         metrics: bool = False,
-        reduce_in_place: bool = False,
         gradient_divide_factor: float | None = None,
     ) -> None:
         given = SimpleNamespace(**locals())

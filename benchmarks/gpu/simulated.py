@@ -124,8 +124,7 @@ class Simulated(all_reduce.AllReduce):
     def launch(self, bucket: Any, is_broken: bool = False) -> Any:
         work = super().launch(bucket, is_broken)
         self.line.carried["ours"] += 1
-        sent = (bucket.flat.data, *(bucket.placement.unbuffered or ()))
-        return Carried(self.line.carry(*sent, behind=work))
+        return Carried(self.line.carry(bucket.flat.data, behind=work))
 
 
 def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:

@@ -27,9 +27,10 @@ from training import (
     drawn,
     gradients,
     train_step,
+    wrap,
 )
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.coordination.group import Group
@@ -540,3 +541,27 @@ def _disagree(rank: int, ddp: DistributedDataParallel) -> None:
     ):
         step(ddp, 3)
     assert_same_bits(step(ddp, 2), before[2])
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2**16, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).abs().square().sum()
+
+
+@ranks(2, 3)
+def test_complex_views_with_owners_are_summed_once(rank: int) -> None:
+    """Their layout counts complex elements, and the buffer real ones."""
+    found = []
+    for transport in ("auto", "process_group"):
+        ddp = wrap(Scaled(), True, transport=transport)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ddp(torch.full((2**16,), 1.0 + rank)).backward()
+            optimizer.step()
+        found.append(ddp.module.scale.detach())
+    torch.testing.assert_close(*found)

@@ -70,9 +70,12 @@ class Oracle:
     def __init__(self, program: Program, in_place: bool = False) -> None:
         self._program = program
         # (Ranks without inputs take part in forwards alone.)
-        self._syncs_afterwards = in_place and program.options.syncs_buffers and not program.counts
         ranks = range(program.world_size)
         self._everyone = [Player(program, rank, build(program, 0), Alone) for rank in ranks]
+        # As in stock, a module without buffers when it is wrapped never has any synchronised.
+        has_buffers = any(True for _ in self._everyone[0].network.buffers())
+        self._syncs = program.options.syncs_buffers and has_buffers
+        self._syncs_afterwards = in_place and self._syncs and not program.counts
         self._counts = program.counts or (len(program.actions),) * program.world_size
         # Those that have inputs.
         self._players = list(self._everyone)
@@ -225,7 +228,7 @@ class Oracle:
     @property
     def _syncs_forwards(self) -> bool:
         """Whether a forward synchronises buffers, unless the one before was under ``no_sync``."""
-        return self._program.options.syncs_buffers and not self._syncs_afterwards
+        return self._syncs and not self._syncs_afterwards
 
     def _sync_buffers(self) -> None:
         """All ranks get those of rank 0, where stock would send them; in ``join()`` of the last."""

@@ -223,7 +223,7 @@ def test_owners_and_optimizers_in_the_backward_step_with_it(transport: str) -> N
 @ranks(2, interprets=True)
 def test_on_a_gpu_the_kernels_divide() -> None:
     """On the recorded device, beside the mean of the same program."""
-    for options in ({}, {"reduce_in_place": True}, {"gradient_as_bucket_view": True}):
+    for options in ({}, {"gradient_as_bucket_view": True}):
         mean = play(Program(options)).gradients
         found = play(Program({**options, "gradient_divide_factor": 1})).gradients
         for one, other in zip(found, mean, strict=True):

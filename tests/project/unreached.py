@@ -51,8 +51,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         )
     },
     "buckets/placement/placement.py": {
-        "Placement._set_unbuffered": (1, "abstract: that of InPlace is called"),
-        "Placement.finish_unbuffered": (1, "abstract: that of InPlace is called"),
         "Placement.pack": (1, "what torch raises for want of memory, for example: it goes on"),
     },
     "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ranks
+from distributed import assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_mean_of, breaking_off, drawn, fail, wrap
@@ -180,3 +180,24 @@ def test_a_backward_that_fails_behind_the_inner_one(rank: int, at: str) -> None:
         step_of(net, ddp, step)
         step_of(alone, alone, step)
         assert_mean_of(ddp, alone, f"step {step}")
+
+
+@ranks(2)
+def test_a_whole_backward_in_a_hook_of_another_graph_ends_with_itself() -> None:
+    """The hook may step an optimizer after it: its gradients are means."""
+    net = Net()
+    ddp, other = wrap(net, bucket_cap_mb=1e-4), nn.Linear(WIDTH, 1)
+    for step in range(3):
+        net.zero_grad()
+        hidden, seen = net.hidden(batch(step), ddp), []
+
+        @torch.enable_grad()
+        def run(_: Tensor, hidden: Tensor = hidden, seen: list[Tensor] = seen) -> None:
+            hidden.square().sum().backward()
+            seen += [param.grad.clone() for param in net.a.parameters() if param.grad is not None]
+
+        rest = other(hidden.detach())
+        rest.register_hook(run)
+        rest.sum().backward()
+        assert len(seen) == 2
+        assert_same_on_all_ranks(seen)

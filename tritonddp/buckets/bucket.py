@@ -120,7 +120,7 @@ class Bucket:
         packed: the buffer that gradients are flattened into: ``flat``, or shared memory that other
             ranks read.
         segments: the parts of the bucket that are flattened at once.
-        nbytes: bytes sent: payload and trailer (used flags and headers), and what is unbuffered.
+        nbytes: bytes sent: payload and trailer (used flags and headers).
         used: for each packed slot, whether this rank has a gradient for it.
         places: what follows the headers: a byte a rank for :meth:`note_not_finite`, if gradients
             are checked. (A message of a quantised bucket has flags by rank instead.)
@@ -170,7 +170,7 @@ class Bucket:
         self._released: tuple[Tensor | None, DeviceTables | None] = None, None
         self.allocate()
         flat: Any = self.flat
-        self.nbytes: int = flat.nbytes + placement.nbytes
+        self.nbytes: int = flat.nbytes
         self.release()
 
     def is_large(self) -> bool:
@@ -234,7 +234,7 @@ class Bucket:
 
         The trailer moves, and gradients that are views of the buffer.
         """
-        first, data, in_buffer = self._layout.flags_offset, self.flat.data, self.in_buffer()
+        first, data, in_buffer = len(self.flat.payload), self.flat.data, self.in_buffer()
         self.flat = self._buffer(data.device, memory)
         self.flat.data[first:] = data[first:]
         self._pack_into(self.flat)

@@ -73,17 +73,12 @@ class Transport(Protocol):
         averages: gradients are divided by the number of ranks before they are sent.
         ends_in_order: on a GPU the works of buckets that share an exchange end in the order of
             their launch: to wait for the last one is to wait for all.
-        averages_in_place: on a GPU it reduces gradients where they lie, to the same bits as a sum
-            of gradients that are divided before.
     """
 
     averages: bool
 
     @property
     def ends_in_order(self) -> bool: ...
-
-    @property
-    def averages_in_place(self) -> bool: ...
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """An exchange for each bucket of a set, in launch order."""

@@ -19,7 +19,6 @@ from tritonddp._torch import MixedPrecision, backend_name, registered_pool
 from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.ignored import parameters_of
-from tritonddp.buckets.placement.in_place import InPlace, may_be_in_place
 from tritonddp.buckets.placement.placement import Placement
 from tritonddp.buckets.placement.sparse_rows import SparseRows
 from tritonddp.buckets.placement.views import Views
@@ -180,7 +179,6 @@ class BucketFactory:
     lazy: bool = False  # buckets have memory during backwards only
     check_finite: bool = False  # buckets have room to tell which gradients are not finite
     is_registered: bool = False  # dense gradients: in memory that the backend has registered
-    is_in_place: bool = False  # large gradients are reduced where they lie, where that is possible
     # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
     owners: Mapping[Tensor, int] = field(default_factory=dict)
     # Residuals (quantisation errors) of buckets that are being replaced.
@@ -196,8 +194,7 @@ class BucketFactory:
         factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
         # A rank that makes another reduction than the others is found by the header in the first
         # bucket: so that is sent in the same way, unless gradients are the user's own.
-        is_in_place = self.is_in_place and not views
-        return replace(factory, is_registered=False, is_in_place=is_in_place, owners={})
+        return replace(factory, is_registered=False, owners={})
 
     def use(self, transport: Transport) -> None:
         """Buckets that are made from now on go by ``transport``."""
@@ -239,8 +236,6 @@ class BucketFactory:
             wire_dtype = self.wire.reduce_dtype
         elif self.views:
             placement = Views(len(params))
-        elif self._is_in_place(params):
-            placement = InPlace(params, self.group.size)
         if self.is_registered:
             kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
         bucket = Bucket(
@@ -262,18 +257,6 @@ class BucketFactory:
                 if (left := self.kept.pop(param, None)) is not None:
                     add_to(bucket, param, left)
         return bucket
-
-    def _is_in_place(self, params: Sequence[Parameter]) -> bool:
-        """Whether large gradients of a bucket that sends these in their dtype are not copied."""
-        is_plain = not (self.lazy or self.check_finite or self.is_registered)
-        return (
-            self.is_in_place
-            and is_plain
-            and params[0].is_cuda
-            and self.transport.averages_in_place
-            and params[0] not in self.owners
-            and may_be_in_place(params, self.group.size)
-        )
 
     def _owned(self, params: Sequence[Parameter]) -> Owned | None:
         """What each rank owns of these parameters; ``None`` if they have no owners."""

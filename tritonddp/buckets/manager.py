@@ -128,10 +128,7 @@ class BucketManager:
             self.memory.leave()
             self.memory = None
         self.factory.use(transport)
-        if any(bucket.placement.unbuffered is not None for bucket in self.current.buckets):
-            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
-        else:
-            self.current.use(transport)
+        self.current.use(transport)
 
     def own(self, owners: Mapping[Tensor, int]) -> None:
         """From now on reduce the gradients of these parameters to one rank each, their owner.

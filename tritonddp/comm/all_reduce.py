@@ -41,10 +41,6 @@ class AllReduce(Collective):
     in the unflatten kernel: the weights are in the headers of the ranks. For a mean over the ranks
     that have inputs, the headers hold the number of those ranks too.
 
-    If large gradients are reduced where they lie, they go with the buffer in one grouped call, by
-    AVG: NCCL multiplies by ``1 / world_size`` before it adds, which is exact for a power of two.
-    With one rank there is nothing to multiply by, and SUM leaves out a pass.
-
     Small buckets on the CPU are summed by one round of messages instead, the first few of each
     reduction: see :func:`tritonddp.coordination.collectives.sum_directly`.
     """
@@ -55,9 +51,6 @@ class AllReduce(Collective):
         self._direct = 0  # bytes of this reduction that have gone in one round of messages
         self._counters = counters
         self._options = dist.AllreduceOptions()
-        self._grouped = dist.AllreduceCoalescedOptions()
-        op = dist.ReduceOp.AVG if group.size > 1 else dist.ReduceOp.SUM
-        self._grouped.reduceOp = dist.ReduceOp(op)
         # A plain process group is called without Python code, and its work objects need no wrapper.
         self._is_plain = type(self._group) is dist.ProcessGroup
 
@@ -73,8 +66,6 @@ class AllReduce(Collective):
             counters.sent_bytes += (size - 1) * nbytes
             return collectives.sum_directly(data, group)
         counters.sent_bytes -= -2 * (size - 1) * nbytes // size
-        if (unbuffered := bucket.placement.unbuffered) is not None:
-            return group.allreduce_coalesced([data, *unbuffered], self._grouped)
         if self._is_plain:
             return group.allreduce([data], self._options)
         return collectives.all_reduce(data, group)

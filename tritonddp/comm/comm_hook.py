@@ -73,7 +73,7 @@ class CommHook:
     """
 
     averages = False
-    ends_in_order = averages_in_place = False
+    ends_in_order = False
     before_pack: Callable[[], None] | None = None
     sum_into = None
 

@@ -226,15 +226,12 @@ class Reduction:
 
     # Into the buckets
 
-    def pack(
-        self, number: int, launches: bool = False, incoming: Sequence[Tensor | None] | None = ()
-    ) -> None:
+    def pack(self, number: int, launches: bool = False) -> None:
         """The gradients of a segment are final: flatten them into its bucket.
 
         Args:
             number: of the segment.
             launches: launch the bucket too, and those behind it, as far as they are full.
-            incoming: see :meth:`Placement.pack`.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -262,7 +259,6 @@ class Reduction:
                 b"" if bucket.index else self.header,
                 earlier=counts_earlier,
                 count_missing=used.packed,
-                incoming=incoming,
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None

@@ -134,12 +134,6 @@ class ProcessGroupTransport:
         )
 
     @property
-    def averages_in_place(self) -> bool:
-        """See :class:`Transport`. NCCL divides by a power of two without rounding."""
-        size = self._group.size
-        return size & (size - 1) == 0 and self._goes_by_nccl
-
-    @property
     def _goes_by_nccl(self) -> bool:
         group = self._group.process_group
         is_torchs = type(group) is dist.ProcessGroup

@@ -171,7 +171,7 @@ class GraphGradients(Extension):
         for param, grad in zip(segment.params, grads, strict=True):
             param.grad = grad
         try:
-            core.on_segment_ready(number, None)  # the graph may still read them
+            core.on_segment_ready(number)
         finally:
             # Otherwise autograd would add to them. With no other reference to a gradient, autograd
             # sets it as .grad without a copy.

@@ -14,7 +14,7 @@ for 256.)
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import attrgetter, or_
 from struct import pack, unpack
@@ -69,8 +69,8 @@ class DeviceTables:
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1) and m headers, both times ``Layout.trailer_unit``, the bits of the scale as
-            fp64. One copy uploads everything, and no launch depends on the scale's value.
+            (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
+            launch depends on the scale's value.
         block: largest number of elements of a chunk, a power of two and a multiple of 16.
         addresses, dtype, used, headers, scale: those of the last update.
         uploads: number of copies of ``dynamic`` to the device so far.
@@ -238,10 +238,7 @@ class DeviceTables:
         if is_uploaded or has_moved:
             self._is_known, self.addresses = False, []  # until the device has been given all of it
         if is_uploaded:
-            trailer: Iterable[int] = (*map(int, map(bool, used)), *headers)
-            if (unit := self._layout.trailer_unit) != 1:
-                trailer = (unit * word for word in trailer)
-            words = [*addresses, *trailer, *unpack("<q", bits)]
+            words = [*addresses, *map(int, map(bool, used)), *headers, *unpack("<q", bits)]
             pinned = upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
             self.uploads += 1
             if self.is_captured and is_capturing():

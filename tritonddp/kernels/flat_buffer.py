@@ -51,7 +51,6 @@ class Layout:
     flags_offset: int  # first element of the trailer, which is the first flag
     headers: int  # number of headers of all ranks; they follow the last flag
     numel: int  # length of the whole buffer, trailer included
-    trailer_unit: int = 1  # flags and headers are written so many times as large
 
     @classmethod
     def of(
@@ -266,8 +265,6 @@ class FlatBuffer:
         encoded = torch.empty_like(self.trailer)
         if content:
             encoded.copy_(torch.frombuffer(content, dtype=torch.uint8))
-        if self.layout.trailer_unit != 1:
-            encoded.mul_(self.layout.trailer_unit)
         self.encoded = None  # not valid if an interrupt comes before the end
         # A copy, since callers change their list in place.
         self.encoded_flags, self.encoded_headers = list(used), own_headers

@@ -458,7 +458,7 @@ class Reducer:
             with torch.no_grad(), self.launching, self.group.uninterrupted():
                 reduction.launch_ready()
 
-    def on_segment_ready(self, number: int, incoming: Sequence[Tensor | None] | None = ()) -> None:
+    def on_segment_ready(self, number: int) -> None:
         """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
         backward = self.backward
         reduction = None if backward is None else backward.reduction
@@ -466,12 +466,12 @@ class Reducer:
             return
         if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
-                return self.on_segment_ready(number, None)  # the new graph may hold them
+                return self.on_segment_ready(number)
         try:
             with self.launching:
                 if self.tracker.gradients.other_streams:
                     self.tracker.join_streams(number)
-                reduction.pack(number, launches=True, incoming=incoming)
+                reduction.pack(number, launches=True)
         except KeyboardInterrupt:
             self.group.refuse_further_use()
             raise

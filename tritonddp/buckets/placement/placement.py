@@ -33,15 +33,10 @@ class Placement:
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
-        unbuffered: once the bucket is packed, tensors that are reduced with the buffer: large
-            gradients where they lie. ``None`` if all are in the buffer.
-        nbytes: of these tensors.
     """
 
     has_views = False
     is_sparse = False
-    unbuffered: Sequence[Tensor] | None = None
-    nbytes = 0
 
     def __init__(self, slots: int) -> None:
         self.grads: list[Tensor | None] = [None] * slots
@@ -62,7 +57,6 @@ class Placement:
         header: bytes,
         earlier: bool,
         count_missing: Callable[..., list[bool]],
-        incoming: Gradients | None,
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
@@ -78,8 +72,6 @@ class Placement:
                 contributes that gradient, as it would on this rank alone.
             count_missing: ``(used, params, grads)``: which parameters count as used where
                 gradients are missing. These count as zero.
-            incoming: gradients that the engine is handing to ``.grad``, and will drop. ``None``:
-                others may read any gradient, so that none is reduced where it lies.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -114,8 +106,6 @@ class Placement:
         sources = grads if scale else [None] * len(grads)
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
-        if self.unbuffered is not None:
-            grads, sources, scale = self._set_unbuffered(bucket, grads, sources, scale, incoming)
         header = b"" if flat.is_part else header + bucket.places
         # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
         # check below raises an error that names it. (Torch checks the dtype of a new .grad.)
@@ -140,16 +130,6 @@ class Placement:
         (The user may have set any tensor, an expanded one for example.)
         """
         return bucket.to_slot_layout(slot, grad)
-
-    def _set_unbuffered(
-        self, bucket: Bucket, grads: Any, sources: Any, scale: float, incoming: Gradients | None
-    ) -> tuple[Any, ...]:
-        """Set :attr:`unbuffered`; returns what is flattened."""
-        raise NotImplementedError
-
-    def finish_unbuffered(self, bucket: Bucket, factor: Tensor | None, flags: Flags = ()) -> None:
-        """The tensors of :attr:`unbuffered` are reduced: see :meth:`unpack`."""
-        raise NotImplementedError
 
     def fetch(self, bucket: Bucket, segment: Segment) -> None:
         """Take the current ``.grad`` of a packed segment, if any: means will overwrite those."""
@@ -277,8 +257,6 @@ class JointUnpack:
                 unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
             for bucket, size in zip(buckets, sizes, strict=True):
                 placement = bucket.placement
-                if placement.unbuffered is not None:
-                    placement.finish_unbuffered(bucket, factor)
                 placement.grads = [None] * size
 
     def retire(self) -> None:

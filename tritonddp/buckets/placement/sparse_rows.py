@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tritonddp.buckets.placement.placement import Flags, Gradients, Placement
+from tritonddp.buckets.placement.placement import Flags, Placement
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.memory_order import gradient_strides
@@ -95,7 +95,6 @@ class SparseRows(Placement):
         header: bytes,
         earlier: bool,
         count_missing: Callable[..., list[bool]],
-        incoming: Gradients | None,
     ) -> None:
         """Announce ``scale * .grad``; see the base class."""
         grad = self.param.grad

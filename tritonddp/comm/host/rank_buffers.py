@@ -54,11 +54,11 @@ class RankBuffers:
         self.has_shares = has_shares
         self.into_grads = into_grads
         self._flat = flat
-        first = layout.flags_offset if self.into_grads else 0
+        first = len(flat.payload) if self.into_grads else 0
         self.result = flat.data[first:]
         self._parts = self._parts_of(first, len(flat.data))
         if mine is not None and not self.into_grads:
-            start, end = layout.flags_offset, len(flat.data)
+            start, end = len(flat.payload), len(flat.data)
             self._parts = [
                 (at + a, at + b, terms)
                 for at, cut in ((mine[0], mine), (start, (start, end)))
@@ -169,7 +169,7 @@ class Shares:
         if mine is not None:
             parts = [(*mine, False)]
             if rank == len(packed) - 1:
-                parts.append((flat.layout.flags_offset, end, True))
+                parts.append((len(flat.payload), end, True))
         self.share = self._packed[parts[0][0] : parts[0][1]]
         step = _PIECE // flat.data.element_size()
         # Terms; the one that becomes the sum; and where the other ranks need that.

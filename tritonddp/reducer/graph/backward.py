@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 from torch.utils.hooks import unserializable_hook
 
@@ -321,13 +322,15 @@ class Backward:
 
         The engine calls back for the innermost backward only. But it tells which node of the
         backward around has run the inner one. So the nodes that follow get a hook: the first one
-        that runs queues ``end`` in that backward, which may be an inner one itself.
+        that runs queues ``end`` in that backward, which may be an inner one itself. (A node that is
+        no function in Python has run it in a hook of the user: that is a whole backward.)
 
         Returns:
             Whether this backward goes on: False at the end of the outermost one.
         """
         node = current_autograd_node()
-        following = [] if node is None else [each for each, _ in node.next_functions if each]
+        is_function = isinstance(node, BackwardCFunction)
+        following = [each for each, _ in node.next_functions if each] if is_function else []
         if not following:
             return False
         handles: list[Any] = []

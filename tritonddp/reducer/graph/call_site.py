@@ -10,10 +10,12 @@ user's program. (Not the lines that have called that one: rank 0 may well time o
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import PurePath
 from sys import _current_frames, _getframe
 from types import FrameType
+from typing import Any
 
 # The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
 # they run on the thread of the caller.
@@ -22,6 +24,29 @@ ENGINE = "_engine_run_backward"
 INSTALLED = "-packages"
 # What a mode or a subclass of tensors runs between the program and ``backward()``.
 MODE = "__torch_function__"
+
+
+# Its argument from which the backward starts.
+ROOTS = "t_outputs"
+
+
+def nodes_of_callers() -> Iterator[Any]:
+    """The nodes at which the backwards that run begin, on all threads, as far as Python calls them.
+
+    (Two backwards may run at the same time, and on a GPU a hook does not know which one it is of.)
+    """
+    frame: FrameType | None
+    called: FrameType | None
+    for called in _current_frames().values():
+        frame = called
+        while frame is not None:
+            if frame.f_code.co_name == ENGINE:
+                for root in frame.f_locals.get(ROOTS, ()):  # a tensor, or an edge of the graph
+                    node = getattr(root, "node", None) or root.grad_fn
+                    if node is not None:
+                        yield node
+            frame = frame.f_back
+    called = None  # the frame of this call is one of them, and would hold itself, and the roots
 
 
 class CallSite:

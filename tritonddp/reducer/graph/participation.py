@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import _getframe
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -16,10 +17,11 @@ from tritonddp._modes import outside_modes
 from tritonddp._torch import (
     captures_leaves,
     current_autograd_node,
+    python_function,
     will_execute,
     without_overrides,
 )
-from tritonddp.reducer.graph.call_site import ENGINE
+from tritonddp.reducer.graph.call_site import ENGINE, nodes_of_callers
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
@@ -156,14 +158,54 @@ def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
                 stack.append(parent)
 
 
+def may_run_inner_backward() -> bool:
+    """Whether a node of the backward that runs may run a backward of its own. Walks the graph.
+
+    As reentrant checkpoints do. Those are functions in Python whose backward calls something that
+    is named after it (``torch.autograd.backward``, ``loss.backward``, ``block.backward_pass``), by
+    itself or by other functions of its module. One that cannot be read may do anything.
+    """
+    kinds = {type(node) for node in _behind([current_autograd_node(), *nodes_of_callers()])}
+    functions = filter(None, map(python_function, kinds))
+    seen: set[Any] = set()
+    return any(
+        _calls_backward(each.backward, seen) or _calls_backward(each.vjp, seen)
+        for each in functions
+    )
+
+
+def _calls_backward(function: Any, seen: set[Any]) -> bool:
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    seen.add(function)
+    names = list(_names_in(code))
+    if any(name.startswith("backward") for name in names):
+        return True
+    found = (function.__globals__.get(name) for name in names)
+    others = [each for each in found if isinstance(each, FunctionType) and each not in seen]
+    return any(
+        _calls_backward(each, seen) for each in others if each.__module__ == function.__module__
+    )
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
+
+
 class ReentrantGrads:
     """Parameters that may get a gradient, or a second one, that the engine has not announced.
 
     Such gradients come from inner backwards, which reentrant checkpoints run. The engine announces
     only the nodes of the outer backward. A parameter that it does not announce is *missing*, and
-    *suspected* when that happens for the first time: it is waited for, and the end of that backward
-    shows whether its gradient has become ready all the same. Once an inner backward has been seen,
-    any missing parameter may get a gradient.
+    *suspected* when that happens for the first time: the end of that backward shows whether its
+    gradient comes all the same. It is waited for if the graph has a node that may run an inner
+    backward; else it counts as there, as under stock. Once an inner backward has been seen, any
+    missing parameter may get a gradient.
 
     Parameters are given by their numbers.
 
@@ -189,7 +231,9 @@ class ReentrantGrads:
     def may_come(self, missing: set[int]) -> set[int]:
         """Numbers that may get a gradient in a backward that announces all but ``missing``."""
         self.suspected = missing - self._stayed_away
-        return self.seen | missing if self.seen else self.suspected
+        if self.seen:
+            return self.seen | missing
+        return self.suspected if self.suspected and may_run_inner_backward() else set()
 
     def note(self, number: int) -> None:
         """A gradient has come from an inner backward."""

@@ -41,8 +41,8 @@ class Listener(Protocol):
     def on_gradients(self) -> None:
         """The first gradient since :meth:`ReadyTracker.tell_first`."""
 
-    def on_segment_ready(self, number: int, incoming: Sequence[Tensor | None] = ()) -> None:
-        """All gradients of a segment are ready, the ``incoming`` one of the node that runs too."""
+    def on_segment_ready(self, number: int) -> None:
+        """All gradients of a segment are ready."""
 
     def on_unusual_order(self, number: int) -> None:
         """Gradients came in another order than last time."""
@@ -359,7 +359,7 @@ class ReadyTracker:
         last, full_at, looked = self._last, self._full_at, self._looked
         log, usual, listener = self.log, self._usual, self._listener
 
-        def gradient_is_final(_: Any, incoming: Sequence[Tensor | None]) -> None:
+        def gradient_is_final(_: Any, __: Any) -> None:
             if last[segment] != number or looked[0] == _NOBODY_LOOKS:
                 return
             reducer = listener()
@@ -369,7 +369,7 @@ class ReadyTracker:
             if end > start and all(map(is_, log[start:end], usual[start:end])) and len(log) >= end:
                 looked[0] = start = end
             if end <= start:
-                reducer.on_segment_ready(segment, incoming)
+                reducer.on_segment_ready(segment)
             else:
                 reducer.on_unusual_order(segment)
 
