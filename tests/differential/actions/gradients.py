@@ -67,6 +67,8 @@ def _note(player: Player, param: Tensor) -> None:
 
 
 def _look_in_the_end(player: Player, param: Tensor) -> None:
+    if hasattr(param, "_ddp_ignored"):
+        return  # its gradient may come behind the end of stock's reduction
     Variable._execution_engine.queue_callback(player.see_gradients)
 
 
