@@ -271,3 +271,19 @@ def test_a_part_in_two_places_may_get_a_buffer_when_it_has_left_one_of_them(rank
     net[2].register_buffer("z", torch.tensor(float(rank)))
     train_step(ddp, batch(3))
     assert net[2].z == 0
+
+
+@ranks(2)
+def test_what_replaces_an_ignored_parameter_beside_a_reduced_one_is_ignored() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    torch.manual_seed(dist.get_rank())
+    nn.init.normal_(net[1].weight)
+    net._ddp_params_and_buffers_to_ignore = ["1.weight"]
+    ddp = DistributedDataParallel(net)
+    train_step(ddp, batch(0))
+    parametrizations.weight_norm(net[1])
+    for step in range(1, 3):
+        train_step(ddp, batch(step))
+    weights = net[1].parametrizations.weight
+    assert_local([weights.original0, weights.original1.grad])
+    assert_same_on_all_ranks([net[1].bias, net[1].bias.grad])

@@ -201,3 +201,31 @@ def test_a_whole_backward_in_a_hook_of_another_graph_ends_with_itself() -> None:
         rest.sum().backward()
         assert len(seen) == 2
         assert_same_on_all_ranks(seen)
+
+
+class Whole(nn.Module):
+    """All of its layers are inside one reentrant checkpoint, once or twice."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(WIDTH, WIDTH), times
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = [reentrant(self.layer, x * n) for n in range(1, self.times + 1)]
+        return SimpleNamespace(get=lambda: torch.stack(outputs).sum(0))
+
+
+@ranks(2)
+def test_layers_that_two_checkpoints_of_a_hidden_forward_share_are_an_error(rank: int) -> None:
+    """As under stock, which says that a parameter is marked ready twice."""
+    net = Whole(1)
+    alone = copy.deepcopy(net)
+    ddp = wrap(net)
+    for step in range(3):
+        for each, wrapper in (net, ddp), (alone, alone):
+            each.zero_grad()
+            wrapper(batch(step).requires_grad_()).get().square().sum().backward()
+        assert_mean_of(ddp, alone, f"step {step}")
+    net.times = 2
+    with pytest.raises(RuntimeError, match="became ready again after all were averaged"):
+        ddp(batch(3).requires_grad_()).get().square().sum().backward()

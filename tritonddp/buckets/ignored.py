@@ -29,8 +29,9 @@ class Ignored:
 
     A tensor that is ignored stays ignored, whatever its name becomes: its module may be pruned,
     compiled or put in an ``nn.Sequential`` later. The same holds for what is reduced. A parameter
-    that the module gets later is ignored if its name is in the list, or if it belongs to a part
-    that has had ignored parameters only (another layer of an expert, a LoRA around it).
+    that the module gets later is ignored if its name is in the list, or if it comes into a part
+    that holds ignored parameters itself (``weight_norm`` replaces one), or into one that has had no
+    others (another layer of an expert, a LoRA around it).
 
     Args:
         module: the wrapped module.
@@ -54,7 +55,8 @@ class Ignored:
         self._tensors: set[Tensor] = set()  # parameters that were ignored at wrapping
         self._later: set[Tensor] = set()  # those that have come since, and are still there
         self._parts: dict[int, weakref.ref[nn.Module]] = {}  # without reduced parameters, by id
-        self._keys: dict[int, set[str]] = {}  # of ignored tensors, by the id of their dictionary
+        # Of each dictionary with ignored tensors, by its id: the keys, and whether that is ignored.
+        self._keys: dict[int, dict[str, bool]] = {}
         self._tables: list[Mapping[str, Tensor | None]] = []  # these dictionaries
         self._is_decided = False
 
@@ -70,7 +72,8 @@ class Ignored:
             for table in (part._parameters, part._buffers):
                 if not isinstance(table, dict):
                     continue  # TorchScript's
-                if keys := {key for key in table if _joined(prefix, key) in self.names}:
+                keys = {key: _joined(prefix, key) in self.names for key in table}
+                if any(keys.values()):
                     self._keys[id(table)] = keys
                     self._tables.append(table)
 
@@ -97,13 +100,13 @@ class Ignored:
         renamed: dict[Parameter, str] = {}
         later: set[Tensor] = set()
         for prefix, part in parts.items():
-            ignored = self._keys.get(id(part._parameters), ())
+            keys = self._keys.get(id(part._parameters), {})
             for key, param in part.named_parameters(recurse=False):
                 name = _joined(prefix, key)
-                is_ignored = name in self.names or key in ignored
+                is_ignored = name in self.names or keys.get(key, False)
                 if param in self.reduced:
                     (renamed if is_ignored else found).setdefault(param, name)
-                elif is_ignored or self._is_of_local(param, prefix, parts):
+                elif is_ignored or (key not in keys and self._is_of_local(param, prefix, parts)):
                     if isinstance(param, Parameter):  # not the stand-in of a functional call
                         later.add(param)
                 else:
@@ -120,7 +123,8 @@ class Ignored:
             return list(named)
         ignored = set(self.names)
         for prefix, part in module.named_modules():
-            ignored.update(_joined(prefix, key) for key in self._keys.get(id(part._buffers), ()))
+            keys = self._keys.get(id(part._buffers), {})
+            ignored.update(_joined(prefix, key) for key, is_ignored in keys.items() if is_ignored)
         return [each for each in named if each[0] not in ignored]
 
     def _is_of_local(self, param: Tensor, prefix: str, parts: Mapping[str, nn.Module]) -> bool:
@@ -129,7 +133,8 @@ class Ignored:
             return True
         names = prefix.split(".")
         around = [parts.get(".".join(names[:end])) for end in range(1, len(names) + 1)]
-        return any(part is not None and self._is_local(part) for part in around)
+        held = [part for part in around if part is not None]
+        return any(id(part._parameters) in self._keys or self._is_local(part) for part in held)
 
     def _is_local(self, part: nn.Module) -> bool:
         """Whether all parameters of this part that are known are ignored, and there are some."""

@@ -412,6 +412,11 @@ class Reducer:
         is_captured: bool,
     ) -> None:
         """A backward begins that only accumulates."""
+        if self.forwards.ended_inside and is_inside_another(self.manager.current.is_on_gpu):
+            raise RuntimeError(
+                f"{self.where()}: a gradient became ready again after all were averaged at the end "
+                "of an inner backward: use torch.utils.checkpoint with use_reentrant=False"
+            )
         if is_captured:
             capture.begin(self.averager, self.tracker.gradients.streams, (), is_reduced=False)
         may_be_reduced = self.sync.enabled and self.sync.join is None
@@ -498,8 +503,12 @@ class Reducer:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._end()
-        if backward.is_inner and backward.outlives_inner(partial(self._end), self._broke_off):
-            return
+        if backward.is_inner:
+            # A function or hook of the user may have run a whole backward, and step after it.
+            is_whole = self.forwards.was_armed == 1 and self.tracker.has_all()
+            if not is_whole and backward.outlives_inner(partial(self._end), self._broke_off):
+                return
+            self.forwards.end_inside(is_whole)
         arrived_as_usual = self.tracker.stop()
         for call in self.events.on_compute_end:
             call(backward)

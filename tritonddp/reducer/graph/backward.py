@@ -92,6 +92,8 @@ class Forwards:
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         by_call: the last reduced backward is so in place alone: it went through no output until
             then, and no forward had armed it.
+        was_armed: how many forwards had armed the last reduced backward.
+        ended_inside: the reduction of the last forward has ended inside another backward.
         deferred_error: what the next forward raises.
     """
 
@@ -101,8 +103,9 @@ class Forwards:
         self.deferred_error: str | None = None
         self.number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
-        self._is_armed = self._was_armed = False  # now; before the last reduced backward
-        self.was_local = self.by_call = False
+        # How many forwards arm the reduction now, and did so before the last reduced backward.
+        self._armed = self.was_armed = 0
+        self.was_local = self.by_call = self.ended_inside = False
 
     def count_any_call(self) -> None:
         """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
@@ -129,13 +132,14 @@ class Forwards:
     def ended(self, reductions: int, syncs: bool) -> Forward:
         """A forward has run; see :class:`Forward`."""
         self.number += 1
-        self._is_armed = self._is_armed or syncs
+        self._armed += syncs
+        self.ended_inside = False
         self.was_local = not syncs
         return Forward(self.number, reductions, syncs)
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
-        self._is_armed = True
+        self._armed = max(self._armed, 1)
         self._prepared = self.number
 
     def decide(
@@ -161,13 +165,13 @@ class Forwards:
         join = sync.join
         is_joined = join is not None and join.is_open
         number = self.number if forward is None else forward.number
-        self.by_call = not (forward or is_joined or self._is_armed)
+        self.by_call = not (forward or is_joined or self._armed)
         # (Inside join() ranks without inputs know only what the forward has told them.)
         if is_joined:
             is_wanted = forward is None or forward.syncs
         else:
             counts = self.call_sites is not None if forward is None else forward.syncs
-            is_wanted = self._is_armed or counts
+            is_wanted = self._armed > 0 or counts
         if 0 < number <= self._prepared and not is_joined:
             reduced = True
         elif not is_wanted:
@@ -177,7 +181,7 @@ class Forwards:
         self.was_local, self._prepared = False, 0
         if not reduced:
             return None
-        self._was_armed, self._is_armed = self._is_armed, False
+        self.was_armed, self._armed = self._armed, 0
         if self.call_sites is not None:
             # As CallSites.find(), but with no call in a steady step on the CPU.
             frame: FrameType | None = _getframe()
@@ -201,16 +205,20 @@ class Forwards:
         # The backward of an older forward may not have gone through its outputs, for example.
         return FORWARD if forward.reductions == reductions else ELSEWHERE
 
+    def end_inside(self, is_whole: bool) -> None:
+        """A backward that began inside another one has ended, there if it ``is_whole``."""
+        self.ended_inside = is_whole
+
     def arm_again(self) -> None:
         """The last reduced backward has failed on all ranks before it sent anything, as if not run.
 
         As in stock DDP the next one is reduced in its place.
         """
-        self._is_armed = self._is_armed or self._was_armed
+        self._armed = max(self._armed, self.was_armed)
 
     def reduction_begins(self) -> None:
         """A reduction on request begins: it disarms all forwards until now."""
-        self.was_local, self._prepared, self._is_armed = False, 0, False
+        self.was_local, self._prepared, self._armed = False, 0, 0
 
 
 _grad_fn_of = attrgetter("grad_fn")

@@ -293,6 +293,11 @@ class ReadyTracker:
             self._hook_end(self._last[segment])
         return not pending
 
+    def has_all(self) -> bool:
+        """Whether all parameters that require gradients have theirs."""
+        log = set(map(id, self.log))
+        return all(id(param) in log for param in self._params if param.requires_grad)
+
     def arrivals(self) -> list[int]:
         """The log, as numbers of parameters."""
         number_of = self._number_of  # after swap_tensors a hook may be called for another one
