@@ -51,10 +51,12 @@ class Process:
 
     @property
     def state(self) -> str:
-        """``"ended"``, ``"stopped"`` or ``"runs"``; empty if the process is on another host."""
+        """``"ended"``, ``"stopped"`` or ``"runs"``; empty if not known, as of another host."""
         if not self.scope or self.scope != _scope():
             return ""
         state, started = _stat(self.pid)
+        if not state:
+            return ""
         if started != self.started or state in ("Z", "X"):
             return "ended"
         return "stopped" if state in ("T", "t") else "runs"
@@ -87,10 +89,15 @@ def _scope() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start time of a process of this host; ``("X", "-")`` if there is none."""
+    """State and start time of a process of this host; ``("X", "-")`` if there is none.
+
+    ``("", "-")`` if they cannot be read, for want of descriptors, for example.
+    """
     try:
         # The name of the program comes second, in parentheses, and may hold any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, IndexError):
         return "X", "-"
+    except OSError:
+        return "", "-"

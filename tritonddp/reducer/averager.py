@@ -234,7 +234,7 @@ class Averager:
             reduction.take_part()
             reduction.break_off()
             self.complete(reduction, arrived)
-            if self.agreement.all_broke_off:
+            if self.agreement.all_broke_off and not self.manager.current.is_on_gpu:
                 self.forwards.arm_again()
         except Mismatch as error:
             self.raise_mismatch(error, reduction)
