@@ -45,8 +45,8 @@ from tritonddp.reducer.graph.backward import (
 from tritonddp.reducer.graph.participation import (
     accumulates,
     as_trainable,
-    is_inside_another,
     is_of_others,
+    outer_call,
 )
 from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
 from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
@@ -332,7 +332,7 @@ class Reducer:
             self.reentrant.note_missing(missing)
         doubtful: Collection[int] = _NONE
         # A forward has armed this reduction, and the engine announces an inner backward only.
-        is_inner = late is not None and local is None and is_inside_another(current.is_on_gpu)
+        is_inner = late is not None and local is None and outer_call(current.is_on_gpu) != 0
         if is_inner:
             doubtful = range(len(current.params))
         elif not manager.is_provisional and (missing or self.reentrant.seen):
@@ -412,7 +412,8 @@ class Reducer:
         is_captured: bool,
     ) -> None:
         """A backward begins that only accumulates."""
-        if self.forwards.ended_inside and is_inside_another(self.manager.current.is_on_gpu):
+        ended = self.forwards.ended_inside
+        if ended and ended == outer_call(self.manager.current.is_on_gpu):
             raise RuntimeError(
                 f"{self.where()}: a gradient became ready again after all were averaged at the end "
                 "of an inner backward: use torch.utils.checkpoint with use_reentrant=False"
@@ -508,7 +509,7 @@ class Reducer:
             is_whole = self.forwards.was_armed == 1 and self.tracker.has_all()
             if not is_whole and backward.outlives_inner(partial(self._end), self._broke_off):
                 return
-            self.forwards.end_inside(is_whole)
+            self.forwards.end_inside(outer_call(self.manager.current.is_on_gpu))
         arrived_as_usual = self.tracker.stop()
         for call in self.events.on_compute_end:
             call(backward)
@@ -656,8 +657,7 @@ class Reducer:
         """The last backward has failed: make its remaining collectives."""
         backward = self.backward
         assert backward is not None
-        reduction = backward.reduction
-        if reduction is None:
+        if (reduction := backward.reduction) is None:
             self._close(backward)
             return
         self.tracker.stop()

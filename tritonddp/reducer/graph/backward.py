@@ -93,7 +93,8 @@ class Forwards:
         by_call: the last reduced backward is so in place alone: it went through no output until
             then, and no forward had armed it.
         was_armed: how many forwards had armed the last reduced backward.
-        ended_inside: the reduction of the last forward has ended inside another backward.
+        ended_inside: the reduction of the last forward has ended inside another backward, that of
+            this :func:`~tritonddp.reducer.graph.participation.outer_call`; else 0.
         deferred_error: what the next forward raises.
     """
 
@@ -105,7 +106,8 @@ class Forwards:
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         # How many forwards arm the reduction now, and did so before the last reduced backward.
         self._armed = self.was_armed = 0
-        self.was_local = self.by_call = self.ended_inside = False
+        self.was_local = self.by_call = False
+        self.ended_inside = 0
 
     def count_any_call(self) -> None:
         """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
@@ -133,7 +135,7 @@ class Forwards:
         """A forward has run; see :class:`Forward`."""
         self.number += 1
         self._armed += syncs
-        self.ended_inside = False
+        self.ended_inside = 0
         self.was_local = not syncs
         return Forward(self.number, reductions, syncs)
 
@@ -205,9 +207,9 @@ class Forwards:
         # The backward of an older forward may not have gone through its outputs, for example.
         return FORWARD if forward.reductions == reductions else ELSEWHERE
 
-    def end_inside(self, is_whole: bool) -> None:
-        """A backward that began inside another one has ended, there if it ``is_whole``."""
-        self.ended_inside = is_whole
+    def end_inside(self, outer_call: int) -> None:
+        """A backward that began inside another one has ended, in this call; 0 if with that."""
+        self.ended_inside = outer_call
 
     def arm_again(self) -> None:
         """The last reduced backward has failed on all ranks before it sent anything, as if not run.

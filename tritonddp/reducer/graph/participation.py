@@ -132,17 +132,18 @@ def accumulates() -> bool:
         node = parents[0]
 
 
-def is_inside_another(is_on_gpu: bool) -> bool:
-    """Whether the backward that runs on this thread was called inside another one.
+def outer_call(is_on_gpu: bool) -> int:
+    """Id of the outermost call of a backward on this thread; 0 if the one that runs is that.
 
-    By a reentrant checkpoint, or another function with an inner backward. On a GPU the thread of
-    the device runs hooks, and the call of the outermost backward is on another thread.
+    It is another one inside a reentrant checkpoint, or another function with an inner backward. On
+    a GPU the thread of the device runs hooks, and the outermost call is on another thread.
     """
-    calls, frame = int(is_on_gpu), cast("FrameType | None", _getframe())
+    calls, outermost, frame = int(is_on_gpu), 0, cast("FrameType | None", _getframe())
     while frame is not None:
-        calls += frame.f_code.co_name == ENGINE
+        if frame.f_code.co_name == ENGINE:
+            calls, outermost = calls + 1, id(frame)
         frame = frame.f_back
-    return calls > 1
+    return outermost if calls > 1 else 0
 
 
 def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
