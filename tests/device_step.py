@@ -49,17 +49,16 @@ class Moving(Vectors):
 
 
 def step_calls(
-    count: int, buckets: int, moves: bool = False, size: int = 64, own: bool = False, **options: Any
+    count: int, buckets: int, moves: bool = False, size: int = 64, **options: Any
 ) -> Calls:
     """What a steady step of ``count`` parameters in so many buckets calls.
 
     Args:
         moves: gradients lie elsewhere than in the steps before.
-        own: nobody else holds the memory of a gradient.
     """
     cap = size * 4 * count / buckets / 2**20
     with recording() as recorder:
-        module = Vectors(count, size) if own else Moving(count, size, period=7 if moves else 1)
+        module = Moving(count, size, period=7 if moves else 1)
         ddp = DistributedDataParallel(module.to("cuda"), bucket_cap_mb=cap, **options)
         inputs = torch.ones(size, device="cuda")
 

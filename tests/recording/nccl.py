@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # Of each method: which arguments are written, and which are read.
 _METHODS = {
     "allreduce": ((0,), (0,)),
-    "allreduce_coalesced": ((0,), (0,)),
     "broadcast": ((0,), (0,)),
     "allgather": ((0,), (1,)),
     "_allgather_base": ((0,), (1,)),
@@ -162,10 +161,7 @@ def patched(device: Device) -> Iterator[None]:
 
             def work() -> None:
                 with device.without_modes():
-                    if name == "allreduce_coalesced":
-                        _all_reduce_coalesced(group, *arguments)
-                    else:
-                        original(group, *arguments, **options).wait()
+                    original(group, *arguments, **options).wait()
 
             work()
             recorder.replayable(work)
@@ -198,23 +194,6 @@ def patched(device: Device) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, fake))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
         yield
-
-
-def _all_reduce_coalesced(
-    group: Any, tensors: list[Tensor], options: dist.AllreduceCoalescedOptions
-) -> None:
-    """NCCL multiplies by 1 / world_size before it adds, where it averages; gloo cannot average."""
-    size, dtype = group.size(), tensors[0].dtype
-    places = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
-    assert len({*places}) == len(places), "no tensor twice, which would be written at once"
-    for tensor in tensors:
-        assert tensor.dtype == dtype, "tensors of one dtype"
-        assert tensor.is_contiguous() or _is_dense(tensor), "tensors without gaps"
-        line = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
-        if options.reduceOp == dist.ReduceOp.AVG:
-            line.mul_(1 / size)  # rounded to the dtype
-        if line.numel():
-            _ALL_REDUCE(group, [line], dist.AllreduceOptions()).wait()
 
 
 def _is_dense(tensor: Tensor) -> bool:
