@@ -41,8 +41,6 @@ _METHODS = {
     "reduce": ((0,), (0,)),
 }
 
-_ALL_REDUCE = dist.ProcessGroup.allreduce
-
 
 class _Method:
     """A method that does not pass for one written in Python: torch's own works' are not."""
@@ -194,11 +192,6 @@ def patched(device: Device) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, fake))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
         yield
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
 
 
 def _hold(tensors: list[Tensor], device: Device, timeline: Timeline) -> None:
