@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -24,8 +25,11 @@ from clock import Clock
 
 from tritonddp.cli.compare import _stopped
 from tritonddp.cli.comparison import recorder
-from tritonddp.cli.comparison.turns import Launches, Plan, Played
-from tritonddp.cli.comparison.verdict import Launch, Ratio
+from tritonddp.cli.comparison.contender import Outcome, Played, ScriptError
+from tritonddp.cli.comparison.page import page
+from tritonddp.cli.comparison.report import Comparison, as_json, text
+from tritonddp.cli.comparison.turns import EndedEarly, Launches, Pair, Plan
+from tritonddp.cli.comparison.verdict import _QUANTILES, Launch
 from tritonddp.cli.main import main
 from tritonddp.cli.terminal import Progress
 
@@ -51,7 +55,7 @@ def test_a_wrong_gradient_is_found_and_figures_are_there(tmp_path: Path) -> None
     code, found, said = compare(*ONE_LAUNCH, "--html", html, script, ENDLESS, planted="wrong")
     assert code == 1
     first, *_ = found["correctness"]
-    assert first["title"] == "gradients of step 1"
+    assert first["title"] == "gradients of backward 1"
     assert first["names"] == ["0.bias"]
     assert first["largest"] == pytest.approx(0.001, rel=0.01)
     assert first["shared"] == [True, True]
@@ -88,6 +92,11 @@ def left_over(script: str) -> list[str]:
     return found
 
 
+def new_launches(folder: Path) -> Launches:
+    """None is played yet."""
+    return Launches([], "2", ("stock", "tritonddp"), folder, Progress())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -101,13 +110,13 @@ def test_what_cannot_be_carried_out_is_said(words: list[str], said: str, capsys:
 
 
 def test_an_interrupt_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def play(launches: Launches, in_turns: bool) -> None:
-        if launches.played:
+    def play(launches: Launches) -> None:
+        if launches.pairs:
             raise KeyboardInterrupt
         launches.started = time.monotonic()
         time.sleep(0.01)
-        launches.plan, launches.times = Plan.of(1.0), [Launch(1.0, 0.9, 0.001)]
-        launches.played.append([Played(), Played()])
+        launches.plan = Plan.of(1.0)
+        launches.pairs.append(Pair(Played(), Played(), Launch(1.0, 0.9, 0.001)))
 
     monkeypatch.setattr(Launches, "play", play)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # or later tests had its handlers
@@ -116,14 +125,16 @@ def test_an_interrupt_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsy
     first, last = said.out.split("A FIRST TABLE, of one launch")[1].split("stock  tritonddp")[1:]
     assert "0.900 (" in first
     assert "0.900 (" in last
-    assert "others may differ from it by more. Interrupted; launches until then: 1." in last
+    assert "others may differ from it by more.\n" in last
+    assert "\nInterrupted; launches until then: 1.\n" in last
     assert re.search(r"; at most \d+ more of \d+ s$", said.err, re.MULTILINE)
 
 
 def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
     process = SimpleNamespace(poll=lambda: None)
-    contender: Any = SimpleNamespace(token="stock-1", process=process, ranks={}, world_size=0)
-    launches = Launches([], ("stock", "tritonddp"), tmp_path, Progress())
+    told: dict[str, Any] = {"ranks": {}, "pids": [], "world_size": 0, "last_line": str}
+    contender: Any = SimpleNamespace(token="stock-1", process=process, **told)
+    launches = new_launches(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as others:
         for words in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n"):
             other = others.enter_context(socket.create_connection(listener.getsockname()))
@@ -131,7 +142,7 @@ def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
         late = Timer(60, others.close)  # what waits for them goes on
         late.start()
         with Client(listener.getsockname()) as rank:
-            hello = {"contender": "stock-1", "rank": 0, "world_size": 1}
+            hello = {"contender": "stock-1", "rank": 0, "world_size": 1, "pid": 1}
             rank.send_bytes(json.dumps(hello).encode())
             launches._gather(listener, [contender])
             assert late.is_alive()
@@ -144,13 +155,15 @@ def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
 def test_blocks_fit_the_steps() -> None:
     assert Plan.of(0.002) == Plan(warmup=15, block=50, skipped=1, pairs=32)
     assert Plan.of(1.0) == Plan(warmup=5, block=1, skipped=0, pairs=6)
-    assert Plan.of(0.002).least == 20 + 6 * 51
 
 
-def test_slow_first_steps_do_not_make_blocks_of_one_step(tmp_path: Path) -> None:
-    contender: Any = SimpleNamespace(seconds=lambda count, skipped=0: 0.2 if skipped else 0.002)
-    launches = Launches([], ("stock", "tritonddp"), tmp_path, Progress())
-    launches._warm_up([contender, contender])
+def test_slow_first_steps_do_not_make_blocks_of_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = new_launches(tmp_path)
+    turn = lambda contenders, count, skipped=0: [0.2 if skipped else 0.002] * 2  # noqa: E731
+    monkeypatch.setattr(launches, "_turn", turn)
+    launches._warm_up([])
     assert launches.plan == Plan.of(0.002)
 
 
@@ -171,34 +184,40 @@ def test_a_script_with_habits_is_compared() -> None:
     code, found, _ = compare(*words)
     assert code in (0, 1), found
     titles = [each["title"] for each in found["correctness"]]
-    assert titles[:3] == [f"gradients of step {step}" for step in (1, 2, 3)]
+    assert titles[:3] == [f"gradients of backward {number}" for number in (1, 2, 3)]
     assert {each["state"] for each in found["correctness"]} == {"identical bits"}
-    assert found["verdict"]["sentence"].endswith("others may differ from it by more.")
+    assert found["verdict"]["sentences"][0].endswith("others may differ from it by more.")
 
 
 @pytest.mark.thorough
-def test_a_script_that_is_too_short_is_told_with_numbers() -> None:
-    code, found, _ = compare(*ONE_LAUNCH, PLANTED, "30")
+def test_a_step_alone_is_told_to_be_too_short() -> None:
+    code, found, _ = compare(*ONE_LAUNCH, PLANTED, "1")
     assert code == 3
-    assert re.search(r"it ended before step \d+ of its optimizer", found["error"])
+    assert "it made 1 steps, and 2 are needed" in found["error"]
 
 
 @pytest.mark.long
 def test_a_script_that_fails_shows_its_last_lines() -> None:
-    code, found, said = compare(*ONE_LAUNCH, PLANTED, "no number")
+    code, found, said = compare(*ONE_LAUNCH, "--one-at-a-time", PLANTED, "no number")
     assert code == 3
-    assert "failed with exit code 1" in found["error"]
+    assert "stock failed after 0 steps" in found["error"]
     assert "invalid literal for int() with base 10: 'no number'" in said
 
 
 @pytest.mark.thorough
-def test_what_a_short_script_does_not_reach_is_a_row_with_its_reason() -> None:
-    code, found, _ = compare(*ONE_LAUNCH, PLANTED, "82")
+@pytest.mark.parametrize("steps", [2, 20, 60])
+def test_a_short_script_is_compared_in_whole_launches(steps: int) -> None:
+    code, found, said = compare("--seconds", "40", PLANTED, str(steps))
     assert code in (0, 1), found
+    assert "too short for blocks of steps in turns" in said
+    assert {each["state"] for each in found["correctness"]} == {"identical bits"}
+    assert len(found["correctness"]) == min(steps, 3) + 1
     rows = {row["label"]: row for row in found["rows"]}
     assert rows["step, ms"]["first"] > 10
     assert rows["forward, ms"]["first"] is None
-    assert "the script ended before" in rows["forward, ms"]["why"]
+    assert rows["backwards a step"]["first"] == 1
+    counted = f"steps {min(20, steps // 2) + 1} to {steps} of whole"
+    assert counted in found["verdict"]["sentences"][-1]
 
 
 @pytest.mark.thorough
@@ -206,7 +225,7 @@ def test_a_tenth_more_is_found() -> None:
     """Beside stock itself: what tritonddp wins would be taken off the tenth."""
     code, found, _ = compare("--against", "stock", PLANTED, ENDLESS, planted="slow", timeout=580)
     assert code == 1
-    assert "slower by" in found["verdict"]["sentence"]
+    assert "slower by" in found["verdict"]["sentences"][0]
     assert 1.05 < found["verdict"]["value"] < 1.15
 
 
@@ -216,7 +235,7 @@ def test_a_tenth_more_is_found() -> None:
 def test_stock_beside_stock_is_no_difference(program: str, repeated: int) -> None:
     code, found, _ = compare("--against", "stock", PROGRAMS / program, ENDLESS, timeout=580)
     assert code == 0, found["verdict"]
-    assert found["verdict"]["sentence"].startswith("no difference")
+    assert found["verdict"]["sentences"][0].startswith("no difference")
     assert {each["state"] for each in found["correctness"]} == {"identical bits"}
 
 
@@ -225,6 +244,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     code, found, _ = compare(*ONE_LAUNCH, "--one-at-a-time", PLANTED, ENDLESS)
     assert code in (0, 1)
     assert [each["state"] for each in found["correctness"]] == ["identical bits"] * 4
+    assert "steps 21 to" in found["verdict"]["sentences"][-1]
     assert len(found["launches"]) == 1
 
 
@@ -240,9 +260,156 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_launch_is_said_with_its_reason(
-    reach: float, launches: int, fitting: int, said: str
+    reach: float, launches: int, fitting: int, said: str, tmp_path: Path
 ) -> None:
     arguments = argparse.Namespace(within=2, seconds=120)
-    ratio = Ratio(1.0, 1.0, 1 - reach, 1 + reach, launches)
-    assert _stopped(ratio, launches, fitting, arguments).startswith(said)
-    assert bool(_stopped(ratio, launches, fitting, arguments)) is bool(said)
+    played = new_launches(tmp_path)
+    # The interval of equal launches is that of their blocks.
+    error = math.log1p(reach) * math.sqrt(launches) / _QUANTILES[min(launches - 2, 9)]
+    played.pairs = [Pair(Played(), Played(), Launch(1.0, 1.0, error))] * launches
+    stopped = _stopped(played, fitting, arguments)
+    assert stopped.startswith(said)
+    assert bool(stopped) is bool(said)
+
+
+ENDED, FAILED, SILENT = "ended", "failed", "hangs"
+
+
+def play(
+    tmp_path: Path, *outcomes: tuple[Outcome, Outcome], made: int = 0
+) -> tuple[Launches, list[Outcome]]:
+    """Play whole launches that end so, first stock and then tritonddp."""
+    launches, left = new_launches(tmp_path), [each for pair in outcomes for each in pair]
+    launches.in_turns, launches._made = False, made
+
+    def alone(label: str) -> Played:
+        outcome = left.pop(0)
+        steps = [float(number) for number in range(outcome.steps)]
+        return Played(steps={0: steps, 1: steps}, outcome=outcome)
+
+    launches._alone = alone  # type: ignore[method-assign]
+    launches.play()
+    return launches, left
+
+
+def verdict(launches: Launches) -> tuple[str, bool]:
+    """The first sentence, and whether something was found."""
+    comparison = Comparison(launches, "stopped")
+    assert list(text(comparison))
+    assert page(comparison)
+    assert as_json(comparison)
+    return next(iter(comparison.sentences)), comparison.has_findings
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "said", "is_found"),
+    [
+        (
+            Outcome(FAILED, 3, 0.1, "ValueError"),
+            Outcome(ENDED, 60, 0.1),
+            "stock failed after 3 steps. tritonddp does not: it ended after 60 steps.",
+            False,
+        ),
+        (
+            Outcome(SILENT, 1, 0.1, "stacks"),
+            Outcome(ENDED, 60, 0.1),
+            "stock hangs after 1 steps, no rank made a step for 30 s. tritonddp does not",
+            False,
+        ),
+        (
+            Outcome(ENDED, 60, 0.1),
+            Outcome(FAILED, 0, 0.1, "ValueError"),
+            "tritonddp failed after 0 steps. stock does not: it ended after 60 steps.",
+            True,
+        ),
+        (
+            Outcome(FAILED, 60, 0.1, "ValueError"),
+            Outcome(FAILED, 60, 0.1, "ValueError"),
+            "The script itself failed after 60 steps, with both contenders.",
+            False,
+        ),
+        (Outcome(ENDED, 2, 0.1), Outcome(ENDED, 2, 0.1), "no difference", False),
+    ],
+)
+def test_the_contender_that_fails_alone_is_the_verdict(
+    stock: Outcome, ours: Outcome, said: str, is_found: bool, tmp_path: Path
+) -> None:
+    launches, _ = play(tmp_path, (stock, ours))
+    assert launches.pairs[0].outcomes == (stock, ours)
+    sentence, has_findings = verdict(launches)
+    assert sentence.startswith(said)
+    assert has_findings is is_found
+
+
+def test_a_slow_step_is_not_taken_for_a_hang(tmp_path: Path) -> None:
+    """The other contender has needed 20 s for one: 30 s of silence say nothing, 60 s do."""
+    silent, slow = Outcome(SILENT, 1, 0.1), Outcome(ENDED, 60, 20.0)
+    launches, left = play(tmp_path, (silent, slow), (slow, slow))
+    assert not left
+    assert launches.patience == pytest.approx(60)
+    assert verdict(launches)[0].startswith("no difference")
+
+
+def test_both_that_make_no_further_step_have_come_to_the_end(tmp_path: Path) -> None:
+    silent = Outcome(SILENT, 60, 0.1)
+    launches, left = play(tmp_path, (silent, silent))
+    assert not left
+    assert launches._most == 60  # nobody waits again
+    assert launches.times
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "error", "said"),
+    [
+        (Outcome(FAILED, 1, 0.1, "a\nb"), Outcome(FAILED, 0, 0.1, "c"), ScriptError, "a\nb\ntri"),
+        (Outcome(ENDED, 1, 0.1), Outcome(ENDED, 1, 0.1), ScriptError, "it made 1 steps"),
+        (Outcome(ENDED, 60, 0.1), Outcome(ENDED, 2, 0.1), EndedEarly, "has probably resumed"),
+    ],
+)
+def test_launches_that_cannot_be_compared_say_why(
+    stock: Outcome, ours: Outcome, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as caught:
+        play(tmp_path, (stock, ours), made=60 if error is EndedEarly else 0)
+    assert said in str(caught.value)
+
+
+def follower(monkeypatch: pytest.MonkeyPatch) -> tuple[recorder.Recorder, list[Any]]:
+    """A recorder without a launcher, and what it sends."""
+    made, sent = recorder.Recorder({}), []
+    made._connection, made._left = object(), 100
+    made._order = {"count": 100, "timed": 100, "parts": False, "each": True}
+    monkeypatch.setattr(made, "_send", sent.append)
+    monkeypatch.setattr(made, "_capture", lambda what, title: None)
+    return made, sent
+
+
+def test_backwards_are_the_steps_of_a_script_without_an_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, sent = follower(monkeypatch)
+    model = torch.nn.Linear(1, 1)
+    model.require_backward_grad_sync = True  # type: ignore[assignment]
+    made._models.append(weakref.ref(model))
+    for is_reduced in (True, False, True, True):
+        model.require_backward_grad_sync = is_reduced  # type: ignore[assignment]
+        made._counting_backward(model(torch.ones(1)))
+    assert made._steps == 3
+    # The first one was counted before it was known to be a step.
+    assert [each["backwards"] for each in sent] == [3, 1]
+
+
+def test_the_steps_of_an_optimizer_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, sent = follower(monkeypatch)
+    model = torch.nn.Linear(1, 1)
+    model.require_backward_grad_sync = True  # type: ignore[assignment]
+    made._models.append(weakref.ref(model))
+    made._parameters = set(map(id, model.parameters()))
+    optimizer, other = (torch.optim.SGD(of.parameters()) for of in (model, torch.nn.Linear(1, 1)))
+    for _ in range(3):
+        made._counting_backward(model(torch.ones(1)))
+        made._after_optimizer(other)
+        made._after_optimizer(optimizer)
+        made._counting_backward(model(torch.ones(1)))
+    assert made._steps == 3
+    assert [each["backwards"] for each in sent] == [1, 2, 2]

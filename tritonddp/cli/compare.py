@@ -1,7 +1,11 @@
 """Time a script with torch's class and with tritonddp's, and compare their gradients.
 
 The script is not edited. Both contenders run at the same time on this machine and take turns, so
-that both see the same noise: docs/try.md says how, and what the verdict means.
+that both see the same noise; a short script is run as a whole, again and again. What it saves with
+torch.save, safetensors or torch.distributed.checkpoint goes to a folder of the launch in TMPDIR and
+is loaded from there, so no launch overwrites or resumes from the files of another. Other files,
+such as logs and those that the script opens itself, are written where it says. docs/try.md says how
+the times are compared, and what the verdict means.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from tritonddp.cli.comparison.turns import OURS, Launches, ScriptError
+from tritonddp.cli.comparison.contender import OURS, ScriptError
+from tritonddp.cli.comparison.turns import EndedEarly, Launches
 from tritonddp.cli.comparison.verdict import LEAST_LAUNCHES, Ratio
 from tritonddp.cli.terminal import RANKS, Progress, ranks, whole
 
@@ -36,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--within", type=whole(1), default=2, metavar="P", help=within)
     alone = "whole launches in turn, where there is no memory for two models: noisier"
     add("--one-at-a-time", action="store_true", help=alone)
+    files = "let the script save its files where it says, and load them in the next launch"
+    add("--keep-files", action="store_true", help=files)
     against = "what runs beside stock; stock itself tells what is noise (default: %(default)s)"
     add("--against", choices=(OURS, "stock"), default=OURS, help=against)
     add("--html", type=Path, metavar="FILE", help="write a report with pictures, in one file")
@@ -73,8 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _compared(arguments: argparse.Namespace) -> Comparison:
     """Launch until the ratio is known or the time is over; shows the first table and the last."""
     progress = Progress()
-    command = ["--nproc-per-node", arguments.nproc_per_node]
-    command += ["-m"] * arguments.module + [arguments.script, *arguments.script_arguments]
+    script = ["-m"] * arguments.module + [arguments.script, *arguments.script_arguments]
     labels = ("stock", "stock again" if arguments.against == "stock" else arguments.against)
     progress.say(
         f"compare {arguments.script} with stock DDP and with {labels[1]}: gradients, and times "
@@ -85,43 +91,79 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         f"to {arguments.within} %, or for {arguments.seconds} s after the script has started; the "
         "first gives a first table. Ctrl-C ends all, and shows what is known"
     )
+    if not arguments.keep_files:
+        progress.say(
+            "what the script saves with torch.save, safetensors or torch.distributed.checkpoint "
+            "goes to a scratch folder, and your files stay as they are (--keep-files: not so)"
+        )
     # It imports torch: while the script starts, so that nobody waits for it.
     loading = Thread(target=import_module, args=("tritonddp.cli.comparison.page",))
     loading.start()
     with tempfile.TemporaryDirectory(prefix="tritonddp-compare-") as folder:
-        launches = Launches(command, labels, Path(folder), progress)
+        launches = Launches(
+            script,
+            arguments.nproc_per_node,
+            labels,
+            Path(folder),
+            progress,
+            in_turns=not arguments.one_at_a_time,
+            keeps_files=arguments.keep_files,
+        )
         try:
             while True:
-                number, began = len(launches.played) + 1, time.monotonic()
+                number, began = len(launches.pairs) + 1, time.monotonic()
                 progress.say(f"launch {number} starts")
-                launches.play(not arguments.one_at_a_time)
+                try:
+                    launches.play()
+                except (EndedEarly, ScriptError) as error:
+                    if not launches.pairs:
+                        raise
+                    return _shown(launches, f"Launch {number} does not count. {error}", arguments)
                 loading.join()
                 now = time.monotonic()
                 fitting = round((launches.started + arguments.seconds - now) / (now - began))
-                ratio, last = Ratio.over(launches.times), Ratio.over(launches.times[-1:])
-                stopped = _stopped(ratio, number, fitting, arguments)
+                stopped = _stopped(launches, fitting, arguments)
                 more = max(fitting, LEAST_LAUNCHES - number, 1)
                 rest = "" if stopped else f"; at most {more} more of {now - began:.0f} s"
-                progress.say(f"launch {number}: ratio {last.value:.3f}; all so far {ratio}{rest}")
+                progress.say(f"launch {number}: {_ratios(launches)}{rest}")
                 if stopped or number == 1:
                     comparison = _shown(launches, stopped, arguments)
                 if stopped:
                     return comparison
         except KeyboardInterrupt:
-            if launches.played:
-                stopped = f"Interrupted; launches until then: {len(launches.played)}."
+            if launches.pairs:
+                stopped = f"Interrupted; launches until then: {len(launches.pairs)}."
                 _shown(launches, stopped, arguments)
             raise
 
 
-def _stopped(ratio: Ratio, launches: int, fitting: int, arguments: argparse.Namespace) -> str:
+def _ratios(launches: Launches) -> str:
+    """Those of the last launch, and of all so far."""
+    pair = launches.pairs[-1]
+    if pair.time is None:
+        outcomes = zip(launches.labels, pair.outcomes or (), strict=False)
+        return ", ".join(f"{label} {of.how}" for label, of in outcomes) or "no times yet"
+    ratio, last = Ratio.over(launches.times), Ratio.over(launches.times[-1:])
+    return f"ratio {last.value:.3f}; all so far {ratio}"
+
+
+def _stopped(launches: Launches, fitting: int, arguments: argparse.Namespace) -> str:
     """Why there are no more launches; empty if there are."""
-    if launches >= LEAST_LAUNCHES and 100 * ratio.reach <= arguments.within:
-        return f"Known to {arguments.within} % after {launches} launches."
-    if fitting < 1 and launches != 2:  # Student's interval of two says nothing
+    times, pair = launches.times, launches.pairs[-1]
+    if pair.time is None and pair.outcomes is not None:
+        return "Times are not compared."
+    if not times:
+        return ""
+    ratio = Ratio.over(times)
+    if len(times) >= LEAST_LAUNCHES and 100 * ratio.reach <= arguments.within:
+        return f"Known to {arguments.within} % after {len(times)} launches."
+    if fitting < 1 and len(times) != 2:  # Student's interval of two says nothing
+        longer = "a longer --seconds tells more"
+        if not launches.in_turns:
+            longer += ", and so does a script with more steps"
         return (
-            f"In {arguments.seconds} s the ratio could not be known to {arguments.within} %: a "
-            "longer --seconds tells more."
+            f"In {arguments.seconds} s the ratio could not be known to {arguments.within} %: "
+            f"{longer}."
         )
     return ""
 

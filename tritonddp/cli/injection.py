@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from os import _exit as end_process  # public, for all its name: without cleaning up
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import tritonddp
 FOLDER = Path(__file__).parent / "injected"
 VARIABLE = "TRITONDDP_SESSION"
 RUN, COMPARE = "run", "compare"
+SPAWNS = "spawns.mark"  # a file: the script starts its ranks itself
 # Of the error of a script, so many characters are repeated.
 _LONGEST = 500
 
@@ -40,10 +43,13 @@ def act(session: Mapping[str, Any]) -> None:
         tritonddp.replace_stock()
         _note_wrapped(Path(session["folder"]))
         atexit.register(_note_error, Path(session["folder"]))
-    elif "RANK" in os.environ:  # not in the launcher, which imports torch as well
+        _at_spawned_rank((Path(session["folder"]) / SPAWNS).touch)
+    elif "RANK" in os.environ or session["spawns"]:  # not in torchrun, which imports torch as well
         from tritonddp.cli.comparison.recorder import Recorder
 
-        Recorder(session).install()
+        recorder = Recorder(session)
+        recorder.install()
+        _at_spawned_rank(recorder.tell_spawned)
 
 
 def wrapped_models(folder: Path) -> list[int]:
@@ -54,6 +60,27 @@ def wrapped_models(folder: Path) -> list[int]:
 def errors(folder: Path) -> list[str]:
     """The error of each process that ended with one that nothing has caught."""
     return [path.read_text() for path in sorted(folder.glob("*.error"))]
+
+
+def _at_spawned_rank(act: Callable[[], None]) -> None:
+    """Call ``act`` in a rank that the script has started itself under torchrun, and end the rank.
+
+    There ``env://`` means torchrun's own store, where such a rank would wait in vain.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    join = dist.init_process_group
+
+    @functools.wraps(join)
+    def joining(*args: Any, **kwargs: Any) -> Any:
+        has_parent = multiprocessing.parent_process() is not None
+        if has_parent and dist.is_torchelastic_launched():
+            act()
+            end_process(0)
+        return join(*args, **kwargs)
+
+    dist.init_process_group = distributed_c10d.init_process_group = joining
 
 
 def _note_wrapped(folder: Path) -> None:

@@ -4,6 +4,7 @@ It takes what torchrun takes, and ends with its exit code. The script is not edi
 know: every Python process below gets tritonddp's class wherever it imports torch's
 DistributedDataParallel from. In the end a line on stderr tells how many models were wrapped.
 Without a rendezvous it runs on this machine alone, with 2 ranks unless --nproc-per-node says more.
+A script that starts its ranks itself (torch.multiprocessing.spawn) is run by python instead.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import argparse
 import ast
 import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tritonddp.cli.injection import RUN, environment, errors, wrapped_models
+from tritonddp.cli.injection import RUN, SPAWNS, environment, errors, wrapped_models
 from tritonddp.cli.terminal import RANKS, ranks
 
 # torchrun is told of a rendezvous by these, or by variables: PET_NNODES and so on.
@@ -65,18 +67,37 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.nproc_per_node is None and "PET_NPROC_PER_NODE" not in os.environ:
             words.insert(0, f"--nproc-per-node={RANKS}")
     import torch.distributed.run
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     with tempfile.TemporaryDirectory(prefix="tritonddp-run-") as folder:
         os.environ.update(environment(RUN, folder=folder))
-        has_failed = True
+        spawns = Path(folder) / SPAWNS
+        code = 1
         try:
-            record(torch.distributed.run.run)(torch.distributed.run.parse_args(words))
-            has_failed = False
+            try:
+                record(torch.distributed.run.run)(torch.distributed.run.parse_args(words))
+                code = 0
+            except ChildFailedError:
+                if not spawns.exists():  # or what followed its ranks has failed
+                    raise
+            if spawns.exists():
+                code = _run_as_it_is(arguments)
         finally:
-            report = summary(wrapped_models(Path(folder)), has_failed, errors(Path(folder)))
+            report = summary(wrapped_models(Path(folder)), code != 0, errors(Path(folder)))
             print(f"tritonddp run: {report}", file=sys.stderr)
-    return 0
+    return code
+
+
+def _run_as_it_is(arguments: argparse.Namespace) -> int:
+    """Run a script that starts its ranks itself; returns its exit code."""
+    print(
+        "tritonddp run: the script starts its ranks itself, so python runs it instead of torchrun",
+        file=sys.stderr,
+        flush=True,
+    )
+    module = ["-m"] if arguments.module else []
+    command = [sys.executable, *module, arguments.script, *arguments.script_arguments]
+    return subprocess.run(command, check=False).returncode
 
 
 def says_where_to_meet(arguments: argparse.Namespace) -> bool:

@@ -49,10 +49,10 @@ class Progress:
         self._last = time.monotonic()
         print(f"[{self.seconds:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    def tick(self) -> None:
-        """Called once a second or more often while something goes on."""
+    def tick(self, more: Callable[[], str] = str) -> None:
+        """Called once a second or more often while something goes on; ``more`` is said as well."""
         if time.monotonic() - self._last > _SILENT:
-            self.say(f"... {self.stage}")
+            self.say(f"... {self.stage}{more()}")
 
 
 def cpu_model() -> str:

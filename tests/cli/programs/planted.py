@@ -21,12 +21,12 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 session = json.loads(os.environ.get("TRITONDDP_SESSION", "{}"))
 is_planted = not session.get("contender", "stock-").startswith("stock-")
 planted = os.environ.get("PLANTED", "") if is_planted else ""
+if planted == "wrong":
+    net[0].bias.register_hook(lambda grad: grad * 1.001)
 for _ in range(int(sys.argv[1])):
     optimizer.zero_grad()
     model(torch.randn(16, 64)).square().sum().backward()
     # The length of a step without what is planted: it sleeps, which a loaded machine does as well.
     time.sleep(0.0115 if planted == "slow" else 0.01)
-    if planted == "wrong":
-        net[0].bias.grad *= 1.001
     optimizer.step()
 dist.destroy_process_group()

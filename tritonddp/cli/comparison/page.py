@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from html import escape
 
-from tritonddp.cli.comparison.report import Comparison, findings
+from tritonddp.cli.comparison.report import Comparison, findings, last_words
 from tritonddp.cli.comparison.verdict import CONFIDENCE
 
 # Of the rows of a step's parts, in their order.
@@ -42,15 +42,20 @@ td:first-child { text-align: left; padding-left: 0 } tr:first-child { font-weigh
 def page(comparison: Comparison) -> str:
     """The content of the file."""
     ratio = comparison.ratio
-    kind = ("slower" if ratio.is_slower else "faster") if ratio.is_different else "same"
+    kind = "same"
+    if comparison.is_ours_alone_right is not None:
+        kind = "faster" if comparison.is_ours_alone_right else "slower"
+    elif ratio is not None and ratio.is_different:
+        kind = "slower" if ratio.is_slower else "faster"
     first, second = map(escape, comparison.launches.labels)
     wrong = ' class="wrong"' if any(each.is_wrong for each in comparison.findings) else ""
     found = escape("\n".join(findings(comparison)))
     body = [
         f"<h1>{second} beside {first}</h1>",
         f"<p><code>{escape(shlex.join(['tritonddp', *sys.argv[1:]]))}</code></p>",
-        f'<p class="verdict {kind}">{escape(comparison.sentence)}</p>'
-        f"<p>{escape(comparison.stopped)}</p>",
+        f'<p class="verdict {kind}">{escape(" ".join(comparison.sentences))}</p>'
+        f"<p>{escape(comparison.stopped)}</p>"
+        f"<pre>{escape(chr(10).join(last_words(comparison)))}</pre>",
         f"<h2>Do both do the same?</h2><pre{wrong}>{found}</pre>",
         '<h2>A step in figures</h2><div class="scroll"><table>',
         *("<tr><td>" + "<td>".join(map(escape, cells)) for cells in comparison.table),
@@ -69,9 +74,10 @@ def page(comparison: Comparison) -> str:
 
 def _steps(comparison: Comparison) -> Iterator[str]:
     """The step of both to the same scale, from the rows of its parts."""
-    step, *parts = comparison.rows[: 1 + len(_COLOURS)]
-    if any(part.why for part in parts):
+    rows = comparison.rows[: 1 + len(_COLOURS)]
+    if any(row.first is None for row in rows) or len(rows) <= len(_COLOURS):
         return
+    step, *parts = rows
     longest = max(step.first or 0, step.second or 0)
     yield "<h2>A step and its parts</h2>"
     for which, label in zip(("first", "second"), comparison.launches.labels, strict=True):
@@ -90,6 +96,8 @@ def _steps(comparison: Comparison) -> Iterator[str]:
 def _ratios(comparison: Comparison) -> Iterator[str]:
     """The ratio of each launch as a dot, and that of all as a bar as long as its interval."""
     whole = comparison.ratio
+    if whole is None:
+        return
     ratios = [each.second / each.first for each in comparison.launches.times]
     low, high = max(whole.low, 0.25), min(whole.high, 4.0)
     left, right = min(0.95, low, *ratios), max(1.05, high, *ratios)

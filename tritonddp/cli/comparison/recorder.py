@@ -1,25 +1,30 @@
 """In a rank of a compared script: counts its steps, waits for its turn, and reports times.
 
 A step goes from the end of one step of the optimizer to the end of the next. The optimizer is the
-first that has stepped and holds parameters of a wrapped model.
+first that has stepped and holds parameters of a wrapped model. If two backwards have reduced
+gradients before any has stepped, a step goes from the end of one such backward to the next.
 
 At the end of a step the recorder may be out of orders. Then it reports, waits for the next one, and
 the whole rank with it: the other contender runs meanwhile. The launcher gives the orders, see
-``turns.py``; both sides send JSON.
+``contender.py``; both sides send JSON.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
+import multiprocessing
 import os
 import random
-import resource
+import re
+import signal
 import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Client
 from os import _exit as end_process  # public, for all its name: without cleaning up
 from typing import Any
@@ -27,26 +32,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import tritonddp
 from tritonddp._torch import STOCK, logged_times, sample_times
-from tritonddp.cli.comparison.values import CAPTURED_STEPS, capture
+from tritonddp.cli.comparison.scratch import Scratch
+from tritonddp.cli.comparison.values import CAPTURED_BACKWARDS, CAPTURED_STEPS, capture
 
-# So many backwards without a step of an optimizer: there is none.
-_WITHOUT_OPTIMIZER = 5000
+# So many backwards that reduce gradients, without a step of an optimizer: they are the steps.
+_BACKWARDS = 2
 
 
 class Recorder:
     """Follows the script of this process, of which there is one.
 
     Args:
-        session: what :class:`turns.Contender` says: ``port``, ``contender``, ``is_ours`` and
-            ``values``, a folder.
+        session: what :class:`contender.Contender` says: ``port``, ``contender``, ``is_ours``,
+            ``values``, a folder, and ``saved``, one for what the script saves, or nothing.
     """
 
     def __init__(self, session: Mapping[str, Any]) -> None:
@@ -56,29 +58,36 @@ class Recorder:
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._connection: Any = None  # to the launcher, once a model is wrapped
         self._device = torch.device("cpu")
-        self._order: dict[str, Any] = {}  # see Contender.run()
+        self._order: dict[str, Any] = {}  # see Contender.give()
         self._left = 0  # steps of the order
         self._began = 0.0
         self._parts: Counter[str] = Counter()  # nanoseconds, since the clock started
         self._noted: set[int] = set()  # backwards
-        self._captured: dict[str, Any] = {}  # since the last report
         self._steps = 0
+        self._is_step_of_backward = False
+        self._unstepped = 0  # backwards that reduced gradients, before an optimizer has stepped
+        self._reduced = 0  # backwards that reduced gradients
         self._backwards = 0  # since the order was given
+        self._running = 0  # backwards: one of a checkpoint runs inside another
         self._backward = torch.autograd.backward  # torch's own
 
     def install(self) -> None:
         """Install the hooks, when torch has been imported and the script has not begun."""
-        rank = int(os.environ["RANK"])  # each has its own seed, for scripts that set none
-        random.seed(rank)
-        torch.manual_seed(rank)
+        # Each rank has its own seed, for scripts that set none. A process that the script has
+        # started itself has a number in its name.
+        number = re.search(r"\d+$", multiprocessing.current_process().name)
+        seed = int(os.environ.get("RANK", number.group() if number else 0))
+        random.seed(seed)
+        torch.manual_seed(seed)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(rank)
+            sys.modules["numpy"].random.seed(seed)
+        if self._session["saved"]:
+            Scratch(self._session["saved"]).install()
         is_ours = self._session["is_ours"]
         if is_ours:
             tritonddp.replace_stock()
         self._note_models(STOCK, not is_ours)
         self._note_models(tritonddp.DistributedDataParallel, is_ours)
-        register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         torch.autograd.backward = self._counting_backward
 
@@ -97,7 +106,7 @@ class Recorder:
                     f"the script wraps with {kind.__module__}.{kind.__name__} itself, so there is "
                     "nothing to compare: import DistributedDataParallel from torch.nn.parallel"
                 )
-                self._report({"error": why})
+                self._exchange({"error": why})
             self._models.append(weakref.ref(wrapper))
             self._parameters.update(map(id, wrapper.parameters()))
             self._device = next((param.device for param in wrapper.parameters()), self._device)
@@ -108,48 +117,59 @@ class Recorder:
         chosen = None if self._optimizer is None else self._optimizer()
         if chosen is None:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
-            if self._parameters.isdisjoint(held):
-                return False
-            self._optimizer, chosen = weakref.ref(optimizer), optimizer
+            return not self._parameters.isdisjoint(held)
         return optimizer is chosen
 
     # The end of a step
 
-    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._steps >= CAPTURED_STEPS or not self._is_the_one(optimizer):
-            return
-        # An optimizer with a closure has no gradients before its first step.
-        has_some = any(p.grad is not None for model in self._alive() for p in model.parameters())
-        if has_some:
-            self._capture("gradient", f"gradients of step {self._steps + 1}")
-
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_the_one(optimizer):
+        if self._connection and not self._is_step_of_backward and self._is_the_one(optimizer):
+            self._optimizer = weakref.ref(optimizer)
+            self._end_step()
+
+    def _counting_backward(self, *args: Any, **kwargs: Any) -> None:
+        """In the place of ``torch.autograd.backward``."""
+        self._running += 1
+        try:
+            self._backward(*args, **kwargs)
+        finally:
+            self._running -= 1
+        if self._running or not self._connection:
             return
+        self._backwards += 1
+        if not any(model.require_backward_grad_sync for model in self._alive()):
+            return
+        self._reduced += 1
+        if self._reduced <= CAPTURED_BACKWARDS:
+            self._capture("gradient", f"gradients of backward {self._reduced}")
+        if self._is_step_of_backward:
+            self._end_step()
+        elif self._optimizer is None:
+            self._unstepped += 1
+            if self._unstepped == _BACKWARDS:
+                self._is_step_of_backward = True
+                self._steps = _BACKWARDS - 1
+                self._end_step()
+
+    def _end_step(self) -> None:
         self._steps += 1
         self._left -= 1
         if self._order["parts"]:
             self._note_parts()
-        if self._left == self._order["timed"]:
+        if self._steps in CAPTURED_STEPS:
+            self._capture("parameter", f"parameters after step {self._steps}")
+        if self._order["each"]:
+            took = self._now() - self._began
+            self._send({"step": took, "backwards": self._backwards, "peak": self._peak()})
+            self._backwards, self._began = 0, self._now()
+        elif self._left == self._order["timed"]:
             self._start_clock()
         if self._left == 0:
             took = self._now() - self._began
-            if self._order["captures"]:
-                self._capture("parameter", f"parameters after step {self._steps}")
             parts = {name: nanoseconds / 1e9 for name, nanoseconds in self._parts.items()}
-            known = {"parts": parts, "captured": self._captured, "peak": self._peak()}
-            self._report({"took": took, "backwards": self._backwards, **known})
-
-    def _counting_backward(self, *args: Any, **kwargs: Any) -> None:
-        """In the place of ``torch.autograd.backward``."""
-        self._backward(*args, **kwargs)
-        self._backwards += 1
-        if self._optimizer is None and self._models and self._backwards > _WITHOUT_OPTIMIZER:
-            why = (
-                "no torch.optim.Optimizer that holds parameters of the model has stepped in "
-                f"{_WITHOUT_OPTIMIZER} backwards; without its steps there is nothing to time"
-            )
-            self._report({"error": why})
+            backwards = self._backwards / self._order["count"]
+            content = {"took": took, "parts": parts, "backwards": backwards, "peak": self._peak()}
+            self._exchange({} if self._order["each"] else content)
 
     def _note_parts(self) -> None:
         """Add the times of forward, backward, and what of its communication nothing covers.
@@ -177,32 +197,43 @@ class Recorder:
 
     # Orders
 
-    def _report(self, content: Mapping[str, Any]) -> None:
+    def _send(self, content: Mapping[str, Any]) -> None:
+        try:
+            self._connection.send_bytes(json.dumps(content).encode())
+        except OSError:
+            end_process(1)  # the launcher is gone, or has what it wants
+
+    def _exchange(self, content: Mapping[str, Any]) -> None:
         """Report the result of the last order, and wait for the next one that lets the rank run.
 
         An error has none: the launcher ends this process.
         """
+        self._send(content)
         try:
-            self._connection.send_bytes(json.dumps(content).encode())
             self._order = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            end_process(1)  # the launcher is gone, or has what it wants
+            end_process(1)
         for model in self._alive():
             sample_times(model, 1 if self._order["parts"] else 100)
-        self._left, self._backwards, self._captured = self._order["count"], 0, {}
+        self._left, self._backwards = self._order["count"], 0
         if self._left == self._order["timed"]:
             self._start_clock()
 
     def _capture(self, what: str, title: str) -> None:
+        """Send checksums of the parameters or gradients; what it takes is not counted."""
+        began = self._now()
         path = None  # rank 0 alone writes values
         if dist.get_rank() == 0:
             path = os.path.join(self._session["values"], title.replace(" ", "-"))
-        self._captured[title] = capture(self._alive(), what, path)
+        self._send({"title": title, "captured": capture(self._alive(), what, path)})
+        self._began += self._now() - began
 
     def _peak(self) -> int:
         """The most bytes in use so far, of this GPU or of this process."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
+        import resource  # not on Windows
+
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -216,5 +247,13 @@ class Recorder:
         if not dist.is_initialized():
             return  # the constructor is about to say so
         self._connection = Client(("127.0.0.1", self._session["port"]))
-        hello = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        self._report(hello | {"contender": self._session["contender"]})
+        with suppress(AttributeError, ValueError):  # no such signal here, or not this thread's
+            faulthandler.register(signal.SIGUSR2)
+        hello = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "pid": os.getpid()}
+        self._exchange(hello | {"contender": self._session["contender"]})
+
+    def tell_spawned(self) -> None:
+        """Tell the launcher that the script starts its ranks itself."""
+        with Client(("127.0.0.1", self._session["port"])) as connection:
+            hello = {"contender": self._session["contender"], "spawns": True}
+            connection.send_bytes(json.dumps(hello).encode())

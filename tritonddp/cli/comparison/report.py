@@ -12,13 +12,18 @@ from typing import Any
 import torch
 
 import tritonddp
-from tritonddp.cli.comparison.turns import Launches
+from tritonddp.cli.comparison.contender import SILENT, Outcome
+from tritonddp.cli.comparison.turns import WARMUP, Launches
 from tritonddp.cli.comparison.values import DIFFERENT, IDENTICAL, ROUNDING, Finding, judge
 from tritonddp.cli.comparison.verdict import CONFIDENCE, Launch, Ratio
 from tritonddp.cli.terminal import cpu_model
 from tritonddp.coordination.processes import usable_cores
 
 _NAMED = 3  # parameters in a message
+_LINES, _WIDTH = 12, 240  # of what a script printed at last, and characters in each
+# A part of a step that is shorter, in seconds or as a share of the step, has no ratio: it would be
+# one of noise.
+_LEAST_SECONDS, _LEAST_SHARE = 50e-6, 0.01
 
 
 @dataclass(frozen=True)
@@ -29,21 +34,27 @@ class Row:
     first: float | None = None  # of the contenders, None if not known
     second: float | None = None
     ratio: Ratio | None = None  # of what is not zero, with its interval
-    why: str = ""  # it is not known
 
     @classmethod
-    def of(cls, label: str, launches: Sequence[Launch], unit: float = 1.0) -> Row:
-        """From what the launches that know it have shown, divided by ``unit``."""
+    def of(
+        cls, label: str, launches: Sequence[Launch], unit: float = 1.0, least: float = 0.0
+    ) -> Row:
+        """From what the launches that know it have shown, divided by ``unit``.
+
+        There is no ratio of a mean that is not more than ``least``.
+        """
         if not launches:
-            return cls(label, why="the script ended before, or the wrapper noted no times")
-        if all(each.first and each.second for each in launches):
+            return cls(label)
+        first = fmean(each.first for each in launches)
+        second = fmean(each.second for each in launches)
+        are_known = all(each.first and each.second for each in launches)
+        if are_known and min(first, second) > least:
             ratio = Ratio.over(launches)
             return cls(label, ratio.first / unit, ratio.second / unit, ratio)
-        first, second = (each.first for each in launches), (each.second for each in launches)
-        return cls(label, fmean(first) / unit, fmean(second) / unit)
+        return cls(label, first / unit, second / unit)
 
     def cells(self) -> tuple[str, ...]:
-        return self.label, _number(self.first), _number(self.second), str(self.ratio or self.why)
+        return self.label, _number(self.first), _number(self.second), str(self.ratio or "-")
 
 
 @dataclass(frozen=True)
@@ -54,30 +65,86 @@ class Comparison:
     stopped: str  # why there are no more of them; empty in the first table
 
     @cached_property
-    def ratio(self) -> Ratio:
-        """Of the steps."""
-        return Ratio.over(self.launches.times)
+    def ratio(self) -> Ratio | None:
+        """Of the steps; None if no launch has shown any of both."""
+        return Ratio.over(self.launches.times) if self.launches.times else None
 
     @property
-    def sentence(self) -> str:
-        """The verdict."""
-        return self.ratio.sentence(*self.launches.labels)
+    def outcomes(self) -> tuple[Outcome, Outcome] | None:
+        """Those of the last launch, if they are of whole launches."""
+        return self.launches.pairs[-1].outcomes
+
+    @cached_property
+    def is_ours_alone_right(self) -> bool | None:
+        """Whether the second contender alone came to its end; None if both did, or neither."""
+        if self.outcomes is None or self.launches.pairs[-1].time is not None:
+            return None
+        return self.outcomes[1].is_right
+
+    @property
+    def sentences(self) -> Iterator[str]:
+        """The verdict, the most important first."""
+        first, second = self.launches.labels
+        if self.is_ours_alone_right is not None:
+            assert self.outcomes is not None
+            pair = list(zip(self.launches.labels, self.outcomes, strict=True))
+            (bad, wrong), (good, right) = pair if self.is_ours_alone_right else pair[::-1]
+            silent = f", no rank made a step for {self.launches.patience:.0f} s"
+            yield (
+                f"{bad} {wrong.how} after {wrong.steps} steps{silent * (wrong.how == SILENT)}. "
+                f"{good} does not: it {right.how} after {right.steps} steps."
+            )
+        elif self.outcomes is not None and not self.outcomes[0].is_right:
+            yield (
+                f"The script itself {self.outcomes[0].how} after {self.outcomes[0].steps} steps, "
+                "with both contenders."
+            )
+        for finding in self.findings:
+            if finding.shared == (False, True):
+                where = finding.title
+                yield f"The ranks of {first} drift apart, those of {second} do not: {where}."
+        if self.ratio is not None:
+            yield self.ratio.sentence(first, second)
+            yield self._compared
+
+    @property
+    def _compared(self) -> str:
+        """What the ratio is of."""
+        count, plan = len(self.launches.times), self.launches.plan
+        counted = [pair.counted for pair in self.launches.pairs if pair.time is not None]
+        launches = f"{count} launch{'es' * (count > 1)}"
+        if not all(counted):
+            assert plan is not None
+            return f"Compared: {plan.pairs} pairs of blocks of {plan.block} steps, {launches}."
+        skipped = min(WARMUP, counted[-1] // 2)
+        return (
+            f"Compared: steps {skipped + 1} to {counted[-1]} of whole {launches} of each, one "
+            "contender at a time."
+        )
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """About the gradients of the first steps, and the parameters later."""
-        found, played = [], self.launches.played
-        for title in played[0][0].captures:
-            pairs = [(a.captures.get(title, {}), b.captures.get(title, {})) for a, b in played]
-            if all(0 in each for pair in pairs for each in pair):
+        """About the gradients of the first backwards, and the parameters after the last steps."""
+        found = []
+        captures = [(pair.first.captures, pair.second.captures) for pair in self.launches.pairs]
+        titles = [title for title in captures[0][0] if not title.startswith("parameters")]
+        both = [title for title in captures[-1][0] if all(title in of for of in captures[-1])]
+        titles += [title for title in both if title.startswith("parameters")][-1:]
+        for title in titles:
+            pairs = [
+                (of[title], other[title])
+                for of, other in captures
+                if 0 in of.get(title, ()) and 0 in other.get(title, ())
+            ]
+            if pairs:
                 found.append(judge(title, pairs))
         return found
 
     @cached_property
     def rows(self) -> list[Row]:
         """The step, its four parts, backwards and memory."""
-        played = self.launches.played
-        steps, backwards = self.launches.times, played[0][0].backwards
+        pairs, steps = self.launches.pairs, self.launches.times
+        backwards = pairs[0].first.backwards
         one = f", 1 of {backwards:g} microbatches" if backwards > 1 else ""
         others = ", microbatches" if backwards > 1 else ""
         parts = {
@@ -87,17 +154,22 @@ class Comparison:
             "rest": f"the rest: input, optimizer, wrapper{others}, ms",
         }
         rows = [Row.of("step, ms", steps, 1e-3)]
+        least = max(_LEAST_SECONDS, _LEAST_SHARE * min((each.first for each in steps), default=0))
         for name, label in parts.items():
             known = [
-                Launch(step.first * a.shares[name], step.second * b.shares[name])
-                for step, (a, b) in zip(steps, played, strict=True)
-                if name in a.shares and name in b.shares
+                Launch(
+                    pair.time.first * pair.first.shares[name],
+                    pair.time.second * pair.second.shares[name],
+                )
+                for pair in pairs
+                if pair.time and name in pair.first.shares and name in pair.second.shares
             ]
-            rows.append(Row.of(label, known, 1e-3))
-        counts = [Launch(a.backwards, b.backwards) for a, b in played]
-        peaks = [Launch(a.peak_bytes, b.peak_bytes) for a, b in played]
+            rows.append(Row.of(label, known, 1e-3, least))
+        counts = [Launch(pair.first.backwards, pair.second.backwards) for pair in pairs]
+        peaks = [Launch(pair.first.peak_bytes, pair.second.peak_bytes) for pair in pairs]
         rows.append(Row.of("backwards a step", counts))
-        return [*rows, Row.of("peak memory, MiB", peaks, 2**20)]
+        rows.append(Row.of("peak memory, MiB", peaks, 2**20))
+        return [row for row in rows if steps or row.ratio is not None]
 
     @property
     def table(self) -> list[tuple[str, ...]]:
@@ -107,17 +179,21 @@ class Comparison:
 
     @property
     def has_findings(self) -> bool:
-        """The contenders do not do the same, or the second is slower."""
-        return self.ratio.is_slower or any(each.is_wrong for each in self.findings)
+        """The contenders do not do the same, or the second is slower, or it alone fails."""
+        is_slower = self.ratio is not None and self.ratio.is_slower
+        are_wrong = any(each.is_wrong for each in self.findings)
+        return is_slower or are_wrong or self.is_ours_alone_right is False
 
     def method(self) -> str:
         """How it was measured, on what."""
         launches, plan = self.launches, self.launches.plan
-        assert plan is not None
-        parts = [
-            f"launches: {len(launches.played)}, of {launches.world_size} ranks",
-            f"in each {plan.pairs} pairs of blocks; steps in a block: {plan.block}, to warm up: "
-            f"{plan.warmup}",
+        parts = [f"launches: {len(launches.pairs)}, of {launches.world_size} ranks"]
+        if plan is not None and launches.in_turns:
+            parts.append(
+                f"in each {plan.pairs} pairs of blocks; steps in a block: {plan.block}, to warm "
+                f"up: {plan.warmup}"
+            )
+        parts += [
             f"{cpu_model()}, {usable_cores()} cores, load average {launches.load:.1f} before",
             f"torch {torch.__version__}, tritonddp {tritonddp.__version__}",
         ]
@@ -128,6 +204,11 @@ class Comparison:
 
 def text(comparison: Comparison) -> Iterator[str]:
     """Lines for a terminal."""
+    is_decided = comparison.is_ours_alone_right is not None
+    if is_decided:  # the best answer there is
+        yield from comparison.sentences
+        yield from last_words(comparison)
+        yield ""
     if not comparison.stopped:
         yield "A FIRST TABLE, of one launch; the next ones make it sure"
     widths = [max(map(len, column)) for column in zip(*comparison.table, strict=True)]
@@ -136,14 +217,29 @@ def text(comparison: Comparison) -> Iterator[str]:
         yield f"{label.ljust(widths[0])}  {numbers}".rstrip()
     yield ""
     yield from findings(comparison)
-    yield f"{comparison.sentence} {comparison.stopped}".rstrip()
-    yield f"({comparison.method()})" if comparison.stopped else ""
+    if not is_decided:
+        yield from comparison.sentences
+    if comparison.stopped:
+        yield comparison.stopped
+        yield f"({comparison.method()})"
+    else:
+        yield ""
+
+
+def last_words(comparison: Comparison) -> Iterator[str]:
+    """What the contender that alone came to no end has printed at last."""
+    if comparison.is_ours_alone_right is not None:
+        assert comparison.outcomes is not None
+        which = 0 if comparison.is_ours_alone_right else 1
+        yield f"The last lines of {comparison.launches.labels[which]}:"
+        lines = comparison.outcomes[which].last.splitlines()
+        yield from (f"    {line[:_WIDTH]}" for line in lines[-_LINES:])
 
 
 def findings(comparison: Comparison) -> Iterator[str]:
     """A line about each finding, of which some have further ones, indented."""
     if not comparison.findings:
-        yield "gradients are not compared: the optimizer had none at its first steps"
+        yield "gradients are not compared: no backward has ended with both contenders"
     for finding in comparison.findings:
         names = ", ".join(map(repr, finding.names[:_NAMED]))
         names += f" and {len(finding.names) - _NAMED} more" * (len(finding.names) > _NAMED)
@@ -173,16 +269,26 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     only one is finite.
     """
     ratio, launches = comparison.ratio, comparison.launches
-    verdict = {"value": ratio.value, "is_different": ratio.is_different}
+    verdict: dict[str, Any] = {"sentences": list(comparison.sentences)}
+    if ratio is not None:
+        verdict |= asdict(ratio) | {"value": ratio.value, "is_different": ratio.is_different}
+    outcomes = dict(zip(launches.labels, map(asdict, comparison.outcomes or ()), strict=False))
     found = comparison.findings
     content = {
-        "verdict": {**asdict(ratio), **verdict, "sentence": comparison.sentence},
+        "verdict": verdict,
         "stopped": comparison.stopped,
+        "outcomes": outcomes,
         "method": comparison.method(),
         "rows": [asdict(row) for row in comparison.rows],
         "correctness": [{**asdict(each), "is_wrong": each.is_wrong} for each in found],
-        "plan": vars(launches.plan),
-        "launches": [[{**vars(each), "captures": None} for each in of] for of in launches.played],
+        "plan": launches.plan and vars(launches.plan),
+        "launches": [
+            [
+                {**vars(each), "captures": None, "outcome": None}
+                for each in (pair.first, pair.second)
+            ]
+            for pair in launches.pairs
+        ],
     }
     return json.loads(json.dumps(content), parse_constant=str)
 

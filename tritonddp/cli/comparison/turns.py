@@ -1,33 +1,39 @@
-"""In the launcher: two contenders of one script that run in turns, block by block.
+"""In the launcher: two contenders of one script, in turns.
 
-Both are started at the same time, by torchrun, and wait before their first model is wrapped. From
-then on one of them runs while the other waits at the end of a step, so that both see the same
-noise of the machine. Blocks are taken in the order A B, B A, A B, ...
+In a launch *in turns* both are started at the same time, by torchrun, and wait before their first
+model is wrapped. From then on one of them runs while the other waits at the end of a step, so that
+both see the same noise of the machine. Blocks are taken in the order A B, B A, A B, ...
+
+Where that is not possible, because the script is short, fails, hangs or cannot run twice at the
+same time, contenders run alone, one whole launch after the other, in the same order.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
-import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from tritonddp.cli.comparison.contender import (
+    ENDED,
+    SILENT,
+    STOPPED,
+    Contender,
+    Outcome,
+    Played,
+    RankEnded,
+    ScriptError,
+)
 from tritonddp.cli.comparison.verdict import Launch
-from tritonddp.cli.injection import COMPARE, environment
 from tritonddp.cli.terminal import Progress
 
-OURS = "tritonddp"
 # Steps before any is timed: tritonddp learns the order of gradients and more in the first 16. Of
 # long steps there are as many as fit into half of so many seconds, and of all so many at least.
 WARMUP, LEAST_WARMUP, _SECONDS = 20, 5, 10.0
@@ -36,28 +42,20 @@ _FIRST = 1  # of these is not counted when they tell how long a step takes
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
 _LONG_STEP = 0.5  # seconds; what caches held before makes no difference to it
 _PAIRS, _LEAST_PAIRS = 32, 6  # of blocks in a launch, fewer if steps are long
+_LONG_LAUNCH = 60.0  # seconds, after which a launch need not have more pairs than two
 _LONGEST_HELLO = 1000  # bytes in which a rank says who it is
-_LINES = 25  # of a log, when a script has failed
-# What a script says that cannot run twice at the same time.
-_NEEDS_A_TURN = ("out of memory", "address already in use")
-_TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-# Seconds for torchrun to end with its script. It gives ranks that do not end when asked to 30.
-_ENDING = 40.0
-
-
-class ScriptError(Exception):
-    """The script failed, or cannot be compared; says why and what to do."""
-
-
-class ScriptEnded(Exception):
-    """A script has ended as it wanted, before its order was done."""
+# Seconds without a report after which the other contender gets its turn, or the launch is over.
+_PATIENCE, _MOST_PATIENCE = 30.0, 600.0
+_LEAST_STEPS = 2
+# A contender hangs if it is silent for so many times as the other one was at most.
+_SURELY = 3.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a launch; the same in all of them."""
+    """The steps of a launch in turns; the same in all of them."""
 
-    warmup: int  # before any is timed, behind the first ones; and behind the blocks to note parts
+    warmup: int  # before any is timed, after the first ones; and after the blocks to note parts
     block: int  # steps of a block that are counted
     skipped: int  # steps before them, which find caches full of the other's data
     pairs: int  # of blocks
@@ -75,185 +73,315 @@ class Plan:
             pairs=max(_LEAST_PAIRS, min(_PAIRS, fitting // (2 * (block + skipped)))),
         )
 
+
+@dataclass(frozen=True)
+class Pair:
+    """One launch of both contenders, or one of each."""
+
+    first: Played
+    second: Played
+    time: Launch | None  # of a step; None if they had no steps to compare
+    counted: int = 0  # steps of whole launches that were counted
+
     @property
-    def least(self) -> int:
-        """Steps that a script must make."""
-        return LEAST_WARMUP + self.warmup + _LEAST_PAIRS * (self.block + self.skipped)
+    def outcomes(self) -> tuple[Outcome, Outcome] | None:
+        """Those of whole launches."""
+        first, second = self.first.outcome, self.second.outcome
+        return None if first is None or second is None else (first, second)
 
 
-@dataclass
-class Played:
-    """What a contender has shown in one launch; what is empty it has not."""
+class _NotInTurns(Exception):
+    """The script cannot be compared in turns; says why. ``pair`` is what it has shown, if any."""
 
-    blocks: list[float] = field(default_factory=list)  # seconds per step, of the slowest rank
-    shares: dict[str, float] = field(default_factory=dict)  # of a step: means, by part
-    backwards: float = 0.0  # in a step of rank 0
-    peak_bytes: int = 0  # of the largest rank
-    # What ranks had at the first steps and later, by title and rank.
-    captures: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    def __init__(self, why: str, pair: Pair | None = None) -> None:
+        super().__init__(why)
+        self.pair = pair
 
 
-class Contender:
-    """The processes of one contender in one launch."""
+class _NoModel(Exception):
+    """A script has ended before it wrapped a model."""
 
-    def __init__(
-        self, command: Sequence[str], label: str, port: int, folder: Path, progress: Progress
-    ) -> None:
-        self.label = label
-        self.token = f"{label}-{secrets.token_hex(16)}"  # in the variables of its processes
-        self.ranks: dict[int, Connection] = {}
-        self.world_size = 0
-        self.played = Played()
-        self._progress = progress
-        values = folder / self.token
-        values.mkdir()
-        self._log = values / "log"
-        session = {"is_ours": label == OURS, "values": str(values)}
-        variables = environment(COMPARE, port=port, contender=self.token, **session)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*torchrun, *command],
-                env={"PYTHONHASHSEED": "0", **os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def __init__(self, contender: Contender) -> None:
+        super().__init__(contender.label)
+        self.contender = contender
 
-    def run(
-        self, count: int, skipped: int = 0, *, parts: bool = False, captures: bool = False
-    ) -> list[dict[str, Any]]:
-        """Let all ranks make steps, and return what each reports, by rank.
 
-        Args:
-            count: number of steps.
-            skipped: number of the first steps, which are not timed.
-            parts: note the parts of each step.
-            captures: take the parameters at the end.
+class _SpawnsRanks(Exception):
+    """The script starts its ranks itself."""
 
-        Raises:
-            ScriptEnded: a rank is gone, or the whole script.
-            ScriptError: it failed, or cannot be compared.
-        """
-        order = {"count": count, "timed": count - skipped, "parts": parts, "captures": captures}
-        for to in self.ranks.values():
-            with suppress(OSError):  # a rank is gone: found when its report is read
-                to.send_bytes(json.dumps(order).encode())
-        reports: dict[int, dict[str, Any]] = {}
-        waiting = {connection: rank for rank, connection in self.ranks.items()}
-        while waiting:
-            self._progress.tick()
-            ready = wait(list(waiting), 1.0)
-            if not ready and self.process.poll() is not None:
-                raise self._end()
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                try:
-                    report = json.loads(connection.recv_bytes())
-                except (EOFError, OSError):
-                    raise self._end() from None
-                if "error" in report:
-                    raise ScriptError(report["error"])
-                rank = waiting.pop(connection)
-                reports[rank] = report
-                for title, captured in report["captured"].items():
-                    self.played.captures.setdefault(title, {})[rank] = captured
-        return [reports[rank] for rank in sorted(reports)]
 
-    def seconds(self, count: int, skipped: int = 0) -> float:
-        """Let all ranks make so many steps; returns what one took, see :meth:`run`."""
-        took = max(report["took"] for report in self.run(count, skipped))
-        return max(took, 1e-6) / (count - skipped)
-
-    def _end(self) -> Exception:
-        """How its script ended: torchrun knows when the other ranks have ended, too."""
-        end = time.monotonic() + _ENDING
-        while self.process.poll() is None and time.monotonic() < end:
-            self._progress.tick()
-            time.sleep(0.05)
-        code = self.process.returncode
-        return self.error(f"failed with exit code {code}.") if code else ScriptEnded()
-
-    def error(self, what: str) -> ScriptError:
-        """An error of its script, with the last lines that it has printed."""
-        printed = self._log.read_text(errors="replace")
-        if any(words in printed.lower() for words in _NEEDS_A_TURN):
-            what += " Both contenders run at once: with --one-at-a-time they do not."
-        # torchrun's own report of a failure says less than the script's, and is longer.
-        before, found, _ = printed.partition(_TORCHRUNS)
-        if found:
-            before = before.rpartition("Traceback (most recent call last):")[0]
-        lines = [each for each in before.splitlines() if "torch/distributed/elastic" not in each]
-        last = "\n".join(lines[-_LINES:])
-        return ScriptError(f"{self.label}'s script {what}\nThe last lines of {self.label}:\n{last}")
-
-    def kill(self) -> None:
-        """Kill its processes and all that they have started."""
-        token = self.token.encode()
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if token in entry.read_bytes():
-                    os.kill(int(entry.parent.name), signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
+class EndedEarly(Exception):
+    """A launch has made far fewer steps than one before it; says what is likely."""
 
 
 class Launches:
     """Launches of both contenders, one after the other.
 
-    Whichever of ``labels`` is not :data:`OURS` has torch's class.
+    Whichever of ``labels`` is not :data:`contender.OURS` has torch's class.
+
+    Args:
+        script: its words, as Python takes them, with ``-m`` before the name of a module.
+        nproc: torchrun's ``--nproc-per-node``.
+        in_turns: the first launch is one.
+        keeps_files: the script's files are not kept apart, see ``scratch.py``.
     """
 
     def __init__(
-        self, command: Sequence[str], labels: Sequence[str], folder: Path, progress: Progress
+        self,
+        script: Sequence[str],
+        nproc: str,
+        labels: Sequence[str],
+        folder: Path,
+        progress: Progress,
+        *,
+        in_turns: bool = True,
+        keeps_files: bool = False,
     ) -> None:
-        self.played: list[list[Played]] = []  # by both contenders, in each launch
-        self.times: list[Launch] = []  # of a step, in each launch
+        self.pairs: list[Pair] = []
         self.plan: Plan | None = None
         self.world_size = 0
         self.started = 0.0  # when the ranks of the first launch waited before their first model
         self.load, _, _ = os.getloadavg()  # of the machine, before the first launch
+        self.in_turns = in_turns
+        self.patience = _PATIENCE  # seconds, with a contender that runs alone
         self.labels, self.progress = labels, progress
-        self._command, self._folder = command, folder
+        self._script, self._nproc, self._folder = script, nproc, folder
+        self._keeps_files = keeps_files
+        self._spawns = False  # the script starts its ranks itself
+        self._made = 0  # steps, in the longest launch so far
+        self._most: int | None = None  # steps of a whole launch, which is stopped then
 
-    def play(self, in_turns: bool) -> None:
-        """Run both contenders of one launch, in turns or one after the other.
+    @property
+    def times(self) -> list[Launch]:
+        """Of a step, in each launch that has shown it."""
+        return [pair.time for pair in self.pairs if pair.time is not None]
+
+    def play(self) -> None:
+        """Run both contenders once, in turns if possible.
 
         Raises:
-            ScriptError: it failed or is too short.
+            EndedEarly: one of them has made far fewer steps than before.
+            ScriptError: the script cannot be compared, or fails with both contenders.
         """
-        order = self.labels[:: 1 if len(self.played) % 2 == 0 else -1]
-        played: dict[str, Played] = {}
-        for labels in [order] if in_turns else [[label] for label in order]:
-            played |= self._play(labels)
-        self.played.append([played[label] for label in self.labels])
-        self.times.append(Launch.of(*(each.blocks for each in self.played[-1])))
+        pair: Pair | None = None
+        while pair is None:
+            try:
+                pair = self._play_in_turns() if self.in_turns else self._play_alone()
+            except _NotInTurns as why:
+                pair, self.in_turns = why.pair, False
+                self.progress.say(f"{why}: whole launches from here on, one contender at a time")
+            except _SpawnsRanks:
+                self.in_turns, self._spawns = False, True
+                self.progress.say(
+                    "the script starts its ranks itself, so python runs it instead of torchrun: "
+                    "whole launches, one contender at a time"
+                )
+        self.pairs.append(pair)
 
-    def _play(self, labels: Sequence[str]) -> dict[str, Played]:
-        """Play the contenders with these labels, the first one first."""
-        contenders: list[Contender] = []
-        with ExitStack() as stack:
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            to = (listener.getsockname()[1], self._folder, self.progress)
-            for label in labels:
-                contenders.append(Contender(self._command, label, *to))
-                stack.callback(contenders[-1].kill)
-            self._gather(listener, contenders)
-            self.world_size = contenders[0].world_size
-            self.started = self.started or time.monotonic()
-            with suppress(ScriptEnded):
+    def _labels(self) -> Sequence[str]:
+        """Of this launch, in the order in which they begin."""
+        return self.labels[:: 1 if len(self.pairs) % 2 == 0 else -1]
+
+    # Both at the same time
+
+    def _play_in_turns(self) -> Pair:
+        began = time.monotonic()
+        try:
+            with self._started(self._labels()) as contenders, suppress(RankEnded):
                 self._warm_up(contenders)
                 self._blocks(contenders)
                 for each in contenders:
                     self._probe(each)
-        if min(len(each.played.blocks) for each in contenders) < _LEAST_PAIRS:
-            least = WARMUP if self.plan is None else self.plan.least
-            raise ScriptError(
-                f"the script is too short: it ended before step {least} of its optimizer, and at "
-                "least so many are needed. Let it make more."
+        except _NoModel as ended:
+            raise _NotInTurns(f"{ended} fails beside the other contender") from ended
+        self._made = max([self._made, *(each.done for each in contenders)])
+        played = {each.label: each.played for each in contenders}
+        first, second = (played[label] for label in self.labels)
+        least = _LEAST_PAIRS if time.monotonic() < began + _LONG_LAUNCH else 2
+        if min(len(first.blocks), len(second.blocks)) < least:
+            shown = Pair(first, second, None) if first.captures and second.captures else None
+            raise _NotInTurns("the script is too short for blocks of steps in turns", shown)
+        return Pair(first, second, Launch.of(first.blocks, second.blocks))
+
+    def _warm_up(self, contenders: Sequence[Contender]) -> None:
+        """Warm up; the first time the length of a step decides what a launch is."""
+        self.progress.stage = "both warm up"
+        seconds = self._turn(contenders, LEAST_WARMUP, _FIRST)
+        plan = self.plan or Plan.of(min(seconds))
+        seconds += self._turn(contenders, plan.warmup)
+        if self.plan is None:  # the first steps of all may take far longer than others
+            self.plan = replace(Plan.of(min(seconds)), warmup=plan.warmup)
+            self.progress.say(f"a step takes about {1e3 * min(seconds):.3g} ms")
+
+    def _blocks(self, contenders: Sequence[Contender]) -> None:
+        """Time blocks of steps in turns."""
+        order, plan, began = list(contenders), self.plan, time.monotonic()
+        assert plan is not None
+        for number in range(plan.pairs):
+            if number >= 2 and time.monotonic() > began + _LONG_LAUNCH:
+                return
+            self.progress.stage = f"{number} of {plan.pairs} pairs of blocks"
+            pair = self._turn(order, plan.skipped + plan.block, plan.skipped)
+            for each, seconds in zip(order, pair, strict=True):
+                each.played.blocks.append(seconds)
+            order.reverse()
+
+    def _probe(self, contender: Contender) -> None:
+        """Note the parts of some steps; what they take does not count as the time of a step."""
+        assert self.plan is not None
+        self.progress.stage = f"the parts of {contender.label}'s steps"
+        # At the end of a step the parts of the one before are known, see the recorder.
+        contender.give(self.plan.warmup + 2, 2, parts=True)
+        if not contender.finish(_PATIENCE):
+            return
+        reports = contender.reports.values()
+        if all(report["parts"] for report in reports):
+            seconds = max(report["took"] for report in reports)
+            names = next(iter(reports))["parts"]
+            shares = {
+                name: fmean(report["parts"][name] for report in reports) / seconds for name in names
+            }
+            contender.played.shares = {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
+
+    def _turn(self, contenders: Sequence[Contender], count: int, skipped: int = 0) -> list[float]:
+        """Let each contender in turn make steps; returns the seconds of one, of the slowest rank.
+
+        Raises:
+            RankEnded: the script has ended, with exit code 0.
+            _NotInTurns: it failed, or made no step while the other contender did.
+        """
+        ended, late = [], []
+        for each in contenders:
+            each.give(count, skipped)
+            try:
+                if not each.finish(_PATIENCE):
+                    late.append(each)
+            except RankEnded:
+                ended.append(each)
+        # If all are late the steps are long: those in which torch compiles, say.
+        is_long = len(late) == len(contenders) > 1
+        for each in late:
+            if not is_long or not each.finish(_MOST_PATIENCE):
+                raise _NotInTurns(f"{each.label} made no step while the other contender did")
+        for each in ended:
+            if (outcome := each.end()).how != ENDED:
+                raise _NotInTurns(f"{each.label} {outcome.how} beside the other contender")
+        if ended:
+            raise RankEnded
+        slowest = [max(of["took"] for of in each.reports.values()) for each in contenders]
+        return [max(took, 1e-6) / (count - skipped) for took in slowest]
+
+    # One at a time
+
+    def _play_alone(self) -> Pair:
+        """Play a launch of each, again with more patience as long as it is not clear who hangs."""
+        while True:
+            played = {label: self._alone(label) for label in self._labels()}
+            first, second = (played[label] for label in self.labels)
+            pair = Pair(first, second, None)
+            assert pair.outcomes is not None
+            patience = _needed_patience(*pair.outcomes)
+            if patience <= self.patience:
+                return self._timed(pair, *pair.outcomes)
+            self.patience = patience
+            self.progress.say(f"once more, with {patience:.0f} s for a step")
+
+    def _timed(self, pair: Pair, first: Outcome, second: Outcome) -> Pair:
+        """``pair`` with the time of its steps, if both have come to the same end.
+
+        Raises:
+            EndedEarly: one of them has made far fewer steps than before.
+            ScriptError: they have too few steps, or both fail.
+        """
+        counted = min(first.steps, second.steps)
+        are_right = first.is_right and second.is_right
+        are_alike = (first.how, first.steps) == (second.how, second.steps)
+        if not (first.is_right or second.is_right or (are_alike and counted >= _LEAST_STEPS)):
+            said = "\n".join(
+                f"{label} {of.how} after {of.steps} steps. Its last lines:\n{of.last}"
+                for label, of in zip(self.labels, (first, second), strict=True)
             )
-        return {each.label: each.played for each in contenders}
+            raise ScriptError(f"the script comes to no end with either contender.\n{said}")
+        for label, outcome in zip(self.labels, (first, second), strict=True):
+            if are_right and outcome.how == ENDED and outcome.steps < self._made / 2:
+                raise EndedEarly(
+                    f"A launch of {label} ended after {outcome.steps} steps, an earlier one made "
+                    f"{self._made}: the script has probably resumed from a file that it wrote."
+                )
+        if are_right and counted < _LEAST_STEPS:
+            raise ScriptError(
+                f"the script is too short: it made {counted} steps, and {_LEAST_STEPS} are needed"
+            )
+        self._made = max(self._made, first.steps, second.steps)
+        if are_alike and first.how == SILENT:
+            self._most = counted  # an evaluation follows, say: for which nobody waits again
+        if not are_right and not are_alike:
+            return pair
+        return replace(pair, time=Launch(*_means(pair, counted)), counted=counted)
+
+    def _alone(self, label: str) -> Played:
+        """Play a launch of one contender: until it ends, or as many steps as the first one."""
+        try:
+            with self._started([label]) as (contender,):
+                contender.played.outcome = self._followed(contender)
+        except _NoModel as ended:
+            contender = ended.contender
+            contender.played.outcome = contender.end()
+            if contender.played.outcome.is_right:
+                raise ScriptError(
+                    "the script ended before it wrapped a model with torch's "
+                    f"DistributedDataParallel. Its last lines:\n{contender.last_lines()}"
+                ) from ended
+        return contender.played
+
+    def _followed(self, contender: Contender) -> Outcome:
+        """Let a contender that runs alone make its steps; returns how they ended."""
+        began = time.monotonic()
+        try:
+            while self._most is None or contender.steps < self._most:
+                self.progress.stage = f"{contender.label} alone: step {contender.steps}"
+                contender.give(
+                    (self._most or contender.steps + WARMUP) - contender.steps, each=True
+                )
+                if not contender.finish(self.patience):
+                    return contender.outcome(SILENT)
+                is_long = contender.steps >= 2 * WARMUP and time.monotonic() > began + _SECONDS
+                if self._most is None and is_long and contender.steps > self._made + WARMUP:
+                    self._most = contender.steps
+        except RankEnded:
+            return contender.end()
+        return contender.outcome(STOPPED)
+
+    # The processes
+
+    @contextmanager
+    def _started(self, labels: Sequence[str]) -> Iterator[list[Contender]]:
+        """The contenders, whose ranks wait before their first model.
+
+        Raises:
+            _NoModel: one has ended before.
+            _SpawnsRanks: one starts its ranks itself, under torchrun.
+        """
+        command = list(self._script)
+        if not self._spawns:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            command = [*torchrun, self._nproc, *command]
+        contenders: list[Contender] = []
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            session = {
+                "port": listener.getsockname()[1],
+                "spawns": self._spawns,
+                "keeps_files": self._keeps_files,
+            }
+            for label in labels:
+                to = (command, label, self._folder, self.progress, session)
+                contenders.append(Contender(*to))
+                stack.callback(contenders[-1].kill)
+            self._gather(listener, contenders)
+            self.world_size = contenders[0].world_size
+            self.started = self.started or time.monotonic()
+            yield contenders
 
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
         """Wait until all ranks wait before their first model."""
@@ -262,11 +390,10 @@ class Launches:
         while not all(0 < each.world_size == len(each.ranks) for each in contenders):
             there = sum(len(each.ranks) for each in contenders)
             self.progress.stage = f"the script starts; {there} ranks have come to its model"
-            self.progress.tick()
+            self.progress.tick(contenders[-1].last_line)
             for each in contenders:
-                if (code := each.process.poll()) is not None:
-                    what = "before it wrapped a model with torch's DistributedDataParallel"
-                    raise each.error(f"ended with exit code {code} {what}.")
+                if each.process.poll() is not None:
+                    raise _NoModel(each)
             for ready in wait([listener, *silent], 0.5):
                 if not isinstance(ready, Connection):  # the listener
                     accepted, _ = listener.accept()
@@ -277,45 +404,27 @@ class Launches:
                 with suppress(OSError, EOFError, ValueError):  # somebody else
                     hello = json.loads(ready.recv_bytes(_LONGEST_HELLO))
                     if contender := by_token.get(hello.get("contender")):
+                        if "spawns" in hello:
+                            raise _SpawnsRanks
                         os.set_blocking(ready.fileno(), True)
                         contender.ranks[hello["rank"]] = ready
+                        contender.pids.append(hello["pid"])
                         contender.world_size = hello["world_size"]
 
-    def _warm_up(self, contenders: Sequence[Contender]) -> None:
-        """Warm up; the first time the length of a step decides what a launch is."""
-        self.progress.stage = "both warm up"
-        seconds = [each.seconds(LEAST_WARMUP, _FIRST) for each in contenders]
-        plan = self.plan or Plan.of(min(seconds))
-        seconds += [each.seconds(plan.warmup) for each in contenders]
-        if self.plan is None:  # the first steps of all may take far longer than others
-            self.plan = replace(Plan.of(min(seconds)), warmup=plan.warmup)
-            self.progress.say(f"a step takes about {1e3 * min(seconds):.3g} ms")
 
-    def _blocks(self, contenders: Sequence[Contender]) -> None:
-        """Time blocks of steps in turns."""
-        order, plan = list(contenders), self.plan
-        assert plan is not None
-        steps = plan.skipped + plan.block
-        for number in range(plan.pairs):
-            self.progress.stage = f"{number} of {plan.pairs} pairs of blocks"
-            is_last = number == plan.pairs - 1
-            pair = [each.run(steps, plan.skipped, captures=is_last) for each in order]
-            for each, reports in zip(order, pair, strict=True):
-                each.played.blocks.append(max(report["took"] for report in reports) / plan.block)
-                each.played.backwards = reports[0]["backwards"] / steps
-                each.played.peak_bytes = max(report["peak"] for report in reports)
-            order.reverse()
+def _needed_patience(first: Outcome, second: Outcome) -> float:
+    """Seconds for a step with which these outcomes can be told from those of slow steps."""
+    if first.how == second.how == SILENT:
+        is_end = first.steps == second.steps >= _LEAST_STEPS
+        return 0.0 if is_end else _MOST_PATIENCE
+    if SILENT in (first.how, second.how):
+        other = second if first.how == SILENT else first
+        return min(_MOST_PATIENCE, _SURELY * other.longest)
+    return 0.0
 
-    def _probe(self, contender: Contender) -> None:
-        """Note the parts of some steps; what they take does not count as the time of a step."""
-        assert self.plan is not None
-        self.progress.stage = f"the parts of {contender.label}'s steps"
-        # At the end of a step the parts of the one before are known, see the recorder.
-        reports = contender.run(self.plan.warmup + 2, 2, parts=True)
-        if all(report["parts"] for report in reports):
-            seconds = max(report["took"] for report in reports)
-            shares = {
-                name: fmean(report["parts"][name] for report in reports) / seconds
-                for name in reports[0]["parts"]
-            }
-            contender.played.shares = {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
+
+def _means(pair: Pair, counted: int) -> Iterator[float]:
+    """Seconds of a step of both, without those that warm up."""
+    skipped = min(WARMUP, counted // 2)
+    for played in (pair.first, pair.second):
+        yield max(fmean(steps[skipped:counted]) for steps in played.steps.values())

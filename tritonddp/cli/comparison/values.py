@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import save as write  # by this name scratch.py does not change it
 
 from tritonddp.buckets.ignored import parameters_of
 from tritonddp.diagnostics.checksum import checksums
 
-CAPTURED_STEPS = 3  # the first steps of the optimizer
+CAPTURED_BACKWARDS = 3  # the first ones, of those that reduce gradients
+CAPTURED_STEPS = frozenset(2 * 4**power for power in range(8))
 
 # What of one capture is written: of each tensor every so many-th element, if it is more. The number
 # is odd, or of a matrix with an even number of columns some would never be written.
@@ -77,7 +79,7 @@ def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[st
     for name, value in dense.items():
         value = value.to_dense() if value.layout is not torch.strided else value
         values[name] = value.detach().reshape(-1)[::stride].cpu().clone()
-    torch.save(values, path)
+    write(values, path)
     tolerance = max((_TOLERANCE.get(value.dtype, _COARSEST) for value in dense.values()), default=0)
     by_name = dict(zip(tensors, sums, strict=True))
     return {"digest": digest, "checksums": by_name, "path": path, "tolerance": tolerance}
@@ -139,9 +141,13 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """The contenders differ, or the ranks of the second do where those of the first do not."""
-        first, second = self.shared
-        return self.state == DIFFERENT or (first and not second)
+        """The contenders differ, or the ranks of the second do where those of the first do not.
+
+        If the ranks of the first alone differ, nothing can be said against the second.
+        """
+        if self.shared == (False, True):
+            return False
+        return self.state == DIFFERENT or self.shared == (True, False)
 
 
 def judge(title: str, launches: Sequence[tuple[Captured, Captured]]) -> Finding:
@@ -154,7 +160,7 @@ def judge(title: str, launches: Sequence[tuple[Captured, Captured]]) -> Finding:
     tolerance = of_first[0]["tolerance"]
     if title.startswith("parameters"):
         tolerance = max(tolerance, _END)
-    elif not title.endswith("step 1"):
+    elif not title.endswith("backward 1"):
         tolerance = min(tolerance * _LATER, _COARSEST)
     tolerance = max(tolerance, _BESIDE_STOCK * (of_stock or 0.0))
     names = [name for name, relative in found.items() if relative > tolerance]

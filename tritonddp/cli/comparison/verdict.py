@@ -127,8 +127,12 @@ class Ratio:
                 f"{second}'s steps take {self.value:.3f} of {first}'s time ({interval}): "
                 f"{'slower' if away > 0 else 'faster'} by {100 * abs(away):.0f} %.{alone}"
             )
-        reach = max(LEAST, self.reach)
-        size = f"{math.ceil(100 * reach - 1e-9)} %" if reach < _NOTHING else "any size"
+        if self.reach >= _NOTHING:
+            return (
+                f"{second}'s steps take {self.value:.3f} of {first}'s time, which may be noise "
+                f"({self.interval}): no difference can be told yet."
+            )
+        size = f"{math.ceil(100 * max(LEAST, self.reach) - 1e-9)} %"
         return (
             f"no difference in the time of a step (ratio {self.value:.3f}, {interval}; "
             f"differences below {size} are not told apart).{alone}"

@@ -1,0 +1,102 @@
+"""What a script saves under ``tritonddp compare`` stays apart from the user's files."""
+
+from pathlib import Path
+
+import launched
+import pytest
+
+PROGRAM = """
+import os, shutil, sys
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from tritonddp.cli.comparison.scratch import Scratch
+
+Scratch(sys.argv[1]).install()
+assert torch.load("own.pt") == {"step": 7}  # a file of the user's
+torch.save({"step": 1}, "own.pt")
+assert torch.load(f="own.pt") == {"step": 1}
+torch.save(obj={"step": 2}, f=Path("new.tmp"))
+os.replace("new.tmp", "new.pt")
+assert not os.path.exists("new.tmp")
+assert Path("new.pt").exists()
+assert os.path.getsize("new.pt") > 0
+shutil.copyfile("new.pt", "best.pt")
+shutil.copy2("new.pt", "folder/best.pt")
+with open("best.pt", "rb") as file:
+    assert torch.load(file) == {"step": 2}
+assert torch.load("folder/best.pt") == {"step": 2}
+os.remove("best.pt")
+assert not os.path.exists("best.pt")
+try:
+    torch.save({}, "no/such/folder.pt")
+except RuntimeError as error:
+    assert "no/such" in str(error) or "does not exist" in str(error), error
+else:
+    raise AssertionError
+Path("log.txt").write_text("a file that the script opens itself")
+state = {"weight": torch.arange(4.0)}
+dcp.save(state, checkpoint_id="runs/step-1", no_dist=True)
+loaded = {"weight": torch.zeros(4)}
+dcp.load(loaded, checkpoint_id="runs/step-1", no_dist=True)
+assert torch.equal(loaded["weight"], state["weight"])
+shutil.rmtree("runs/step-1")
+if len(sys.argv) > 2:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+    save_file(state, "model.safetensors")
+    assert torch.equal(load_file("model.safetensors")["weight"], state["weight"])
+    with safe_open("model.safetensors", framework="pt") as file:
+        assert list(file.keys()) == ["weight"]
+print("saved and loaded")
+"""
+
+
+def test_files_of_the_user_stay_as_they_are(tmp_path: Path) -> None:
+    import torch
+
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        more = []
+    else:
+        more = ["safetensors"]
+    home, scratch, script = (tmp_path / name for name in ("home", "scratch", "script.py"))
+    (home / "folder").mkdir(parents=True)
+    torch.save({"step": 7}, home / "own.pt")
+    before = (home / "own.pt").read_bytes()
+    script.write_text(PROGRAM)
+    env = {"PYTHONPATH": str(launched.ROOT)}
+    done = launched.run(script, scratch, *more, nproc=None, env=env, cwd=home)
+    assert done.stdout == "saved and loaded\n", done.stderr
+    assert sorted(path.name for path in home.rglob("*")) == ["folder", "log.txt", "own.pt"]
+    assert (home / "own.pt").read_bytes() == before
+
+
+@pytest.mark.long
+def test_no_launch_resumes_from_the_file_of_another(tmp_path: Path) -> None:
+    """As PyTorch's tutorial does: a script that loads its snapshot if there is one."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "torch.set_num_threads(1)\n"
+        "dist.init_process_group('gloo')\n"
+        "net, first = torch.nn.Linear(8, 8), 0\n"
+        "if os.path.exists('snapshot.pt'):\n"
+        "    first = torch.load('snapshot.pt')['step']\n"
+        "model = DistributedDataParallel(net)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for step in range(first, 10):\n"
+        "    model(torch.randn(4, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    if dist.get_rank() == 0:\n"
+        "        torch.save({'step': step + 1}, 'snapshot.pt')\n"
+        "dist.destroy_process_group()\n"
+    )
+    words = ("-m", "tritonddp", "compare", "--seconds", "0", script)
+    env = {"PYTHONPATH": str(launched.ROOT)}
+    done = launched.run(*words, nproc=None, env=env, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "steps 6 to 10 of whole 1 launch of each" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

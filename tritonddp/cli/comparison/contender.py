@@ -1,0 +1,260 @@
+"""In the launcher: the processes of one contender in one launch, and what its ranks report.
+
+The launcher sends orders, the recorder in each rank answers, see ``recorder.py``; both send JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tritonddp.cli.injection import COMPARE, environment
+from tritonddp.cli.terminal import Progress
+
+OURS = "tritonddp"
+ENDED, STOPPED, FAILED, SILENT = "ended", "was stopped", "failed", "hangs"
+_LINES, _WIDTH = 25, 80  # of a log: lines when a script has failed, characters of the last one
+# Of torchrun.
+_NOISE = ("torch/distributed/elastic", "*****", "Setting OMP_NUM_THREADS")
+_TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+# Seconds for torchrun to end with its script. It gives ranks that do not end when asked to 30.
+_ENDING = 40.0
+_SECONDS_FOR_STACKS = 1.0
+
+
+class ScriptError(Exception):
+    """The script failed, or cannot be compared; says why and what to do."""
+
+
+class RankEnded(Exception):
+    """A rank has ended before its order was done."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one launch of one contender ended."""
+
+    how: str  # ENDED by itself with exit code 0, STOPPED by the launcher, FAILED or SILENT
+    steps: int  # that all ranks have made
+    longest: float  # seconds from one report to the next
+    last: str = ""  # the last lines that the script printed, if it failed or is silent
+
+    @property
+    def is_right(self) -> bool:
+        """Nothing went wrong."""
+        return self.how in (ENDED, STOPPED)
+
+
+@dataclass
+class Played:
+    """What a contender has shown in one launch; what is empty it has not."""
+
+    blocks: list[float] = field(default_factory=list)  # seconds per step, of the slowest rank
+    steps: dict[int, list[float]] = field(default_factory=dict)  # seconds of each, by rank
+    shares: dict[str, float] = field(default_factory=dict)  # of a step: means, by part
+    backwards: float = 0.0  # in a step of rank 0
+    peak_bytes: int = 0  # of the largest rank
+    # What ranks had at the first steps and later, by title and rank.
+    captures: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    outcome: Outcome | None = None  # of a launch that no other contender shares
+
+
+class Contender:
+    """The processes of one contender in one launch.
+
+    Args:
+        command: the words that start the script, after those of Python.
+        session: for the recorder in its ranks, see ``recorder.py``.
+        keeps_files: what the script saves does not go to a folder of the launch.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        label: str,
+        folder: Path,
+        progress: Progress,
+        session: Mapping[str, Any],
+        *,
+        keeps_files: bool,
+    ) -> None:
+        self.label = label
+        self.token = f"{label}-{secrets.token_hex(16)}"  # in the variables of its processes
+        self.ranks: dict[int, Connection] = {}
+        self.pids: list[int] = []  # of the ranks
+        self.world_size = 0
+        self.played = Played()
+        self.reports: dict[int, dict[str, Any]] = {}  # to the last order, by rank
+        self.longest = 0.0  # seconds from one report to the next
+        self.done = 0  # steps of orders that are done
+        self._count = 0  # of steps in the last order
+        self._waiting: dict[Connection, int] = {}  # ranks that have not done the last order
+        self._has_lost = False  # a rank
+        self._progress = progress
+        values = folder / self.token
+        values.mkdir()
+        self._log, self._saved = values / "log", values / "saved"
+        session = {**session, "is_ours": label == OURS, "values": str(values)}
+        session["saved"] = "" if keeps_files else str(self._saved)
+        variables = environment(COMPARE, contender=self.token, **session)
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                env={"PYTHONHASHSEED": "0", **os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    # Orders
+
+    def give(
+        self, count: int, skipped: int = 0, *, parts: bool = False, each: bool = False
+    ) -> None:
+        """Let all ranks make steps.
+
+        Args:
+            count: number of steps.
+            skipped: number of the first steps, which are not timed.
+            parts: note the parts of each step.
+            each: report the time of each step.
+        """
+        order = {"count": count, "timed": count - skipped, "parts": parts, "each": each}
+        for to in self.ranks.values():
+            with suppress(OSError):  # a rank is gone: found when its report is read
+                to.send_bytes(json.dumps(order).encode())
+        self.reports, self._count = {}, count
+        self._waiting = {connection: rank for rank, connection in self.ranks.items()}
+
+    def finish(self, patience: float) -> bool:
+        """Wait until all ranks have done the order; False if none reports for so many seconds.
+
+        Raises:
+            RankEnded: a rank is gone, and the others are, too, or have done the order.
+            ScriptError: the script cannot be compared.
+        """
+        heard = time.monotonic()
+        while self._waiting:
+            self._progress.tick()
+            ready = wait(list(self._waiting), 1.0)
+            silent = time.monotonic() - heard
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                self._read(connection)
+                heard = time.monotonic()
+            if ready:
+                self.longest = max(self.longest, silent)
+            elif self.process.poll() is not None:
+                raise RankEnded
+            elif silent > patience:
+                return False
+        if self._has_lost:
+            raise RankEnded
+        self.done += self._count
+        return True
+
+    def _read(self, connection: Connection) -> None:
+        """Take one message of a rank."""
+        rank = self._waiting[connection]
+        try:
+            message = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            del self._waiting[connection]
+            self._has_lost = True
+            return
+        if "error" in message:
+            raise ScriptError(message["error"])
+        if "captured" in message:
+            self.played.captures.setdefault(message["title"], {})[rank] = message["captured"]
+            return
+        if "step" in message:
+            self.played.steps.setdefault(rank, []).append(message["step"])
+        else:
+            del self._waiting[connection]
+            self.reports[rank] = message
+        if rank == 0 and "backwards" in message:
+            self.played.backwards = message["backwards"]
+        self.played.peak_bytes = max(self.played.peak_bytes, message.get("peak", 0))
+
+    @property
+    def steps(self) -> int:
+        """Steps that all ranks have reported one by one."""
+        return min((len(self.played.steps.get(rank, ())) for rank in self.ranks), default=0)
+
+    def note_parts(self) -> None:
+        """Note the shares of a step that its parts take, from the reports of the last order."""
+        reports = self.reports.values()
+        if all(report["parts"] for report in reports):
+            seconds = max(report["took"] for report in reports)
+            names = next(iter(reports))["parts"]
+            shares = {
+                name: fmean(report["parts"][name] for report in reports) / seconds for name in names
+            }
+            self.played.shares = {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
+
+    # The end
+
+    def end(self) -> Outcome:
+        """How its script ended: torchrun knows when the other ranks have ended, too."""
+        end = time.monotonic() + _ENDING
+        while self.process.poll() is None and time.monotonic() < end:
+            self._progress.tick()
+            time.sleep(0.05)
+        code = self.process.returncode
+        return self.outcome(SILENT if code is None else FAILED if code else ENDED)
+
+    def outcome(self, how: str) -> Outcome:
+        """What it has shown until now, of which ``how`` is the end."""
+        if how == SILENT:
+            self._write_stacks()
+        last = "" if how in (ENDED, STOPPED) else self.last_lines()
+        return Outcome(how, self.steps, self.longest, last)
+
+    def _write_stacks(self) -> None:
+        """Let the ranks write where they are into the log, see ``recorder.py``."""
+        for pid in self.pids:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGUSR2)
+        time.sleep(_SECONDS_FOR_STACKS)
+
+    def last_lines(self) -> str:
+        """The last lines that its script has printed."""
+        printed = self._log.read_text(errors="replace")
+        # torchrun's own report of a failure says less than the script's, and is longer.
+        before, found, _ = printed.partition(_TORCHRUNS)
+        if found:
+            before = before.rpartition("Traceback (most recent call last):")[0]
+        lines = [each for each in before.splitlines() if not any(map(each.__contains__, _NOISE))]
+        return "\n".join(lines[-_LINES:])
+
+    def last_line(self) -> str:
+        """The last line, as the end of a sentence."""
+        *_, last = ["", *filter(str.strip, self.last_lines().splitlines())]
+        return f"; its last line: {last.strip()[-_WIDTH:]}" * bool(last)
+
+    def kill(self) -> None:
+        """Kill its processes and all that they have started."""
+        token = self.token.encode()
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if token in entry.read_bytes():
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for to in self.ranks.values():
+            to.close()
+        shutil.rmtree(self._saved, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""In a rank of a compared script: keeps what the script saves apart from the user's files.
+
+A file that the script saves with ``torch.save``, safetensors or ``torch.distributed.checkpoint``
+goes to a folder of the launch, under the path that the script gives. From then on that path means
+the file in the folder, for the functions that load, and for the usual ones that look for a file,
+rename, copy, read or remove it. All ranks of a launch share the folder, and no other launch does.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import importlib.util
+import io
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+
+_LSTAT, _MAKE_FOLDERS = os.lstat, os.makedirs  # as they are
+
+
+class Scratch:
+    """The folder of one launch, which need not exist."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def install(self) -> None:
+        """Install it in this process."""
+        found, made, named = self._found, self._made, self._named
+        _wrap(torch, "load", 0, "f", found)
+        _wrap(torch, "save", 1, "f", made)
+        _wrap(filesystem.FileSystemReader, "__init__", 1, "path", found)
+        _wrap(filesystem.FileSystemReader, "reset", 1, "checkpoint_id", found)
+        _wrap(filesystem.FileSystemWriter, "__init__", 1, "path", named)
+        _wrap(filesystem.FileSystemWriter, "reset", 1, "checkpoint_id", named)
+        if importlib.util.find_spec("safetensors") is not None:
+            library = importlib.import_module("safetensors")
+            functions = importlib.import_module("safetensors.torch")
+            _wrap(library, "safe_open", 0, "filename", found)
+            _wrap(functions, "load_file", 0, "filename", found)
+            _wrap(functions, "save_file", 1, "filename", made)
+        for name in ("stat", "remove", "unlink"):
+            _wrap(os, name, 0, "path", found)
+        _wrap(shutil, "rmtree", 0, "path", found)
+        for module, names in ((os, ("rename", "replace")), (shutil, ("copy", "copy2", "copyfile"))):
+            for name in names:
+                self._wrap_pair(module, name)
+        for module in (builtins, io):
+            self._wrap_open(module)
+
+    def _there(self, path: Any) -> str:
+        """Where ``path`` is in the folder."""
+        return self._folder + os.path.abspath(os.fsdecode(path))
+
+    def _found(self, path: Any) -> Any:
+        """The file in the folder, if it is there, else ``path``."""
+        if isinstance(path, str | bytes | os.PathLike):
+            there = self._there(path)
+            try:
+                _LSTAT(there)
+            except OSError:
+                return path
+            return os.fsencode(there) if isinstance(path, bytes) else there
+        return path
+
+    def _made(self, path: Any) -> Any:
+        """A path in the folder for a file that the script could make."""
+        if not isinstance(path, str | bytes | os.PathLike):
+            return path
+        # Where there is no folder for it the error is the script's, as it would be without us.
+        folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))
+        return self._named(path) if os.path.isdir(folder) else path
+
+    def _named(self, path: Any) -> Any:
+        """The path in the folder, with the folders that lead to it."""
+        if path is None:
+            return None
+        there = self._there(path)
+        _MAKE_FOLDERS(os.path.dirname(there), exist_ok=True)
+        return there
+
+    def _wrap_pair(self, module: Any, name: str) -> None:
+        """Let a saved file, renamed or copied, stay in the folder under its other name."""
+        function = getattr(module, name)
+
+        @functools.wraps(function)
+        def wrapped(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            found = self._found(source)
+            if found is not source:
+                function(found, self._made(target), *args, **kwargs)
+                return target
+            return function(source, target, *args, **kwargs)
+
+        setattr(module, name, wrapped)
+
+    def _wrap_open(self, module: Any) -> None:
+        function = module.open
+
+        @functools.wraps(function)
+        def wrapped(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            path = self._found(file) if "r" in mode else file
+            return function(path, mode, *args, **kwargs)
+
+        module.open = wrapped
+
+
+def _wrap(owner: Any, name: str, at: int, keyword: str, to: Callable[[Any], Any]) -> None:
+    """Let the path among the arguments of a function pass through ``to``."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is not None:  # the path begins elsewhere
+            return function(*args, **kwargs)
+        if keyword in kwargs:
+            kwargs[keyword] = to(kwargs[keyword])
+        elif len(args) > at:
+            args = (*args[:at], to(args[at]), *args[at + 1 :])
+        return function(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
