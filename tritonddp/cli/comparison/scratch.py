@@ -52,7 +52,7 @@ class Scratch:
             for name in names:
                 self._wrap_pair(module, name)
         for module in (builtins, io):
-            self._wrap_open(module)
+            self._wrap_open(module, "open")
 
     def _there(self, path: Any) -> str:
         """Where ``path`` is in the folder."""
@@ -99,15 +99,15 @@ class Scratch:
 
         setattr(module, name, wrapped)
 
-    def _wrap_open(self, module: Any) -> None:
-        function = module.open
+    def _wrap_open(self, module: Any, name: str) -> None:
+        function = getattr(module, name)
 
         @functools.wraps(function)
         def wrapped(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             path = self._found(file) if "r" in mode else file
             return function(path, mode, *args, **kwargs)
 
-        module.open = wrapped
+        setattr(module, name, wrapped)
 
 
 def _wrap(owner: Any, name: str, at: int, keyword: str, to: Callable[[Any], Any]) -> None:

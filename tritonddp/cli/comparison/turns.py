@@ -232,16 +232,8 @@ class Launches:
         self.progress.stage = f"the parts of {contender.label}'s steps"
         # At the end of a step the parts of the one before are known, see the recorder.
         contender.give(self.plan.warmup + 2, 2, parts=True)
-        if not contender.finish(_PATIENCE):
-            return
-        reports = contender.reports.values()
-        if all(report["parts"] for report in reports):
-            seconds = max(report["took"] for report in reports)
-            names = next(iter(reports))["parts"]
-            shares = {
-                name: fmean(report["parts"][name] for report in reports) / seconds for name in names
-            }
-            contender.played.shares = {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
+        if contender.finish(_PATIENCE):
+            contender.note_parts()
 
     def _turn(self, contenders: Sequence[Contender], count: int, skipped: int = 0) -> list[float]:
         """Let each contender in turn make steps; returns the seconds of one, of the slowest rank.
@@ -297,11 +289,11 @@ class Launches:
         are_right = first.is_right and second.is_right
         are_alike = (first.how, first.steps) == (second.how, second.steps)
         if not (first.is_right or second.is_right or (are_alike and counted >= _LEAST_STEPS)):
-            said = "\n".join(
+            last = "\n".join(
                 f"{label} {of.how} after {of.steps} steps. Its last lines:\n{of.last}"
                 for label, of in zip(self.labels, (first, second), strict=True)
             )
-            raise ScriptError(f"the script comes to no end with either contender.\n{said}")
+            raise ScriptError(f"the script comes to no end with either contender.\n{last}")
         for label, outcome in zip(self.labels, (first, second), strict=True):
             if are_right and outcome.how == ENDED and outcome.steps < self._made / 2:
                 raise EndedEarly(
@@ -369,14 +361,10 @@ class Launches:
         contenders: list[Contender] = []
         with ExitStack() as stack:
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            session = {
-                "port": listener.getsockname()[1],
-                "spawns": self._spawns,
-                "keeps_files": self._keeps_files,
-            }
+            session = {"port": listener.getsockname()[1], "spawns": self._spawns}
             for label in labels:
                 to = (command, label, self._folder, self.progress, session)
-                contenders.append(Contender(*to))
+                contenders.append(Contender(*to, keeps_files=self._keeps_files))
                 stack.callback(contenders[-1].kill)
             self._gather(listener, contenders)
             self.world_size = contenders[0].world_size
