@@ -266,18 +266,18 @@ def check_module(
     for name, layer in module.named_modules():
         if layer.__dict__.get(WRAPPER) is not None:
             raise ValueError(
-                f"{name or 'the module'!r} is replicated in place already, and a wrapper around it "
+                f"{_named(name, layer)} is replicated in place already, and a wrapper around it "
                 "would average its gradients twice: leave the wrapper out"
             )
         if isinstance(layer, STOCK) and (views or layer.gradient_as_bucket_view):
             raise ValueError(
-                f"{name or 'the module'!r} is wrapped already: two wrappers around one module "
+                f"{_named(name, layer)} is wrapped already: two wrappers around one module "
                 "cannot have gradient_as_bucket_view=True, as .grad would have to be a view of the "
                 "buckets of both. Leave it off in both"
             )
         if isinstance(layer, STOCK) and layer.process_group is group:
             warnings.warn(
-                f"{name or 'the module'!r} is wrapped already, by {type(layer).__name__} for the "
+                f"{_named(name, layer)} is wrapped already, by {type(layer).__name__} for the "
                 "same ranks: its gradients are sent and averaged twice. Leave one of the wrappers "
                 "out",
                 stacklevel=users_level(),
@@ -287,6 +287,10 @@ def check_module(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"
             )
+
+
+def _named(name: str, module: nn.Module) -> str:
+    return repr(name) if name else f"the module, a {type(module).__name__},"
 
 
 def device_ids_of(

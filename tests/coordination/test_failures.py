@@ -308,6 +308,14 @@ def test_ranks_that_have_made_other_numbers_of_backwards_are_told_the_numbers(
     assert "rank 1 has made 3 fewer reduced backwards than this rank (9, this rank 12)." in text
     assert "rank 2 has made" not in text
     assert "ranks 0 and 2 have made 3 more reduced backwards than this rank (12" in explain(second)
+    assert "A rank that skips a batch has to make its backward too" in text
+    assert "Look first at the log" in text
+    second.tell_made(store, at_end=True)
+    text = explain(first)
+    assert "rank 1 has ended without an exception." in text
+    assert "rank 1 has made 3 fewer" in text
+    assert "put the training loop into `with model.join():`" in text
+    assert "Look first at the log" not in text  # it is empty
     second.enter()  # it has wrapped another module, and goes on
     store.set("tritonddp/made/2", "x")
     assert "has made" not in explain(first)

@@ -69,7 +69,7 @@ class Told(Kept):
 def told(limit: str, path: Path, *texts: str, **more: str) -> Iterator[Told]:
     """Context: wrappers that are made inside report after ``limit`` seconds; see :class:`Told`."""
     kept = Told(path, *texts)
-    with seconds(limit, **more), logged(logging.WARNING, LOGGER, kept):
+    with seconds(limit, **more), logged(logging.INFO, LOGGER, kept):
         yield kept
 
 
@@ -110,6 +110,8 @@ def test_the_late_rank_is_named_and_training_goes_on(
     assert re.search(r"in tokenize: (time\.sleep\(0\.1\)|while not all\(path)", report)
     waited = [int(re.findall(r"for (\d+) s", each)[0]) for each in kept.lines() if place in each]
     assert all(b > 2 * a - 2 for a, b in itertools.pairwise(waited)), "at doubling intervals"
+    warned = {each.levelno for each in kept.records if place in each.getMessage()}
+    assert warned == {logging.INFO if rank else logging.WARNING}, "once a host"
 
 
 @ranks(3)

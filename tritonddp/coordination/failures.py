@@ -49,10 +49,12 @@ _TAG = 0x7D0C  # tag of a message that no rank sends
 _SHOWN = 10
 FAILED = "tritonddp/failed"  # keys of the store begin with it
 MADE = "tritonddp/made"  # keys where ranks write how many reduced backwards they have made
+AT_END = b"at end"  # follows the number of a rank whose program ends, and not by an exception
 ENDED = f"{FAILED}/ended"  # where a rank writes which rank of its host has ended
 
-# Sentences about other ranks, the most useful first. The first four keys are states of a process.
+# Sentences about other ranks, the most useful first. Some keys are states of a process.
 _SENTENCES = {
+    "at end": "{ranks} {have} ended without an exception.",
     "ended": "{ranks} ({what}) {have} ended.",
     "stopped": "{ranks} ({what}) is stopped, by a signal or a debugger.",
     "": "{ranks} ({what}) {have} not reported: {each} ended, is stuck elsewhere, or made fewer "
@@ -90,6 +92,11 @@ _MADE = (
     "{own})."
 )
 
+_UNEVEN_REMEDY = (
+    "If a rank has fewer batches than the others, put the training loop into `with model.join():`. "
+    "A rank that skips a batch has to make its backward too, of a loss times zero for example."
+)
+
 _THREADS = (
     "Another thread of this process waits for other ranks too: {threads}. If both use one process "
     "group, their collectives are not in the same order on all ranks: give that thread a group of "
@@ -124,6 +131,7 @@ class FailureReport:
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose process has ended
     others_made: dict[int, int] = dataclasses.field(default_factory=dict)  # where they have told
+    at_end: set[int] = dataclasses.field(default_factory=set)  # ranks that have told AT_END
     threads: list[str] = dataclasses.field(default_factory=list)  # others that wait for ranks
     # Why the posts are incomplete; an empty string once the exchange is done.
     trouble: str = f"it did not answer in {_LIMIT:g} s"
@@ -157,8 +165,15 @@ class FailureReport:
             answers = self._answers()
         if self.threads and not self.ended:
             answers.append(_THREADS.format(threads="; ".join(self.threads[:_SHOWN])))
-        remedy = _MISMATCH_REMEDY if _is_mismatch(str(self.error)) else _REMEDY
-        return "\n  ".join([self.title, *answers, remedy])
+        return "\n  ".join([self.title, *answers, self._remedy()])
+
+    def _remedy(self) -> str:
+        if _is_mismatch(str(self.error)):
+            return _MISMATCH_REMEDY
+        if self.at_end:  # its log has nothing to tell
+            return _UNEVEN_REMEDY
+        uneven = any(made != self.made for made in self.others_made.values()) and not self.ended
+        return f"{_UNEVEN_REMEDY} {_REMEDY}" if uneven else _REMEDY
 
     def _exchange(self) -> None:
         store: Any = self.group.get_group_store()
@@ -178,8 +193,11 @@ class FailureReport:
             if self.number > before:
                 self._post(store)
             keys = {rank: f"{MADE}/{rank}" for rank in self._others()}
-            found = read_all(store, keys).items()
-            self.others_made = {r: int(text[:_DIGITS]) for r, text in found if text.isdigit()}
+            for rank, text in read_all(store, keys).items():
+                made, _, end = text.partition(b" ")
+                if made.isdigit():
+                    self.others_made[rank] = int(made[:_DIGITS])
+                    self.at_end |= {rank} if end == AT_END else set()
             self.trouble = ""
             if self.group.rank() == 0:
                 _hosted[:] = [(store, time.monotonic() + _HOST_STAYS)]
@@ -229,7 +247,9 @@ class FailureReport:
         words: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank in self._others():
             number, theirs = self.read.get(rank, (0, ""))
-            if number == 0 or rank in self.ended:
+            if rank in self.at_end:
+                found, what = "at end", ""
+            elif number == 0 or rank in self.ended:
                 found, what = self._of_silent(rank)
             elif number < self.number:
                 found, what = "earlier", theirs

@@ -24,7 +24,7 @@ from tritonddp._torch import backend_name, is_checked, process_groups
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
-from tritonddp.coordination.failures import ENDED, FAILED, MADE, FailureReport
+from tritonddp.coordination.failures import AT_END, ENDED, FAILED, MADE, FailureReport
 from tritonddp.coordination.posts import plain
 from tritonddp.coordination.processes import Process, key_of, look_up
 
@@ -169,10 +169,11 @@ class Group:
         """Number of reduced backwards that this rank has made in the group."""
         return sum(each.reductions for each in self._shared.counters)
 
-    def tell_made(self, store: dist.Store) -> None:
-        """Write :attr:`made` to the store, as this rank goes no further for now."""
+    def tell_made(self, store: dist.Store, *, at_end: bool = False) -> None:
+        """Write :attr:`made` to the store, as this rank goes no further, for now or ``at_end``."""
         self._shared.has_posted_made = True
-        store.set(f"{MADE}/{self.rank}", str(self.made))
+        text = f"{self.made} {AT_END.decode()}" if at_end else str(self.made)
+        store.set(f"{MADE}/{self.rank}", text)
 
     # Failures
 

@@ -4,8 +4,9 @@ A backend says only that a collective has not ended, when its timeout comes. A t
 process looks every few seconds how far the wrappers are, in what the reducer keeps anyway: a step
 does nothing for it. If those of a process group have not moved for ``TRITONDDP_HANG_SECONDS``, this
 rank writes to the group's store where it is, its *post*, and reads the posts of the other ranks.
-If some wait, each rank then logs who is behind; again at doubling intervals, and shortly before the
-timeout of the group. Training goes on when the rank that is behind does.
+If some wait, the first rank of each host then logs who is behind, and the others do at level INFO;
+again at doubling intervals, and shortly before the timeout of the group. Training goes on when the
+rank that is behind does.
 
 Posts are JSON, of bounded size. No collective is made, and no call waits for the device.
 """
@@ -17,6 +18,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
@@ -233,6 +235,7 @@ class _GroupWatch:
         self._places: list[Place] = []
         self._since = time.monotonic()
         self._next = 0.0  # report, in seconds without movement; 0: none was made
+        self._level = logging.WARNING  # of reports: other ranks of a host tell the same
         self._answers: _Answers | None = None
         self._exchange: threading.Thread | None = None
         self._asked = 0.0  # when that began
@@ -260,7 +263,7 @@ class _GroupWatch:
         seconds = now - self._since
         if places != self._places:
             if self._next:
-                logger.warning("rank %d goes on after %.0f s", self.group.rank, seconds)
+                logger.log(self._level, "rank %d goes on after %.0f s", self.group.rank, seconds)
             if self._answers is not None:
                 take_back = self._answers.take_back
                 threading.Thread(target=take_back, name=_THREAD, daemon=True).start()
@@ -289,14 +292,14 @@ class _GroupWatch:
             return
         answer[0] = f"waiting for {seconds:.0f} s: {answer[0]}"
         text = "\n  ".join([*answer, *_flight_recorder()])
-        logger.warning("%s", text)
+        logger.log(self._level, "%s", text)
         _write(self.group, text)
         self._next = 2 * seconds
         timeout = timeout_of(group, wrappers[0].device)
         if timeout is not None and seconds < timeout.total_seconds() - 3 * pause:
             self._next = min(self._next, timeout.total_seconds() - 2 * pause)
 
-    def leave(self) -> None:
+    def leave(self, at_end: bool) -> None:
         """Tell how many reduced backwards this rank has made: no wrapper is left, or the end comes.
 
         Only to a store that certainly outlives the ranks, that of torchrun: a TCPStore waits for a
@@ -304,7 +307,9 @@ class _GroupWatch:
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             with contextlib.suppress(Exception):
-                self.group.tell_made(own_connection(self.group.process_group))
+                # Python sets it when it prints an exception that nothing has caught.
+                at_end = at_end and not hasattr(sys, "last_value")
+                self.group.tell_made(own_connection(self.group.process_group), at_end=at_end)
 
     def _named(self, places: Sequence[Place]) -> list[Place]:
         """``places``, those outside forward and backward with the other backward that runs."""
@@ -369,6 +374,9 @@ class _GroupWatch:
             # (Whether a post changes is seen when it is read again.)
             some_wait = self._answers.exchanges > 1 and any(each.waits for each in posts.values())
             answer = self._answers.report(posts) if some_wait else []
+            host = own.process.rpartition(" on ")[2]
+            here = [r for r, each in posts.items() if each.process.rpartition(" on ")[2] == host]
+            self._level = logging.WARNING if self.group.rank == min(here) else logging.INFO
         except Exception:  # a group written in Python has no store, for example
             logger.debug("no other rank could be asked", exc_info=True)
         self._answer = since, answer
@@ -427,7 +435,7 @@ class _Watch(threading.Thread):
                     _watch = None
             for each in groups:
                 if each not in left:
-                    each.leave()
+                    each.leave(self.is_over)
             if not left:
                 return
             pause = min(each.pause for each in left)

@@ -198,8 +198,9 @@ class Metrics(Extension):
         """See :meth:`tritonddp.DistributedDataParallel.metrics`."""
         found: dict[str, float | int | None] = {"step": self._counters.reductions}
         for name in NAMES:
-            times = [getattr(each, name) for each in self._ranks.values()]
-            found[f"{name}_ms"] = math.fsum(times) / len(times) if times else None
+            # Rounded to a microsecond, as people print them.
+            times = [round(getattr(each, name), 3) for each in self._ranks.values()]
+            found[f"{name}_ms"] = round(math.fsum(times) / len(times), 3) if times else None
             found[f"{name}_ms_min"] = min(times, default=None)
             found[f"{name}_ms_max"] = max(times, default=None)
         own = {rank: each.own for rank, each in self._ranks.items()}
