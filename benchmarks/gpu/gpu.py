@@ -13,7 +13,8 @@ step times first, then how each part ended.
 
 ``--only step`` runs all parts that measure steps.
 
-Tests need pytest, the rest only torch and Triton; nothing is downloaded.
+Tests need pytest, and kernels pytest-benchmark too; the rest only torch and Triton. Nothing is
+downloaded.
 
 ``--rehearse`` runs all of it, small, on the recorded device (``tests/recording``), where there is
 no GPU: what cannot run on a GPU for a mistake in Python fails there too. Its figures mean nothing.
@@ -203,11 +204,8 @@ def _groups_in_words(result: Any) -> list[str]:
 
 
 def _failures(result: Any) -> list[str]:
-    """Tests by name, groups of a suite with the reason."""
-    failed = result.get("failed", []) if isinstance(result, dict) else []
-    if isinstance(failed, dict):
-        return [f"{group}: {why}" for group, why in failed.items()]
-    return list(failed)
+    """Tests by name."""
+    return list(result.get("failed", [])) if isinstance(result, dict) else []
 
 
 def _counts(counts: Mapping[str, int], why: str | None) -> str:
