@@ -25,7 +25,8 @@ REHEARSING = "TRITONDDP_REHEARSE"
 KERNEL_TESTS = (TESTS / "test_kernels_gpu.py",)
 NCCL_TESTS = tuple(sorted(TESTS.glob("test_*_nccl.py")))
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-_KERNELS = ("-m", "pytest", "-p", "no:cacheprovider", str(BENCHMARKS / "kernels"))
+_KERNELS = (*_PYTEST, str(BENCHMARKS / "kernels"), "--benchmark-only", "--benchmark-json={result}")
+_KERNELS += ("--benchmark-max-time=0.02", "-k", "25MiB or many_small")
 _TESTS_FAILED = 1  # pytest's exit status
 
 
@@ -94,7 +95,11 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
             f"--rounds 12 --models {HOST_BOUND}", mlp
         ),
         *(_on_one_card(mlp) if rehearse or cards == 1 else ()),
-        _kernels(24, 21),
+        Part(
+            *("kernels", "kernels", 24, 21, _KERNELS, read_json),
+            needs=("pytest", "pytest_benchmark"),
+            small="--benchmark-min-rounds=2 -k 'fp32-whole or bf16-25MiB'",
+        ),
         _tests(
             "test-kernels", "the compiled kernels", 46, 44, KERNEL_TESTS, f"not ({SANITY})", few
         ),
@@ -146,16 +151,6 @@ def _tests(
     command += ("-k", which[0]) if which[0] else ()
     title, small = f"tests of {title}", shlex.join(("-k", which[1]))
     return Part(name, title, limit, estimate, command, read_tests, needs=("pytest",), small=small)
-
-
-def _kernels(limit: float, estimate: float) -> Part:
-    """By pytest-benchmark, a few rounds of buckets of 25 MiB, and of many small gradients."""
-    command = (sys.executable, *_KERNELS, "--benchmark-only", "--benchmark-json={result}")
-    command += ("--benchmark-columns=median,iqr,rounds", "--benchmark-max-time=0.02")
-    needs = ("pytest", "pytest_benchmark")
-    part = Part("kernels", "the kernels' pace", limit, estimate, command, read_json, needs=needs)
-    small = "--benchmark-min-rounds=2 -k 'fp32-whole or bf16-25MiB'"
-    return part.with_arguments("-k '25MiB or many_small'", small)
 
 
 def _script(

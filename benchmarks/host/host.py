@@ -129,10 +129,7 @@ def _row(
     seconds: dict[str, list[float]],
     us: dict[str, Spread],
 ) -> dict[str, Any]:
-    """``backward`` in seconds, and what is made of it, in numbers of 6 digits: no clock shows more.
-
-    (The form is that of pytest-benchmark.)
-    """
+    """``backward`` in seconds, and what is made of it, to 6 digits: no clock shows more."""
     info = {
         "kind": kind,
         "configuration": name,

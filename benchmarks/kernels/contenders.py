@@ -20,12 +20,6 @@ def _ours_flatten(inputs: Inputs) -> None:
         inputs.ours.write_trailer([True] * len(inputs.grads), ())
 
 
-def _ours_flatten_moved(inputs: Inputs) -> None:
-    grads = next(inputs.turns)
-    used = [True] * len(grads)
-    select(inputs.block.device).flatten(inputs.moved, grads, used, 1 / WORLD_SIZE)
-
-
 def _foreach_and_div(inputs: Inputs) -> None:
     foreach_copy_(inputs.plain.views, inputs.grads)
     inputs.plain.payload.div_(WORLD_SIZE)
@@ -36,26 +30,9 @@ def _mul_each(inputs: Inputs) -> None:
         torch.mul(grad, 1 / WORLD_SIZE, out=view)
 
 
-def _flatten_dense(inputs: Inputs) -> None:
-    line = _flatten_dense_tensors(inputs.grads)
-    torch.mul(line, 1 / WORLD_SIZE, out=inputs.plain.payload)
-
-
-def _ours_unflatten(inputs: Inputs) -> None:
-    select(inputs.block.device).unflatten(inputs.ours, inputs.grads)
-
-
-def _foreach(inputs: Inputs) -> None:
-    foreach_copy_(inputs.grads, inputs.plain.views)
-
-
 def _copy_each(inputs: Inputs) -> None:
     for view, grad in zip(inputs.plain.views, inputs.grads, strict=True):
         grad.copy_(view)
-
-
-def _unflatten_dense(inputs: Inputs) -> None:
-    foreach_copy_(inputs.grads, _unflatten_dense_tensors(inputs.plain.payload, inputs.grads))
 
 
 def _check_flatten(way: Way, is_ours: bool, inputs: Inputs) -> None:
@@ -80,27 +57,28 @@ def _check_unflatten(way: Way, is_ours: bool, inputs: Inputs) -> None:
     require(joined(inputs.grads), joined(buffer.views))
 
 
+_FLATTEN = {
+    OURS: _ours_flatten,
+    MOVED: lambda of: select(of.block.device).flatten(
+        of.moved, next(of.turns), [True] * len(of.grads), 1 / WORLD_SIZE
+    ),
+    "_foreach_copy_ + div_": _foreach_and_div,  # stock's batched_grad_copy
+    "mul_out each": _mul_each,  # stock's default
+    "_flatten_dense_tensors + mul": lambda of: torch.mul(
+        _flatten_dense_tensors(of.grads), 1 / WORLD_SIZE, out=of.plain.payload
+    ),
+}
+_UNFLATTEN = {
+    OURS: lambda of: select(of.block.device).unflatten(of.ours, of.grads),
+    # stock's batched_grad_copy
+    "_foreach_copy_": lambda of: foreach_copy_(of.grads, of.plain.views),
+    "copy_ each": _copy_each,  # stock's default
+    "_unflatten_dense_tensors": lambda of: foreach_copy_(
+        of.grads, _unflatten_dense_tensors(of.plain.payload, of.grads)
+    ),
+}
 DIRECTIONS = {
-    "flatten": Direction(
-        lambda of: 2 * of.nbytes,
-        _check_flatten,
-        {
-            OURS: _ours_flatten,
-            MOVED: _ours_flatten_moved,
-            "_foreach_copy_ + div_": _foreach_and_div,  # stock's batched_grad_copy
-            "mul_out each": _mul_each,  # stock's default
-            "_flatten_dense_tensors + mul": _flatten_dense,
-        },
-    ),
-    "unflatten": Direction(
-        lambda of: 2 * of.nbytes,
-        _check_unflatten,
-        {
-            OURS: _ours_unflatten,
-            "_foreach_copy_": _foreach,  # stock's batched_grad_copy
-            "copy_ each": _copy_each,  # stock's default
-            "_unflatten_dense_tensors": _unflatten_dense,
-        },
-    ),
+    "flatten": Direction(2, 0, _check_flatten, _FLATTEN),
+    "unflatten": Direction(2, 0, _check_unflatten, _UNFLATTEN),
     **quantizers.DIRECTIONS,
 }

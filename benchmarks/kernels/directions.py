@@ -22,18 +22,24 @@ Way = Callable[[Inputs], object]
 
 @dataclass(frozen=True)
 class Direction:
-    """Contenders and their referee.
+    """What all contenders do.
 
     Attributes:
-        nbytes: the least number of bytes that must be read and written.
+        passes: over the gradients, at least.
+        of_block: the least number of bytes that are read and written for each quantised block.
         check_one: lets a way that is ours or not run once, onto NaN where it does not work in
             place; raises a RuntimeError if the result was wrong.
-        ways: by name.
     """
 
-    nbytes: Callable[[Inputs], int]
+    passes: int
+    of_block: int
     check_one: Callable[[Way, bool, Inputs], None]
     ways: dict[str, Way]
+
+    def nbytes(self, inputs: Inputs) -> int:
+        """The least number of bytes that must be read and written."""
+        blocks = inputs.quantized.message_layout.blocks if self.of_block else 0
+        return self.passes * inputs.nbytes + self.of_block * blocks
 
     def contenders(self, device: torch.device) -> dict[str, Way]:
         """Those that this device can play, and the copies of as many bytes, one of them first."""

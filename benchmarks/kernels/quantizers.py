@@ -19,20 +19,6 @@ _RESIDUAL = 2 * 4 * BLOCK  # bytes of a block that are read and written
 _STEP = 0.51 / LIMIT  # of a block's largest value: what rounding may change, and fp32 a little
 
 
-def _quantize(inputs: Inputs) -> None:
-    used = [True] * len(inputs.grads)
-    quantize = select_quantized(inputs.block.device).quantize
-    quantize(inputs.quantized, inputs.grads, used, 1 / QUANTIZED_RANKS)
-
-
-def _reduce(inputs: Inputs) -> None:
-    select_quantized(inputs.block.device).reduce_parts(inputs.quantized)
-
-
-def _dequantize(inputs: Inputs) -> None:
-    select_quantized(inputs.block.device).unflatten(inputs.quantized, inputs.grads)
-
-
 def _torch_quantize(inputs: Inputs) -> None:
     (blocks, views), residual = inputs.blocks, inputs.quantized.residuals.sent
     foreach_copy_(views, inputs.grads)
@@ -111,22 +97,24 @@ def _check_dequantize(way: Way, _: bool, inputs: Inputs) -> None:
 
 
 _TORCH = "torch, whole bucket"
+# What rank 0 reduces is its share of the blocks, of all ranks.
+_REDUCED = _NUMBERS + (_NUMBERS + _RESIDUAL) // QUANTIZED_RANKS
+_QUANTIZE = {
+    OURS: lambda of: select_quantized(of.block.device).quantize(
+        of.quantized, of.grads, [True] * len(of.grads), 1 / QUANTIZED_RANKS
+    ),
+    _TORCH: _torch_quantize,
+}
+_REDUCE = {
+    OURS: lambda of: select_quantized(of.block.device).reduce_parts(of.quantized),
+    _TORCH: _torch_reduce,
+}
+_DEQUANTIZE = {
+    OURS: lambda of: select_quantized(of.block.device).unflatten(of.quantized, of.grads),
+    _TORCH: _torch_dequantize,
+}
 DIRECTIONS = {
-    "quantize": Direction(
-        lambda of: of.nbytes + of.quantized.message_layout.blocks * (_RESIDUAL + _NUMBERS),
-        _check_quantize,
-        {OURS: _quantize, _TORCH: _torch_quantize},
-    ),
-    "reduce": Direction(
-        lambda of: (
-            len(of.quantized.residuals.reduced) * (_RESIDUAL + (QUANTIZED_RANKS + 1) * _NUMBERS)
-        ),
-        _check_reduce,
-        {OURS: _reduce, _TORCH: _torch_reduce},
-    ),
-    "dequantize": Direction(
-        lambda of: of.nbytes + of.quantized.message_layout.blocks * _NUMBERS,
-        _check_dequantize,
-        {OURS: _dequantize, _TORCH: _torch_dequantize},
-    ),
+    "quantize": Direction(1, _NUMBERS + _RESIDUAL, _check_quantize, _QUANTIZE),
+    "reduce": Direction(0, _REDUCED, _check_reduce, _REDUCE),
+    "dequantize": Direction(1, _NUMBERS, _check_dequantize, _DEQUANTIZE),
 }
