@@ -74,7 +74,7 @@ class Result:
 
     @property
     def rows(self) -> list[Record]:
-        """Of kernels and the host (``base/command.py``)."""
+        """Of kernels and the host, in the form of pytest-benchmark."""
         return [Record(row.extra_info, group=row.group) for row in self.content.benchmarks]
 
     def part(self, name: str) -> Result | None:

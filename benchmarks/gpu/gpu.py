@@ -13,7 +13,8 @@ step times first, then how each part ended.
 
 ``--only step`` runs all parts that measure steps.
 
-Tests need pytest, the rest only torch and Triton; nothing is downloaded.
+Tests need pytest, and kernels pytest-benchmark too; the rest only torch and Triton. Nothing is
+downloaded.
 
 ``--rehearse`` runs all of it, small, on the recorded device (``tests/recording``), where there is
 no GPU: what cannot run on a GPU for a mistake in Python fails there too. Its figures mean nothing.
@@ -183,8 +184,8 @@ def _parts(parts: Mapping[str, Any]) -> Iterator[str]:
         times = f"{part['seconds']:8.1f}{part['limit']:7.0f}{part['estimate']:10.0f}"
         why = "; ".join([*filter(None, [part["reason"]]), *_groups_in_words(part["result"])])
         yield _line(f"{name:16}{part['status']:10}{times}  {why}")
-        if part["status"] == "failed":
-            for failure in _failures(part["result"])[:10]:
+        if part["status"] == "failed" and isinstance(part["result"], dict):
+            for failure in part["result"].get("failed", [])[:10]:
                 yield _line(f"{'':16}FAILED {failure}")
     times = [sum(part[key] for part in parts.values()) for key in ("seconds", "limit", "estimate")]
     yield f"{'all':16}{'':10}{times[0]:8.1f}{times[1]:7.0f}{times[2]:10.0f}"
@@ -200,14 +201,6 @@ def _groups_in_words(result: Any) -> list[str]:
         return []
     whys = {group: next(iter(each)) for group, each in result["skipped"].items()}
     return [f"{group} {_counts(each, whys.get(group))}" for group, each in result["groups"].items()]
-
-
-def _failures(result: Any) -> list[str]:
-    """Tests by name, groups of a suite with the reason."""
-    failed = result.get("failed", []) if isinstance(result, dict) else []
-    if isinstance(failed, dict):
-        return [f"{group}: {why}" for group, why in failed.items()]
-    return list(failed)
 
 
 def _counts(counts: Mapping[str, int], why: str | None) -> str:

@@ -25,6 +25,8 @@ REHEARSING = "TRITONDDP_REHEARSE"
 KERNEL_TESTS = (TESTS / "test_kernels_gpu.py",)
 NCCL_TESTS = tuple(sorted(TESTS.glob("test_*_nccl.py")))
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+_KERNELS = (*_PYTEST, str(BENCHMARKS / "kernels"), "--benchmark-only", "--benchmark-json={result}")
+_KERNELS += ("--benchmark-max-time=0.02", "-k", "25MiB or many_small")
 _TESTS_FAILED = 1  # pytest's exit status
 
 
@@ -63,7 +65,7 @@ class Part:
     def rehearsed(self) -> Part:
         """The same on the recorded device. Tests see to that themselves."""
         python, *rest = self.command
-        if "pytest" not in rest:
+        if self.read is not read_tests:
             python, rest = sys.executable, [str(REHEARSE), *rest]
         return replace(self, command=(python, *rest, *shlex.split(self.small)))
 
@@ -93,8 +95,10 @@ def parts(rehearse: bool = False, cards: int = 1) -> list[Part]:
             f"--rounds 12 --models {HOST_BOUND}", mlp
         ),
         *(_on_one_card(mlp) if rehearse or cards == 1 else ()),
-        _script("kernels", "flatten and unflatten", 24, 21, "kernels/kernels.py").with_arguments(
-            "--rounds 16", "--only many_small-fp32-whole many_small-bf16-25MiB"
+        Part(
+            *("kernels", "kernels", 24, 21, _KERNELS, read_json),
+            needs=("pytest", "pytest_benchmark"),
+            small="--benchmark-min-rounds=2 -k 'fp32-whole or bf16-25MiB'",
         ),
         _tests(
             "test-kernels", "the compiled kernels", 46, 44, KERNEL_TESTS, f"not ({SANITY})", few

@@ -36,7 +36,7 @@ from triton.language.extra.cuda import globaltimer
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.gpu import training
 from tritonddp.comm import all_reduce
-from tritonddp.comm import process_group as exchanges
+from tritonddp.comm import transport as exchanges
 
 RANKS, LATENCY = 8, 30e-6
 PROGRAMS = 20  # of NCCL's share of multiprocessors

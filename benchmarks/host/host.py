@@ -17,19 +17,22 @@ step        one parameter, one bucket: the backward beyond the bare one.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
 
+import torch
 import torch.distributed as dist
 
-from benchmarks.base import command
-from benchmarks.base.command import Row
+from benchmarks.base import command, deadline
 from benchmarks.base.paired import Spread
+from benchmarks.base.results import Result
 from benchmarks.host.subjects import DEVICE, PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
 from benchmarks.models.configurations import UNWRAPPED, Configuration, families, idle_of
 from benchmarks.report import tables
@@ -52,19 +55,27 @@ NEIGHBOURS = [
 
 
 def main() -> int:
+    options = command.parser(__doc__, ROUNDS).parse_args()
+    if DEVICE.type == "cpu":
+        torch.set_num_threads(1)  # what torchrun gives a rank
+    output = command.Output("host", options.out)
+    rows: list[dict[str, Any]] = []
     # A world of one, with a store of our own on the loopback: no host name needs to resolve.
     store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    # (What the first leaves of its share of the time is the second's.)
-    groups = {"one parameter": one_parameter, "many parameters": many_parameters}
     try:
-        return command.run_suite(__doc__, "host", groups, ROUNDS, lambda of: text(tables.host(of)))
+        # What the first leaves of its share of the time is the second's.
+        for measure, end in deadline.shares([one_parameter, many_parameters]):
+            rows += measure(options.rounds, end)
+            output.write({"benchmarks": rows})
     finally:
         dist.destroy_process_group()
+    output.say(*text(tables.host(Result(output.content))))
+    return 0
 
 
-def many_parameters(rounds: int, end: float) -> Iterator[Row]:
+def many_parameters(rounds: int, end: float) -> Iterator[dict[str, Any]]:
     """1,000 parameters, in one bucket and in 20."""
     subjects = {}
     for each in (BARE, *CONFIGURATIONS):
@@ -85,7 +96,7 @@ def many_parameters(rounds: int, end: float) -> Iterator[Row]:
         yield _row("bucket", each.name, _backwards(many), seconds, us)
 
 
-def one_parameter(rounds: int, end: float) -> Iterator[Row]:
+def one_parameter(rounds: int, end: float) -> Iterator[dict[str, Any]]:
     """One parameter in one bucket."""
     subjects = {(each.name, 1): Subject(each, 1, 1) for each in (BARE, *CONFIGURATIONS)}
     times = time_rounds(subjects, rounds, end)
@@ -117,8 +128,8 @@ def _row(
     backward: Sequence[float],
     seconds: dict[str, list[float]],
     us: dict[str, Spread],
-) -> Row:
-    """``backward`` in seconds, and what is made of it."""
+) -> dict[str, Any]:
+    """``backward`` in seconds, and what is made of it, to 6 digits: no clock shows more."""
     info = {
         "kind": kind,
         "configuration": name,
@@ -126,7 +137,9 @@ def _row(
         "us": {column: asdict(spread) for column, spread in us.items()},
         "seconds": seconds,
     }
-    return Row(f"{kind}-{name}", list(backward), info)
+    stats = {"rounds": len(backward), "median": Spread.of(backward).median, "data": backward}
+    row = {"group": kind, "name": f"{kind}-{name}", "extra_info": info, "stats": stats}
+    return json.loads(json.dumps(row), parse_float=lambda each: float(f"{float(each):.6g}"))
 
 
 if __name__ == "__main__":

@@ -300,26 +300,25 @@ network_wire = Rows(
 
 def kernels(result: Result) -> Blocks:
     """For each direction a table of the share of a plain copy's bandwidth that a contender reaches:
-    a line for each group, a column for each contender."""
-    groups: dict[tuple[str, ...], dict[str, Record]] = {}
+    a line for each group, a column for each contender. On a GPU by the device's time."""
+    found: dict[str, dict[str, dict[str, Record]]] = {}
     for row in result.rows:
-        key = filter(None, (row.direction, row.numbers, row.parameters, row.dtype, row.bucket))
-        groups.setdefault(tuple(key), {})[row.contender] = row
-    for direction in dict.fromkeys(key[0] for key in groups):
-        found = {key: row for key, row in groups.items() if key[0] == direction}
-        names = list(dict.fromkeys(name for row in found.values() for name in row))
-        names = [name for name in names if name != CEILING]
+        label = " ".join(filter(None, (row.numbers, row.parameters, row.dtype, row.bucket)))
+        # (Until November 2026 it was a median over rounds.)
+        share = {"of_copy": row.of_ceiling.median} if row.of_ceiling else {}
+        group = found.setdefault(row.direction, {}).setdefault(label, {})
+        group[row.contender] = Record({**row, **share, **(row.on_device or {})})
+    for direction, groups in found.items():
+        names = dict.fromkeys(name for group in groups.values() for name in group)
+        names.pop(CEILING, None)
         rows = [
             (
-                " ".join(key[1:]),
-                number(next(iter(row.values())).bytes / 1e6),
-                or_dash(row.get(CEILING), lambda copy: number(copy.gb_per_s)),
-                *(
-                    or_dash(row.get(name), lambda one: three(one.of_ceiling.median))
-                    for name in names
-                ),
+                label,
+                number(next(iter(group.values())).bytes / 1e6),
+                or_dash(group.get(CEILING), lambda copy: number(copy.gb_per_s)),
+                *(or_dash(group.get(name), lambda one: three(one.of_copy)) for name in names),
             )
-            for key, row in found.items()
+            for label, group in groups.items()
         ]
         yield ""
         yield Table((f"{direction}: share of the copy", "MB", "copy, GB/s", *names), rows)

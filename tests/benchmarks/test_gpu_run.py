@@ -77,8 +77,10 @@ EVERY = [part.name for part in gpu_parts.parts(True)]
         pytest.param(EVERY, id="all", marks=[pytest.mark.thorough, pytest.mark.timeout(2400)]),
     ],
 )
-def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
+def test_the_rehearsal(only: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts run as on a GPU, on the recorded device."""
+    pytest.importorskip("pytest_benchmark", reason="needs the extra [bench]")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # kernels are timed by pytest
     script = str(ROOT / "benchmarks" / "gpu" / "gpu.py")
     command = [sys.executable, script, "--rehearse", "--only", *only]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
@@ -94,6 +96,7 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
     assert {"tritonddp, moved", "SM copy"} < contenders
+    assert all(row["extra_info"]["on_device"] for row in results["kernels"]["benchmarks"])
     assert min(results["step-simulated"]["carried"].values()) > 0
     steps = results["host-steps"]["models"]["mlp"]
     assert steps["launches"]["ours"]

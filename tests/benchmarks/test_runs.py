@@ -91,14 +91,6 @@ def check_fewer_bytes(content: Content) -> None:
     assert all(each["same_on_all_ranks"] for each in result["gradients"].values())
 
 
-def check_kernels(content: Content) -> None:
-    rows = content["benchmarks"]
-    facts = {(row["extra_info"]["direction"], row["extra_info"]["contender"]): row for row in rows}
-    for direction in ("flatten", "unflatten"):
-        info = facts[direction, "tritonddp"]["extra_info"]
-        assert (info["tensors"], info["bytes"]) == (1000, 2 * 2 * 64_000)
-
-
 def check_host(content: Content) -> None:
     infos = [row["extra_info"] for row in content["benchmarks"]]
     columns = {(info["kind"], info["configuration"]): set(info["us"]) for info in infos}
@@ -138,7 +130,6 @@ RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
         2,
         check_fewer_bytes,
     ),
-    "kernels": ("kernels/kernels.py --only many_small-bf16 --rounds 2", None, check_kernels),
     "host": ("host/host.py --rounds 2", None, check_host),
     "convergence": ("convergence/convergence.py --steps 40 --seeds 3 4", 2, check_convergence),
     "network": (
@@ -147,7 +138,7 @@ RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
         check_network,
     ),
 }
-LONG = ("step branchy", "kernels")
+LONG = ("step branchy",)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +155,47 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     content = measured(arguments, tmp_path / "result.json", nproc=nproc)[0]
     assert content["machine"]["torch"] == torch.__version__
     check(content)
+
+
+def test_kernels_are_timed_by_pytest_benchmark_once_they_are_right(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_benchmark", reason="needs the extra [bench]")
+    out, bucket = tmp_path / "kernels.json", "many_small-bf16-whole"
+    planted = "from benchmarks.kernels.contenders import DIRECTIONS as every\n"
+    planted += "every['flatten'].ways['idle'] = lambda inputs: None\n"
+    (tmp_path / "planted.py").write_text(planted)
+    done = run(
+        *("-m", "pytest", "-p", "planted", "-p", "no:cacheprovider", ROOT / "benchmarks/kernels"),
+        *("-k", bucket, "--benchmark-only", f"--benchmark-json={out}"),
+        *("--benchmark-max-time=0", "--benchmark-min-rounds=2"),
+        nproc=None,
+        env={
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTEST_XDIST_WORKER": "",  # beside other tests the library would time nothing
+            "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        },
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "64000 of 64000 elements are wrong" in done.stdout
+    assert f"test_kernel[flatten-{bucket}-idle]" in done.stdout
+    assert "1 failed" in done.stdout
+    content = json.loads(out.read_text())
+    assert content["machine"]["torch"] == content["machine_info"]["torch"] == torch.__version__
+    groups: dict[str, dict[str, Any]] = {}
+    for row in content["benchmarks"]:
+        assert row["stats"]["rounds"] == len(row["stats"]["data"]) == 2
+        groups.setdefault(row["group"], {})[row["extra_info"]["contender"]] = row
+    directions = ("flatten", "unflatten", "quantize", "reduce", "dequantize")
+    assert set(groups) == {f"{direction} {bucket}" for direction in directions}
+    for group in groups.values():
+        assert {"device copy", "tritonddp"} < set(group)
+        assert "idle" not in group, "what is wrong was timed"
+        copy = group["device copy"]["stats"]["min"]
+        for row in group.values():
+            info, least = row["extra_info"], row["stats"]["min"]
+            assert info["of_copy"] == pytest.approx(copy / least)
+            assert info["gb_per_s"] == pytest.approx(info["bytes"] / least / 1e9)
+    flatten = groups[f"flatten {bucket}"]["tritonddp"]["extra_info"]
+    assert flatten["bytes"] == 2 * 2 * 64_000
 
 
 @pytest.mark.thorough

@@ -1,5 +1,7 @@
 """Run a script as on a GPU, on the recorded device: python tests/recording/rehearse.py SCRIPT ARGS
 
+Or a module, by ``-m MODULE ARGS``.
+
 A benchmark of ``make gpu``, made small: names stay, of models, of lists of parameters, of buckets,
 so that command lines are those of a GPU; what they stand for is small, and there are few rounds.
 Times and shares mean nothing: what counts is that the lines run. A benchmark names the device of
@@ -128,7 +130,7 @@ def make_small() -> None:
     """Before a benchmark is run in this process, on the device: its modules ask which one."""
     from benchmarks.base import deadline
     from benchmarks.host import subjects
-    from benchmarks.kernels import shapes, timing
+    from benchmarks.kernels import shapes
     from benchmarks.models import cases
     from benchmarks.step import plan
 
@@ -137,7 +139,7 @@ def make_small() -> None:
     shapes.BUCKETS["25MiB"] = lambda given, dtype: given[:2]
     for name, case in list(cases.CASES.items()):
         cases.CASES[name] = cases.Case(name, _model, _batch, (2, 4), case.unused)
-    plan.DISCARDED["cuda"] = timing.WARMUPS = subjects.WARMUPS = 1
+    plan.DISCARDED["cuda"] = subjects.WARMUPS = 1
     subjects.PARAMETERS, subjects.PER_BUCKET = 24, 6
     rounds = deadline.rounds
 
@@ -157,13 +159,16 @@ def _batch(generator: torch.Generator, examples: int) -> tuple[Tensor, Tensor]:
 
 def main() -> int:
     script, *arguments = sys.argv[1:]
+    run = runpy.run_path
+    if script == "-m":
+        run, (script, *arguments) = runpy.run_module, arguments
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     status = 0
     with device.recording(_InStock()) as recorder, patched(recorder):  # type: ignore[arg-type]
         make_small()
         try:
-            runpy.run_path(script, run_name="__main__")
+            run(script, run_name="__main__")
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
