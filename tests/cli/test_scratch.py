@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tritonddp.cli.comparison.scratch import Scratch
 
-Scratch(sys.argv[1]).install()
+Scratch(sys.argv[1], sys.argv[1] + ".folders").install()
 assert torch.load("own.pt") == {"step": 7}  # a file of the user's
 torch.save({"step": 1}, "own.pt")
 assert torch.load(f="own.pt") == {"step": 1}
@@ -34,6 +34,12 @@ except RuntimeError as error:
     assert "no/such" in str(error) or "does not exist" in str(error), error
 else:
     raise AssertionError
+os.makedirs("out/a", exist_ok=True)
+import fsspec
+with fsspec.open("out/a/fs.pt", "wb") as file:
+    torch.save({"step": 3}, file)
+with fsspec.open("out/a/fs.pt") as file:
+    assert torch.load(file) == {"step": 3}
 Path("log.txt").write_text("a file that the script opens itself")
 state = {"weight": torch.arange(4.0)}
 dcp.save(state, checkpoint_id="runs/step-1", no_dist=True)
@@ -69,6 +75,11 @@ def test_files_of_the_user_stay_as_they_are(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(launched.ROOT)}
     done = launched.run(script, scratch, *more, nproc=None, env=env, cwd=home)
     assert done.stdout == "saved and loaded\n", done.stderr
+    made = Path(f"{scratch}.folders").read_text().splitlines()
+    folders = [path for path in made if not path.startswith(str(scratch))]
+    assert folders == [str(home / "out"), str(home / "out" / "a")]
+    for path in reversed(folders):
+        Path(path).rmdir()  # it is empty
     assert sorted(path.name for path in home.rglob("*")) == ["folder", "log.txt", "own.pt"]
     assert (home / "own.pt").read_bytes() == before
 

@@ -106,8 +106,11 @@ class Contender:
         self._progress = progress
         values = folder / self.token
         values.mkdir()
-        self._log, self._saved = values / "log", values / "saved"
+        self._log, self._saved, self._folders = (
+            values / name for name in ("log", "saved", "folders")
+        )
         session = {**session, "is_ours": label == OURS, "values": str(values)}
+        session["folders"] = str(self._folders)
         session["saved"] = "" if keeps_files else str(self._saved)
         variables = environment(COMPARE, contender=self.token, **session)
         with self._log.open("wb") as log:
@@ -258,3 +261,7 @@ class Contender:
         for to in self.ranks.values():
             to.close()
         shutil.rmtree(self._saved, ignore_errors=True)
+        with suppress(OSError):  # there is no such file if the script has made no folders
+            for made in reversed(self._folders.read_text().splitlines()):
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(made)

@@ -48,7 +48,8 @@ class Recorder:
 
     Args:
         session: what :class:`contender.Contender` says: ``port``, ``contender``, ``is_ours``,
-            ``values``, a folder, and ``saved``, one for what the script saves, or nothing.
+            ``values``, a folder, ``saved``, one for what the script saves, or nothing, and
+            ``folders``, a file for the names of those that the script makes.
     """
 
     def __init__(self, session: Mapping[str, Any]) -> None:
@@ -82,7 +83,7 @@ class Recorder:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
         if self._session["saved"]:
-            Scratch(self._session["saved"]).install()
+            Scratch(self._session["saved"], self._session["folders"]).install()
         is_ours = self._session["is_ours"]
         if is_ours:
             tritonddp.replace_stock()

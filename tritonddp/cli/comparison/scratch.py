@@ -1,9 +1,10 @@
 """In a rank of a compared script: keeps what the script saves apart from the user's files.
 
-A file that the script saves with ``torch.save``, safetensors or ``torch.distributed.checkpoint``
-goes to a folder of the launch, under the path that the script gives. From then on that path means
-the file in the folder, for the functions that load, and for the usual ones that look for a file,
-rename, copy, read or remove it. All ranks of a launch share the folder, and no other launch does.
+A file that the script saves with ``torch.save``, safetensors, ``torch.distributed.checkpoint`` or
+fsspec goes to a folder of the launch, under the path that the script gives. From then on that path
+means the file in the folder, for the functions that load, and for the usual ones that look for a
+file, rename, copy, read or remove it. All ranks of a launch share the folder, and no other launch
+does. Folders that the script makes are noted: the launcher removes those that have stayed empty.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import io
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
 
-_LSTAT, _MAKE_FOLDERS = os.lstat, os.makedirs  # as they are
+_LSTAT, _MAKE = os.lstat, os.mkdir  # as they are
 
 
 class Scratch:
-    """The folder of one launch, which need not exist."""
+    """The folder of one launch, which need not exist, and a file that names folders."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, notes: str) -> None:
+        self._folder, self._notes = folder, notes
 
     def install(self) -> None:
         """Install it in this process."""
@@ -53,6 +55,8 @@ class Scratch:
                 self._wrap_pair(module, name)
         for module in (builtins, io):
             self._wrap_open(module, "open")
+        self._wrap_fsspec()
+        self._note_folders()
 
     def _there(self, path: Any) -> str:
         """Where ``path`` is in the folder."""
@@ -82,8 +86,15 @@ class Scratch:
         if path is None:
             return None
         there = self._there(path)
-        _MAKE_FOLDERS(os.path.dirname(there), exist_ok=True)
+        self._make(os.path.dirname(there))
         return there
+
+    def _make(self, folder: str) -> None:
+        """Make a folder in the folder, and those that lead to it."""
+        if not os.path.isdir(folder):
+            self._make(os.path.dirname(folder))
+            with suppress(FileExistsError):  # by another rank
+                _MAKE(folder)
 
     def _wrap_pair(self, module: Any, name: str) -> None:
         """Let a saved file, renamed or copied, stay in the folder under its other name."""
@@ -108,6 +119,29 @@ class Scratch:
             return function(path, mode, *args, **kwargs)
 
         setattr(module, name, wrapped)
+
+    def _wrap_fsspec(self) -> None:
+        local = importlib.import_module("fsspec.implementations.local").LocalFileOpener
+        construct = local.__init__
+
+        @functools.wraps(construct)
+        def constructing(opener: Any, path: Any, mode: str, *args: Any, **kwargs: Any) -> None:
+            path = self._found(path) if "r" in mode else self._made(path)
+            construct(opener, path, mode, *args, **kwargs)
+
+        local.__init__ = constructing
+
+    def _note_folders(self) -> None:
+        make = os.mkdir
+
+        @functools.wraps(make)
+        def making(path: Any, *args: Any, **kwargs: Any) -> None:
+            make(path, *args, **kwargs)
+            if kwargs.get("dir_fd") is None:
+                with open(self._notes, "a", encoding="utf-8") as notes:
+                    notes.write(f"{os.path.abspath(os.fsdecode(path))}\n")
+
+        os.mkdir = making
 
 
 def _wrap(owner: Any, name: str, at: int, keyword: str, to: Callable[[Any], Any]) -> None:
