@@ -361,7 +361,7 @@ def test_both_that_make_no_further_step_have_come_to_the_end(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("stock", "ours", "error", "said"),
     [
-        (Outcome(FAILED, 1, 0.1, "a\nb"), Outcome(FAILED, 0, 0.1, "c"), ScriptError, "a\nb\ntri"),
+        (Outcome(FAILED, 1, 0.1, "a\nb"), Outcome(FAILED, 0, 0.1, "c"), ScriptError, "a\nb\nThe"),
         (Outcome(ENDED, 1, 0.1), Outcome(ENDED, 1, 0.1), ScriptError, "it made 1 steps"),
         (Outcome(ENDED, 60, 0.1), Outcome(ENDED, 2, 0.1), EndedEarly, "has probably resumed"),
     ],

@@ -142,7 +142,10 @@ def _ratios(launches: Launches) -> str:
     pair = launches.pairs[-1]
     if pair.time is None:
         outcomes = zip(launches.labels, pair.outcomes or (), strict=False)
-        return ", ".join(f"{label} {of.how}" for label, of in outcomes) or "no times yet"
+        return (
+            ", ".join(f"{label} {of.how}" for label, of in outcomes)
+            or "gradients alone, no times yet"
+        )
     ratio, last = Ratio.over(launches.times), Ratio.over(launches.times[-1:])
     return f"ratio {last.value:.3f}; all so far {ratio}"
 

@@ -289,11 +289,13 @@ class Launches:
         are_right = first.is_right and second.is_right
         are_alike = (first.how, first.steps) == (second.how, second.steps)
         if not (first.is_right or second.is_right or (are_alike and counted >= _LEAST_STEPS)):
-            last = "\n".join(
-                f"{label} {of.how} after {of.steps} steps. Its last lines:\n{of.last}"
-                for label, of in zip(self.labels, (first, second), strict=True)
+            hows = [f"{of.how} after {of.steps} steps" for of in (first, second)]
+            raise ScriptError(
+                f"the script fails with both contenders: {self.labels[0]} {hows[0]}, "
+                f"{self.labels[1]} {hows[1]}.\nThe last lines of {self.labels[0]}:\n{first.last}"
+                + f"\nThe last lines of {self.labels[1]}:\n{second.last}"
+                * (hows[0] != hows[1])
             )
-            raise ScriptError(f"the script comes to no end with either contender.\n{last}")
         for label, outcome in zip(self.labels, (first, second), strict=True):
             if are_right and outcome.how == ENDED and outcome.steps < self._made / 2:
                 raise EndedEarly(
