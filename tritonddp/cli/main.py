@@ -24,7 +24,8 @@ COMMANDS = {
 EXIT_CODES = """\
 exit codes:
   0  fine (run: the script's own exit code)
-  1  something was found: gradients or parameters differ, tritonddp is slower, a problem
+  1  something was found: gradients or parameters differ, tritonddp is slower or fails
+     alone, a problem
   2  the command line cannot be carried out; the message says why
   3  the script failed, wrapped no model or made too few steps; the message says which
 """
