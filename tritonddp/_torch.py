@@ -700,8 +700,8 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
     def launch(*arguments: Any) -> None:
         try:
             is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
-        except AttributeError:  # another library has replaced Triton's chain of hooks
-            is_hooked = True
+        except AttributeError:  # no chains: Triton 3.4 has a function or None, a library its own
+            is_hooked = hooks.launch_enter_hook or hooks.launch_exit_hook
         if is_hooked:
             with_hooks(*arguments)
         else:
