@@ -1,6 +1,6 @@
 """Every private name of torch and Triton that tritonddp uses, each with its reason.
 
-Checked with torch 2.11 to 2.15, and with Triton 3.6, 3.7, 3.8 and 3.9. When a name moves,
+Checked with torch 2.8 to 2.15, and with Triton 3.4 to 3.9. When a name moves,
 this is the only file to mend.
 """
 
