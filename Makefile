@@ -39,11 +39,15 @@ ARGS ?=
 
 # The Triton that each torch release asks for on Linux (its own metadata), since builds of torch
 # without CUDA do not ask for any.
+TRITON_FOR_2.8 := 3.4.0
+TRITON_FOR_2.9 := 3.5.1
+TRITON_FOR_2.10 := 3.6.0
 TRITON_FOR_2.11 := 3.6.0
 TRITON_FOR_2.12 := 3.7.1
 TRITON_FOR_2.13 := 3.7.1
 TRITON_FOR_2.14 := 3.8.0
 TRITON_FOR_2.15 := 3.9.0
+TRITON_FOR_2.9.0 := 3.5.0
 TRITON_FOR_2.12.0 := 3.7.0
 torch_minor = $(word 1,$(subst ., ,$(TORCH))).$(word 2,$(subst ., ,$(TORCH)))
 TRITON ?= $(or $(TRITON_FOR_$(TORCH)),$(TRITON_FOR_$(torch_minor)))

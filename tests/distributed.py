@@ -376,7 +376,9 @@ def _modes() -> tuple[Any, ...]:
     return (
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
-        torch.get_default_device(),
+        torch.empty(
+            0
+        ).device,  # get_default_device() fails after a first `with device` in torch 2.8
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),

@@ -1,6 +1,6 @@
 """Every private name of torch and Triton that tritonddp uses, each with its reason.
 
-Checked with torch 2.11 to 2.15, and with Triton 3.6, 3.7, 3.8 and 3.9. When a name moves,
+Checked with torch 2.8 to 2.15, and with Triton 3.4 to 3.9. When a name moves,
 this is the only file to mend.
 """
 
@@ -243,13 +243,23 @@ gloo_threads: Callable[..., int | None] = partial(_backend_option, "_threads")
 frames_of_threads: Callable[[], dict[int, FrameType]] = sys._current_frames
 
 
+def store_of(group: Any) -> Any:
+    """The store that ``group`` was made with; ``None`` if it was written in Python without one.
+
+    Until torch 2.8 the group does not tell it, and torch forgets it with the group.
+    """
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+
+
 def own_connection(group: dist.ProcessGroup) -> Any:
     """A store with the keys of the group's, on a connection that nobody else waits in.
 
     Raises:
         AttributeError: a group written in Python has none.
     """
-    store: Any = group.get_group_store()
+    store = store_of(group)
     return store.clone() if store.has_extended_api() else store  # files: no connection at all
 
 
@@ -340,6 +350,9 @@ def python_function(kind: type) -> Any:
     """The ``torch.autograd.Function`` whose nodes have this type; ``None`` for those of C++."""
     return getattr(kind, "_forward_cls", None)
 
+
+# The dtype that a user has set for ``.grad`` of a leaf. Until torch 2.9 it is that of the leaf.
+grad_dtype_of = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 
 # The Python hooks of a tensor, ``None`` if it has had none.
 backward_hooks_of = attrgetter("_backward_hooks")
@@ -630,7 +643,10 @@ def cast_inputs(
 
 def is_sliced(mesh: Any) -> bool:
     """Whether ``mesh`` is one dimension of a larger mesh."""
-    return bool(mesh._get_root_mesh() != mesh)
+    if hasattr(mesh, "_get_root_mesh"):
+        return bool(mesh._get_root_mesh() != mesh)
+    meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # until torch 2.9
+    return bool(meshes._mesh_resources.get_root_mesh(mesh) != mesh)
 
 
 def running_statistics(layer: torch.nn.Module) -> list[str]:
@@ -658,6 +674,12 @@ def loading_processes() -> list[Any]:
     return [process for each in iterators for process in getattr(each, "_workers", ())]
 
 
+def triton_compiled(kernel: Any, *arguments: Any, **options: Any) -> Any:
+    """``kernel.warmup`` of Triton: ``None`` in the interpreter, which has none until 3.5."""
+    warmup = getattr(kernel, "warmup", None)
+    return warmup and warmup(*arguments, **options)
+
+
 def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:
     """``compiled[shape]`` of a Triton kernel: a function that launches it on the current device.
 
@@ -678,8 +700,8 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
     def launch(*arguments: Any) -> None:
         try:
             is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
-        except AttributeError:  # another library has replaced Triton's chain of hooks
-            is_hooked = True
+        except AttributeError:  # no chains: Triton 3.4 has a function or None, a library its own
+            is_hooked = hooks.launch_enter_hook or hooks.launch_exit_hook
         if is_hooked:
             with_hooks(*arguments)
         else:

@@ -254,7 +254,7 @@ def quantizing(architecture: str) -> Iterator[dict]:
 def main() -> None:
     variants = [
         {"architecture": architecture, **each}
-        for architecture in TARGETS
+        for architecture in sys.argv[1:]
         for of in (copying, writing_addresses, quantizing)
         for each in of(architecture)
     ]

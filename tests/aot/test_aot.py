@@ -11,11 +11,14 @@ from pathlib import Path
 import launched
 import pytest
 from launched import ROOT
+from versions import HAS_AMD_CODE, needs_amd_code
 
 pytest.importorskip("triton")
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", *(["gfx942"] if HAS_AMD_CODE else []))
+ARCHITECTURE = pytest.mark.parametrize(
+    "architecture", ["sm_80", "sm_90", "sm_100", pytest.param("gfx942", marks=needs_amd_code)]
+)
 THREADS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 256}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 BLOCK = 2048
@@ -38,14 +41,14 @@ REGISTERS_OF_QUANTIZING = {
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    return run("compile_kernels.py")
+    return run("compile_kernels.py", *ARCHITECTURES)
 
 
-def run(script: str) -> list[dict]:
+def run(script: str, *arguments: str) -> list[dict]:
     """What a script of this folder has to say of the code."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment, file = {"PYTHONPATH": path}, Path(__file__).with_name(script)
-    done = launched.run(file, nproc=None, env=environment, timeout=500)
+    done = launched.run(file, *arguments, nproc=None, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

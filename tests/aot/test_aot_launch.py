@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 from test_aot import run
+from versions import needs_hook_chains
+
+pytestmark = needs_hook_chains
 
 # What differs between our way and Triton's: it makes a record, for two chains of hooks that are
 # empty.

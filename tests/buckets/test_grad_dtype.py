@@ -13,10 +13,12 @@ from recording.device import recording
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import assert_close, drawn, gradients, means, squares, train_step, ways, wrap
+from versions import needs_grad_dtype
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.assignment import BucketCaps, assign_buckets
 
+pytestmark = needs_grad_dtype
 WIDTH = 64
 WIDE = ("layers.a.weight", "layers.b.weight", "layers.b.bias", "layers.c.bias")
 WAYS = ways("copies", "views", "lazy", "lazy views", "process group", "bf16", "bf16 views", "int8")

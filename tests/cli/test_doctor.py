@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from hosts import ROOT, hosts_or_skip, outputs
+from versions import needs_quiet_gloo
 
 from tritonddp.cli import doctor, doctor_ranks
 from tritonddp.cli.doctor_ranks import Line
@@ -47,6 +48,7 @@ def in_process(*words: str) -> int:
     return doctor.main(parser.parse_args([*words]))
 
 
+@needs_quiet_gloo
 def test_two_ranks_show_what_is_here_and_what_follows():
     code, lines = report("--nproc-per-node", "2")
     assert code == 0

@@ -72,7 +72,7 @@ def hooks_mended() -> Iterator[None]:
         future = future.then(lambda done: [torch.stack(done.value())])
         return SimpleNamespace(get_future=lambda: future)
 
-    like_nccl = SimpleNamespace(all_gather=all_gather, group=dist.group, get_rank=dist.get_rank)
+    like_nccl = SimpleNamespace(**{**vars(dist), "all_gather": all_gather})
     with (
         mock.patch.object(powerSGD_hook, "_orthogonalize", mended),
         mock.patch.object(quantization_hooks, "dist", like_nccl),

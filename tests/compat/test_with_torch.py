@@ -9,6 +9,7 @@ from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.swa_utils import AveragedModel, update_bn
+from versions import needs_pipelines
 
 from tritonddp import DistributedDataParallel
 
@@ -48,6 +49,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@needs_pipelines
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 @ranks(4)
 def test_each_stage_of_a_pipeline_may_be_wrapped(schedule: Any) -> None:

@@ -20,6 +20,7 @@ from one_graph import (
     seeded,
 )
 from torch import Tensor, nn
+from versions import needs_text_of_errors
 
 from tritonddp import DistributedDataParallel
 from tritonddp.compiled.operators import Traced
@@ -39,6 +40,7 @@ def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
                 each(batch(0, 0))
 
 
+@needs_text_of_errors
 @ranks(2, timeout=300)
 def test_what_no_graph_can_hold_says_so() -> None:
     from torch.nn.parallel.distributed import _MixedPrecision
@@ -79,6 +81,7 @@ class Neighbouring(Overlapping):
     begin = 3
 
 
+@needs_text_of_errors
 @ranks(2, timeout=300)
 def test_buffers_that_share_memory_say_so() -> None:
     with one_graph(Neighbouring) as net:
@@ -94,6 +97,7 @@ class Overriding(DistributedDataParallel):
         return 2 * super()._run_ddp_forward(*inputs, **kwargs)
 
 
+@needs_text_of_errors
 @ranks(2, timeout=300)
 def test_what_a_subclass_does_in_a_forward_is_done() -> None:
     with fresh_dynamo():

@@ -26,6 +26,7 @@ from one_graph import (
     train,
 )
 from torch import Tensor
+from versions import needs_order_in_graphs
 
 from tritonddp import DistributedDataParallel
 
@@ -82,6 +83,7 @@ def test_later_steps_compile_nothing_more() -> None:
     assert_same_on_all_ranks([param.detach() for param in ddp.parameters()])
 
 
+@needs_order_in_graphs
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 @ranks(2, timeout=300)
 def test_each_gradient_is_told_of_where_it_is_made(name: str) -> None:

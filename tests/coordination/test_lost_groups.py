@@ -14,6 +14,7 @@ from torch import nn
 from training import assert_gradients_alike, drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel
+from tritonddp._torch import store_of
 
 OPTIONS = pytest.mark.parametrize(
     "options", [{}, {"gradient_as_bucket_view": True}, {"compression": "int8"}]
@@ -50,7 +51,7 @@ def assert_right(ddp: nn.Module, seed: int, rank: int, loose: bool = False) -> N
 @contextmanager
 def without_a_default_group() -> Iterator[tuple[int, dist.Store]]:
     """Destroys the default group; there is another one afterwards, as before the test."""
-    rank, store = dist.get_rank(), dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    rank, store = dist.get_rank(), store_of(dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()
     yield rank, store

@@ -30,6 +30,7 @@ from recording.device import recording
 from torch import nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp._torch import store_of
 from tritonddp.coordination.processes import Process
 from tritonddp.diagnostics import hang
 
@@ -402,7 +403,7 @@ def test_a_rank_that_made_fewer_backwards_leaves_their_number(
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
         if rank == 0:
-            while not group.get_group_store().check(["tritonddp/made/1"]):
+            while not store_of(group).check(["tritonddp/made/1"]):
                 time.sleep(0.1)
             give_up_after(2, group)
             numbers = "rank 1 has made 1 fewer reduced backwards than this rank (2, this rank 3)"

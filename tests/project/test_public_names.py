@@ -18,14 +18,18 @@ ADDED = {
     *("check_sync", "comm_state_dict", "load_comm_state_dict", "metrics"),
     *("reduce_gradients", "request_stop", "should_stop", "weighted"),
 }
-# What stock's class has from torch 2.13 on, and from 2.15 on.
+# What stock's class has from torch 2.11, 2.13 and 2.15 on.
 OF_LATER_STOCK = {
+    "bucket_bytes_cap_list",
     *("batched_grad_copy", "forward_sync_buffers"),
     *("finalize_backward", "lazy_bucket_allocation", "require_manual_backward_finalization"),
     "should_finalize_after_backward",
 }
 # Arguments of stock's constructor that it keeps as attributes, and that have no text there either.
-WITHOUT_TEXT = {"batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}
+WITHOUT_TEXT = {
+    "bucket_bytes_cap_list",
+    *("batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"),
+}
 # Private attributes of an instance. (Stock's join hook sets the other two.)
 PRIVATE = {"_ddp_state", "_authoritative_rank", "_divide_by_initial_world_size"}
 

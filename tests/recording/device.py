@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
+from versions import COLLECTS_LIVE_STORAGES
 
 from recording import autograd, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent, tensors_in
@@ -335,6 +336,16 @@ class _Appearance(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """The collector takes Python objects of live storages, by which the recorder knows them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
 def recording(everywhere: bool = False) -> Iterator[Recorder]:
     """Context: there is a GPU, ``cuda:0``, with NCCL; what is put on it is recorded.
 
@@ -386,6 +397,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         mock.patch.object(_torch, "without_function_modes", contextlib.nullcontext),
         mock.patch.object(_torch, "without_dispatch_modes", contextlib.nullcontext),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", as_torch),
+        _without_collector() if COLLECTS_LIVE_STORAGES else contextlib.nullcontext(),
         operations,
         appearance,
     ):

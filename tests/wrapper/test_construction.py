@@ -44,8 +44,13 @@ def test_signature_is_that_of_torch() -> None:
     theirs = inspect.signature(Stock.__init__).parameters
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
     assert [name for name in ours if name in theirs] == list(theirs), "torch's names and order"
-    # torch 2.13 and 2.15 have added these, at the end.
-    added = ["batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"]
+    # torch 2.11, 2.13 and 2.15 have added these, at the end.
+    added = [
+        "bucket_cap_mb_list",
+        "batched_grad_copy",
+        "forward_sync_buffers",
+        "lazy_bucket_allocation",
+    ]
     by_name = [name for name, each in ours.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
     added = [*(name for name in added if name not in theirs), *by_name]
     assert [*theirs, *added] == list(ours)

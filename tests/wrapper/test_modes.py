@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import assert_close, default_dtype, drawn, gradients
+from versions import HAS_FAKE_COLLECTIVES
 
 from tritonddp import DistributedDataParallel
 
@@ -54,8 +55,9 @@ MODES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "functions": Functions,
     "operations": Operations,
-    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
 }
+if HAS_FAKE_COLLECTIVES:
+    MODES["fake"] = lambda: FakeTensorMode(allow_non_fake_inputs=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {},
     "process group": {"transport": "process_group"},

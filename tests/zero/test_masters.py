@@ -12,6 +12,7 @@ from modules import Layers, mlp
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from training import drawn, gradients, squares, wrap
+from versions import needs_grad_dtype
 
 from tritonddp import ZeroRedundancyOptimizer
 
@@ -71,6 +72,7 @@ def with_fp32_gradients(module: nn.Module) -> nn.Module:
     return module
 
 
+@needs_grad_dtype
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @ranks(2, 3, views=True)
 def test_fp32_gradients_reach_the_copies_as_they_are(view: bool, wire: torch.dtype | None) -> None:
@@ -95,6 +97,7 @@ def test_fp32_gradients_reach_the_copies_as_they_are(view: bool, wire: torch.dty
         assert_same_bits(dict(ours.module.state_dict()), dict(plain.module.state_dict()))
 
 
+@needs_grad_dtype
 @ranks(2)
 def test_fp32_gradients_of_fp16_parameters_can_be_scaled() -> None:
     """``GradScaler`` takes no gradients in fp16. All ranks skip the step with an infinity."""

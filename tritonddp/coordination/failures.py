@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritonddp._torch import backend_name
+from tritonddp._torch import backend_name, store_of
 from tritonddp.coordination.posts import plain, read_all
 from tritonddp.coordination.processes import Process, key_of
 from tritonddp.coordination.stacks import others_in_collectives
@@ -146,7 +146,7 @@ class FailureReport:
         self.threads = others_in_collectives()  # before their collectives fail too
         # Log before asking the store: torchrun ends all processes soon after one has failed.
         logger.error("%s", self.title)
-        if self.group.get_group_store() is not None:
+        if store_of(self.group) is not None:
             thread = threading.Thread(target=self._exchange, name="tritonddp-failure", daemon=True)
             thread.start()
             thread.join(_LIMIT)
@@ -155,7 +155,7 @@ class FailureReport:
 
     def message(self) -> str:
         """All that is known, and what to do."""
-        if self.group.get_group_store() is None:
+        if store_of(self.group) is None:
             answers = [
                 "Which rank is missing is not known: this process group, a "
                 f"{type(self.group).__name__}, has no store in which the ranks could tell where "
@@ -176,7 +176,7 @@ class FailureReport:
         return f"{_UNEVEN_REMEDY} {_REMEDY}" if uneven else _REMEDY
 
     def _exchange(self) -> None:
-        store: Any = self.group.get_group_store()
+        store: Any = store_of(self.group)
         try:
             self._read_posts(store)
             self._post(store)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import backend_name, is_checked, process_groups
+from tritonddp._torch import backend_name, is_checked, process_groups, store_of
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -184,10 +184,10 @@ class Group:
         with suppress(Exception):
             # A group that was destroyed may have had the same name in the same store.
             for each in (f"{FAILED}/{self.rank}", f"{MADE}/{self.rank}", ENDED):
-                self.process_group.get_group_store().delete_key(each)
+                store_of(self.process_group).delete_key(each)
             self._shared.has_posted_made = False
         with suppress(Exception):
-            self.process_group.get_group_store().set(key_of(self.rank), Process.own().post())
+            store_of(self.process_group).set(key_of(self.rank), Process.own().post())
             self._shared.is_listed = True
 
     def remember_processes(self) -> None:
@@ -197,7 +197,7 @@ class Group:
         """
         if self.first_process is None:
             with suppress(Exception):
-                self._shared.first = look_up(self.process_group.get_group_store(), 0)
+                self._shared.first = look_up(store_of(self.process_group), 0)
 
     @property
     def first_process(self) -> Process | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from tritonddp._torch import grad_dtype_of
 from tritonddp.coordination.collectives import all_gather
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.posts import plain
@@ -182,8 +183,8 @@ def verify_same(
 
 def _describe(tensor: Tensor, strides: str = "") -> str:
     kind = "" if tensor.requires_grad else ", frozen"
-    if tensor.is_leaf and tensor.grad_dtype is not tensor.dtype:
-        kind += f", grad_dtype {tensor.grad_dtype}"
+    if tensor.is_leaf and grad_dtype_of(tensor) is not tensor.dtype:
+        kind += f", grad_dtype {grad_dtype_of(tensor)}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{strides}{kind}"
 
 

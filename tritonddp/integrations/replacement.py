@@ -40,6 +40,10 @@ class _Offers(types.ModuleType):
     def DistributedDataParallel(self, value: Any) -> None:
         vars(self)[_OFFERED] = value
 
+    def __getattribute__(self, name: str) -> Any:
+        # Otherwise code that has read the name before keeps it in a cache for plain modules.
+        return super().__getattribute__(name)
+
 
 def replace_stock() -> None:
     """For the rest of this process, torch's ``DistributedDataParallel`` is tritonddp's.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonddp._torch import grad_dtype_of
 from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout
 from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
@@ -68,7 +69,7 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 
     (``None`` allows any: that of the parameter is expected then. A tensor with a graph has none.)
     """
-    return (param.grad_dtype if param.is_leaf else None) or param.dtype
+    return (grad_dtype_of(param) if param.is_leaf else None) or param.dtype
 
 
 def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:

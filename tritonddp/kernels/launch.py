@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonddp import _device, _torch
-from tritonddp._torch import triton_launch
+from tritonddp._torch import triton_compiled, triton_launch
 
 # Number of launches of all kernels since the import, for tests and benchmarks.
 launches = 0
@@ -59,7 +59,7 @@ class Launcher:
         arguments: tuple[Any, ...] = (*tensors, *integers, *constexprs)
         shape, options = (grid, 1, 1), {"num_warps": num_warps, **OPTIONS}
         with torch.cuda.device_of(arguments[0]):  # where Triton compiles
-            compiled = self.kernel.warmup(*arguments, grid=shape, **options)
+            compiled = triton_compiled(self.kernel, *arguments, grid=shape, **options)
             if compiled is None:  # the interpreter compiles nothing
                 return partial(self.kernel[shape], *arguments, **options)
             if hasattr(compiled, "result"):  # Triton compiles in the background if asked to

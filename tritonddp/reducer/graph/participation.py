@@ -68,7 +68,8 @@ def gradient_nodes(params: Sequence[Tensor]) -> list[Any]:
     """
     # (Under inference_mode there are none.)
     with outside_modes(params), torch.enable_grad(), without_overrides():
-        node = _join(*params).grad_fn
+        joined = _join(*params)  # until torch 2.10 a node knows its inputs while its output lives
+        node = joined.grad_fn
     return [None] * len(params) if node is None else [each for each, _ in node.next_functions]
 
 

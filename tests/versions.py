@@ -1,0 +1,33 @@
+"""What older releases of torch and Triton lack: the one place for tests that skip by a version."""
+
+import importlib.metadata
+
+import pytest
+import torch
+
+
+def _version(package: str) -> tuple[int, ...]:
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+    return tuple(map(int, found.split(".")[:2]))
+
+
+TORCH, TRITON = _version("torch"), _version("triton")
+
+
+def _needs(is_here: bool, what: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not is_here, reason=f"needs {what}")
+
+
+needs_grad_dtype = _needs(hasattr(torch.Tensor, "grad_dtype"), "Tensor.grad_dtype: torch 2.10")
+needs_text_of_errors = _needs(TORCH >= (2, 9), "torch 2.9: dynamo says why it cannot trace")
+needs_order_in_graphs = _needs(TORCH >= (2, 11), "torch 2.11: compiled backwards keep the order")
+needs_pipelines = _needs(TORCH != (2, 9), "another torch than 2.9: its pipelines fail over gloo")
+needs_quiet_gloo = _needs(TORCH >= (2, 11), "torch 2.11, whose gloo prints nothing into our lines")
+needs_hook_chains = _needs(TRITON >= (3, 5), "Triton 3.5: chains of launch hooks")
+HAS_FAKE_COLLECTIVES = TORCH >= (2, 11)  # a broadcast fails under FakeTensorMode until then
+COLLECTS_LIVE_STORAGES = TORCH < (2, 10)
+HAS_AMD_CODE = TRITON >= (3, 6)
+needs_amd_code = _needs(HAS_AMD_CODE, "Triton 3.6: 3.4 has no linker for AMD, 3.5 joins stores")
