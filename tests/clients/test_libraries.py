@@ -43,15 +43,21 @@ LIBRARIES = {
     "fastai": Library(("fastai", "accelerate"), saved=2),
     "ignite": Library(("ignite",), in_place=True, saved=2),
     "lightning": Library(("lightning", "torchmetrics"), saved=2),
+    "mace": Library(("mace",), saved=4),
     # Runner says find_unused_parameters=False. All of a model's buffers stay where they are.
     "mmengine": Library(("mmengine",), unused=False, in_place=True),
     "opacus": Library(("opacus",)),
+    "open_clip": Library(("open_clip", "torchvision"), saved=1),
     "peft": Library(("peft", "transformers"), saved=1),
+    "pytorch_metric_learning": Library(("pytorch_metric_learning",), saved=2),
+    "sentence_transformers": Library(("sentence_transformers", "datasets")),
     "timm": Library(("timm", "torchvision"), in_place=True),
     "torchao": Library(("torchao",), in_place=True),
     "torchft": Library(("torchft",), in_place=True),
     "torchmetrics": Library(("torchmetrics",), in_place=True, saved=2),
     "transformers": Library(("transformers", "accelerate")),
+    "transformers_compiled": Library(("transformers", "accelerate"), saved=1),
+    "trl": Library(("trl",)),
 }
 every_library = pytest.mark.parametrize("name", sorted(LIBRARIES))
 

@@ -1,4 +1,4 @@
-"""sentence-transformers: a cached loss, whose backward calls the wrapper again, on a static graph."""
+"""sentence-transformers: a cached loss, whose backward runs the wrapper again; a static graph."""
 
 import random
 import tempfile

@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Compare, and print the report; returns the exit code."""
     if not hasattr(os, "getloadavg"):
-        print(f"tritonddp compare: error: needs Linux or macOS, not {sys.platform}", file=sys.stderr)
+        print(
+            f"tritonddp compare: error: needs Linux or macOS, not {sys.platform}", file=sys.stderr
+        )
         return 2
     missing = ""
     if not arguments.module and not Path(arguments.script).is_file():
