@@ -27,7 +27,7 @@ __all__ = [
     "stop_on_signal",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = {
     "DistributedDataParallel": "tritonddp.wrapper",

@@ -43,21 +43,27 @@ LIBRARIES = {
     "fastai": Library(("fastai", "accelerate"), saved=2),
     "ignite": Library(("ignite",), in_place=True, saved=2),
     "lightning": Library(("lightning", "torchmetrics"), saved=2),
+    "mace": Library(("mace",), saved=4),
     # Runner says find_unused_parameters=False. All of a model's buffers stay where they are.
     "mmengine": Library(("mmengine",), unused=False, in_place=True),
     "opacus": Library(("opacus",)),
+    "open_clip": Library(("open_clip", "torchvision"), saved=1),
     "peft": Library(("peft", "transformers"), saved=1),
+    "pytorch_metric_learning": Library(("pytorch_metric_learning",), saved=2),
+    "sentence_transformers": Library(("sentence_transformers", "datasets")),
     "timm": Library(("timm", "torchvision"), in_place=True),
     "torchao": Library(("torchao",), in_place=True),
     "torchft": Library(("torchft",), in_place=True),
     "torchmetrics": Library(("torchmetrics",), in_place=True, saved=2),
     "transformers": Library(("transformers", "accelerate")),
+    "transformers_compiled": Library(("transformers", "accelerate"), saved=1),
+    "trl": Library(("trl",)),
 }
 every_library = pytest.mark.parametrize("name", sorted(LIBRARIES))
 
 
-def why_missing(name: str) -> str | None:
-    for package in LIBRARIES[name].packages:
+def why_missing(*packages: str) -> str | None:
+    for package in packages:
         if importlib.util.find_spec(package) is None:
             return f"needs {package}: see the extra [clients] in pyproject.toml"
         if package == "torchvision":
@@ -69,7 +75,7 @@ def why_missing(name: str) -> str | None:
 
 
 def start(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    if (missing := why_missing(name)) is not None:
+    if (missing := why_missing(*LIBRARIES[name].packages)) is not None:
         pytest.skip(missing)
     return launched.run(
         ROOT / "tests" / "clients" / f"with_{name}.py",
@@ -149,3 +155,29 @@ def test_a_lora_on_quantised_weights_of_torchao() -> None:
         assert row["same before, after wrapping, at the end"] == [False, True, True]
         assert row["learns"]
         assert row["loaded"]
+
+
+@functools.cache
+def in_ray(ddp: str, *, killed: bool = False) -> dict[str, Any]:
+    """What ``ray_train.py`` has printed."""
+    done = launched.run(
+        ROOT / "tests" / "clients" / "ray_train.py",
+        *("--ddp", ddp, *(["--killed"] if killed else [])),
+        nproc=None,
+        env={"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+        timeout=2 * TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("ddp", "killed"), [("by_hand", False), ("hook", True)])
+def test_ray_train_ends_with_stocks_bits_also_after_a_killed_worker(ddp: str, killed: bool) -> None:
+    if (missing := why_missing("ray", "pandas")) is not None:
+        pytest.skip(missing)
+    stock, ours = in_ray("stock"), in_ray(ddp, killed=killed)
+    assert [rank["bits"] for rank in ours["ranks"]] == [rank["bits"] for rank in stock["ranks"]]
+    classes = [{rank["wrapped by"] for rank in each["ranks"]} for each in (stock, ours)]
+    assert classes == [{"torch.nn.parallel.distributed"}, {"tritonddp.wrapper"}]
+    assert {len(attempts) for attempts in ours["attempts"]} == {1 + killed}
+    assert {attempts[0] for attempts in ours["attempts"]} == {"0"}

@@ -138,6 +138,17 @@ def test_a_static_graph_is_set_before_training_and_once() -> None:
         DistributedDataParallel(Two(), static_graph=True)
 
 
+@ranks(2)
+def test_the_first_backward_of_a_static_graph_is_told_from_later_ones() -> None:
+    """sentence-transformers reduces it, also where it would not reduce a later one."""
+    for kind in DistributedDataParallel, Stock:
+        net = kind(Two(), static_graph=True)
+        output = net(drawn(4, 3))
+        assert net._static_graph_delay_allreduce_enqueued is False
+        output.sum().backward()
+        assert net._static_graph_delay_allreduce_enqueued is True
+
+
 # The reducer
 
 

@@ -1,6 +1,7 @@
 """tritonddp's class under torch's names, and what others put on torch's class."""
 
 import contextlib
+import re
 import sys
 import types
 import warnings
@@ -78,6 +79,20 @@ def test_whoever_had_bound_the_class_before_is_named_when_it_is_replaced(bound: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tritonddp.replace_stock()  # said once
+
+
+def test_in_a_worker_of_ray_the_warning_says_how_to_be_earlier(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with pytest.warns(UserWarning, match=rf"{bound}.*tritonddp\.integrations\.$"):
+        tritonddp.replace_stock()
+    monkeypatch.setattr(replacement, "_is_for_good", False)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", STOCK)
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    said = r'{"worker_process_setup_hook": "tritonddp.replace_stock"}'
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        tritonddp.replace_stock()
 
 
 def test_a_context_in_which_nothing_was_wrapped_names_who_had_bound_the_class(bound: str) -> None:

@@ -1,6 +1,6 @@
 """Is the installed tritonddp whole, and does it train? For ``make test-dist``.
 
-    VENV/bin/python tests/project/installed.py dist/tritonddp-0.2.0.tar.gz
+    VENV/bin/python tests/project/installed.py dist/tritonddp-0.3.0.tar.gz
 
 Run by an interpreter that has the package and what that asks for, no more. It works in an empty
 folder, and trains with the first script of the documentation on two ranks.

@@ -41,8 +41,9 @@ MODULES = {"nn": nn, "dist": dist, "autograd": torch.autograd}
 # Of other libraries, and of a program that a page shows.
 OTHERS = re.findall(
     r"[\w.]+",
-    """DDP DistributedDataParallelKwargs Fabric Trainer backward distrib_ctx get_gradients
-    idist.auto_model launch main make_private prepare state_dict tr train""",
+    """DDP DistributedDataParallelKwargs Fabric Trainer backward dcp.async_save distrib_ctx
+    get_gradients idist.auto_model launch main make_private prepare prepare_model
+    ray.train.torch.prepare_model reduce_parameters state_dict tr train""",
 )
 FILE = re.compile(r"\.(py|md|toml|cff|yml|txt|json)$")
 NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*\))?")

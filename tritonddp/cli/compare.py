@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -54,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare, and print the report; returns the exit code."""
+    if not hasattr(os, "getloadavg"):
+        print(
+            f"tritonddp compare: error: needs Linux or macOS, not {sys.platform}", file=sys.stderr
+        )
+        return 2
     missing = ""
     if not arguments.module and not Path(arguments.script).is_file():
         missing = f"file {arguments.script}"

@@ -75,7 +75,6 @@ class StockDDPNames:
     # Stock's forward, or that of a subclass written like it, branches on these.
     _use_python_reducer = False
     _delay_all_reduce_all_params = False  # delayed gradients are in buckets too
-    _static_graph_delay_allreduce_enqueued = True  # the first backward needs no special end
 
     @classmethod
     def _adopt_patches(cls) -> None:
@@ -227,6 +226,19 @@ class StockDDPNames:
         core = self._ddp_state.core
         is_early = self.static_graph and core.counters.reductions < 3
         return not (is_early or core.manager.is_provisional)
+
+    @property
+    def _static_graph_delay_allreduce_enqueued(self) -> bool:
+        """Whether a backward was reduced.
+
+        The cached losses of sentence-transformers reduce the first one of a static graph, also
+        where they would use :meth:`no_sync`.
+        """
+        return self._ddp_state.core.counters.reductions > 0
+
+    @_static_graph_delay_allreduce_enqueued.setter
+    def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
+        """Has no effect. A forward copied from stock sets it in its first backward."""
 
     # Forward
 

@@ -65,9 +65,14 @@ def replace_stock() -> None:
     _is_for_good = True
     _replace()  # also if other code has set another class there since
     if bound:
+        in_ray = (
+            ' In the workers of Ray, ray.init(runtime_env={"worker_process_setup_hook": '
+            '"tritonddp.replace_stock"}) calls it early enough.'
+        )
         warnings.warn(
             f"{_sentence(bound)} If they wrap models, call replace_stock() before they are "
-            "imported, or use an adapter of tritonddp.integrations.",
+            "imported, or use an adapter of tritonddp.integrations."
+            f"{in_ray if 'ray' in sys.modules else ''}",
             stacklevel=2,
         )
 

@@ -23,14 +23,11 @@ from tritonddp.wrapper import DistributedDataParallel
 logger = logging.getLogger("tritonddp.signals")
 
 # No handler may be set for the first two. The others are faults: a handler in Python runs after the
-# instruction that failed, which is then repeated for ever.
+# instruction that failed, which is then repeated for ever. Windows has only the last three.
 _UNUSABLE = {
-    signal.SIGKILL,
-    signal.SIGSTOP,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
+    getattr(signal, name)
+    for name in ("SIGKILL", "SIGSTOP", "SIGBUS", "SIGSEGV", "SIGFPE", "SIGILL")
+    if hasattr(signal, name)
 }
 
 # Environment variable, set where a server starts that shall have a process group of its own.
