@@ -325,7 +325,13 @@ def verdict(launches: Launches) -> tuple[str, bool]:
         (
             Outcome(FAILED, 60, 0.1, "ValueError"),
             Outcome(FAILED, 60, 0.1, "ValueError"),
-            "The script itself failed after 60 steps, with both contenders.",
+            "The script failed after its last step, step 60, with stock; tritonddp failed.",
+            False,
+        ),
+        (
+            Outcome(SILENT, 60, 0.1, "stacks"),
+            Outcome(ENDED, 60, 0.1),
+            "The script hangs after its last step, step 60, with stock; tritonddp ended.",
             False,
         ),
         (Outcome(ENDED, 2, 0.1), Outcome(ENDED, 2, 0.1), "no difference", False),

@@ -106,9 +106,7 @@ class Contender:
         self._progress = progress
         values = folder / self.token
         values.mkdir()
-        self._log, self._saved, self._folders = (
-            values / name for name in ("log", "saved", "folders")
-        )
+        self._log, self._saved, self._folders = values / "log", values / "saved", folder / "folders"
         session = {**session, "is_ours": label == OURS, "values": str(values)}
         session["folders"] = str(self._folders)
         session["saved"] = "" if keeps_files else str(self._saved)

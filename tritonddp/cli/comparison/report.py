@@ -96,8 +96,8 @@ class Comparison:
             )
         elif self.outcomes is not None and not self.outcomes[0].is_right:
             yield (
-                f"The script itself {self.outcomes[0].how} after {self.outcomes[0].steps} steps, "
-                "with both contenders."
+                f"The script {self.outcomes[0].how} after its last step, step "
+                f"{self.outcomes[0].steps}, with {first}; {second} {self.outcomes[1].how}."
             )
         for finding in self.findings:
             if finding.shared == (False, True):
@@ -165,8 +165,9 @@ class Comparison:
                 if pair.time and name in pair.first.shares and name in pair.second.shares
             ]
             rows.append(Row.of(label, known, 1e-3, least))
-        counts = [Launch(pair.first.backwards, pair.second.backwards) for pair in pairs]
-        peaks = [Launch(pair.first.peak_bytes, pair.second.peak_bytes) for pair in pairs]
+        both = [(each.first, each.second) for each in pairs]
+        counts = [Launch(a.backwards, b.backwards) for a, b in both if a.backwards and b.backwards]
+        peaks = [Launch(a.peak_bytes, b.peak_bytes) for a, b in both if a.peak_bytes]
         rows.append(Row.of("backwards a step", counts))
         rows.append(Row.of("peak memory, MiB", peaks, 2**20))
         return [row for row in rows if steps or row.ratio is not None]

@@ -23,6 +23,7 @@ from statistics import fmean
 
 from tritonddp.cli.comparison.contender import (
     ENDED,
+    FAILED,
     SILENT,
     STOPPED,
     Contender,
@@ -287,8 +288,8 @@ class Launches:
         """
         counted = min(first.steps, second.steps)
         are_right = first.is_right and second.is_right
-        are_alike = (first.how, first.steps) == (second.how, second.steps)
-        if not (first.is_right or second.is_right or (are_alike and counted >= _LEAST_STEPS)):
+        are_alike = _have_same_end(first, second)
+        if not (first.is_right or second.is_right or are_alike):
             hows = [f"{of.how} after {of.steps} steps" for of in (first, second)]
             raise ScriptError(
                 f"the script fails with both contenders: {self.labels[0]} {hows[0]}, "
@@ -307,7 +308,7 @@ class Launches:
                 f"the script is too short: it made {counted} steps, and {_LEAST_STEPS} are needed"
             )
         self._made = max(self._made, first.steps, second.steps)
-        if are_alike and first.how == SILENT:
+        if are_alike and SILENT in (first.how, second.how):
             self._most = counted  # an evaluation follows, say: for which nobody waits again
         if not are_right and not are_alike:
             return pair
@@ -402,11 +403,21 @@ class Launches:
                         contender.world_size = hello["world_size"]
 
 
+def _have_same_end(first: Outcome, second: Outcome) -> bool:
+    """Whether both have made the same steps, and what follows their last one is no failure of one.
+
+    After it a script may evaluate, or end slowly.
+    """
+    is_same = first.how == second.how or FAILED not in (first.how, second.how)
+    return is_same and first.steps == second.steps >= _LEAST_STEPS
+
+
 def _needed_patience(first: Outcome, second: Outcome) -> float:
     """Seconds for a step with which these outcomes can be told from those of slow steps."""
+    if _have_same_end(first, second):
+        return 0.0
     if first.how == second.how == SILENT:
-        is_end = first.steps == second.steps >= _LEAST_STEPS
-        return 0.0 if is_end else _MOST_PATIENCE
+        return _MOST_PATIENCE
     if SILENT in (first.how, second.how):
         other = second if first.how == SILENT else first
         return min(_MOST_PATIENCE, _SURELY * other.longest)
