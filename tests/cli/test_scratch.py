@@ -6,7 +6,7 @@ import launched
 import pytest
 
 PROGRAM = """
-import os, shutil, sys
+import glob, os, shutil, sys
 from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,6 +26,18 @@ shutil.copy2("new.pt", "folder/best.pt")
 with open("best.pt", "rb") as file:
     assert torch.load(file) == {"step": 2}
 assert torch.load("folder/best.pt") == {"step": 2}
+assert sorted(glob.glob("*.pt")) == ["best.pt", "new.pt", "own.pt"]
+assert sorted(os.listdir()) == ["best.pt", "folder", "new.pt", "own.pt"]
+assert [path.name for path in Path("folder").iterdir()] == ["best.pt"]
+assert len(list(os.walk("."))) == 2
+for target in ("best.pt", os.path.abspath("new.pt")):
+    Path("last.pt").unlink(missing_ok=True)
+    Path("last.pt").symlink_to(target)
+    assert os.path.islink("last.pt")
+    assert torch.load("last.pt") == {"step": 2}
+os.link(src="new.pt", dst="folder/linked.pt")
+assert os.access("folder/linked.pt", os.R_OK)
+assert not os.path.exists("")
 os.remove("best.pt")
 assert not os.path.exists("best.pt")
 try:
@@ -46,6 +58,7 @@ dcp.save(state, checkpoint_id="runs/step-1", no_dist=True)
 loaded = {"weight": torch.zeros(4)}
 dcp.load(loaded, checkpoint_id="runs/step-1", no_dist=True)
 assert torch.equal(loaded["weight"], state["weight"])
+assert os.listdir("runs") == ["step-1"]
 shutil.rmtree("runs/step-1")
 if len(sys.argv) > 2:
     from safetensors import safe_open
@@ -109,5 +122,5 @@ def test_no_launch_resumes_from_the_file_of_another(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(launched.ROOT)}
     done = launched.run(*words, nproc=None, env=env, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "steps 6 to 10 of whole 1 launch of each" in done.stdout
+    assert "steps 6 to 10 of 1 whole launch of each" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

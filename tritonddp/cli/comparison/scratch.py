@@ -3,8 +3,9 @@
 A file that the script saves with ``torch.save``, safetensors, ``torch.distributed.checkpoint`` or
 fsspec goes to a folder of the launch, under the path that the script gives. From then on that path
 means the file in the folder, for the functions that load, and for the usual ones that look for a
-file, rename, copy, read or remove it. All ranks of a launch share the folder, and no other launch
-does. Folders that the script makes are noted: the launcher removes those that have stayed empty.
+file, list, rename, copy, link, read or remove it. All ranks of a launch share the folder, and no
+other launch does. Folders that the script makes are noted: the launcher removes those that have
+stayed empty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import importlib.util
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -47,12 +48,14 @@ class Scratch:
             _wrap(library, "safe_open", 0, "filename", found)
             _wrap(functions, "load_file", 0, "filename", found)
             _wrap(functions, "save_file", 1, "filename", made)
-        for name in ("stat", "remove", "unlink"):
+        for name in ("stat", "lstat", "access", "remove", "unlink"):
             _wrap(os, name, 0, "path", found)
         _wrap(shutil, "rmtree", 0, "path", found)
-        for module, names in ((os, ("rename", "replace")), (shutil, ("copy", "copy2", "copyfile"))):
-            for name in names:
-                self._wrap_pair(module, name)
+        for name in ("rename", "replace", "link", "symlink"):
+            self._wrap_pair(os, name)
+        for name in ("copy", "copy2", "copyfile"):
+            self._wrap_pair(shutil, name)
+        self._wrap_listings()
         for module in (builtins, io):
             self._wrap_open(module, "open")
         self._wrap_fsspec()
@@ -64,7 +67,7 @@ class Scratch:
 
     def _found(self, path: Any) -> Any:
         """The file in the folder, if it is there, else ``path``."""
-        if isinstance(path, str | bytes | os.PathLike):
+        if isinstance(path, str | bytes | os.PathLike) and os.fspath(path):
             there = self._there(path)
             try:
                 _LSTAT(there)
@@ -101,14 +104,38 @@ class Scratch:
         function = getattr(module, name)
 
         @functools.wraps(function)
-        def wrapped(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            found = self._found(source)
-            if found is not source:
-                function(found, self._made(target), *args, **kwargs)
-                return target
-            return function(source, target, *args, **kwargs)
+        def wrapped(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+            start = src
+            if name == "symlink":  # what it says begins in the folder of the link
+                start = os.path.join(os.path.dirname(os.fsdecode(dst)), os.fsdecode(src))
+            found = self._found(start)
+            if found is not start:
+                function(found, self._made(dst), *args, **kwargs)
+                return dst
+            return function(src, dst, *args, **kwargs)
 
         setattr(module, name, wrapped)
+
+    def _wrap_listings(self) -> None:
+        """Let a folder have the saved files, too, for ``glob`` and ``os.walk`` as well."""
+        scan, names = os.scandir, os.listdir
+
+        @functools.wraps(scan)
+        def scandir(path: Any = ".") -> Any:
+            there = self._found(path)
+            if there is path:
+                return scan(path)
+            entries = {entry.name: entry for entry in scan(there)}
+            with suppress(OSError), scan(path) as own:  # a folder of saved files alone has none
+                entries = {**{entry.name: entry for entry in own}, **entries}
+            return _Entries(entries.values())
+
+        @functools.wraps(names)
+        def listdir(path: Any = ".") -> list[Any]:
+            is_own = self._found(path) is path
+            return names(path) if is_own else [entry.name for entry in scandir(path)]
+
+        os.scandir, os.listdir = scandir, listdir
 
     def _wrap_open(self, module: Any, name: str) -> None:
         function = getattr(module, name)
@@ -142,6 +169,25 @@ class Scratch:
                     notes.write(f"{os.path.abspath(os.fsdecode(path))}\n")
 
         os.mkdir = making
+
+
+class _Entries(Iterator[Any]):
+    """What os.scandir() returns."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
 
 
 def _wrap(owner: Any, name: str, at: int, keyword: str, to: Callable[[Any], Any]) -> None:
