@@ -405,6 +405,26 @@ def test_backwards_are_the_steps_of_a_script_without_an_optimizer(
     assert [each["backwards"] for each in sent] == [3, 1]
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_backwards_before_an_optimizer_are_none_of_its_steps(
+    has_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where all microbatches reduce, or several losses."""
+    made, _ = follower(monkeypatch)
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
+    made._note_optimizers()
+    model = torch.nn.Linear(1, 1)
+    model.require_backward_grad_sync = True  # type: ignore[assignment]
+    made._models.append(weakref.ref(model))
+    made._parameters = set(map(id, model.parameters()))
+    optimizer = torch.optim.SGD((model if has_optimizer else torch.nn.Linear(1, 1)).parameters())
+    for _ in range(3):
+        for _ in range(4):
+            made._counting_backward(model(torch.ones(1)))
+        made._after_optimizer(optimizer)
+    assert made._steps == (3 if has_optimizer else 12)
+
+
 def test_the_steps_of_an_optimizer_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     made, sent = follower(monkeypatch)
     model = torch.nn.Linear(1, 1)

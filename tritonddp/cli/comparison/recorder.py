@@ -1,8 +1,8 @@
 """In a rank of a compared script: counts its steps, waits for its turn, and reports times.
 
 A step goes from the end of one step of the optimizer to the end of the next. The optimizer is the
-first that has stepped and holds parameters of a wrapped model. If two backwards have reduced
-gradients before any has stepped, a step goes from the end of one such backward to the next.
+first that has stepped and holds parameters of a wrapped model. If there is none when two backwards
+have reduced gradients, a step goes from the end of one such backward to the next.
 
 At the end of a step the recorder may be out of orders. Then it reports, waits for the next one, and
 the whole rank with it: the other contender runs meanwhile. The launcher gives the orders, see
@@ -39,8 +39,9 @@ from tritonddp._torch import STOCK, logged_times, sample_times
 from tritonddp.cli.comparison.scratch import Scratch
 from tritonddp.cli.comparison.values import CAPTURED_BACKWARDS, CAPTURED_STEPS, capture
 
-# So many backwards that reduce gradients, without a step of an optimizer: they are the steps.
-_BACKWARDS = 2
+# So many backwards that reduce gradients, without a step of an optimizer: they are the steps. More
+# where one holds the parameters: it may be to step after those of all microbatches or losses.
+_BACKWARDS, _MOST_BACKWARDS = 2, 64
 
 
 class Recorder:
@@ -56,6 +57,7 @@ class Recorder:
         self._session = session
         self._models: list[weakref.ref[nn.Module]] = []
         self._parameters: set[int] = set()  # ids of those of the models
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._connection: Any = None  # to the launcher, once a model is wrapped
         self._device = torch.device("cpu")
@@ -89,6 +91,7 @@ class Recorder:
             tritonddp.replace_stock()
         self._note_models(STOCK, not is_ours)
         self._note_models(tritonddp.DistributedDataParallel, is_ours)
+        self._note_optimizers()
         register_optimizer_step_post_hook(self._after_optimizer)
         torch.autograd.backward = self._counting_backward
 
@@ -111,6 +114,17 @@ class Recorder:
             self._models.append(weakref.ref(wrapper))
             self._parameters.update(map(id, wrapper.parameters()))
             self._device = next((param.device for param in wrapper.parameters()), self._device)
+
+        kind.__init__ = constructing
+
+    def _note_optimizers(self) -> None:
+        kind: Any = Optimizer
+        construct = kind.__init__
+
+        @functools.wraps(construct)
+        def constructing(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            construct(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
 
         kind.__init__ = constructing
 
@@ -147,9 +161,10 @@ class Recorder:
             self._end_step()
         elif self._optimizer is None:
             self._unstepped += 1
-            if self._unstepped == _BACKWARDS:
+            is_to_step = any(map(self._is_the_one, self._optimizers))
+            if self._unstepped >= (_MOST_BACKWARDS if is_to_step else _BACKWARDS):
                 self._is_step_of_backward = True
-                self._steps = _BACKWARDS - 1
+                self._steps = self._unstepped - 1
                 self._end_step()
 
     def _end_step(self) -> None:
