@@ -25,10 +25,10 @@ from clock import Clock
 
 from tritonddp.cli.compare import _stopped
 from tritonddp.cli.comparison import recorder
-from tritonddp.cli.comparison.contender import Outcome, Played, ScriptError
+from tritonddp.cli.comparison.contender import Outcome, Played, RankEnded, ScriptError
 from tritonddp.cli.comparison.page import page
-from tritonddp.cli.comparison.report import Comparison, as_json, text
-from tritonddp.cli.comparison.turns import EndedEarly, Launches, Pair, Plan
+from tritonddp.cli.comparison.report import Comparison, as_json, last_words, text
+from tritonddp.cli.comparison.turns import EndedEarly, Launches, Pair, Plan, _NotInTurns
 from tritonddp.cli.comparison.verdict import _QUANTILES, Launch
 from tritonddp.cli.main import main
 from tritonddp.cli.terminal import Progress
@@ -130,6 +130,35 @@ def test_an_interrupt_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsy
     assert re.search(r"; at most \d+ more of \d+ s$", said.err, re.MULTILINE)
 
 
+def test_an_interrupt_before_anything_is_known_is_json_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def play(launches: Launches) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Launches, "play", play)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(["compare", "--json", str(PLANTED)]) == 130
+    assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
+
+
+@pytest.mark.parametrize("how", ["failed", "ended"])
+def test_the_end_of_a_script_after_a_long_silence_is_looked_at(how: str, tmp_path: Path) -> None:
+    def late() -> Any:
+        answers = iter([False])
+
+        def finish(patience: float) -> bool:
+            for answer in answers:
+                return answer
+            raise RankEnded
+
+        told: dict[str, Any] = {"label": "tritonddp", "give": lambda *_: None, "finish": finish}
+        return SimpleNamespace(end=lambda: Outcome(how, 900, 0.1), **told)
+
+    with pytest.raises(RankEnded if how == "ended" else _NotInTurns):
+        new_launches(tmp_path)._turn([late(), late()], 5)
+
+
 def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
     process = SimpleNamespace(poll=lambda: None)
     told: dict[str, Any] = {"ranks": {}, "pids": [], "world_size": 0, "last_line": str}
@@ -178,6 +207,21 @@ def test_to_read_the_times_of_a_step_is_no_part_of_it(monkeypatch: pytest.Monkey
     assert follower._began == follower._now() > 0
 
 
+@pytest.mark.parametrize(("how", "error"), [("failed", _NotInTurns), ("ended", RankEnded)])
+def test_a_failure_while_parts_are_noted_is_one(
+    how: str, error: type[Exception], tmp_path: Path
+) -> None:
+    def finish(patience: float) -> bool:
+        raise RankEnded
+
+    launches, outcome = new_launches(tmp_path), Outcome(how, 900, 0.1)
+    launches.plan = Plan.of(0.01)
+    told: dict[str, Any] = {"label": "tritonddp", "give": lambda *_, **__: None}
+    contender: Any = SimpleNamespace(finish=finish, end=lambda: outcome, **told)
+    with pytest.raises(error):
+        launches._probe(contender)
+
+
 @pytest.mark.thorough
 def test_a_script_with_habits_is_compared() -> None:
     words = (*ONE_LAUNCH, PROGRAMS / "unusual.py", ENDLESS)
@@ -216,7 +260,7 @@ def test_a_short_script_is_compared_in_whole_launches(steps: int) -> None:
     assert rows["step, ms"]["first"] > 10
     assert rows["forward, ms"]["first"] is None
     assert rows["backwards a step"]["first"] == 1
-    counted = f"steps {min(20, steps // 2) + 1} to {steps} of whole"
+    counted = f"steps {min(20, steps // 2) + 1} to {steps} of "
     assert counted in found["verdict"]["sentences"][-1]
 
 
@@ -345,6 +389,10 @@ def test_the_contender_that_fails_alone_is_the_verdict(
     sentence, has_findings = verdict(launches)
     assert sentence.startswith(said)
     assert has_findings is is_found
+    comparison = Comparison(launches, "stopped")
+    assert comparison.has_failed is (stock.how == ours.how == FAILED)
+    last = next((each.last for each in (stock, ours) if not each.is_right), None)
+    assert list(last_words(comparison))[1:] == ([] if last is None else [f"    {last}"])
 
 
 def test_a_slow_step_is_not_taken_for_a_hang(tmp_path: Path) -> None:
@@ -368,15 +416,16 @@ def test_both_that_make_no_further_step_have_come_to_the_end(tmp_path: Path) -> 
     ("stock", "ours", "error", "said"),
     [
         (Outcome(FAILED, 1, 0.1, "a\nb"), Outcome(FAILED, 0, 0.1, "c"), ScriptError, "a\nb\nThe"),
+        (Outcome(ENDED, 60, 0.1), Outcome(ENDED, 0, 0.1), EndedEarly, "has probably resumed"),
         (Outcome(ENDED, 1, 0.1), Outcome(ENDED, 1, 0.1), ScriptError, "it made 1 steps"),
-        (Outcome(ENDED, 60, 0.1), Outcome(ENDED, 2, 0.1), EndedEarly, "has probably resumed"),
+        (Outcome(ENDED, 60, 0.1), Outcome(ENDED, 2, 0.1), EndedEarly, "one made 90:"),
     ],
 )
 def test_launches_that_cannot_be_compared_say_why(
     stock: Outcome, ours: Outcome, error: type[Exception], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as caught:
-        play(tmp_path, (stock, ours), made=60 if error is EndedEarly else 0)
+        play(tmp_path, (stock, ours), made=90 if "90" in said else 0)
     assert said in str(caught.value)
 
 

@@ -23,7 +23,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from tritonddp.cli.comparison.contender import OURS, ScriptError
-from tritonddp.cli.comparison.turns import EndedEarly, Launches
+from tritonddp.cli.comparison.turns import Launches
 from tritonddp.cli.comparison.verdict import LEAST_LAUNCHES, Ratio
 from tritonddp.cli.terminal import RANKS, Progress, ranks, whole
 
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tritonddp compare: interrupted", file=sys.stderr)
         return 130
-    return 1 if comparison.has_findings else 0
+    return 1 if comparison.has_findings else 3 if comparison.has_failed else 0
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
@@ -121,7 +121,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
                 progress.say(f"launch {number} starts")
                 try:
                     launches.play()
-                except (EndedEarly, ScriptError) as error:
+                except ScriptError as error:
                     if not launches.pairs:
                         raise
                     return _shown(launches, f"Launch {number} does not count. {error}", arguments)
@@ -140,6 +140,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
             if launches.pairs:
                 stopped = f"Interrupted; launches until then: {len(launches.pairs)}."
                 _shown(launches, stopped, arguments)
+            elif arguments.json:
+                print(json.dumps({"error": "interrupted"}))
             raise
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import tritonddp
-from tritonddp.cli.comparison.contender import SILENT, Outcome
+from tritonddp.cli.comparison.contender import FAILED, SILENT, Outcome
 from tritonddp.cli.comparison.turns import WARMUP, Launches
 from tritonddp.cli.comparison.values import DIFFERENT, IDENTICAL, ROUNDING, Finding, judge
 from tritonddp.cli.comparison.verdict import CONFIDENCE, Launch, Ratio
@@ -112,14 +112,16 @@ class Comparison:
         """What the ratio is of."""
         count, plan = len(self.launches.times), self.launches.plan
         counted = [pair.counted for pair in self.launches.pairs if pair.time is not None]
-        launches = f"{count} launch{'es' * (count > 1)}"
+        launches = f"launch{'es' * (count > 1)}"
         if not all(counted):
             assert plan is not None
-            return f"Compared: {plan.pairs} pairs of blocks of {plan.block} steps, {launches}."
+            return (
+                f"Compared: {plan.pairs} pairs of blocks of {plan.block} steps, {count} {launches}."
+            )
         skipped = min(WARMUP, counted[-1] // 2)
         return (
-            f"Compared: steps {skipped + 1} to {counted[-1]} of whole {launches} of each, one "
-            "contender at a time."
+            f"Compared: steps {skipped + 1} to {counted[-1]} of {count} whole {launches} of each, "
+            "one contender at a time."
         )
 
     @cached_property
@@ -179,6 +181,11 @@ class Comparison:
         return [header, *(row.cells() for row in self.rows)]
 
     @property
+    def has_failed(self) -> bool:
+        """The script itself, with both contenders."""
+        return self.outcomes is not None and all(each.how == FAILED for each in self.outcomes)
+
+    @property
     def has_findings(self) -> bool:
         """The contenders do not do the same, or the second is slower, or it alone fails."""
         is_slower = self.ratio is not None and self.ratio.is_slower
@@ -220,6 +227,7 @@ def text(comparison: Comparison) -> Iterator[str]:
     yield from findings(comparison)
     if not is_decided:
         yield from comparison.sentences
+        yield from last_words(comparison)
     if comparison.stopped:
         yield comparison.stopped
         yield f"({comparison.method()})"
@@ -228,13 +236,15 @@ def text(comparison: Comparison) -> Iterator[str]:
 
 
 def last_words(comparison: Comparison) -> Iterator[str]:
-    """What the contender that alone came to no end has printed at last."""
-    if comparison.is_ours_alone_right is not None:
-        assert comparison.outcomes is not None
-        which = 0 if comparison.is_ours_alone_right else 1
-        yield f"The last lines of {comparison.launches.labels[which]}:"
-        lines = comparison.outcomes[which].last.splitlines()
-        yield from (f"    {line[:_WIDTH]}" for line in lines[-_LINES:])
+    """What the first contender that came to no end has printed at last."""
+    if comparison.is_ours_alone_right is None and not comparison.has_failed:
+        return
+    for label, outcome in zip(comparison.launches.labels, comparison.outcomes or (), strict=False):
+        if not outcome.is_right:
+            yield f"The last lines of {label}:"
+            lines = outcome.last.splitlines()
+            yield from (f"    {line[:_WIDTH]}" for line in lines[-_LINES:])
+            return
 
 
 def findings(comparison: Comparison) -> Iterator[str]:

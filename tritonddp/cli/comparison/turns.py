@@ -111,7 +111,7 @@ class _SpawnsRanks(Exception):
     """The script starts its ranks itself."""
 
 
-class EndedEarly(Exception):
+class EndedEarly(ScriptError):
     """A launch has made far fewer steps than one before it; says what is likely."""
 
 
@@ -233,8 +233,12 @@ class Launches:
         self.progress.stage = f"the parts of {contender.label}'s steps"
         # At the end of a step the parts of the one before are known, see the recorder.
         contender.give(self.plan.warmup + 2, 2, parts=True)
-        if contender.finish(_PATIENCE):
-            contender.note_parts()
+        try:
+            if contender.finish(_PATIENCE):
+                contender.note_parts()
+        except RankEnded:
+            _check_end(contender)
+            raise
 
     def _turn(self, contenders: Sequence[Contender], count: int, skipped: int = 0) -> list[float]:
         """Let each contender in turn make steps; returns the seconds of one, of the slowest rank.
@@ -254,11 +258,13 @@ class Launches:
         # If all are late the steps are long: those in which torch compiles, say.
         is_long = len(late) == len(contenders) > 1
         for each in late:
-            if not is_long or not each.finish(_MOST_PATIENCE):
-                raise _NotInTurns(f"{each.label} made no step while the other contender did")
+            try:
+                if not is_long or not each.finish(_MOST_PATIENCE):
+                    raise _NotInTurns(f"{each.label} made no step while the other contender did")
+            except RankEnded:
+                ended.append(each)
         for each in ended:
-            if (outcome := each.end()).how != ENDED:
-                raise _NotInTurns(f"{each.label} {outcome.how} beside the other contender")
+            _check_end(each)
         if ended:
             raise RankEnded
         slowest = [max(of["took"] for of in each.reports.values()) for each in contenders]
@@ -297,11 +303,13 @@ class Launches:
                 + f"\nThe last lines of {self.labels[1]}:\n{second.last}"
                 * (hows[0] != hows[1])
             )
+        # The first two launches may differ as the contenders do, if both have steps to compare.
+        made = self._made if counted >= _LEAST_STEPS else max(self._made, first.steps)
         for label, outcome in zip(self.labels, (first, second), strict=True):
-            if are_right and outcome.how == ENDED and outcome.steps < self._made / 2:
+            if are_right and outcome.how == ENDED and outcome.steps < made / 2:
                 raise EndedEarly(
                     f"A launch of {label} ended after {outcome.steps} steps, an earlier one made "
-                    f"{self._made}: the script has probably resumed from a file that it wrote."
+                    f"{made}: the script has probably resumed from a file that it wrote."
                 )
         if are_right and counted < _LEAST_STEPS:
             raise ScriptError(
@@ -360,7 +368,7 @@ class Launches:
         command = list(self._script)
         if not self._spawns:
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            command = [*torchrun, self._nproc, *command]
+            command = [*torchrun, self._nproc, "--log-dir", str(self._folder), *command]
         contenders: list[Contender] = []
         with ExitStack() as stack:
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -410,6 +418,12 @@ def _have_same_end(first: Outcome, second: Outcome) -> bool:
     """
     is_same = first.how == second.how or FAILED not in (first.how, second.how)
     return is_same and first.steps == second.steps >= _LEAST_STEPS
+
+
+def _check_end(contender: Contender) -> None:
+    """Raise _NotInTurns unless a script of which a rank has ended ends with exit code 0."""
+    if (outcome := contender.end()).how != ENDED:
+        raise _NotInTurns(f"{contender.label} {outcome.how} beside the other contender")
 
 
 def _needed_patience(first: Outcome, second: Outcome) -> float:
