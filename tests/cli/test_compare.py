@@ -24,7 +24,7 @@ import torch
 from clock import Clock
 
 from tritonddp.cli.compare import _stopped
-from tritonddp.cli.comparison import recorder
+from tritonddp.cli.comparison import contender, recorder
 from tritonddp.cli.comparison.contender import Outcome, Played, RankEnded, ScriptError
 from tritonddp.cli.comparison.page import page
 from tritonddp.cli.comparison.report import Comparison, as_json, last_words, text
@@ -179,6 +179,20 @@ def test_who_connects_and_is_no_rank_holds_nothing_up(tmp_path: Path) -> None:
             assert rank.recv_bytes() == b"{}"
             contender.ranks[0].close()
         late.cancel()
+
+
+def test_ranks_write_their_stacks_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Into one log, in which lines of two would be mixed."""
+    clock = Clock()
+    monkeypatch.setattr(contender, "time", clock)
+    asked: dict[int, float] = {}
+    monkeypatch.setattr(os, "kill", lambda pid, _: asked.update({pid: clock.perf_counter()}))
+    hanging: Any = SimpleNamespace(pids=[7, 8])
+    contender.Contender._write_stacks(hanging)
+    assert asked[8] > asked[7]
+    assert clock.perf_counter() > asked[8]
 
 
 def test_blocks_fit_the_steps() -> None:

@@ -32,7 +32,7 @@ _NOISE = ("torch/distributed/elastic", "*****", "Setting OMP_NUM_THREADS")
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 # Seconds for torchrun to end with its script. It gives ranks that do not end when asked to 30.
 _ENDING = 40.0
-_SECONDS_FOR_STACKS = 1.0
+_SECONDS_FOR_STACK = 0.3  # of a rank, or the lines of two would be mixed
 
 
 class ScriptError(Exception):
@@ -230,7 +230,7 @@ class Contender:
         for pid in self.pids:
             with suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)
-        time.sleep(_SECONDS_FOR_STACKS)
+            time.sleep(_SECONDS_FOR_STACK)
 
     def last_lines(self) -> str:
         """The last lines that its script has printed."""

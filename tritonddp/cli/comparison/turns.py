@@ -194,7 +194,7 @@ class Launches:
                 for each in contenders:
                     self._probe(each)
         except _NoModel as ended:
-            raise _NotInTurns(f"{ended} fails beside the other contender") from ended
+            raise _NotInTurns(f"{ended} wraps no model beside the other contender") from ended
         self._made = max([self._made, *(each.done for each in contenders)])
         played = {each.label: each.played for each in contenders}
         first, second = (played[label] for label in self.labels)
