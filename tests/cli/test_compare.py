@@ -406,6 +406,8 @@ def test_the_contender_that_fails_alone_is_the_verdict(
     comparison = Comparison(launches, "stopped")
     assert comparison.has_failed is (stock.how == ours.how == FAILED)
     last = next((each.last for each in (stock, ours) if not each.is_right), None)
+    if "after its last step" in said and not comparison.has_failed:
+        last = None  # it may evaluate
     assert list(last_words(comparison))[1:] == ([] if last is None else [f"    {last}"])
 
 
