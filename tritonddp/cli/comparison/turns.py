@@ -189,13 +189,17 @@ class Launches:
         began = time.monotonic()
         try:
             with self._started(self._labels()) as contenders, suppress(RankEnded):
-                self._warm_up(contenders)
-                self._blocks(contenders)
-                for each in contenders:
-                    self._probe(each)
+                try:
+                    self._warm_up(contenders)
+                    self._blocks(contenders)
+                    for each in contenders:
+                        self._probe(each)
+                finally:
+                    self._made = max([self._made, *(each.done for each in contenders)])
+                    slowest = max(each.longest for each in contenders)
+                    self.patience = min(_MOST_PATIENCE, max(self.patience, _SURELY * slowest))
         except _NoModel as ended:
             raise _NotInTurns(f"{ended} wraps no model beside the other contender") from ended
-        self._made = max([self._made, *(each.done for each in contenders)])
         played = {each.label: each.played for each in contenders}
         first, second = (played[label] for label in self.labels)
         least = _LEAST_PAIRS if time.monotonic() < began + _LONG_LAUNCH else 2
