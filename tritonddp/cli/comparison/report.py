@@ -115,8 +115,10 @@ class Comparison:
         launches = f"launch{'es' * (count > 1)}"
         if not all(counted):
             assert plan is not None
+            taken = [len(pair.second.blocks) for pair in self.launches.pairs]
             return (
-                f"Compared: {plan.pairs} pairs of blocks of {plan.block} steps, {count} {launches}."
+                f"Compared: {min(taken)} pairs of blocks of {plan.block} steps in each of {count} "
+                f"{launches}."
             )
         skipped = min(WARMUP, counted[-1] // 2)
         return (
@@ -198,8 +200,8 @@ class Comparison:
         parts = [f"launches: {len(launches.pairs)}, of {launches.world_size} ranks"]
         if plan is not None and launches.in_turns:
             parts.append(
-                f"in each {plan.pairs} pairs of blocks; steps in a block: {plan.block}, to warm "
-                f"up: {plan.warmup}"
+                f"in each at most {plan.pairs} pairs of blocks; steps in a block: {plan.block}, to "
+                f"warm up: {plan.warmup}"
             )
         parts += [
             f"{cpu_model()}, {usable_cores()} cores, load average {launches.load:.1f} before",

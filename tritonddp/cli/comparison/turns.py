@@ -56,7 +56,7 @@ _SURELY = 3.0
 class Plan:
     """The steps of a launch in turns; the same in all of them."""
 
-    warmup: int  # before any is timed, after the first ones; and after the blocks to note parts
+    warmup: int  # before any is timed, after the first ones, and before their parts are noted
     block: int  # steps of a block that are counted
     skipped: int  # steps before them, which find caches full of the other's data
     pairs: int  # of blocks
@@ -191,9 +191,9 @@ class Launches:
             with self._started(self._labels()) as contenders, suppress(RankEnded):
                 try:
                     self._warm_up(contenders)
-                    self._blocks(contenders)
                     for each in contenders:
                         self._probe(each)
+                    self._blocks(contenders)
                 finally:
                     self._made = max([self._made, *(each.done for each in contenders)])
                     slowest = max(each.longest for each in contenders)
