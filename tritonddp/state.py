@@ -46,7 +46,7 @@ from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
-from tritonddp.reducer.averager import Averager
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
@@ -86,7 +86,7 @@ class DDPState:
     parameters: ModuleParameters = field(init=False)  # of the module, with its buffers
     counters: Counters = field(init=False)  # of what was sent
     buffer_sync: BufferSync = field(init=False)  # synchronises buffers before forwards
-    core: Reducer = field(init=False)  # reduces gradients
+    core: AutogradDriver = field(init=False)  # reduces gradients
     requests: Requests = field(init=False)  # what users ask of it between steps
     contexts: ContextReducer = field(init=False)  # reduces gradients in RPC's contexts
     metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
@@ -179,13 +179,13 @@ class DDPState:
     def build_reducer(self, wrapper: Any) -> None:
         """Make the reducer of ``wrapper`` from the options, and what uses it. No collective."""
         config, group, broadcast = self.config, self.group, self.state_broadcast
-        former: Reducer | None = getattr(self, "core", None)  # of another process group
+        former: AutogradDriver | None = getattr(self, "core", None)  # of another process group
         # As in stock, with static_graph unused parameters are no error.
         finds_unused = True if wrapper.static_graph else wrapper.find_unused_parameters
         self.sync.finds_unused = finds_unused
         self.counters, self.window, self.metrics = group.new_counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
-        averager = Averager(
+        reducer = Reducer(
             self.parameters,
             group,
             self._bucket_manager(),
@@ -194,7 +194,7 @@ class DDPState:
             self.sync,
             broadcast=broadcast if config.given.init_sync else None,
         )
-        core = self.core = Reducer(averager)
+        core = self.core = AutogradDriver(reducer)
         self.requests, self.contexts = Requests(core), ContextReducer(core)
         if finds_unused is False:
             core.events.install(StrictUnused(self.parameters, group.rank, core.forwards, self.sync))
@@ -232,7 +232,7 @@ class DDPState:
         given = config.given
         transport, memory = config.transport.of_wrapper(group, counters)
         # Of one rank gradients stay where autograd has put them, and buckets need no memory.
-        is_alone = group.is_alone and not Reducer.exchanges_alone
+        is_alone = group.is_alone and not AutogradDriver.exchanges_alone
         factory = BucketFactory(
             config.wire,
             group,
@@ -245,7 +245,7 @@ class DDPState:
         )
         return BucketManager(self.parameters, group, config.caps, factory, counters, memory)
 
-    def _extensions(self, core: Reducer) -> Iterator[Extension]:
+    def _extensions(self, core: AutogradDriver) -> Iterator[Extension]:
         config, given, parameters = self.config, self.config.given, self.parameters
         if given.metrics:  # first: its end of a reduction comes before one that raises
             device = parameters.params[0][1].device

@@ -40,10 +40,10 @@ class Configuration:
         """The model as this configuration trains it; collective."""
         if self.wrapper is None:
             return model
-        reducer: Any = sys.modules.get("tritonddp.reducer.reducer")
+        reducer: Any = sys.modules.get("tritonddp.reducer.autograd_driver")
         as_with_many: Any = nullcontext()
         if reducer is not None and not self.is_idle:
-            as_with_many = patch.object(reducer.Reducer, "exchanges_alone", True)
+            as_with_many = patch.object(reducer.AutogradDriver, "exchanges_alone", True)
         with as_with_many:
             module = Network(model) if self.is_compiled else model
             wrapped: Any = self.wrapper(module, **self.options)

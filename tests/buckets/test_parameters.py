@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from training import breaking_off, drawn, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer.averager import Averager
+from tritonddp.reducer.reducer import Reducer
 
 
 def net() -> Layers:
@@ -143,8 +143,8 @@ def test_the_ranks_agree_once_on_a_layer_that_is_called_beside() -> None:
         ddp.module.layers["b"].requires_grad_(step % 2 == 1)
         check_step(ddp, step)
     head = ddp.module.layers.pop("c")
-    adopt = Averager.adopt_parameters
-    with mock.patch.object(Averager, "adopt_parameters", autospec=True, side_effect=adopt) as calls:
+    adopt = Reducer.adopt_parameters
+    with mock.patch.object(Reducer, "adopt_parameters", autospec=True, side_effect=adopt) as calls:
         for step in range(4):
             ddp.module.layers["b"].requires_grad_(step % 2 == 1)
             head(ddp(batch(step))).sum().backward()

@@ -6,8 +6,8 @@ from typing import Any
 from unittest.mock import patch
 
 from tritonddp.comm.reduction import Reduction
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.graph.readiness import ReadyTracker
-from tritonddp.reducer.reducer import Reducer
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def nothing_prepared() -> Iterator[None]:
     with (
         patch.object(ReadyTracker, "begin", begun),
         patch.object(Reduction, "_make_header", header_made),
-        patch.object(Reducer, "exchanges_alone", True),
+        patch.object(AutogradDriver, "exchanges_alone", True),
     ):
         yield
 

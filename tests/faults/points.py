@@ -180,7 +180,7 @@ POINTS = {
         "join", "tritonddp.features.join:JoinProtocol.receive", "kill 2/3, stop 1/3", step=None
     ),
     "follower's backward": Point(
-        "join", "tritonddp.reducer.averager:Averager.shadow_backward", "kill 1/2", step=None
+        "join", "tritonddp.reducer.reducer:Reducer.shadow_backward", "kill 1/2", step=None
     ),
     "end of join": Point(
         "join", "tritonddp.features.join:JoinProtocol.take_over", "kill 0/3", step=None

@@ -35,7 +35,7 @@ OBJECTS: dict[str, Any] = {
     "scaler": torch.amp.GradScaler,
     "grad_fn": torch.autograd.graph.Node,
     "bucket": ("Bucket",),
-    "reducer": ("Reducer", "StockReducer"),
+    "reducer": ("AutogradDriver", "StockReducer"),
 }
 MODULES = {"nn": nn, "dist": dist, "autograd": torch.autograd}
 # Of other libraries, and of a program that a page shows.
@@ -172,6 +172,6 @@ def test_names_of_code_on_a_page_exist(page: Path) -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    wrong = ["Reducer.is_reduced", "no_such_function", "torch.no_such", "model.reduced"]
+    wrong = ["AutogradDriver.is_reduced", "no_such_function", "torch.no_such", "model.reduced"]
     assert not [name for name in wrong if exists(name)]
-    assert exists("Reducer.group")
+    assert exists("AutogradDriver.group")

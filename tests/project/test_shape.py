@@ -48,11 +48,19 @@ OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
 REGISTRIES = {"coordination/group.py: _shared", "comm/quantized.py: _threads"}
 
 # The classes whose attributes each step reads.
-HOT = ("Bucket", "BucketManager", "BucketSet", "Placement", "Reducer", "Reduction", "Segment")
+HOT = (
+    "Bucket",
+    "BucketManager",
+    "BucketSet",
+    "Placement",
+    "AutogradDriver",
+    "Reduction",
+    "Segment",
+)
 # Their properties, none of which a step reads.
 COLD_PROPERTIES = {
     *("Bucket.title", "Bucket.wire_dtype", "BucketManager.order", "Reduction.group"),
-    *("Reducer.backward_runs", "Reducer.bucket_set", "Reducer.order"),
+    *("AutogradDriver.backward_runs", "AutogradDriver.bucket_set", "AutogradDriver.order"),
 }
 
 # Words that are no terms of the field.

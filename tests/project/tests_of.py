@@ -1,7 +1,7 @@
 """Which tests reach a line of the package?
 
-    python tests/project/tests_of.py tritonddp/reducer/reducer.py:120
-    make tests-of AT=tritonddp/reducer/reducer.py:120         REFRESH=1 measures first
+    python tests/project/tests_of.py tritonddp/reducer/autograd_driver.py:120
+    make tests-of AT=tritonddp/reducer/autograd_driver.py:120         REFRESH=1 measures first
 
 prints them, sorted. Of a ``def`` or ``class`` it is those that run anything in it.
 """
@@ -46,7 +46,9 @@ def main() -> int:
     file, _, line = (arguments.at or "").rpartition(":")
     path = ROOT / file
     if arguments.at and not (path.is_file() and line.isdecimal()):
-        parser.error(f"{arguments.at} is no FILE:LINE, as tritonddp/reducer/reducer.py:120 is")
+        parser.error(
+            f"{arguments.at} is no FILE:LINE, as tritonddp/reducer/autograd_driver.py:120 is"
+        )
     if arguments.refresh:
         measure(rest)
     if not arguments.at:

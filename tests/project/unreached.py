@@ -111,11 +111,11 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         )
     },
     "reducer/graph/backward.py": {"Backward.has_failed": (2, GPU)},
-    "reducer/averager.py": {"Averager.make_up": (2, DISAGREE), "Averager.check_pending": (1, GPU)},
-    "reducer/reducer.py": {
-        "Reducer.make_up": (1, "on_abort of a capture, which check_finite has"),
-        "Reducer.on_segment_ready": (1, GUARD),
-        "Reducer.on_unusual_order": (1, GUARD),
+    "reducer/reducer.py": {"Reducer.make_up": (2, DISAGREE), "Reducer.check_pending": (1, GPU)},
+    "reducer/autograd_driver.py": {
+        "AutogradDriver.make_up": (1, "on_abort of a capture, which check_finite has"),
+        "AutogradDriver.on_segment_ready": (1, GUARD),
+        "AutogradDriver.on_unusual_order": (1, GUARD),
     },
 }
 

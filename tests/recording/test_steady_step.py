@@ -63,7 +63,7 @@ STEADY = {
     "communication hook, views": Step(2, 4, 3, operations=21, moves=4),
     "buffers": Step(2, 4, 3, operations=2, moves=2),
     # (Which buckets are left out depends on what the last headers say.)
-    "left-out buckets": Step(2, 2, 1, moves=1, before=("reducer/averager.py check_pending",)),
+    "left-out buckets": Step(2, 2, 1, moves=1, before=("reducer/reducer.py check_pending",)),
     "check_finite": Step(
         *(2, 4, 2),
         operations=23,

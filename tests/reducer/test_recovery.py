@@ -24,7 +24,7 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.autograd_driver import AutogradDriver
 
 
 def layers() -> nn.Sequential:
@@ -50,7 +50,9 @@ def test_wrappers_of_one_backward_are_asked_once_whether_they_have_failed() -> N
     """Each asking all others, which are more with each, would cost the square of their number."""
     nets = [wrap(layers()) for _ in range(5)]
     asked: Any
-    with mock.patch.object(Reducer, "make_up", autospec=True, side_effect=Reducer.make_up) as asked:
+    with mock.patch.object(
+        AutogradDriver, "make_up", autospec=True, side_effect=AutogradDriver.make_up
+    ) as asked:
         for number in range(2):
             torch.stack([net(batch(number)).sum() for net in nets]).sum().backward()
     assert asked.call_count <= 2

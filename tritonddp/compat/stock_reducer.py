@@ -12,14 +12,14 @@ from torch.nn import Parameter
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.grad_bucket import GradBucket, sum_of
 from tritonddp.coordination.counters import Counters
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.graph.backward import watch
-from tritonddp.reducer.reducer import Reducer
 
 
 class StockReducer:
-    """Stock's interface to a :class:`~tritonddp.reducer.reducer.Reducer`."""
+    """Stock's interface to a :class:`~tritonddp.reducer.autograd_driver.AutogradDriver`."""
 
-    def __init__(self, core: Reducer) -> None:
+    def __init__(self, core: AutogradDriver) -> None:
         self._core = core
 
     @property
@@ -33,7 +33,7 @@ class StockReducer:
         return self._core.manager.current.buckets
 
     def prepare_for_forward(self) -> None:
-        """See :meth:`Reducer.before_forward`."""
+        """See :meth:`AutogradDriver.before_forward`."""
         self._core.before_forward()
 
     def prepare_for_backward(self, outputs: Tensor | Sequence[Tensor] = ()) -> None:

@@ -34,9 +34,9 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, Forward
-from tritonddp.reducer.reducer import Reducer
 
 logger = logging.getLogger("tritonddp.reducer")
 
@@ -62,8 +62,8 @@ class GraphGradients(Extension):
 
     needs_reached = True
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer: Callable[[], Reducer | None] = weakref.ref(reducer)
+    def __init__(self, driver: AutogradDriver) -> None:
+        self._driver: Callable[[], AutogradDriver | None] = weakref.ref(driver)
         self._forwards: dict[int, Forward] = {}
         self._pending = 0  # forwards with gradients since the last backward
         self._bucket_set: Callable[[], object] = NoneType  # the numbers below are those of this one
@@ -104,7 +104,7 @@ class GraphGradients(Extension):
         pending, self._pending = self._pending, 0
         self._forget()
         self._failure = ""
-        reduction, core = backward.reduction, self._reducer()
+        reduction, core = backward.reduction, self._driver()
         self._is_single = pending == 1 and reduction is not None
         if reduction is None:
             return
@@ -132,7 +132,7 @@ class GraphGradients(Extension):
 
     def ready(self, name: str, grad: Tensor, forward: int) -> None:
         """A compiled backward has made the gradient of parameter ``name``."""
-        core = self._reducer()
+        core = self._driver()
         if core is None:
             return
         if core.backward is None or not core.backward.runs:
@@ -159,7 +159,9 @@ class GraphGradients(Extension):
             del self._incomplete[segment]
             self._pack(core, backward.reduction, segment, grads)
 
-    def _pack(self, core: Reducer, reduction: Reduction, number: int, grads: list[Any]) -> None:
+    def _pack(
+        self, core: AutogradDriver, reduction: Reduction, number: int, grads: list[Any]
+    ) -> None:
         """Pack a segment whose gradients are all made, unless autograd would change one."""
         bucket, segment = reduction.bucket_set.segments[number]
         if (
@@ -182,7 +184,7 @@ class GraphGradients(Extension):
 
     def on_compute_end(self, backward: Backward) -> None:
         """Autograd has handed all gradients over."""
-        core, reduction = self._reducer(), backward.reduction
+        core, reduction = self._driver(), backward.reduction
         if reduction is None:
             self._forget()
             return

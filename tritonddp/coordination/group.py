@@ -337,10 +337,10 @@ class Group:
                 failed = [each for each in list(self.open_backwards) if each.has_failed()]
                 # As in a backward of several wrappers that comes to its end: they launch in the
                 # order in which they have begun, and then wait in an order of their own.
-                for reducer in failed:
-                    reducer.launch_owed()
-                for reducer in sorted(failed, key=lambda each: each.order):
-                    reducer.make_up()
+                for driver in failed:
+                    driver.launch_owed()
+                for driver in sorted(failed, key=lambda each: each.order):
+                    driver.make_up()
             finally:
                 shared.recovers = False
         return bool(failed)

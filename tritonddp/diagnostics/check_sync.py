@@ -53,13 +53,13 @@ def check_sync(
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
-    reduced, reducer = requests.reduced_parameters(), requests.reducer
-    group, device = reducer.group, reducer.manager.current.params[0].device
-    where = f"{reducer.where()}, check_sync()"
+    reduced, driver = requests.reduced_parameters(), requests.driver
+    group, device = driver.group, driver.manager.current.params[0].device
+    where = f"{driver.where()}, check_sync()"
     # (A module under tensor parallelism may have other tensors in the places of its parameters.)
     params = ignored.parameters(module)
     held = [] if buffers is False else ignored.buffers(module)
-    if buffers is None and not requests.reducer.parameters.ignored.syncs_buffers:
+    if buffers is None and not requests.driver.parameters.ignored.syncs_buffers:
         held = []  # each rank keeps what it has
     own = _of_own_batches(module, group) if buffers is None else []
     what = f"{buffers}, without {own}" if own else buffers

@@ -16,9 +16,9 @@ from tritonddp._torch import CPP_NAMES, gloo_threads
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.group import group_backend
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
-from tritonddp.reducer.reducer import Reducer
 
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _ENVIRONMENT_OF = {
@@ -92,9 +92,9 @@ class Logger(Extension):
         """All fields as they are now: ``strs_map`` has texts, ``ints_map`` whole numbers."""
         wrapper = self._wrapper()
         assert wrapper is not None, "the wrapper is gone"
-        reducer = wrapper._ddp_state.core
-        trainable, current = reducer.parameters.trainable, reducer.manager.current
-        last = reducer.last
+        driver = wrapper._ddp_state.core
+        trainable, current = driver.parameters.trainable, driver.manager.current
+        last = driver.last
         params = [param for _, param in trainable]
         group, cpu = wrapper.process_group, torch.device("cpu")
         backend = group_backend(group)
@@ -106,7 +106,7 @@ class Logger(Extension):
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": _nbytes(params),
             "unused_parameter_size": _nbytes(
-                current.params[n] for n in reducer.reentrant.missing or ()
+                current.params[n] for n in driver.reentrant.missing or ()
             ),
             "num_buckets_reduced": len(last.unfilled) - len(last.skipped) if last else 0,
             "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
@@ -145,7 +145,7 @@ class Logger(Extension):
             )
         named = dict(trainable)
         strs["prev_iteration_grad_ready_order_indices"] = _join(
-            index_of[named[name]] for name in reducer.manager.ready_order if name in named
+            index_of[named[name]] for name in driver.manager.ready_order if name in named
         )
         return SimpleNamespace(
             strs_map={name: text for name, text in strs.items() if text or name == "device_ids"},
@@ -154,14 +154,14 @@ class Logger(Extension):
 
 
 class Sampler(Extension):
-    """Times the parts of sampled steps of one reducer.
+    """Times the parts of sampled steps of one driver.
 
     It is installed as an extension during a sampled step, and removed in the next one. One rank
     communicates nothing, and needs no buckets for it.
     """
 
-    def __init__(self, reducer: Reducer, device: torch.device | None) -> None:
-        self._reducer = weakref.ref(reducer)
+    def __init__(self, driver: AutogradDriver, device: torch.device | None) -> None:
+        self._driver = weakref.ref(driver)
         self._device = device  # None if parameters are on several devices: nothing is timed
         self.rate = RATE  # after the first ten, one step in so many is timed
         self.iteration = 0  # steps begun so far: forwards whose backward will be reduced
@@ -172,7 +172,7 @@ class Sampler(Extension):
         self.measured = 0  # the last step whose times are known
         self.times: dict[str, int] = {}  # its times in ns, and the means so far, by stock's names
         self._recorded = 0
-        self._communication = None if reducer.group.is_alone else _Communication(weakref.ref(self))
+        self._communication = None if driver.group.is_alone else _Communication(weakref.ref(self))
 
     def set_rate(self, rate: int) -> None:
         """After the first ten steps time one in ``rate``."""
@@ -192,14 +192,14 @@ class Sampler(Extension):
         if self.iteration > FIRST and self.iteration % self.rate:
             self.next_sample = self.iteration + self.rate - self.iteration % self.rate
             return
-        reducer = self._reducer()
-        if reducer is not None and self._device is not None and self.moments is None:
+        driver = self._driver()
+        if driver is not None and self._device is not None and self.moments is None:
             self._sampled, self._is_of = self.iteration, False
             self.moments = Moments(self._device)
             self.moments.mark(FORWARD_BEGAN)
-            reducer.events.install(self)
+            driver.events.install(self)
             if self._communication is not None:
-                reducer.events.install(self._communication)
+                driver.events.install(self._communication)
 
     def forward_ended(self) -> None:
         """The module has returned its output."""
@@ -239,11 +239,11 @@ class Sampler(Extension):
 
     def _drop(self) -> None:
         self.moments = None
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.events.remove(self)
+        driver = self._driver()
+        if driver is not None:
+            driver.events.remove(self)
             if self._communication is not None:
-                reducer.events.remove(self._communication)
+                driver.events.remove(self._communication)
 
 
 class _Communication(Extension):

@@ -109,7 +109,7 @@ class JoinProtocol:
         message = "inside join() each forward asks the other ranks: leave it first"
         capture.refuse(state.core.manager.current, state.core.where(), message)
         self._group.recover()
-        state.core.averager.check_pending()  # as those without inputs have
+        state.core.reducer.check_pending()  # as those without inputs have
         self._make_up()
         # With throw_on_early_termination a rank without inputs makes this raise: keep that error.
         with nullcontext() if throws_on_early_termination(ddp) else self.counting():
@@ -149,7 +149,7 @@ class JoinProtocol:
         Ranks without inputs wait for it.
         """
         if self.is_due:
-            self._state.core.averager.shadow_backward(GradSource.SKIPPED)
+            self._state.core.reducer.shadow_backward(GradSource.SKIPPED)
 
     def counting(self) -> AbstractContextManager[None]:
         """Context: an error of the count of ranks that have inputs names the missing rank."""
@@ -309,7 +309,7 @@ class ShadowHook(JoinHook):
             ddp._adopt_parameters()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
-            state.core.averager.shadow_backward(GradSource.JOINED)
+            state.core.reducer.shadow_backward(GradSource.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the rank that left last; the highest one if there are several."""

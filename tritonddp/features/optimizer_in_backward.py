@@ -6,14 +6,14 @@ from tritonddp._torch import optimizer_hooks, optimizers_in_backward, steps_opti
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import GradSource
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.extension import Extension
-from tritonddp.reducer.reducer import Reducer
 
 # Optimizers can step in the backward only if this module is imported.
 OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
-def step_in_backward(reducer: Reducer) -> None:
+def step_in_backward(driver: AutogradDriver) -> None:
     """Where optimizers step in the backward, delay their steps until gradients are reduced.
 
     torch's own hooks, which would step before the reduction, are removed.
@@ -21,15 +21,15 @@ def step_in_backward(reducer: Reducer) -> None:
     handles_of = optimizer_hooks()
     if handles_of is None:
         return
-    params = [each for _, each in reducer.parameters.params if optimizers_in_backward(each)]
+    params = [each for _, each in driver.parameters.params if optimizers_in_backward(each)]
     for param in params:
         for handle in handles_of.get(param, ()):
             handle.remove()
     if params:
-        used = reducer.comm_hook  # may be torch's hook that steps optimizers itself
-        if not reducer.steps_optimizers and not (used and steps_optimizers(used.hook)):
-            reducer.events.install(OptimizerSteps())
-        reducer.step_optimizers()
+        used = driver.comm_hook  # may be torch's hook that steps optimizers itself
+        if not driver.steps_optimizers and not (used and steps_optimizers(used.hook)):
+            driver.events.install(OptimizerSteps())
+        driver.step_optimizers()
 
 
 class OptimizerStepError(LocalError):

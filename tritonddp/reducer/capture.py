@@ -17,16 +17,16 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.coordination.failures import listed
 
 if TYPE_CHECKING:
-    from tritonddp.reducer.averager import Averager
+    from tritonddp.reducer.reducer import Reducer
 
 
 def begin(
-    averager: Averager, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
+    reducer: Reducer, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
 ) -> None:
     """Prepare the buckets for a backward that is captured.
 
     Args:
-        averager: of the wrapper.
+        reducer: of the wrapper.
         streams: on which autograd accumulates gradients.
         missing: numbers of the parameters that the backward does not reach.
         is_reduced: the backward is not under ``no_sync``.
@@ -34,11 +34,11 @@ def begin(
     Raises:
         RuntimeError: a replay could not do all that this backward does.
     """
-    averager.check_pending()
-    problem = _problem(averager, streams, missing, is_reduced)
+    reducer.check_pending()
+    problem = _problem(reducer, streams, missing, is_reduced)
     if problem is not None:
-        refuse(averager.manager.current, averager.where(), problem)
-    averager.manager.capture()
+        refuse(reducer.manager.current, reducer.where(), problem)
+    reducer.manager.capture()
 
 
 def refuse(current: BucketSet, where: str, problem: str) -> None:
@@ -48,10 +48,10 @@ def refuse(current: BucketSet, where: str, problem: str) -> None:
 
 
 def _problem(
-    averager: Averager, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
+    reducer: Reducer, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
 ) -> str | None:
     """Why this backward cannot be captured, and what to do; ``None`` if it can."""
-    manager, sync = averager.manager, averager.sync
+    manager, sync = reducer.manager, reducer.sync
     if not is_reduced:
         return (
             "a backward under no_sync accumulates, and the host does not notice its replays: "
@@ -77,7 +77,7 @@ def _problem(
         )
     if sync.weight is not None:
         return "all replays would use this n of weighted(n): run such backwards without a graph"
-    asks = [each.reads_device for each in averager.events.extensions if each.reads_device]
+    asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.placement.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")
     if asks:

@@ -12,15 +12,15 @@ from torch import Tensor
 from tritonddp.buckets.residuals import check_state, load_state, state_of
 
 if TYPE_CHECKING:
-    from tritonddp.reducer.averager import Averager
+    from tritonddp.reducer.reducer import Reducer
 
 
-def comm_state(averager: Averager) -> dict[str, Any]:
+def comm_state(reducer: Reducer) -> dict[str, Any]:
     """The bucket order, and all other state that the bits of the next reduction depend on."""
-    manager, unit = averager.manager, averager.agreement.unit
+    manager, unit = reducer.manager, reducer.agreement.unit
     return {
-        "rank": averager.group.rank,
-        "world_size": averager.group.size,
+        "rank": reducer.group.rank,
+        "world_size": reducer.group.size,
         "bucket_order": manager.order,
         "keeps_order": manager.keeps_order,
         "weight_unit": unit,
@@ -29,38 +29,38 @@ def comm_state(averager: Averager) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_comm_state(averager: Averager, states: Sequence[dict[str, Any]]) -> None:
+def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
     """Go on from the first state that the user has given on rank 0.
 
     Residuals (the quantisation errors that error feedback adds to the next gradients) are summed
     over all states of all ranks.
     """
-    averager.parameters.register()
+    reducer.parameters.register()
     numbers: list[float] = []
     failure: Exception | None = None
     try:
         for state in states:
             _check(state)
-        check_state(averager.parameters.params, states)
+        check_state(reducer.parameters.params, states)
         if states:
-            numbers = _numbers_of(averager, states[0])
+            numbers = _numbers_of(reducer, states[0])
     except (TypeError, ValueError) as error:
         failure = error
     try:
-        keeps_order, unit, order = _agree(averager, numbers, failure is not None)
+        keeps_order, unit, order = _agree(reducer, numbers, failure is not None)
         if failure is not None:
             raise failure
     finally:
         failure = None  # its traceback holds this frame, which would keep the wrapper alive
     if not order:
         return  # saved before the first step
-    averager.agreement.set_unit(unit)
-    manager = averager.manager
+    reducer.agreement.set_unit(unit)
+    manager = reducer.manager
     manager.restore(order, keeps_order)
     load_state(manager.current.buckets, states, unit)
 
 
-def _numbers_of(averager: Averager, state: dict[str, Any]) -> list[float]:
+def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> list[float]:
     """This state as numbers, which rank 0 sends to the others, the bucket order last.
 
     Numbers suffice, since all ranks have the same parameters: so nothing that another rank has
@@ -68,32 +68,32 @@ def _numbers_of(averager: Averager, state: dict[str, Any]) -> list[float]:
     """
     if not state["bucket_order"]:
         return []
-    number_of = {name: number for number, (name, _) in enumerate(averager.parameters.params)}
+    number_of = {name: number for number, (name, _) in enumerate(reducer.parameters.params)}
     order = [number_of[name] for name in state["bucket_order"] if name in number_of]
     keeps_order = state.get("keeps_order", False)
     return [keeps_order, state["weight_unit"], *order]
 
 
 def _agree(
-    averager: Averager, numbers: Sequence[float], has_failed: bool
+    reducer: Reducer, numbers: Sequence[float], has_failed: bool
 ) -> tuple[bool, float, list[int]]:
     """The numbers of rank 0's state; a RuntimeError if another rank has failed to read its own."""
     # A row of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
     # Small integers and powers of two are exact in fp64.
-    group, params = averager.group, averager.parameters.params
+    group, params = reducer.group, reducer.parameters.params
     message = torch.zeros(2, max(2 + len(params), group.size), dtype=torch.float64, device="cpu")
     if group.rank == 0:
         message[0] = -1
         message[0, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     message[1, group.rank] = has_failed
     message = message.to(params[0][1].device)
-    group.all_reduce(message, averager.where(), "all-reduce of the state of communication")
-    averager.counters.collective(message.nbytes, group.size, passes=2)
+    group.all_reduce(message, reducer.where(), "all-reduce of the state of communication")
+    reducer.counters.collective(message.nbytes, group.size, passes=2)
     (keeps_order, unit, *order), failed = message.tolist()
     if any(failed) and not has_failed:
         ranks = [str(rank) for rank, one in enumerate(failed) if one]
         raise RuntimeError(
-            f"{averager.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
+            f"{reducer.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
             "nothing was loaded on any rank: see the error there"
         )
     places = [int(number) for number in order if number >= 0]

@@ -32,7 +32,7 @@ from tritonddp._torch import (
     values_of_rrefs,
 )
 from tritonddp.coordination.agreement import GradSource, Mismatch
-from tritonddp.reducer.averager import Averager
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.graph.backward import (
     FAILED,
     Backward,
@@ -69,20 +69,20 @@ class ContextBackward:
 
     def __init__(
         self,
-        averager: Averager,
+        reducer: Reducer,
         context: int,
         named_params: Iterable[tuple[str, Parameter]],
     ) -> None:
         origin = {detached(param): (name, param) for name, param in named_params}
         named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
-        of_module = averager.parameters.sparse
+        of_module = reducer.parameters.sparse
         sparse = {each for each, (_, param) in origin.items() if param in of_module}
-        bucket_set = averager.manager.temporary(named, sparse=sparse)
-        where = f"{averager.where()}, torch.distributed.autograd"
+        bucket_set = reducer.manager.temporary(named, sparse=sparse)
+        where = f"{reducer.where()}, torch.distributed.autograd"
         self.context = context
         self.params = [origin[each][1] for each in bucket_set.params]
         used = [False] * len(named)
-        self.reduction = averager.open(
+        self.reduction = reducer.open(
             bucket_set, GradSource.CONTEXT, used, where=where, from_grad=False
         )
         self.backward = Backward(where, (), self.reduction)
@@ -112,22 +112,22 @@ class ContextBackward:
 
 
 class ContextReducer:
-    """Reduces gradients in contexts, beside the reducer of a wrapper, which does not know it."""
+    """Reduces gradients in contexts, beside the driver of a wrapper, which does not know it."""
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self._averager = reducer, reducer.averager
+    def __init__(self, driver: AutogradDriver) -> None:
+        self._driver, self._reducer = driver, driver.reducer
         # The backward that is reduced, or has failed; and the id of the last backward that went
         # through an output, reduced or not.
         self._current: ContextBackward | None = None
         self._seen = -1
-        self._group = reducer.group
+        self._group = driver.group
         self._group.join_forks(self)
         self._reference = weakref.ref(self)
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """See :class:`OpenBackward`: before the reducer of the wrapper."""
-        return self._group.name, self._averager.parameters.number, 0
+        """See :class:`OpenBackward`: before the driver of the wrapper."""
+        return self._group.name, self._reducer.parameters.number, 0
 
     def watch(self, output: Any, context: int, syncs: bool) -> None:
         """A forward in the context of this id has returned ``output``.
@@ -140,11 +140,11 @@ class ContextReducer:
         Raises:
             RuntimeError: gradients in a context cannot be averaged as the user has asked for.
         """
-        if not self._reducer.is_detached:
+        if not self._driver.is_detached:
             self._check()
         reference = self._reference
-        reducer: weakref.ref[Any] = self._reducer.reference  # called back for loss.backward()
-        forward = self._reducer.forwards.ended(self._averager.counters.reductions, syncs)
+        driver: weakref.ref[Any] = self._driver.reference  # called back for loss.backward()
+        forward = self._driver.forwards.ended(self._reducer.counters.reductions, syncs)
 
         def hook(gradient: Tensor) -> None:
             if distributed_engine_runs():
@@ -153,15 +153,15 @@ class ContextReducer:
                     with _raising_at_end():
                         contexts._begin(context, forward)
             else:  # its gradients go to .grad
-                call_back(reducer, forward, gradient)
+                call_back(driver, forward, gradient)
 
         outputs = (*tensors_in(output), *tensors_in(values_of_rrefs(output)))
         for tensor in one_of_each_node(outputs):
             tensor.register_hook(hook)
 
     def _check(self) -> None:
-        inside = f"{self._averager.where()}: inside torch.distributed.autograd.context()"
-        sync, reducer = self._averager.sync, self._reducer
+        inside = f"{self._reducer.where()}: inside torch.distributed.autograd.context()"
+        sync, driver = self._reducer.sync, self._driver
         if sync.weight is not None:
             raise RuntimeError(f"{inside} a mean cannot be weighted by weighted(n): {_BY_HAND}")
         if sync.join is not None and sync.join.is_open:
@@ -169,14 +169,14 @@ class ContextReducer:
                 f"{inside} join() cannot be used, since ranks that have no inputs left cannot take "
                 "part in such a backward: leave join() out"
             )
-        if reducer.comm_hook is not None:
+        if driver.comm_hook is not None:
             raise RuntimeError(f"{inside} no communication hook is called: {_BY_HAND}")
-        if reducer.steps_optimizers:
+        if driver.steps_optimizers:
             raise RuntimeError(
                 f"{inside} no optimizer can step in the backward, since torch's "
                 "_apply_optimizer_in_backward waits for .grad: use a DistributedOptimizer"
             )
-        if reducer.finalizes_manually:
+        if driver.finalizes_manually:
             raise RuntimeError(
                 f"{inside} finalize_backward() has nothing to wait for: set "
                 "require_manual_backward_finalization to False"
@@ -186,32 +186,32 @@ class ContextReducer:
 
     def _begin(self, context: int, forward: Forward) -> None:
         """A distributed backward goes through an output of a forward that ran in ``context``."""
-        group, averager = self._group, self._averager
-        if self._reducer.is_detached:
+        group, reducer = self._group, self._reducer
+        if self._driver.is_detached:
             group.refuse_if_forked()
             return
-        with self._reducer.launching, torch.no_grad():
+        with self._driver.launching, torch.no_grad():
             former, graph_task = self._current, current_graph_task_id()
             begun = None if former is None else former.backward.graph_task
             if graph_task in (self._seen, begun):
                 return  # already decided, at another output; this may have failed then
             self._seen = graph_task
-            source = averager.forwards.decide(
-                forward, averager.sync, averager.counters.reductions, averager.where
+            source = reducer.forwards.decide(
+                forward, reducer.sync, reducer.counters.reductions, reducer.where
             )
             if source is None:
                 return  # no_sync: the context keeps this rank's gradients
             if former is not None and former.backward.runs:
                 raise RuntimeError(
-                    f"{averager.where()}: a backward in another torch.distributed.autograd "
+                    f"{reducer.where()}: a backward in another torch.distributed.autograd "
                     "context still runs, and the order of the two may differ between ranks: run "
                     "one after the other"
                 )
             group.recover()
-            averager.parameters.register()
-            current = averager.manager.current
+            reducer.parameters.register()
+            current = reducer.manager.current
             begins = ContextBackward(
-                averager, context, zip(current.names, current.params, strict=True)
+                reducer, context, zip(current.names, current.params, strict=True)
             )
             self._current = begins
             try:
@@ -233,7 +233,7 @@ class ContextReducer:
     @torch.no_grad()
     def _end(self, current: ContextBackward) -> None:
         """The backward is over on this rank: write the means into the context."""
-        reduction, events = current.reduction, self._averager.events
+        reduction, events = current.reduction, self._reducer.events
         if not current.backward.runs:
             return
         try:
@@ -243,7 +243,7 @@ class ContextReducer:
                     reduction.reduce_now()
                 current.write()
             except Mismatch as error:
-                self._averager.raise_mismatch(error, reduction)
+                self._reducer.raise_mismatch(error, reduction)
             finally:
                 self._leave(current)
             for call in events.on_end:
@@ -266,7 +266,7 @@ class ContextReducer:
 
     def has_failed(self) -> bool:
         """Whether the last backward in a context failed."""
-        current = self._current if not self._reducer.is_detached else None
+        current = self._current if not self._driver.is_detached else None
         return current is not None and current.backward.phase is FAILED
 
     def launch_owed(self) -> None:
@@ -277,7 +277,7 @@ class ContextReducer:
         current = self._current
         assert current is not None
         reduction = current.reduction
-        self._averager.before_make_up(reduction)
+        self._reducer.before_make_up(reduction)
         with self._group.uninterrupted(), torch.no_grad():
             self._leave(current)
             try:
@@ -285,7 +285,7 @@ class ContextReducer:
                     reduction.break_off()
                 reduction.take_part()
             except Mismatch as error:
-                self._averager.raise_mismatch(error, reduction)
+                self._reducer.raise_mismatch(error, reduction)
 
 
 def _arrived(arrived: set[int], number: int, _: Any, gradients: tuple[Tensor | None, ...]) -> None:

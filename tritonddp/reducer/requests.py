@@ -18,34 +18,34 @@ from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer import capture, checkpoint
+from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.graph.backward import UNFINALIZED
-from tritonddp.reducer.reducer import Reducer
 
 logger = logging.getLogger("tritonddp.reducer")
 
 
 class Requests:
-    """What users ask of the reducer of a wrapper, while no backward runs.
+    """What users ask of a wrapper's reducer, while no backward runs.
 
     Attributes:
-        reducer: its.
+        driver: that of the wrapper.
         own_gradients_at: number of reductions when ``.grad`` last became this rank's alone.
         stepped_at: number of reductions when the owners of parameters have stepped last.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer, self._averager = reducer, reducer.averager
+    def __init__(self, driver: AutogradDriver) -> None:
+        self.driver, self._reducer = driver, driver.reducer
         self.own_gradients_at = 0
         self.stepped_at = -1
         self._has_warned = False  # that requests are not compressed
 
     def gradients_are_own(self) -> None:
         """``.grad`` of this rank is no mean."""
-        self.own_gradients_at = self._averager.counters.reductions
+        self.own_gradients_at = self._reducer.counters.reductions
 
     def owners_have_stepped(self) -> None:
         """The owners of parameters have used all gradients that are reduced."""
-        self.stepped_at = self._averager.counters.reductions
+        self.stepped_at = self._reducer.counters.reductions
 
     def _prepare(self, what: str = "reduced on request") -> None:
         """The user asks for something that needs the gradients of the last backward.
@@ -53,11 +53,11 @@ class Requests:
         Raises:
             RuntimeError: gradients cannot be ``what`` now.
         """
-        current, where = self._averager.manager.current, self._averager.where()
+        current, where = self._reducer.manager.current, self._reducer.where()
         message = f"gradients are not {what} in a replay: do it without a graph"
         capture.refuse(current, where, message)
         problem = f"gradients cannot be {what} while a backward runs: wait for its end"
-        self.reducer.settle_outside_backward(problem, reduces=True)
+        self.driver.settle_outside_backward(problem, reduces=True)
 
     # Gradients
 
@@ -80,9 +80,9 @@ class Requests:
             self._prepare()
             named = _named(params, named)
             described = describe(named, [], {"gradients": "of reduce_gradients()"})
-            device = self._averager.manager.current.params[0].device
-            where = f"{self._averager.where()}, reduce_gradients()"
-            verify_same(described, self._averager.group, device, where)
+            device = self._reducer.manager.current.params[0].device
+            where = f"{self._reducer.where()}, reduce_gradients()"
+            verify_same(described, self._reducer.group, device, where)
         if isinstance(gradients, Mapping):
             unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
             if unknown:
@@ -98,15 +98,15 @@ class Requests:
         self, named: Sequence[tuple[str, Tensor]], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The means of ``gradients``, which belong to ``named``: the same on all ranks."""
-        averager = self._averager
-        of_module, wire = averager.parameters.sparse, averager.manager.factory.wire
+        reducer = self._reducer
+        of_module, wire = reducer.parameters.sparse, reducer.manager.factory.wire
         if len(gradients) != len(named):
             raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
         for (name, param), gradient in zip(named, gradients, strict=True):
             if gradient is not None:
                 _check_gradient(name, param, gradient, param in of_module)
         self._prepare()
-        weight = averager.sync.weight
+        weight = reducer.sync.weight
         # Stand-ins for the parameters, whose own .grad must stay as it is.
         stand_ins: list[tuple[str, Any]] = []
         sparse: dict[Tensor, str] = {}
@@ -123,87 +123,87 @@ class Requests:
                 is_cast = wire.casts(param) and stand_in not in sparse
                 stand_in.grad = grad.clone() if is_cast else grad
         reduction = self._open(
-            averager.manager.temporary(stand_ins, views=True, sparse=sparse),
+            reducer.manager.temporary(stand_ins, views=True, sparse=sparse),
             weight=weight,
             schema=schema_of(stand_ins, *sparse.values()),
             from_grad=False,
         )
         self._reduce_now(reduction, stand_ins)
-        for call in averager.events.on_end:
+        for call in reducer.events.on_end:
             call(reduction)
         return [stand_in.grad for _, stand_in in stand_ins]
 
     def reduce_accumulated(self) -> None:
         """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
         self._prepare()
-        reducer, manager = self.reducer, self._averager.manager
-        reducer.parameters.register()
-        reducer.refresh_parameters()
+        driver, manager = self.driver, self._reducer.manager
+        driver.parameters.register()
+        driver.refresh_parameters()
         current = manager.current
-        if not reducer.parameters.is_agreed:
+        if not driver.parameters.is_agreed:
             placed = list(zip(current.names, current.params, strict=True))
-            self._averager.adopt_parameters(requested=placed)
+            self._reducer.adopt_parameters(requested=placed)
             current = manager.current
         # Parameters that were frozen since the last reduction without being used: they are still
         # in a bucket, but their gradients are not part of this reduction.
         stale = {
             param
-            for param, used in zip(current.params, reducer.unreduced.used, strict=True)
+            for param, used in zip(current.params, driver.unreduced.used, strict=True)
             if not used and not param.requires_grad
         }
         named_params = list(zip(current.names, current.params, strict=True))
         reduction = self._open(manager.temporary(named_params), stale)
         try:
-            for call in reducer.events.on_request:
+            for call in driver.events.on_request:
                 call(reduction)
         except LocalError:
             reduction.take_part()  # the other ranks reduce
             raise
         self._reduce_now(reduction, named_params)
         self.own_gradients_at = -1  # requests are no reductions that are counted
-        reducer.forwards.reduction_begins()
-        reducer.unreduced.clear(manager.current.params)
-        for close in reducer.events.on_close:
+        driver.forwards.reduction_begins()
+        driver.unreduced.clear(manager.current.params)
+        for close in driver.events.on_close:
             close(reduction)
-        if self._averager.afterwards is not None:
-            self._averager.afterwards()
-        for end in reducer.events.on_end:
+        if self._reducer.afterwards is not None:
+            self._reducer.afterwards()
+        for end in driver.events.on_end:
             end(reduction)
 
     def _open(
         self, bucket_set: BucketSet, stale: Collection[Tensor] = (), **details: Any
     ) -> Reduction:
-        if not self._has_warned and self._averager.manager.factory.wire.compression is not None:
+        if not self._has_warned and self._reducer.manager.factory.wire.compression is not None:
             self._has_warned = True
             logger.warning(
                 "%s: reduce_gradients() sends gradients in full precision: compression applies to "
                 "backwards only. (Shown once.)",
-                self._averager.where(),
+                self._reducer.where(),
             )
         used = [param.grad is not None and param not in stale for param in bucket_set.params]
-        where = f"{self._averager.where()}, reduce_gradients()"
-        return self._averager.open(bucket_set, GradSource.REQUEST, used, where=where, **details)
+        where = f"{self._reducer.where()}, reduce_gradients()"
+        return self._reducer.open(bucket_set, GradSource.REQUEST, used, where=where, **details)
 
     def _reduce_now(
         self, reduction: Reduction, named_params: Sequence[tuple[str, Parameter]]
     ) -> None:
         try:
-            with self._averager.group.uninterrupted():
+            with self._reducer.group.uninterrupted():
                 reduction.reduce_now()
         except Mismatch as error:
-            for call in self._averager.events.on_abort:
+            for call in self._reducer.events.on_abort:
                 call(reduction)
-            self._averager.raise_mismatch(error, None, named_params)
+            self._reducer.raise_mismatch(error, None, named_params)
 
     def reduced_parameters(self) -> set[Tensor]:
         """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
         self._prepare("compared")
-        reducer, manager = self.reducer, self._averager.manager
-        self._averager.check_pending()
-        reducer.wait_post_backward()
-        if reducer.is_detached or reducer.counters.reductions == self.own_gradients_at:
+        driver, manager = self.driver, self._reducer.manager
+        self._reducer.check_pending()
+        driver.wait_post_backward()
+        if driver.is_detached or driver.counters.reductions == self.own_gradients_at:
             return set()
-        pairs = zip(manager.current.params, reducer.unreduced.used, strict=True)
+        pairs = zip(manager.current.params, driver.unreduced.used, strict=True)
         owners = manager.factory.owners
         return {param for param, accumulated in pairs if not accumulated and param not in owners}
 
@@ -211,16 +211,16 @@ class Requests:
 
     def comm_state(self) -> dict[str, Any]:
         """The state of communication; see :func:`checkpoint.comm_state`."""
-        self.reducer.settle()
-        return checkpoint.comm_state(self._averager)
+        self.driver.settle()
+        return checkpoint.comm_state(self._reducer)
 
     def load_comm_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from this state; see :func:`checkpoint.load_comm_state`."""
-        self.reducer.settle_outside_backward(
+        self.driver.settle_outside_backward(
             "load_comm_state_dict() was called while a backward runs: call it between two steps"
         )
-        if not self.reducer.is_detached:
-            checkpoint.load_comm_state(self._averager, states)
+        if not self.driver.is_detached:
+            checkpoint.load_comm_state(self._reducer, states)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Have ``hook`` reduce the buckets of all backwards from now on.
@@ -231,8 +231,8 @@ class Requests:
             RuntimeError: there is one already; or gradients are compressed, or have owners; or a
                 backward runs.
         """
-        reducer, factory = self.reducer, self._averager.manager.factory
-        reducer.settle_outside_backward(
+        driver, factory = self.driver, self._reducer.manager.factory
+        driver.settle_outside_backward(
             "a communication hook cannot be registered during a backward"
         )
         if factory.owners:
@@ -245,11 +245,11 @@ class Requests:
                 "compression='int8' and a communication hook both decide how gradients are sent: "
                 "leave one of them out"
             )
-        if reducer.comm_hook is not None:
+        if driver.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        reducer.use(CommHook(hook, state, reducer.group, reducer.counters))
+        driver.use(CommHook(hook, state, driver.group, driver.counters))
 
     # Backwards that end where the user says (in stock DDP from torch 2.15)
 
@@ -258,35 +258,35 @@ class Requests:
         """Wait for the buckets of a backward that is over, or has launched all of them.
 
         Raises:
-            RuntimeError: there is no such backward; or see :meth:`Reducer.finish_ended`.
+            RuntimeError: there is no such backward; or see :meth:`AutogradDriver.finish_ended`.
         """
-        reducer = self.reducer
-        if not reducer.finalizes_manually:
+        driver = self.driver
+        if not driver.finalizes_manually:
             raise RuntimeError(
                 "finalize_backward() called but manual backward finalization is not required. Set "
                 "require_manual_backward_finalization to true first."
             )
-        backward = reducer.backward
+        backward = driver.backward
         if backward is not None and backward.phase is UNFINALIZED:
-            reducer.finish_ended()
+            driver.finish_ended()
             return
         reduction = None if backward is None else backward.reduction
         if backward is not None and backward.runs and reduction is not None:
             if len(reduction.works) < len(reduction.buckets):
                 raise RuntimeError(
-                    f"{reducer.where()}: finalize_backward() called before all DDP buckets were "
+                    f"{driver.where()}: finalize_backward() called before all DDP buckets were "
                     f"ready. next_bucket_={len(reduction.works)}. Call finalize_backward() only "
                     "after all DDP-managed parameters have computed gradients."
                 )
             if any(reduction.works):
                 try:
-                    with self._averager.group.uninterrupted():
+                    with self._reducer.group.uninterrupted():
                         reduction.finish()  # the end of the backward does the rest
                 except Mismatch as error:
-                    self._averager.raise_mismatch(error, reduction)
+                    self._reducer.raise_mismatch(error, reduction)
                 return
         raise RuntimeError(
-            f"{reducer.where()}: finalize_backward() called but no gradient reduction requires "
+            f"{driver.where()}: finalize_backward() called but no gradient reduction requires "
             "finalization. This can happen if no_sync() is active or finalize_backward() was "
             "already called for this backward pass."
         )

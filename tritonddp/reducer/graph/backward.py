@@ -81,7 +81,7 @@ class Forwards:
 
     The decision does not depend on the order in which autograd runs hooks, which differs between
     ranks that use different parameters: a backward that is local so far, and then goes through such
-    an output, is reduced from there on (``Reducer._reduce_after_all``).
+    an output, is reduced from there on (``AutogradDriver._reduce_after_all``).
 
     Attributes:
         call_sites: of a module that is replicated in place, where a backward that goes through no

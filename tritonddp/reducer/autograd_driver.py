@@ -1,0 +1,760 @@
+"""When gradients are reduced: from the start of a backward to its last bucket.
+
+One gradient, from ``backward()`` to ``.grad``::
+
+    backward starts   on_backward       ask the engine which parameters it will reach; open a
+                                        reduction
+    gradient ready    (no Python)       a hook in C notes it, see graph/readiness.py
+    segment full      on_segment_ready  reduction.pack: one flatten; on a GPU a segment is a whole
+                                        bucket
+    bucket full       launch_ready      bucket.exchange.launch: one asynchronous collective
+    backward ends     _end              launch what is left
+    all have ended    finish_ended      reduction.finish: wait, one unflatten a bucket
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from operator import or_
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tritonddp._device import is_capturing
+from tritonddp._torch import COMPILED_AUTOGRAD, IN_COMPILED_AUTOGRAD, current_graph_task_id
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.comm_hook import CommHook
+from tritonddp.comm.reduction import LocalError, Reduction
+from tritonddp.coordination.agreement import GradSource, Mismatch
+from tritonddp.reducer import capture
+from tritonddp.reducer.graph.backward import (
+    FAILED,
+    RUNNING,
+    UNFINALIZED,
+    WAITING,
+    Backward,
+    Forward,
+)
+from tritonddp.reducer.graph.participation import (
+    accumulates,
+    as_trainable,
+    is_of_others,
+    outer_call,
+)
+from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
+from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
+from tritonddp.reducer.reducer import Reducer
+
+_NONE: frozenset[int] = frozenset()
+
+logger = logging.getLogger("tritonddp.reducer")
+
+
+class AutogradDriver:
+    """Follows the backwards of a module, and has the reducer average their gradients.
+
+    Args:
+        reducer: averages over the ranks.
+
+    Attributes:
+        reducer: see above.
+        counters, events, group, parameters, sync, agreement, manager, forwards, reentrant: those of
+            ``reducer``.
+        tracker: knows which gradients have come.
+        backward: the backward that runs, has failed or waits for ``finalize_backward()``.
+        unreduced: gradients that no reduction has taken yet.
+        post_backward: the end of the next backward waits for these.
+        is_detached: hooks were removed: no backward is noticed any more.
+        launching: held while a segment is packed: hooks of a multi-device module run on a thread
+            per device.
+        reference: a weak one, to this object.
+        comm_hook: reduces the buckets; ``None`` if the user has registered none.
+        steps_optimizers: optimizers step in the backward.
+        finalizes_manually: backwards end in ``finalize_backward()``.
+        last: the last reduction of a backward; it holds no gradients any more.
+    """
+
+    # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
+    # and tests alone: no user gains from it. (Set while a module is wrapped, it gives the buckets
+    # memory of their own, as with many ranks.)
+    exchanges_alone = False
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.counters, self.events = reducer.counters, reducer.events
+        self.group, self.parameters = reducer.group, reducer.parameters
+        self.sync, self.agreement = reducer.sync, reducer.agreement
+        self.manager, self.where = reducer.manager, reducer.where
+        self.forwards, self.reentrant = reducer.forwards, reducer.reentrant
+        self.backward: Backward | None = None
+        self.unreduced = Unreduced()
+        self.post_backward: list[torch.futures.Future] = []
+        self.is_detached = False
+        self.launching = threading.RLock()
+        self.comm_hook: CommHook | None = None
+        self.steps_optimizers = self.finalizes_manually = False
+        self.last: Reduction | None = None
+        self.reference = weakref.ref(self)
+        self._broke_off = partial(_broke_off, self.reference)
+        self._others = WatchedParameters(self.reference)
+        self.group.join_forks(self)
+        self.manager.notify(weakref.WeakMethod(self.renumber))
+        self._track()
+        self.unreduced.clear(self.manager.current.params)
+
+    @property
+    def order(self) -> tuple[str, int, int]:
+        """Where it is in an order of all reducers that is the same on all ranks."""
+        return self.group.name, self.parameters.number, 1
+
+    @property
+    def bucket_set(self) -> BucketSet:
+        """The buckets in force."""
+        return self.manager.current
+
+    @property
+    def backward_runs(self) -> bool:
+        """Whether a backward runs now: False if it failed, or waits to be finalised."""
+        return self.backward is not None and self.backward.phase not in (FAILED, UNFINALIZED)
+
+    # Before a forward
+
+    def before_forward(self) -> None:
+        """Recover from a failed backward, and look for changed parameters.
+
+        Only with gradients enabled: the module may make collectives then (SyncBatchNorm), and its
+        backward will. Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU
+        ranks that do not reduce the same find that in the backward, see :class:`Agreement`.)
+        """
+        if self.post_backward:
+            self.wait_post_backward()
+        if not torch.is_grad_enabled():
+            return
+        if self.is_detached:
+            self.group.refuse_if_forked()
+            return
+        if self.backward is not None:
+            self.check_finalized()
+            if self.backward.has_stopped_unnoticed():
+                self.backward.fail()
+        if self.group.open_backwards:
+            self.group.recover()
+        for call in self.events.on_forward:
+            call()
+        if self.forwards.was_local:
+            self.forwards.begins()
+        if self.parameters.has_changed():
+            self.refresh_parameters()
+        if self.forwards.deferred_error is not None:
+            self.forwards.raise_deferred()
+
+    def settle(self, reduces: bool = False) -> None:
+        """Make up for a last backward that failed, where no forward follows to do so.
+
+        Where this rank ``reduces`` next, the end of that says whether the ranks have reduced the
+        same before: it does so too on a rank whose next reduction is a backward. Else wait for
+        :attr:`post_backward`, and look at once.
+        """
+        self.check_finalized()
+        if not reduces:
+            self.wait_post_backward()
+        self.group.recover()
+        if not reduces:
+            self.reducer.check_pending()
+
+    def settle_and_refresh(self) -> None:
+        """Call :meth:`settle`, and look for changed parameters."""
+        self.settle()
+        self.refresh_parameters()
+
+    def refresh_parameters(self) -> None:
+        """Look for changed parameters; see :meth:`ModuleParameters.refresh`. No collective."""
+        if self.parameters.refresh(self.where):
+            if self.parameters.were_swapped() and not self.backward_runs:
+                self._track()
+            self.watch_others()
+
+    def adopt_parameters(self) -> None:
+        """Parameters have come or gone, before a forward that other ranks run too."""
+        if not (self.is_detached or self.backward_runs):
+            self.reducer.adopt_parameters()
+
+    def count_any_call(self, afterwards: Callable[[], None]) -> None:
+        """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
+
+        ``afterwards`` is called on all ranks when that is done.
+        """
+        self.forwards.count_any_call()
+        self.reducer.call_afterwards(afterwards)
+        self.watch_others()
+
+    def watch_others(self) -> None:
+        """Where any call counts, notice a backward that reaches nothing that has a bucket.
+
+        No forward may tell of a parameter that was added, or frozen and is trained now.
+        """
+        if self.forwards.call_sites is not None:
+            self._others.watch(self.parameters.in_no_bucket())
+
+    def wait_post_backward(self) -> None:
+        """Wait for the futures that buffer hooks have returned."""
+        if self.post_backward:
+            futures, self.post_backward = self.post_backward, []
+            torch.futures.wait_all(futures)
+
+    # Start of backward
+
+    def on_backward(self, forward: Forward | None = None, late: Tensor | None = None) -> None:
+        """A backward runs: if it is new, find out which parameters it will reach. For hooks.
+
+        Args:
+            forward: the forward whose output it goes through; ``None`` if not known.
+            late: the ``late_param`` of :class:`Backward`.
+        """
+        backward = self.backward
+        if backward is not None and backward.phase is RUNNING:
+            if forward is not None:
+                self._on_further_output(backward, forward)
+            return
+        if self.is_detached:
+            self.group.refuse_if_forked()
+            return
+        if forward is None and self.forwards.call_sites is not None:
+            self.refresh_parameters()
+            if not self.parameters.is_agreed:
+                self.reducer.adopt_parameters(in_backward=True)
+        tracker = self.tracker
+        is_captured = self.manager.current.is_on_gpu and is_capturing()
+        reached = tracker.query()
+        if reached is None:
+            return  # torch.autograd.grad: it returns gradients
+        missing: Collection[int] = _NONE
+        if not all(reached):
+            if not any(reached) and is_of_others(self.manager.current.params):
+                return
+            missing = {number for number, comes in enumerate(reached) if not comes}
+            if missing != self.reentrant.missing:
+                self.parameters.check_kinds(missing, self.where)
+            if tracker.is_outdated(missing):
+                self._track()
+                return self.on_backward(forward, late)
+        if backward is not None:
+            self._end_former(backward)
+        if self.group.open_backwards and self.group.recover(current_graph_task_id()):
+            return self.on_backward(forward, late)  # the buckets may be others now
+        if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
+            raise RuntimeError(
+                f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose hooks "
+                "need autograd's own engine: leave torch._dynamo.config.compiled_autograd at "
+                "False. torch.compile does not need it to compile a forward."
+            )
+        if self.agreement.pending and self.events.needs_reached:
+            self.reducer.check_pending()
+        bypasses_forward = forward is None and not self.forwards.was_local
+        source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
+        if source is not None:
+            self._open(source, late, reached, missing, is_captured)
+        else:
+            self._open_local(forward, late, reached, bypasses_forward, is_captured)
+
+    def _on_further_output(self, backward: Backward, forward: Forward) -> None:
+        """The backward that runs goes through an output of this forward too.
+
+        Or another one does, inside it: in a hook of the user, or a reentrant checkpoint.
+        """
+        if current_graph_task_id() != backward.graph_task and not accumulates():
+            return  # torch.autograd.grad
+        if backward.reduction is None:
+            if backward.may_be_reduced and forward.syncs:
+                self._reduce_after_all(backward, forward)
+            return
+        if self.forwards.by_call and not forward.syncs:
+            raise RuntimeError(
+                f"{backward.where}: this backward goes through a forward inside no_sync(), after "
+                "a gradient that goes through none and is averaged: run both the forward and the "
+                "backward inside no_sync(), or outside"
+            )
+        forward.reach()
+
+    def _end_former(self, former: Backward) -> None:
+        """Another backward begins, and ``former`` is not over."""
+        self.check_finalized()
+        former.finish_waiting()  # a callback of the user, at the end of it, runs another one
+        if self.backward is former and former.phase is WAITING:
+            raise RuntimeError(
+                f"{former.where}: a communication hook, a signal handler or another thread runs a "
+                "backward through the module, while gradients of its last backward are reduced: "
+                "run it after backward(), or use torch.autograd.grad"
+            )
+
+    def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
+        """A backward that was local so far goes through an output of a synchronised forward."""
+        source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
+        if source is None:
+            local.stays_local()
+            return
+        arrived, reached = list(self.tracker.log), list(local.reached)
+        missing = {number for number, comes in enumerate(reached) if not comes}
+        for call in self.events.on_abort:
+            call(None)
+        is_captured = self.manager.current.is_on_gpu and is_capturing()
+        late = arrived[0] if arrived else None
+        self._open(source, late, reached, missing, is_captured, local)
+        self.tracker.log.extend(arrived)
+
+    def _open(
+        self,
+        source: GradSource,
+        late: Tensor | None,
+        reached: list[bool],
+        missing: Collection[int],
+        is_captured: bool,
+        local: Backward | None = None,
+    ) -> None:
+        """A backward begins that is reduced; or ``local``, which has begun, is reduced too."""
+        manager, tracker, group = self.manager, self.tracker, self.group
+        current = manager.current
+        if is_captured:
+            capture.begin(self.reducer, tracker.gradients.streams, missing, is_reduced=True)
+        if noted:
+            self.unreduced.reduced_backward_begins(current.params)
+        if self.parameters.number < 0:
+            self.parameters.register()
+        if manager.former_counts or manager.schema is not self.parameters.schema:
+            manager.reduction_begins()
+        if missing != self.reentrant.missing:
+            self.reentrant.note_missing(missing)
+        doubtful: Collection[int] = _NONE
+        # A forward has armed this reduction, and the engine announces an inner backward only.
+        is_inner = late is not None and local is None and outer_call(current.is_on_gpu) != 0
+        if is_inner:
+            doubtful = range(len(current.params))
+        elif not manager.is_provisional and (missing or self.reentrant.seen):
+            doubtful = self.reentrant.may_come(set(missing))
+        left = self.unreduced
+        used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
+        is_alone = group.is_alone and self._needs_no_exchange()
+        site = self.forwards.call_site
+        reduction = self.reducer.open(
+            current,
+            source,
+            used,
+            buckets=() if is_alone else current.buckets,
+            where=f"rank {group.rank}, step {self.counters.reductions + 1}",
+            call_site=bytes(3) if site is None else site.hash,
+            is_alone=is_alone,
+            is_captured=is_captured,
+            arrived=tracker.log,
+            has_unannounced=bool(missing),
+        )
+        is_provisional = manager.is_provisional
+        backward = Backward(
+            reduction.where,
+            reached,
+            reduction,
+            late_param=late,
+            is_provisional=is_provisional,
+            doubtful=doubtful,
+            creates_graph=torch.is_grad_enabled(),
+            is_inner=is_inner,
+        )
+        # From here on the other ranks wait for the collectives of this reduction: see make_up.
+        self.backward = backward
+        self.counters.reductions += 1
+        try:
+            group.open_backwards[self] = None
+            tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
+            if not is_alone:
+                reduction.unfilled[:] = tracker.waiting
+            for call in self.events.on_begin:
+                call(backward)
+            if not is_alone:
+                if is_provisional:
+                    manager.announce()
+                for bucket in current.to_release:
+                    bucket.release()
+            backward.queue_end(partial(self._end), self._broke_off, local)
+        except BaseException:
+            backward.moves_to(FAILED)
+            tracker.stop()
+            raise
+        if not (is_provisional or is_alone or reduction.unfilled[0]):
+            (self.on_gradients if late is not None else tracker.tell_first)()
+
+    def _needs_no_exchange(self) -> bool:
+        """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
+        manager = self.manager
+        wire = manager.factory.wire
+        return (
+            not self.exchanges_alone
+            and self.agreement.divisor == 1
+            and self.comm_hook is None
+            and not self.finalizes_manually
+            and self.sync.join is None
+            and wire.reduce_dtype is None
+            and wire.compression is None
+            and not self.events.needs_buckets
+            and not manager.current.needs_reduction
+        )
+
+    def _open_local(
+        self,
+        forward: Forward | None,
+        late: Tensor | None,
+        reached: list[bool],
+        bypasses_forward: bool,
+        is_captured: bool,
+    ) -> None:
+        """A backward begins that only accumulates."""
+        ended = self.forwards.ended_inside
+        if ended and ended == outer_call(self.manager.current.is_on_gpu):
+            raise RuntimeError(
+                f"{self.where()}: a gradient became ready again after all were averaged at the end "
+                "of an inner backward: use torch.utils.checkpoint with use_reentrant=False"
+            )
+        if is_captured:
+            capture.begin(self.reducer, self.tracker.gradients.streams, (), is_reduced=False)
+        may_be_reduced = self.sync.enabled and self.sync.join is None
+        doubt = ""
+        if self.group.size > 1 and self.sync.join is None:
+            if forward is not None:
+                adds = self.unreduced.adds_to_means(self.manager.current.params)
+                doubt = INSIDE if forward.syncs else ADDED if adds else ""
+            elif bypasses_forward and may_be_reduced:
+                doubt = AROUND
+        backward = Backward(
+            self.where(),
+            reached,
+            late_param=late,
+            is_provisional=self.manager.is_provisional,
+            may_be_reduced=may_be_reduced,
+            doubt=doubt,
+            creates_graph=torch.is_grad_enabled(),
+        )
+        self.backward = backward
+        try:
+            self.group.open_backwards[self] = None
+            self.tracker.begin(reached, _NONE, looks=False)
+            for call in self.events.on_begin:
+                call(backward)
+            backward.queue_end(partial(self._end), self._broke_off)
+        except BaseException:
+            backward.moves_to(FAILED)
+            self.tracker.stop()
+            raise
+
+    # A gradient, a segment, a bucket is ready
+
+    def on_first_gradient(self, param: Tensor) -> None:
+        """The first gradient of a backward that has not begun at an output of the module."""
+        self.on_backward(late=param)
+        if self.backward is not None and self.backward.runs and self.tracker.knows(param):
+            self.tracker.gradients.note(param)
+
+    def on_gradients(self) -> None:
+        """A gradient has come: launch the buckets at the front that wait for none."""
+        reduction = None if self.backward is None else self.backward.reduction
+        if reduction is not None:
+            with torch.no_grad(), self.launching, self.group.uninterrupted():
+                reduction.launch_ready()
+
+    def on_segment_ready(self, number: int) -> None:
+        """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
+        backward = self.backward
+        reduction = None if backward is None else backward.reduction
+        if backward is None or reduction is None or reduction.filled[number]:
+            return
+        if backward.creates_graph and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.on_segment_ready(number)
+        try:
+            with self.launching:
+                if self.tracker.gradients.other_streams:
+                    self.tracker.join_streams(number)
+                reduction.pack(number, launches=True)
+        except KeyboardInterrupt:
+            self.group.refuse_further_use()
+            raise
+
+    def on_unusual_order(self, number: int) -> None:
+        """Gradients came in another order than last time: launch the segment if it is full."""
+        reduction = None if self.backward is None else self.backward.reduction
+        if reduction is None:
+            return
+        with self.launching:
+            is_full = self.tracker.look(number)
+        if self.tracker.has_unannounced:
+            self.tracker.note_unannounced(reduction, self.reentrant)
+        if is_full:
+            self.on_segment_ready(number)
+
+    # End of backward
+
+    def _end(self) -> None:
+        """The backward is over: launch the remaining buckets; :class:`EndsOfBackward` waits."""
+        backward = self.backward
+        if backward is None:  # detached
+            return
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._end()
+        if backward.is_inner:
+            # A function or hook of the user may have run a whole backward, and step after it.
+            is_whole = self.forwards.was_armed == 1 and self.tracker.has_all()
+            if not is_whole and backward.outlives_inner(partial(self._end), self._broke_off):
+                return
+            self.forwards.end_inside(outer_call(self.manager.current.is_on_gpu))
+        arrived_as_usual = self.tracker.stop()
+        for call in self.events.on_compute_end:
+            call(backward)
+        reduction = backward.reduction
+        if reduction is None:
+            self._accumulate(backward, arrived_as_usual)
+            self.wait_post_backward()
+            return
+        if not reduction.is_alone:
+            is_left = len(reduction.works) < len(reduction.buckets)
+            is_new = not arrived_as_usual or self.manager.is_provisional
+            if is_new:
+                self._look_back(reduction)
+            if self.tracker.gradients.streams and (is_new or is_left):
+                self.tracker.join_streams()
+            if is_left:
+                with self.launching, self.group.uninterrupted():
+                    reduction.launch_ready(rest=True)
+            if self.finalizes_manually and any(reduction.works):
+                backward.moves_to(UNFINALIZED)
+                self.group.open_backwards.pop(self, None)  # nobody may call finalize_backward()
+                self.wait_post_backward()
+                return
+        backward.ends(self, self._broke_off)
+
+    def _accumulate(self, backward: Backward, arrived_as_usual: bool) -> None:
+        """Note which parameters this local backward has used: they are reduced later."""
+        used = backward.reached
+        if not arrived_as_usual:
+            arrived = set(self.tracker.arrivals())
+            used = [number in arrived for number in range(len(used))]
+            for number, _ in self.tracker.unannounced():
+                self.reentrant.note(number)
+            self.tracker.learn()
+        self.unreduced.add(used)
+        if backward.doubt:
+            current = self.manager.current
+            named = zip(current.names, current.params, used, strict=True)
+            left = [(name, param) for name, param, comes in named if comes]
+            found = (self.unreduced, left, backward.where, backward.doubt)
+            backward.ends().local.append(found)
+        self._close(backward)
+
+    def _look_back(self, reduction: Reduction) -> None:
+        """Handle gradients that came in another order, did not come, or were not announced."""
+        tracker = self.tracker
+        if self.manager.is_provisional:
+            reduction.used.note(tracker.arrivals())
+        tracker.note_unannounced(reduction, self.reentrant)
+        tracker.learn()
+
+    def finish_ended(self) -> None:
+        """The backward has ended, and all its buckets are launched: wait for them.
+
+        Raises:
+            RuntimeError: see :meth:`Reduction.finish`; or the ranks do not reduce the same.
+        """
+        backward = self.backward
+        if backward is None or backward.phase not in (WAITING, UNFINALIZED):
+            return
+        reduction, manager = backward.reduction, self.manager
+        assert reduction is not None
+        if backward.phase is UNFINALIZED:
+            backward.moves_to(WAITING)
+            self.group.open_backwards[self] = None
+        try:
+            reduction.finish()
+            is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
+            if not reduction.is_captured:
+                for call in self.events.on_reduced_all:
+                    call(reduction)
+                if is_unusual:
+                    arrived = self.tracker.arrivals() if manager.is_provisional else ()
+                    self.reducer.complete(reduction, arrived)
+        except (RuntimeError, Mismatch) as error:
+            self._fail(backward, error)
+        except BaseException as error:  # of a signal handler
+            backward.moves_to(FAILED)
+            if isinstance(error, KeyboardInterrupt):
+                self.group.refuse_further_use()
+            raise
+        self._close(backward)
+        if self.reducer.afterwards is not None and self.parameters.ignored.syncs_buffers:
+            self.reducer.afterwards()
+        for call in self.events.on_end:
+            call(reduction)
+        if self.post_backward:
+            self.wait_post_backward()
+
+    def _fail(self, backward: Backward, error: Exception) -> NoReturn:
+        """The reduction of ``backward`` has ended with this error: raise it, with a message."""
+        try:
+            if isinstance(error, Mismatch):
+                self.reducer.raise_mismatch(error, backward.reduction)
+            raise error
+        except RuntimeError as named:
+            for report in self.events.on_error:
+                report(str(named))
+            # After a local error the other ranks go on: make_up waits for what is in flight.
+            if isinstance(named, LocalError):
+                backward.moves_to(FAILED)
+            else:
+                for call in self.events.on_abort:
+                    call(backward.reduction)
+                self._close(backward)
+            raise
+
+    def _close(self, backward: Backward) -> None:
+        """The backward is over, with or without an error, and owes no collectives."""
+        self.backward = None
+        self.group.open_backwards.pop(self, None)
+        if backward.reduction is not None:
+            if self.unreduced.has_any:
+                self.unreduced.clear(self.manager.current.params)
+            self.last = backward.reduction
+            for bucket in self.manager.current.to_release:
+                bucket.release()
+        for call in self.events.on_close:
+            call(backward.reduction)
+
+    # After a backward that failed on this rank: all ranks still make the same collectives
+
+    def has_failed(self) -> bool:
+        """Whether the last backward failed with an exception."""
+        backward = self.backward
+        return backward is not None and backward.has_failed(self.manager.current.is_on_gpu)
+
+    def launch_owed(self) -> None:
+        """The last backward has failed: launch its remaining buckets."""
+        backward = self.backward
+        assert backward is not None
+        reduction = backward.reduction
+        if reduction is None or reduction.is_captured:
+            return
+        self.tracker.stop()
+        self.reducer.before_make_up(reduction)
+        try:
+            with self.group.uninterrupted():
+                self.reducer.launch_owed(reduction)
+        except Exception:
+            self._abort(backward)
+            raise
+
+    def make_up(self) -> None:
+        """The last backward has failed: make its remaining collectives."""
+        backward = self.backward
+        assert backward is not None
+        if (reduction := backward.reduction) is None:
+            self._close(backward)
+            return
+        self.tracker.stop()
+        if reduction.is_captured:  # a capture executes no collective
+            for bucket in reduction.buckets:
+                bucket.placement.discard(bucket)
+            self._abort(backward)
+            return
+        arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
+        try:
+            with self.group.uninterrupted():
+                self.reducer.make_up(reduction, arrived)
+        finally:
+            self._abort(backward)
+
+    def _abort(self, backward: Backward) -> None:
+        for call in self.events.on_abort:
+            call(backward.reduction)
+        self._close(backward)
+
+    # Buckets
+
+    def renumber(self, former: Sequence[int | None]) -> None:
+        """Buckets are new: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
+        self.reentrant.renumber(former)
+        self._track()
+        self.unreduced.renumber(former, self.manager.current.params)
+
+    def _track(self) -> None:
+        """Make the lists and hooks anew for the parameters in the current buckets."""
+        current, were_swapped = self.manager.current, self.parameters.were_swapped()
+        self.parameters.set_bucketed(current.names, current.params)
+        current.mend_views()
+        self.watch_others()
+        former = getattr(self, "tracker", None)
+        if former is not None:
+            former.remove(drops_nodes=were_swapped)
+        with as_trainable(current.params):
+            self.tracker = ReadyTracker(current.params, current.ranges, current.segments_of, self)
+        if former is not None:
+            self.tracker.inherit(former)
+
+    # What users and features ask for
+
+    def settle_outside_backward(self, problem: str, reduces: bool = False) -> None:
+        """Call :meth:`settle`; a RuntimeError that says ``problem`` if a backward runs."""
+        if self.backward_runs:
+            raise RuntimeError(f"{self.where()}: {problem}")
+        self.settle(reduces)
+
+    def check_finalized(self) -> None:
+        """Raise a RuntimeError if a backward waits for ``finalize_backward()``."""
+        if self.backward is not None and self.backward.phase is UNFINALIZED:
+            raise RuntimeError(
+                f"{self.where()}: Expected to have finalized the prior backward pass before "
+                "starting a new one. Call finalize_backward() after backward() when "
+                "require_manual_backward_finalization is true."
+            )
+
+    def finalize_manually(self, required: bool) -> None:
+        """Whether backwards end in ``finalize_backward()``, not by themselves.
+
+        Raises:
+            RuntimeError: a backward runs, or waits for that.
+        """
+        waits = self.backward is not None and self.backward.phase is UNFINALIZED
+        if waits or self.backward_runs:
+            raise RuntimeError(
+                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
+                "while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
+        self.finalizes_manually = required
+
+    def use(self, hook: CommHook) -> None:
+        """Reduce the buckets of backwards by ``hook`` from now on."""
+        self.comm_hook = hook
+        self.manager.use(hook)
+
+    def step_optimizers(self) -> None:
+        """Optimizers step in the backward from now on."""
+        self.steps_optimizers = True
+
+    def detach(self) -> None:
+        """Let go of the parameters for good, without waiting for any other rank."""
+        self.is_detached = True
+        self.tracker.remove()
+        self._others.watch(())
+        self.group.open_backwards.pop(self, None)
+        self.backward = None
+
+
+def _broke_off(reference: weakref.ref[AutogradDriver], _: object) -> None:
+    """The engine has dropped the callback of a backward without calling it: it failed."""
+    reducer = reference()
+    if reducer is not None and reducer.backward is not None:
+        reducer.backward.fail()
+        reducer.tracker.stop()
+        for call in reducer.events.on_abort:
+            call(reducer.backward.reduction)
