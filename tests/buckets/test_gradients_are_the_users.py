@@ -17,7 +17,7 @@ from modules import Withheld
 from torch import Tensor, nn
 from training import WAYS, beside_stock, drawn, gradients, raises_if, train_step
 
-from tritonddp.buckets.placement.placement import Placement
+from tritonddp.buckets.grad_storage.grad_storage import GradStorage
 from tritonddp.comm.all_reduce import Collective
 from tritonddp.comm.host import memory_exchange
 from tritonddp.comm.host.rank_buffers import RankBuffers
@@ -208,7 +208,9 @@ class WithRows(Branches):
 @ranks(2)
 def test_after_a_mean_that_was_not_written_all_go_on(rank: int, how: str, fails_in: int) -> None:
     """Of the first bucket, or the last, on one rank: it takes part in what is on its way."""
-    owner, name = (Placement, "unpack") if how in ("copied", "rows") else (RankBuffers, "sum_into")
+    owner, name = (
+        (GradStorage, "unpack") if how in ("copied", "rows") else (RankBuffers, "sum_into")
+    )
     shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 0} if how == "in shares" else {}
     with (
         mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"} if how == "copied" else {}),

@@ -204,7 +204,7 @@ def test_sparse_gradients_are_averaged_beside_a_communication_hook(model: Any, v
                 param.grad.div_(2)
         assert_mean(ddp, alone, f"step {step}")
         calls, doubled.calls = doubled.calls, []  # type: ignore[attr-defined]
-        dense = [b.index for b in ddp.reducer.buckets if not b.placement.is_sparse]
+        dense = [b.index for b in ddp.reducer.buckets if not b.storage.is_sparse]
         if step:
             assert calls == [(index, index == dense[-1]) for index in dense]
 

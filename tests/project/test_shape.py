@@ -52,7 +52,7 @@ HOT = (
     "Bucket",
     "BucketManager",
     "BucketSet",
-    "Placement",
+    "GradStorage",
     "AutogradDriver",
     "Reduction",
     "Segment",

@@ -50,8 +50,8 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
             "a parameter of a loaded state is quantised no more: its dtype is another one now",
         )
     },
-    "buckets/placement/placement.py": {
-        "Placement.pack": (1, "what torch raises for want of memory, for example: it goes on"),
+    "buckets/grad_storage/grad_storage.py": {
+        "GradStorage.pack": (1, "what torch raises for want of memory, for example: it goes on"),
     },
     "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},
     "comm/reduction.py": {

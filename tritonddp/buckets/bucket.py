@@ -1,7 +1,7 @@
 """A bucket: gradients that are reduced together.
 
 A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is said by its
-:class:`~tritonddp.buckets.placement.placement.Placement`, how the buffer is reduced by its
+:class:`~tritonddp.buckets.grad_storage.grad_storage.GradStorage`, how the buffer is reduced by its
 :class:`~tritonddp.buckets.exchange.BucketExchange`.
 """
 
@@ -25,7 +25,7 @@ from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
 
 if TYPE_CHECKING:
-    from tritonddp.buckets.placement.placement import Placement
+    from tritonddp.buckets.grad_storage.grad_storage import GradStorage
     from tritonddp.kernels.device_tables import DeviceTables
 
 
@@ -98,7 +98,7 @@ class Bucket:
     """Parameters whose gradients are reduced together, in one flat buffer.
 
     Args:
-        index, params, names, placement, quantization, owned: see below.
+        index, params, names, storage, quantization, owned: see below.
         kernels: for the gradients' device and dtype.
         counters: count launches.
         headers: bytes of the headers of all ranks, which are sent in this bucket.
@@ -112,7 +112,7 @@ class Bucket:
         index: place in the launch order, the same on every rank.
         params: the parameters, in launch order.
         names: their names, for errors.
-        placement: where their gradients lie: packs (flattens) and unpacks them.
+        storage: where their gradients lie: packs (flattens) and unpacks them.
         exchange: its way to the other ranks.
         gradient_dtype: of ``.grad``, the same for all of them.
         shapes, strides: of the gradients, as the buffer holds them.
@@ -137,7 +137,7 @@ class Bucket:
         index: int,
         params: Sequence[Parameter],
         names: Sequence[str],
-        placement: Placement,
+        storage: GradStorage,
         kernels: Kernels,
         counters: Counters,
         headers: int = 0,
@@ -151,7 +151,7 @@ class Bucket:
         self.owned = owned
         self.params = list(params)
         self.names = list(names)
-        self.placement = placement
+        self.storage = storage
         self.quantization = quantization
         self.kernels = kernels
         self.counters = counters
@@ -163,7 +163,7 @@ class Bucket:
         self.places = b"" if checked is None or quantization is not None else bytes(checked[1])
         self.shapes = [tuple(param.shape) for param in params]
         self.strides = [gradient_strides(param) for param in params]
-        self._layout = placement.layout(self, headers + len(self.places))
+        self._layout = storage.layout(self, headers + len(self.places))
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self.flat: Any = None
         # Of a buffer that was released: its reduced used flags, and its tables.
@@ -179,7 +179,7 @@ class Bucket:
         They are sent in their own dtype and are no views: an exchange may sum them in ``.grad``.
         """
         casts = self._wire_dtype is not self.gradient_dtype
-        return self.kernels.are_large(self._layout) and not casts and not self.placement.has_views
+        return self.kernels.are_large(self._layout) and not casts and not self.storage.has_views
 
     def allocate(self) -> None:
         """Make a buffer."""
@@ -207,7 +207,7 @@ class Bucket:
         is_released = self.flat is None
         if is_released:
             self.allocate()
-        self.kernels.compile(self.flat, self.gradient_dtype, self.placement.has_views, is_joint)
+        self.kernels.compile(self.flat, self.gradient_dtype, self.storage.has_views, is_joint)
         if is_released:
             self.release()
 
@@ -307,14 +307,14 @@ class Bucket:
 
     def in_buffer(self) -> dict[Parameter, Tensor]:
         """Gradients that are views of this bucket's buffer."""
-        if self.flat is None or not self.placement.has_views:
+        if self.flat is None or not self.storage.has_views:
             return {}
         pairs: Any = zip(self.params, self.flat.views, strict=True)
         return {param: view for param, view in pairs if param.grad is view}
 
     def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
         """Move gradients from the buffer of a former bucket, and remove them from ``in_buffer``."""
-        if not in_buffer or not self.placement.has_views:
+        if not in_buffer or not self.storage.has_views:
             return
         if self.flat is None:
             self.allocate()
@@ -333,7 +333,7 @@ class Bucket:
         Raises:
             GradientError: a gradient does not fit its parameter.
         """
-        for segment in () if self.placement.is_sparse else self.segments:
+        for segment in () if self.storage.is_sparse else self.segments:
             self.all_to_slot_layout(segment, [param.grad for param in segment.params])
 
     def empty_gradient(self, slot: int) -> Tensor:

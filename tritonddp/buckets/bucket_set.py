@@ -15,7 +15,7 @@ from tritonddp.buckets.assignment import NO_OWNERS, UNLIMITED, BucketCaps, assig
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory
-from tritonddp.buckets.placement.placement import JointUnpack
+from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
 
 
 class BucketSet:
@@ -89,7 +89,7 @@ class BucketSet:
         if self.is_on_gpu and not is_temporary and factory.group.size > 1:
             for bucket in self.buckets:
                 bucket.compile_kernels(bool(self.unpack_groups))
-        self.needs_reduction = any(bucket.placement.is_sparse for bucket in self.buckets)
+        self.needs_reduction = any(bucket.storage.is_sparse for bucket in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
 
     def use(self, transport: Transport) -> None:
@@ -115,7 +115,7 @@ class BucketSet:
     def mend_views(self) -> None:
         """Lead gradients that were moved, as by ``module.to()``, back to the memory of buckets."""
         for bucket in self.buckets:
-            if bucket.placement.has_views and bucket.flat is not None:
+            if bucket.storage.has_views and bucket.flat is not None:
                 bucket.flat.mend_views()
 
     def fits(
@@ -196,7 +196,7 @@ class _Spans:
         self._owners: list[tuple[Any, str]] = []
         for bucket in bucket_set.buckets:
             for method in ("pack", "unpack"):
-                self._wrap(bucket.placement, method)
+                self._wrap(bucket.storage, method)
             for method in ("launch", "wait"):
                 self._wrap(bucket.exchange, method)
         first = 0

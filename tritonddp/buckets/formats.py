@@ -18,10 +18,10 @@ from tritonddp._arguments import check_flags
 from tritonddp._torch import MixedPrecision, backend_name, registered_pool
 from tritonddp.buckets.bucket import Bucket, Owned
 from tritonddp.buckets.exchange import Transport
+from tritonddp.buckets.grad_storage.grad_storage import GradStorage
+from tritonddp.buckets.grad_storage.sparse_rows import SparseRows
+from tritonddp.buckets.grad_storage.views import Views
 from tritonddp.buckets.ignored import parameters_of
-from tritonddp.buckets.placement.placement import Placement
-from tritonddp.buckets.placement.sparse_rows import SparseRows
-from tritonddp.buckets.placement.views import Views
 from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.coordination.agreement import BYTES
 from tritonddp.coordination.counters import Counters
@@ -229,20 +229,20 @@ class BucketFactory:
             args = (index, params, names, rows, kernels, self.counters, headers)
             return Bucket(*args, checked=checked)
         quantization = self._quantization(params, names, headers)
-        placement, wire_dtype = Placement(len(params)), None
+        storage, wire_dtype = GradStorage(len(params)), None
         if quantization is not None:
             kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
         elif self.wire.casts(params[0]):
             wire_dtype = self.wire.reduce_dtype
         elif self.views:
-            placement = Views(len(params))
+            storage = Views(len(params))
         if self.is_registered:
             kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
         bucket = Bucket(
             index,
             params,
             names,
-            placement,
+            storage,
             kernels,
             self.counters,
             headers=headers,

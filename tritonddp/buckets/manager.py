@@ -19,8 +19,8 @@ from tritonddp.buckets.bucket import Bucket, GradientError
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.exchange import HostMemory, Transport
 from tritonddp.buckets.formats import BucketFactory
+from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.buckets.placement.placement import JointUnpack
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -311,7 +311,7 @@ class BucketManager:
     def _sparse(self) -> set[Tensor]:
         """Parameters with sparse gradients: what the module has no more stays as it was."""
         held, buckets = self._parameters.held, self.current.buckets
-        were = {param for each in buckets if each.placement.is_sparse for param in each.params}
+        were = {param for each in buckets if each.storage.is_sparse for param in each.params}
         return self._parameters.sparse | (were - held)
 
     def _check_dtypes(self, kept: Collection[Tensor]) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp._torch import count_swaps, like, swaps, tensor_behind
+from tritonddp.buckets.grad_storage.sparse_rows import sparse_parameters
 from tritonddp.buckets.ignored import Ignored, parameters_of
-from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.coordination.agreement import schema_hash
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import TRAIN_THE_SAME, describe, verify_same

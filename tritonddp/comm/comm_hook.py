@@ -93,7 +93,7 @@ class CommHook:
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """See :meth:`Transport.exchanges`. All share this object."""
-        self._last = max((b.index for b in buckets if not b.placement.is_sparse), default=0)
+        self._last = max((b.index for b in buckets if not b.storage.is_sparse), default=0)
         return [self] * len(buckets)
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
@@ -197,16 +197,16 @@ class CommHook:
         *trailers, broken = message.split_with_sizes([*sizes, len(calls)])
         is_whole = broken.is_cpu and not any(broken.tolist())  # cheap to detect
         factors: Tensor | None = None
-        if not is_whole or any(call.bucket.placement.is_sparse for call in calls):
+        if not is_whole or any(call.bucket.storage.is_sparse for call in calls):
             factors = broken.to(torch.float64).add(1)  # NaN where gradients do not count
         found: dict[int, Tensor | None] = {}
         for number, call in enumerate(calls):
             flat = call.bucket.flat
             flat.trailer.copy_(trailers[number])
             factor: Tensor | None = None
-            if factors is not None and (not is_whole or call.bucket.placement.is_sparse):
+            if factors is not None and (not is_whole or call.bucket.storage.is_sparse):
                 factor = factors[number : number + 1].to(flat.data.device)
-                if call.bucket.placement.is_sparse:
+                if call.bucket.storage.is_sparse:
                     # It has a sum. (Hooks divide what they get by the number of ranks themselves.)
                     factor = factor / size
             found[call.bucket.index] = factor
@@ -245,7 +245,7 @@ class _Call:
         if self._has_begun:
             return
         self._has_begun = True
-        if self.bucket.placement.is_sparse:
+        if self.bucket.storage.is_sparse:
             return
         issued = self._hook.issued()
         self._try()

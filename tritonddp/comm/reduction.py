@@ -17,8 +17,8 @@ from tritonddp._device import read_together
 from tritonddp._torch import hooks_after_accumulation, is_profiling
 from tritonddp.buckets.bucket import Bucket, GradientError, Segment
 from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.buckets.placement.placement import JointUnpack
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
 from tritonddp.coordination.counters import Counters
@@ -28,7 +28,7 @@ from tritonddp.coordination.host.peers import PeerError
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
-_wants_flags = attrgetter("placement.wants_flags")
+_wants_flags = attrgetter("storage.wants_flags")
 
 
 class LocalError(RuntimeError):
@@ -251,7 +251,7 @@ class Reduction:
         try:
             if (before_pack := bucket.exchange.before_pack) is not None:
                 before_pack()
-            bucket.placement.pack(
+            bucket.storage.pack(
                 bucket,
                 segment,
                 used.flags[numbers.start : numbers.stop],
@@ -310,7 +310,7 @@ class Reduction:
             if len(bucket.segments) > 1:
                 bucket.finish_trailer(b"" if bucket.index else self.header)
             if is_spoiled := bucket is self._spoiled:
-                bucket.placement.overwrite_nan(bucket)
+                bucket.storage.overwrite_nan(bucket)
             for call in self.events.on_launch:
                 call(self, bucket)
             if self._is_logged:
@@ -355,7 +355,7 @@ class Reduction:
             try:
                 if (before_pack := bucket.exchange.before_pack) is not None:
                     before_pack()
-                bucket.placement.fill_nan(bucket, b"" if bucket.index else self.header)
+                bucket.storage.fill_nan(bucket, b"" if bucket.index else self.header)
                 self.works.append(bucket.exchange.launch(bucket, is_broken=True))
             except RuntimeError as error:
                 raise self.explain(bucket, error) from error
@@ -401,17 +401,17 @@ class Reduction:
                 joint.unpack(self.factor)
                 works[: bucket.index] = [None] * bucket.index
             else:
-                if bucket.placement.is_sparse:
+                if bucket.storage.is_sparse:
                     self._exchange_rows(discards)
                 if self._is_logged:
                     self._log_wait(bucket)
                 if discards:
-                    bucket.placement.discard(bucket)
+                    bucket.storage.discard(bucket)
                 else:
                     if self.factor is not None:
                         factor = self.factor if factor is None else self.factor * factor
                     try:
-                        bucket.placement.unpack(bucket, factor, flags.get(bucket.index))
+                        bucket.storage.unpack(bucket, factor, flags.get(bucket.index))
                     except Exception:  # out of memory, perhaps: the other ranks go on
                         self.done = bucket.index + 1
                         self.discard()
@@ -458,7 +458,7 @@ class Reduction:
         buckets = [
             bucket
             for bucket in self.buckets
-            if bucket.placement.is_sparse and bucket.index not in self.skipped
+            if bucket.storage.is_sparse and bucket.index not in self.skipped
         ]
         if not buckets:
             return
@@ -484,7 +484,7 @@ class Reduction:
         asking = [
             bucket
             for bucket in self.buckets[self.done :]
-            if bucket.placement.wants_flags
+            if bucket.storage.wants_flags
             and self.works[bucket.index] is not None
             and not bucket.flat.data.is_cpu
         ]
@@ -565,7 +565,7 @@ class Reduction:
         self._check_headers()
         self.agreement.check_pending()
         for bucket in sent:
-            bucket.placement.discard(bucket)
+            bucket.storage.discard(bucket)
 
     @torch.no_grad()
     def take_part(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonddp._device import record_use
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.placement.sparse_rows import Announcement, Kind, SparseRows
+from tritonddp.buckets.grad_storage.sparse_rows import Announcement, Kind, SparseRows
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.flat_buffer import round_up
@@ -29,29 +29,29 @@ _MOST_NBYTES = 8 << 20
 class _Rows:
     """Rows of one table that the ranks have announced."""
 
-    def __init__(self, placement: SparseRows, announced: Sequence[Announcement]) -> None:
-        self._placement = placement
+    def __init__(self, storage: SparseRows, announced: Sequence[Announcement]) -> None:
+        self._storage = storage
         self.counts = [each.rows for each in announced]  # of each rank
         # A rank sends none, since its backward failed.
         self.is_broken = any(each.kind is Kind.BROKEN for each in announced)
-        param = placement.param
+        param = storage.param
         self.device = param.device
         self._shape = param.shape[1:]
-        self._width = math.prod(self._shape) * placement.gradient_dtype.itemsize  # bytes of a row
+        self._width = math.prod(self._shape) * storage.gradient_dtype.itemsize  # bytes of a row
         most = max(self.counts)
         # In the message of a rank.
         self.nbytes = _values_at(most) + round_up(most * self._width, _ALIGNMENT)
 
     def write(self, message: Tensor) -> None:
         """Write those of this rank into their part of its message."""
-        indices, values = self._placement.take_rows()
+        indices, values = self._storage.take_rows()
         _write(message, 0, indices)
         _write(message, _values_at(len(indices)), values)
         record_use(indices, values)  # made on the stream of the gradient
 
     def read(self, messages: Tensor) -> None:
         """Give the bucket those of all ranks, in rank order, from their parts: a row a rank."""
-        dtype = self._placement.gradient_dtype
+        dtype = self._storage.gradient_dtype
         width = self._width // dtype.itemsize
         all_indices, all_values = [], []
         integers, numbers = messages.view(torch.int64).unbind(), messages.view(dtype).unbind()
@@ -62,7 +62,7 @@ class _Rows:
         values = torch.cat(all_values).view(sum(self.counts), *self._shape)
         if self.is_broken:  # a sum without one of the ranks must not look like a mean
             values.fill_(torch.nan)
-        self._placement.receive_rows(torch.cat(all_indices), values)
+        self._storage.receive_rows(torch.cat(all_indices), values)
 
 
 def exchange_rows(buckets: Iterable[Bucket], group: Group, counters: Counters) -> None:
@@ -76,20 +76,20 @@ def exchange_rows(buckets: Iterable[Bucket], group: Group, counters: Counters) -
     for bucket in buckets:
         if not bucket.flat.flags.item():  # no rank has used the parameter
             continue
-        placement = bucket.placement
-        assert isinstance(placement, SparseRows)
-        announced = placement.announced(bucket)
-        rows = _Rows(placement, announced)
+        storage = bucket.storage
+        assert isinstance(storage, SparseRows)
+        announced = storage.announced(bucket)
+        rows = _Rows(storage, announced)
         if any(each.kind is Kind.DENSE for each in announced):
-            total = placement.take_dense()
+            total = storage.take_dense()
             counters.collective(total.nbytes, group.size, passes=2)
             group.begin_sum(torch.view_as_real(total) if total.is_complex() else total).wait()
             if rows.is_broken:
                 total.fill_(torch.nan)
-            placement.receive_dense(total)
+            storage.receive_dense(total)
             continue
         if not rows.nbytes:
-            placement.receive_rows(*placement.take_rows())
+            storage.receive_rows(*storage.take_rows())
             continue
         nbytes += rows.nbytes
         if gathered and (nbytes > _MOST_NBYTES or gathered[0].device != rows.device):

@@ -32,7 +32,7 @@ from tritonddp._torch import (
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
-from tritonddp.buckets.placement.sparse_rows import sparse_parameters
+from tritonddp.buckets.grad_storage.sparse_rows import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.compat.stock_reducer import StockReducer

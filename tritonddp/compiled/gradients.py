@@ -166,7 +166,7 @@ class GraphGradients(Extension):
         bucket, segment = reduction.bucket_set.segments[number]
         if (
             reduction.filled[number]
-            or bucket.placement.is_sparse
+            or bucket.storage.is_sparse
             or not all(map(_is_free, segment.params, grads))
         ):
             return
@@ -179,7 +179,7 @@ class GraphGradients(Extension):
             # sets it as .grad without a copy.
             for param in segment.params:
                 param.grad = None
-            bucket.placement.fetch(bucket, segment)
+            bucket.storage.fetch(bucket, segment)
         self._packed.append(number)
 
     def on_compute_end(self, backward: Backward) -> None:
@@ -192,7 +192,7 @@ class GraphGradients(Extension):
         self._learn(reduction, sent)
         for number in self._packed:
             bucket, segment = reduction.bucket_set.segments[number]
-            bucket.placement.fetch(bucket, segment)
+            bucket.storage.fetch(bucket, segment)
         changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
         if changed is not None and self._held is not None:
             self._failure = _too_early(reduction.where, changed, self._held)
@@ -255,7 +255,7 @@ class GraphGradients(Extension):
         self._dense = [
             bucket.index
             for bucket in bucket_set.buckets
-            if not bucket.placement.is_sparse and not self._is_whole.keys().isdisjoint(bucket.names)
+            if not bucket.storage.is_sparse and not self._is_whole.keys().isdisjoint(bucket.names)
         ]
 
 

@@ -49,7 +49,7 @@ class FiniteCheck(Extension):
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
         """Look at the gradients of this rank, as they are sent, and tell the other ranks."""
         numbers = bucket.packed.views
-        if bucket.placement.is_sparse or bucket.quantization is not None:  # not there as numbers
+        if bucket.storage.is_sparse or bucket.quantization is not None:  # not there as numbers
             if not reduction.agreement.scale:  # zeros are sent
                 return
             numbers = list(map(_values, bucket.params))

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from tritonddp._modes import outside_modes
 from tritonddp._torch import MixedPrecision, cast_inputs, current_graph_task_id
+from tritonddp.buckets.grad_storage.sparse_rows import sparse_parameters
 from tritonddp.buckets.ignored import Ignored, parameters_of
-from tritonddp.buckets.placement.sparse_rows import sparse_parameters
 from tritonddp.coordination.verify import is_plain
 from tritonddp.kernels.flat_buffer import DTYPES
 

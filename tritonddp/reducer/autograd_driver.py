@@ -663,7 +663,7 @@ class AutogradDriver:
         self.tracker.stop()
         if reduction.is_captured:  # a capture executes no collective
             for bucket in reduction.buckets:
-                bucket.placement.discard(bucket)
+                bucket.storage.discard(bucket)
             self._abort(backward)
             return
         arrived = self.tracker.arrivals() if self.manager.is_provisional else ()

@@ -78,7 +78,7 @@ def _problem(
     if sync.weight is not None:
         return "all replays would use this n of weighted(n): run such backwards without a graph"
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
-    if any(bucket.placement.is_sparse for bucket in manager.current.buckets):
+    if any(bucket.storage.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")
     if asks:
         return f"the host has to learn from the device {asks[0]}: do without that, or use no graph"

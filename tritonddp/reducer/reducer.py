@@ -38,8 +38,8 @@ logger = logging.getLogger("tritonddp.reducer")
 class Reducer:
     """Averages over the ranks: opens the reductions of one wrapper, and does what follows one.
 
-    It knows nothing of autograd. What follows is new buckets, parameters that come and go, the rest of a reduction that failed here, and
-    errors if the ranks do not reduce the same.
+    It knows nothing of autograd. What follows a reduction is new buckets, parameters that come and
+    go, the rest of a reduction that failed here, and errors if the ranks do not reduce the same.
 
     Args:
         parameters: of the module, the same on every rank.

@@ -65,7 +65,7 @@ def _has_shares(bucket: Bucket, peers: Peers) -> bool:
     if len(peers.hosts) > 1:
         return True
     pays = len(peers.others) + 1 >= _RANKS_OF_SHARES and bucket.owned is None
-    return bucket.nbytes >= _BYTES_OF_SHARES and (pays or bucket.placement.has_views)
+    return bucket.nbytes >= _BYTES_OF_SHARES and (pays or bucket.storage.has_views)
 
 
 class HostSums:

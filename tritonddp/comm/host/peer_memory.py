@@ -146,7 +146,7 @@ class PeerMemory:
         found = [
             bucket
             for bucket in current.buckets
-            if not (bucket.is_lazy or bucket.placement.is_sparse or bucket.quantization is not None)
+            if not (bucket.is_lazy or bucket.storage.is_sparse or bucket.quantization is not None)
             and not (bucket.owned and len(peers.hosts) > 1)
         ]
         starts = [0]

@@ -491,7 +491,7 @@ def _shared_views(reducers: Sequence[Ending]) -> RuntimeError | None:
     """
     sets = [each.bucket_set for each in reducers]
     names: dict[Tensor, str] = {}
-    if any(each.buckets[0].placement.has_views for each in sets):
+    if any(each.buckets[0].storage.has_views for each in sets):
         for each in sets:
             for name, param in zip(each.names, each.params, strict=True):
                 if param in names:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tritonddp.buckets.placement.placement import Flags, Placement
+from tritonddp.buckets.grad_storage.grad_storage import Flags, GradStorage
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.memory_order import gradient_strides
@@ -62,7 +62,7 @@ def sparse_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
     }
 
 
-class SparseRows(Placement):
+class SparseRows(GradStorage):
     """One parameter with sparse gradients, of which each rank sends some rows.
 
     If a rank has a dense gradient for it, the mean is dense on all ranks. Gradients are never views

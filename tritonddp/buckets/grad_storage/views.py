@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tritonddp.buckets.placement.placement import Flags, Placement
+from tritonddp.buckets.grad_storage.grad_storage import Flags, GradStorage
 
 if TYPE_CHECKING:
     from tritonddp.buckets.bucket import Bucket, Segment
 
 
-class Views(Placement):
+class Views(GradStorage):
     """``.grad`` is a view of the buffer after the first backward.
 
     Nothing is copied out. A gradient that was accumulated in the buffer is scaled in place. A

@@ -20,13 +20,13 @@ Gradients = Sequence[Tensor | None]
 Flags = Sequence[float]
 
 _grad_of = attrgetter("grad")
-_packed_of, _views_of = attrgetter("placement.grads"), attrgetter("flat.views")
+_packed_of, _views_of = attrgetter("storage.grads"), attrgetter("flat.views")
 
 
-class Placement:
+class GradStorage:
     """Gradients lie where autograd made them: they are copied into the buffer, and means back.
 
-    A bucket holds its placement, which therefore does not hold the bucket: it is given to methods.
+    A bucket holds its storage, which therefore does not hold the bucket: it is given to methods.
 
     Attributes:
         grads: by slot, gradients that are flattened, and not yet unflattened.
@@ -239,25 +239,25 @@ class JointUnpack:
         """Whether none of these buckets has to be unpacked by itself."""
         return not any(
             each.is_lazy
-            or each.placement.is_sparse
+            or each.storage.is_sparse
             or each.owned
             or each.kernels.joint_unflatten is None
             for each in buckets
         )
 
     def unpack(self, factor: Tensor | None) -> None:
-        """Write the reduced gradients, times ``factor``: see :meth:`Placement.unpack`.
+        """Write the reduced gradients, times ``factor``: see :meth:`GradStorage.unpack`.
 
         No bucket may want flags.
         """
         for buckets, sizes, unflatten in self._groups:
-            has_views = buckets[0].placement.has_views
+            has_views = buckets[0].storage.has_views
             if factor is not None or not has_views:
                 buckets[0].counters.unflattens += 1
                 unflatten(list(map(_views_of if has_views else _packed_of, buckets)), factor)
             for bucket, size in zip(buckets, sizes, strict=True):
-                placement = bucket.placement
-                placement.grads = [None] * size
+                storage = bucket.storage
+                storage.grads = [None] * size
 
     def retire(self) -> None:
         """It will be dropped, perhaps while a GPU still unflattens."""
