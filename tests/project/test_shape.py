@@ -47,6 +47,9 @@ OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
 # threads of an exchange, which have to end before the interpreter.
 REGISTRIES = {"coordination/group.py: _shared", "comm/quantized.py: _threads"}
 
+# The name of a function that asks.
+ASKS = r"_*(is|are|was|were|has|have|may|needs|wants|can)_"
+
 # The classes whose attributes each step reads.
 HOT = (
     "Bucket",
@@ -240,6 +243,21 @@ def test_classes_have_few_attributes() -> None:
 def test_attributes_of_the_core_are_set_in_the_file_of_their_class() -> None:
     found = foreign_writes(NODES, CORE)
     assert not [each for each in found if each.rpartition(".")[2] not in WRITES_TO_OTHERS]
+
+
+def test_a_name_that_asks_changes_nothing() -> None:
+    """A function ``is_...`` or ``has_...`` sets no attribute and no global, and only returns."""
+    changed = []
+    for file, tree in TREES.items():
+        functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+        for each in functions:
+            if not re.match(ASKS, each.name):
+                continue
+            for node in ast.walk(each):
+                is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+                if is_set or isinstance(node, ast.Global | ast.Nonlocal):
+                    changed.append(f"{file}: {each.name}")
+    assert not changed
 
 
 def test_classes_have_one_base_at_most_and_few_levels() -> None:

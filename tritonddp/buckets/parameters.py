@@ -37,7 +37,7 @@ class _Kinds:
         self.expected = list(map(_kind, params))  # of each parameter, see _kind
         self._alike: Callable[..., bool] | None = None
 
-    def are_those_of(self, params: Sequence[Tensor]) -> bool:
+    def check_kinds(self, params: Sequence[Tensor]) -> bool:
         """Whether these are still of those kinds: one call in C, if they were before."""
         if self._alike is not None and self._alike(*params):
             return True
@@ -227,12 +227,12 @@ class ModuleParameters:
             NotImplementedError: a parameter was added that cannot be reduced.
             RuntimeError: there is a tensor of another kind behind a parameter.
         """
-        if not self.has_changed() or self._takes_up_plain_parts():
+        if not self.look_for_changes() or self._takes_up_plain_parts():
             return False
-        if self.were_swapped():
+        if self.look_for_swaps():
             self.check_kinds(range(len(self._bucketed)), where)
         self._required = list(map(_requires_grad, self._looked_at))
-        if self.has_changed():
+        if self.look_for_changes():
             self.update()
         else:
             self._note_required()
@@ -259,7 +259,7 @@ class ModuleParameters:
                 node that has our hooks; or its shape.
         """
         params = list(self._bucketed)
-        if self._kinds.are_those_of(params):
+        if self._kinds.check_kinds(params):
             return
         for number in numbers:
             param, was = params[number], self._kinds.expected[number]
@@ -282,9 +282,9 @@ class ModuleParameters:
             if each in self._bucketed and each.grad is not None
         ]
 
-    def were_swapped(self) -> bool:
+    def look_for_swaps(self) -> bool:
         """Whether there are other tensors behind parameters than in :meth:`set_bucketed`."""
-        self.has_changed()
+        self.look_for_changes()
         return self._swapped[1]
 
     def update(self) -> None:
@@ -352,7 +352,7 @@ class ModuleParameters:
                 self._empty_tables[id(table)] = table
             self._places.add(id(each._parameters))
         self._held = held
-        return not self.has_changed()
+        return not self.look_for_changes()
 
     def commit(self) -> None:
         """All ranks have made the same change, so that their buffers are the same, too."""
@@ -396,7 +396,7 @@ class ModuleParameters:
         """Names of the trainable parameters whose gradients are expected to be sparse."""
         return [name for name, param in self.trainable if param in self.sparse]
 
-    def has_changed(self) -> bool:
+    def look_for_changes(self) -> bool:
         """Whether anything has changed since the last :meth:`update`."""
         if self._swapped[0] != swaps[0]:
             now = map(tensor_behind, self._bucketed)

@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     if is_launched:
         ranks = int(os.environ["WORLD_SIZE"])
     if is_first:
-        if not _is_machine_fit(device):
+        if not _show_machine(device):
             return 1
         print("ranks", flush=True)
     if ranks == 1:
@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
     return _launch(ranks, device, arguments.timeout)
 
 
-def _is_machine_fit(device: str) -> bool:
+def _show_machine(device: str) -> bool:
     """Show versions and devices; returns whether tritonddp's kernels run on ``device``."""
     import torch
 

@@ -51,7 +51,7 @@ class FromOwner:
         self._messages: list[Message] = []
         self._layout, self._nbytes = 1, 0
 
-    def has_memory(self, number: int) -> bool:
+    def share_memory(self, number: int) -> bool:
         """Whether they may go through memory from now on: on all ranks alike.
 
         ``number`` is one that no other tensors of the group have, the same on all ranks; -1 if it

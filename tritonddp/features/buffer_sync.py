@@ -92,7 +92,7 @@ class BufferSync:
         buffers = [buffer for _, buffer in named]
         step, source = self._counters.reductions + 1, self._sync.source_rank
         where = f"rank {self._group.rank}, step {step}, forward"
-        uses_memory = self._sync.join is None and self._to_all.has_memory(self._parameters.number)
+        uses_memory = self._sync.join is None and self._to_all.share_memory(self._parameters.number)
         with preserve_version_counters(buffers):
             self._to_all.send(
                 named,

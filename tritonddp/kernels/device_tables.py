@@ -267,7 +267,7 @@ class DeviceTables:
         self.launches[_launch] = run, (0,) * (size - slots)
         return self.launches[_launch]
 
-    def are_in_place(self, flat: FlatBuffer, addresses: list[int]) -> bool:
+    def check_places(self, flat: FlatBuffer, addresses: list[int]) -> bool:
         """Whether these addresses of ``flat.views`` are still those of their places in ``flat``.
 
         (A view is ``.grad``, whose ``.data`` anybody may set.)

@@ -117,7 +117,7 @@ def unflatten(
     tables = flat.tables or DeviceTables.of(flat)
     if factor is not None:
         flat.check_factor(factor)
-    if in_place := grads is flat.views and tables.are_in_place(flat, list(map(ADDRESS_OF, grads))):
+    if in_place := grads is flat.views and tables.check_places(flat, list(map(ADDRESS_OF, grads))):
         dtype = flat.dtype if flat.views else None
     else:
         dtype = tables.update(grads)
@@ -260,7 +260,7 @@ class JointUnflatten:
                 addresses, dtype = [], tables.update(each)
             in_place = each is flat.views and (
                 tables.in_place == (flat.data.data_ptr(), addresses)
-                or tables.are_in_place(flat, addresses)
+                or tables.check_places(flat, addresses)
             )
             if (
                 not in_place

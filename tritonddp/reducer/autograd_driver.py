@@ -149,7 +149,7 @@ class AutogradDriver:
             call()
         if self.forwards.was_local:
             self.forwards.begins()
-        if self.parameters.has_changed():
+        if self.parameters.look_for_changes():
             self.refresh_parameters()
         if self.forwards.deferred_error is not None:
             self.forwards.raise_deferred()
@@ -176,7 +176,7 @@ class AutogradDriver:
     def refresh_parameters(self) -> None:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`. No collective."""
         if self.parameters.refresh(self.where):
-            if self.parameters.were_swapped() and not self.backward_runs:
+            if self.parameters.look_for_swaps() and not self.backward_runs:
                 self._track()
             self.watch_others()
 
@@ -336,7 +336,7 @@ class AutogradDriver:
         if is_inner:
             doubtful = range(len(current.params))
         elif not manager.is_provisional and (missing or self.reentrant.seen):
-            doubtful = self.reentrant.may_come(set(missing))
+            doubtful = self.reentrant.suspect(set(missing))
         left = self.unreduced
         used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
         is_alone = group.is_alone and self._needs_no_exchange()
@@ -688,7 +688,7 @@ class AutogradDriver:
 
     def _track(self) -> None:
         """Make the lists and hooks anew for the parameters in the current buckets."""
-        current, were_swapped = self.manager.current, self.parameters.were_swapped()
+        current, were_swapped = self.manager.current, self.parameters.look_for_swaps()
         self.parameters.set_bucketed(current.names, current.params)
         current.mend_views()
         self.watch_others()

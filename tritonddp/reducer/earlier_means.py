@@ -41,7 +41,7 @@ class EarlierMeans(Extension):
         # No backward has added to the gradients since the last reduction.
         self.is_reduced = False
         if is_reduced:
-            self._are_reduced()
+            self._mark_reduced()
         self._mixed: list[tuple[str, Tensor]] = []  # to whose means a local one has
         self._aside: dict[Tensor, Tensor] = {}
 
@@ -107,9 +107,9 @@ class EarlierMeans(Extension):
         """After a reduction ``.grad`` holds means, until a backward adds to it."""
         if reduction is not None:
             self._mixed = []
-            self._are_reduced()
+            self._mark_reduced()
 
-    def _are_reduced(self) -> None:
+    def _mark_reduced(self) -> None:
         self.is_reduced = True
         for _, param in self._params():
             if param.grad is not None:

@@ -100,7 +100,7 @@ class Reducer:
             reduction: it is over.
             arrived: in a first backward, numbers of the parameters in the order of their gradients.
         """
-        if not self.are_alike():
+        if not self.check_alike():
             return
         manager = self.manager
         missing: Collection[int] | None = None
@@ -275,7 +275,7 @@ class Reducer:
 
     # Ranks that do not reduce the same
 
-    def are_alike(self) -> bool:
+    def check_alike(self) -> bool:
         """Whether the ranks have reduced the same so far. All ranks find alike.
 
         Where they have not, on a GPU, it is an error at the end of the next reduction: on all

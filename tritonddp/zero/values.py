@@ -67,7 +67,7 @@ class OwnedValues:
         """
         self._number += 1
         if not self._has_memory and self._transport.peers(self._group) is not None:
-            self._has_memory = all(e.has_memory(self._group.next_wrapper()) for e in self._to_all)
+            self._has_memory = all(e.share_memory(self._group.next_wrapper()) for e in self._to_all)
         if self._has_memory:
             with self._group.uninterrupted():
                 for rank, named in enumerate(self._of_ranks):

@@ -228,7 +228,7 @@ class Peers:
         """Handle the next message of ``peer``, which is its end, or hands over memory."""
         content, ancillary, _, _ = peer.received[0]
         if not content:
-            self.has_ended(peer)
+            self.drop(peer)
             return
         kind, wrapper, _, number, nbytes = MESSAGE.unpack(content)
         memory: Memory | str
@@ -246,7 +246,7 @@ class Peers:
         peer.counts[kind, wrapper] = number
         peer.received.popleft()
 
-    def has_ended(self, peer: Peer) -> None:
+    def drop(self, peer: Peer) -> None:
         """The connection of ``peer`` has ended: expect no more messages."""
         if peer.is_open:
             self._poll.unregister(peer.descriptor)
@@ -347,7 +347,7 @@ class WaitPoint:
                     except ConnectionResetError:  # raised once, before the last messages
                         continue
                     except OSError:  # closed by this rank
-                        peers.has_ended(peer)
+                        peers.drop(peer)
                         break
                     content = received[0][0]
                     if len(content) == 0 or content[0] >= HANDED:  # the first byte is the kind

@@ -230,7 +230,7 @@ class ReentrantGrads:
         self.is_static = self.is_static and self.missing is None
         self.missing = missing
 
-    def may_come(self, missing: set[int]) -> set[int]:
+    def suspect(self, missing: set[int]) -> set[int]:
         """Numbers that may get a gradient in a backward that announces all but ``missing``."""
         self.suspected = missing - self._stayed_away
         if self.seen:
