@@ -35,9 +35,9 @@ def test_the_slow_rank_is_named_and_its_part_is_the_longest(
     with time_of_test() if device.type == "cpu" else contextlib.nullcontext(time) as clock:
         train(ddp, EVERY, lambda _: clock.sleep(0.02))
         found = train(ddp, 2 * EVERY + 1, lambda now: clock.sleep(0.02 + late * (now == part)))[-1]
-    assert found["step_ms"] == pytest.approx(
-        sum(found[f"{each}_ms"] for each in ("input", "forward", "backward", "exposed"))
-    )
+    parts = sum(found[f"{each}_ms"] for each in ("input", "forward", "backward", "exposed"))
+    # Each of the five is rounded to a microsecond on each rank, and again over the ranks.
+    assert found["step_ms"] == pytest.approx(parts, abs=5 * 0.001)
     assert gather(found) == [found] * size
     # While one rank waits in a kernel of NCCL, the other's kernels have half of the card.
     if is_recorded(device) or (device.type == "cuda" and torch.cuda.device_count() < size):
