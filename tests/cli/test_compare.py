@@ -25,7 +25,13 @@ from clock import Clock
 
 from tritonddp.cli.compare import _stopped
 from tritonddp.cli.comparison import contender, recorder
-from tritonddp.cli.comparison.contender import Outcome, Played, RankEnded, ScriptError
+from tritonddp.cli.comparison.contender import (
+    Contender,
+    Outcome,
+    Played,
+    RankEnded,
+    ScriptError,
+)
 from tritonddp.cli.comparison.page import page
 from tritonddp.cli.comparison.report import Comparison, as_json, last_words, text
 from tritonddp.cli.comparison.turns import EndedEarly, Launches, Pair, Plan, _NotInTurns
@@ -467,7 +473,8 @@ def test_backwards_are_the_steps_of_a_script_without_an_optimizer(
         made._counting_backward(model(torch.ones(1)))
     assert made._steps == 3
     # The first one was counted before it was known to be a step.
-    assert [each["backwards"] for each in sent] == [3, 1]
+    assert [each["backwards"] for each in sent] == [1, 2, 1]
+    assert ["step" in each for each in sent] == [False, True, True]
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
@@ -503,4 +510,31 @@ def test_the_steps_of_an_optimizer_are_the_steps(monkeypatch: pytest.MonkeyPatch
         made._after_optimizer(optimizer)
         made._counting_backward(model(torch.ones(1)))
     assert made._steps == 3
-    assert [each["backwards"] for each in sent] == [1, 2, 2]
+    assert [each["backwards"] for each in sent if "step" in each] == [0, 2, 2]
+
+
+def test_an_optimizer_that_never_steps_leaves_the_backwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, sent = follower(monkeypatch)
+    model = torch.nn.Linear(1, 1)
+    model.require_backward_grad_sync = True  # type: ignore[assignment]
+    made._models.append(weakref.ref(model))
+    made._parameters = set(map(id, model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters())
+    made._optimizers.add(optimizer)
+    for _ in range(4):
+        made._counting_backward(model(torch.ones(1)))
+    assert made._steps == 0
+    assert ["unstepped" in each for each in sent] == [True] * 4
+    made._after_optimizer(optimizer)
+    assert "step" in sent[-1]  # the others are not its steps then
+
+
+def test_backwards_are_steps_if_there_are_no_others() -> None:
+    played = Contender.__new__(Contender)
+    played.played, played.longest, played._unstepped = Played(), 0.1, {0: [1.0, 2.0], 1: [1.0, 3.0]}
+    played.ranks = dict.fromkeys((0, 1))  # type: ignore[assignment]
+    assert played.outcome("ended").steps == 2
+    played.played, played._unstepped = Played(steps={0: [1.0], 1: [1.0]}), {0: [1.0, 2.0], 1: []}
+    assert played.outcome("ended").steps == 1

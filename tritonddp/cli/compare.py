@@ -124,7 +124,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
                 except ScriptError as error:
                     if not launches.pairs:
                         raise
-                    return _shown(launches, f"Launch {number} does not count. {error}", arguments)
+                    return _shown(launches, f"Launch {number} does not count: {error}", arguments)
                 loading.join()
                 now = time.monotonic()
                 fitting = round((launches.started + arguments.seconds - now) / (now - began))

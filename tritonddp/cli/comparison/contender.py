@@ -102,6 +102,7 @@ class Contender:
         self.done = 0  # steps of orders that are done
         self._count = 0  # of steps in the last order
         self._waiting: dict[Connection, int] = {}  # ranks that have not done the last order
+        self._unstepped: dict[int, list[float]] = {}  # seconds of backwards that may be the steps
         self._has_lost = False  # a rank
         self._progress = progress
         values = folder / self.token
@@ -184,6 +185,8 @@ class Contender:
             return
         if "step" in message:
             self.played.steps.setdefault(rank, []).append(message["step"])
+        elif "unstepped" in message:
+            self._unstepped.setdefault(rank, []).append(message["unstepped"])
         else:
             del self._waiting[connection]
             self.reports[rank] = message
@@ -220,6 +223,8 @@ class Contender:
 
     def outcome(self, how: str) -> Outcome:
         """What it has shown until now, of which ``how`` is the end."""
+        if not self.played.steps:  # its optimizer never steps
+            self.played.steps = self._unstepped
         if how == SILENT:
             self._write_stacks()
         last = "" if how in (ENDED, STOPPED) else self.last_lines()

@@ -166,6 +166,8 @@ class Recorder:
                 self._is_step_of_backward = True
                 self._steps = self._unstepped - 1
                 self._end_step()
+            elif self._order["each"]:
+                self._send_step("unstepped")
 
     def _end_step(self) -> None:
         self._steps += 1
@@ -175,9 +177,7 @@ class Recorder:
         if self._steps in CAPTURED_STEPS:
             self._capture("parameter", f"parameters after step {self._steps}")
         if self._order["each"]:
-            took = self._now() - self._began
-            self._send({"step": took, "backwards": self._backwards, "peak": self._peak()})
-            self._backwards, self._began = 0, self._now()
+            self._send_step("step")
         elif self._left == self._order["timed"]:
             self._start_clock()
         if self._left == 0:
@@ -186,6 +186,12 @@ class Recorder:
             backwards = self._backwards / self._order["count"]
             content = {"took": took, "parts": parts, "backwards": backwards, "peak": self._peak()}
             self._exchange({} if self._order["each"] else content)
+
+    def _send_step(self, kind: str) -> None:
+        """Report the time since the last report, of a step or a backward that may be one."""
+        took = self._now() - self._began
+        self._send({kind: took, "backwards": self._backwards, "peak": self._peak()})
+        self._backwards, self._began = 0, self._now()
 
     def _note_parts(self) -> None:
         """Add the times of forward, backward, and what of its communication nothing covers.

@@ -312,7 +312,7 @@ class Launches:
         for label, outcome in zip(self.labels, (first, second), strict=True):
             if are_right and outcome.how == ENDED and outcome.steps < made / 2:
                 raise EndedEarly(
-                    f"A launch of {label} ended after {outcome.steps} steps, an earlier one made "
+                    f"a launch of {label} ended after {outcome.steps} steps, an earlier one made "
                     f"{made}: the script has probably resumed from a file that it wrote."
                 )
         if are_right and counted < _LEAST_STEPS:
