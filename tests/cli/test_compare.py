@@ -254,10 +254,11 @@ def test_a_script_with_habits_is_compared() -> None:
 
 
 @pytest.mark.thorough
-def test_a_step_alone_is_told_to_be_too_short() -> None:
+def test_of_a_step_alone_gradients_are_compared() -> None:
     code, found, _ = compare(*ONE_LAUNCH, PLANTED, "1")
-    assert code == 3
-    assert "it made 1 steps, and 2 are needed" in found["error"]
+    assert code == 0
+    assert [each["state"] for each in found["correctness"]] == ["identical bits"]
+    assert "it made 1 step, and 2 are needed for times" in found["stopped"]
 
 
 @pytest.mark.long
@@ -439,7 +440,7 @@ def test_both_that_make_no_further_step_have_come_to_the_end(tmp_path: Path) -> 
     [
         (Outcome(FAILED, 1, 0.1, "a\nb"), Outcome(FAILED, 0, 0.1, "c"), ScriptError, "a\nb\nThe"),
         (Outcome(ENDED, 60, 0.1), Outcome(ENDED, 0, 0.1), EndedEarly, "has probably resumed"),
-        (Outcome(ENDED, 1, 0.1), Outcome(ENDED, 1, 0.1), ScriptError, "it made 1 steps"),
+        (Outcome(ENDED, 1, 0.1), Outcome(ENDED, 1, 0.1), ScriptError, "it made 1 step, "),
         (Outcome(ENDED, 60, 0.1), Outcome(ENDED, 2, 0.1), EndedEarly, "one made 90:"),
     ],
 )

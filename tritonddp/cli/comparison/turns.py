@@ -317,7 +317,8 @@ class Launches:
                 )
         if are_right and counted < _LEAST_STEPS:
             raise ScriptError(
-                f"the script is too short: it made {counted} steps, and {_LEAST_STEPS} are needed"
+                f"the script is too short: it made {counted} step{'s' * (counted != 1)}, and "
+                f"{_LEAST_STEPS} are needed for times"
             )
         self._made = max(self._made, first.steps, second.steps)
         if are_alike and SILENT in (first.how, second.how):
