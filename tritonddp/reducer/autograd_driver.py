@@ -297,7 +297,7 @@ class AutogradDriver:
         """A backward that was local so far goes through an output of a synchronised forward."""
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is None:
-            local.stays_local()
+            local.keep_local()
             return
         arrived, reached = list(self.tracker.log), list(local.reached)
         missing = {number for number, comes in enumerate(reached) if not comes}

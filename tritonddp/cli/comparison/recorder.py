@@ -68,7 +68,6 @@ class Recorder:
         self._noted: set[int] = set()  # backwards
         self._steps = 0
         self._is_step_of_backward = False
-        self._unstepped = 0  # backwards that reduced gradients, before an optimizer has stepped
         self._reduced = 0  # backwards that reduced gradients
         self._backwards = 0  # since the order was given
         self._running = 0  # backwards: one of a checkpoint runs inside another
@@ -160,11 +159,10 @@ class Recorder:
         if self._is_step_of_backward:
             self._end_step()
         elif self._optimizer is None:
-            self._unstepped += 1
             is_to_step = any(map(self._is_the_one, self._optimizers))
-            if self._unstepped >= (_MOST_BACKWARDS if is_to_step else _BACKWARDS):
+            if self._reduced >= (_MOST_BACKWARDS if is_to_step else _BACKWARDS):
                 self._is_step_of_backward = True
-                self._steps = self._unstepped - 1
+                self._steps = self._reduced - 1
                 self._end_step()
             elif self._order["each"]:
                 self._send_step("unstepped")

@@ -115,7 +115,7 @@ class Comparison:
         launches = f"launch{'es' * (count > 1)}"
         if not all(counted):
             assert plan is not None
-            taken = [len(pair.second.blocks) for pair in self.launches.pairs]
+            taken = [len(each.second.blocks) for each in self.launches.pairs if not each.counted]
             return (
                 f"Compared: {min(taken)} pairs of blocks of {plan.block} steps in each of {count} "
                 f"{launches}."

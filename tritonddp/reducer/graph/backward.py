@@ -364,7 +364,7 @@ class Backward:
         """
         return self._inner_thread == get_ident() and current_graph_task_id() == -1
 
-    def stays_local(self) -> None:
+    def keep_local(self) -> None:
         """A forward outside ``no_sync`` does not make it a reduced one."""
         self.may_be_reduced = False
         self.doubt = self.doubt and INSIDE
