@@ -200,11 +200,11 @@ class DDPState:
             core.events.install(StrictUnused(self.parameters, group.rank, core.forwards, self.sync))
         for extension in self._extensions(core):
             core.events.install(extension)
-        late = [] if former is None else self.buffer_sync.late
+        deferred = [] if former is None else self.buffer_sync.deferred
         self.buffer_sync = BufferSync(
             self.parameters, group, self.sync, self.counters, broadcast, config.transport
         )
-        self.buffer_sync.late = late
+        self.buffer_sync.deferred = deferred
         if self.buffer_hook is not None:
             self.use_buffer_hook(self.buffer_hook)
         if self.call is not None:

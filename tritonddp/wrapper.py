@@ -251,8 +251,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             raise
         if sync.join is not None:
             sync.join.announce()
-        if state.buffer_sync.late:
-            state.buffer_sync.take_over_late()
+        if state.buffer_sync.deferred:
+            state.buffer_sync.write_deferred()
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync
@@ -634,7 +634,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or no reduction is under way, as under ``no_sync``.
         """
-        self._ddp_state.requests.finalize_backward()
+        self._ddp_state.requests.finalize_requested()
 
 
 # Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo

@@ -327,7 +327,7 @@ def test_three_hosts_own_a_part_of_each_share() -> None:
 
 @ranks(2)
 def test_what_is_said_and_when_it_begins(rank: int) -> None:
-    with logged(logging.INFO, "tritonddp.comm.peer_memory") as kept:
+    with logged(logging.INFO, "tritonddp.comm.host.peer_memory") as kept:
         ddp = net()
         assert not any(is_shared(ddp))
         for number in range(4):
@@ -367,7 +367,7 @@ REFUSALS = {
 @ranks(3)
 def test_where_one_rank_cannot_all_take_the_process_group(rank: int, how: str) -> None:
     is_failure, why = REFUSALS[how]
-    log = logging.getLogger("tritonddp.comm.peer_memory")
+    log = logging.getLogger("tritonddp.comm.host.peer_memory")
     patience = 1.0 if how == "no connection" else connect._CONNECTING
     with (
         refuses(how),

@@ -122,7 +122,7 @@ def test_an_interrupt_where_delayed_buckets_are_launched_ends_the_use_of_the_gro
         net.reduce_gradients()
 
 
-IN_STEP = logging.getLogger("tritonddp.reducer")
+IN_STEP = logging.getLogger("tritonddp.reducer.reducer")
 CUTS: dict[str, tuple[Any, str, type[BaseException]]] = {
     "Ctrl-C in the warning": (IN_STEP, "warning", KeyboardInterrupt),
     "a capture": (capture, "refuse", RuntimeError),

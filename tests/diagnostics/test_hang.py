@@ -34,7 +34,7 @@ from tritonddp._torch import store_of
 from tritonddp.coordination.processes import Process
 from tritonddp.diagnostics import hang
 
-THREAD, LOGGER = "tritonddp-hang", "tritonddp.hang"
+THREAD, LOGGER = "tritonddp-hang", "tritonddp.diagnostics.hang"
 
 
 @contextlib.contextmanager

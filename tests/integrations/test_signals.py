@@ -143,7 +143,7 @@ def test_the_line_in_the_log_takes_no_lock_that_the_main_thread_holds(asked: Ask
                 if "SIGHUP" in record.getMessage():  # lines of other tests may come late
                     lines.append(record.getMessage())
 
-    logger, handler = logging.getLogger("tritonddp.signals"), Locked()
+    logger, handler = logging.getLogger("tritonddp.integrations.signals"), Locked()
     logger.addHandler(handler)
     try:
         with tritonddp.stop_on_signal(signal.SIGHUP):

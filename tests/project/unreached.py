@@ -98,7 +98,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     },
     "reducer/requests.py": {
         "Requests._reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
-        "Requests.finalize_backward": (2, DISAGREE),
+        "Requests.finalize_requested": (2, DISAGREE),
     },
     "reducer/graph/participation.py": {
         "accumulating_nodes": (1, GUARD),

@@ -121,7 +121,7 @@ def test_weights_are_divided_by_a_unit_that_is_alike(rank: int) -> None:
             with run.net.weighted(4.0 ** (number + rank)):
                 run.step()
             if rank == number % 2:
-                run.net._ddp_state.core.settle()
+                run.net._ddp_state.core.flush()
             units.append(run.net._ddp_state.core.agreement.unit)
         assert len(set(units)) > 3
         assert gather(units) == [units] * 2

@@ -301,7 +301,7 @@ def test_a_backward_that_is_interrupted_where_it_begins_does_not_run_for_ever(gr
     ddp = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=CAP)
     means_of(ddp, lambda ddp: loss_of(ddp(batch(0))))
     ranks_of = ddp._ddp_state.core.group
-    ranks_of.open_backwards = Struck(ranks_of.open_backwards)
+    ranks_of.outstanding = Struck(ranks_of.outstanding)
     with pytest.raises(RuntimeError, match="python_error"):
         means_of(ddp, lambda ddp: loss_of(ddp(batch(1))))
     found = means_of(ddp, lambda ddp: loss_of(ddp(batch(2))))

@@ -198,7 +198,7 @@ def test_outputs_of_one_node_share_a_hook_and_each_tells_of_its_backward() -> No
         assert sum(bool(each["row"]._backward_hooks) for each in rows) == 1
         assert doubled._backward_hooks
         rows[number]["row"].sum().backward()
-    assert [each.late_param for each in begun] == [None] * 3  # not noticed by a gradient alone
+    assert [each.first_param for each in begun] == [None] * 3  # not noticed by a gradient alone
 
 
 @ranks(2)

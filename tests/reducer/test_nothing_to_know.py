@@ -148,7 +148,7 @@ def check_collectives(
         assert net.reducer.counters.reductions == reductions * (step + 1), what
         if reductions:  # the buckets that one leaves behind are those of the next
             sent = net._ddp_state.core.last
-            last = len(sent.unfilled) - len(sent.skipped)
+            last = len(sent.pending) - len(sent.skipped)
             first = last if step in case.adds else before
             reduced += first + (reductions - 1) * len(net.reducer.buckets)
             broadcasts += step == 0 and not net._ddp_state.core.manager.keeps_order

@@ -177,5 +177,5 @@ def test_a_reduction_whose_buckets_are_renewed_is_none_of_a_world_of_one() -> No
     core = ddp._ddp_state.core
     assert core.manager.has_moved
     assert not core.last.is_alone
-    assert len(core.last.unfilled) == len(core.manager.current.buckets)
+    assert len(core.last.pending) == len(core.manager.current.buckets)
     assert ddp.metrics()["step_ms"] is None  # no rank has reported a step yet

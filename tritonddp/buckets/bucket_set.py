@@ -112,11 +112,11 @@ class BucketSet:
             unpack.retire()
         self.unpack_groups = ()
 
-    def mend_views(self) -> None:
+    def restore_views(self) -> None:
         """Lead gradients that were moved, as by ``module.to()``, back to the memory of buckets."""
         for bucket in self.buckets:
             if bucket.storage.has_views and bucket.flat is not None:
-                bucket.flat.mend_views()
+                bucket.flat.restore_views()
 
     def fits(
         self,

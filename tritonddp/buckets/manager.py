@@ -25,7 +25,7 @@ from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
-logger = logging.getLogger("tritonddp.buckets")
+logger = logging.getLogger(__name__)
 
 # Ranks that used a parameter are counted in the dtype of its gradient; bf16 counts to here.
 _COUNTS = 256

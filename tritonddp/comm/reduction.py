@@ -26,7 +26,7 @@ from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import PeerError
 
-logger = logging.getLogger("tritonddp.comm.reduction")
+logger = logging.getLogger(__name__)
 
 _wants_flags = attrgetter("storage.wants_flags")
 
@@ -140,8 +140,8 @@ class Reduction:
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
         header: what this rank writes into the first bucket.
-        filled: for each segment, whether it is packed.
-        unfilled: for each bucket, the number of segments, or of other events, that it waits for.
+        packed: for each segment, whether it is packed.
+        pending: for each bucket, the number of segments, or of other events, that it waits for.
         works: work objects of the launched buckets, in launch order; ``None`` where there is
             nothing to wait for.
         done: number of buckets that are reduced and unpacked.
@@ -159,8 +159,8 @@ class Reduction:
     where: str
     hashes: tuple[bytes, bytes]
     over_present: bool
-    filled: list[bool]
-    unfilled: list[int]
+    packed: list[bool]
+    pending: list[int]
     is_alone: bool = False
     weight: Weight | None = None
     from_grad: bool = True
@@ -188,11 +188,11 @@ class Reduction:
         self.skipped = indices
         for index in indices:
             for number in self.bucket_set.segments_of[index]:
-                self.filled[number] = True  # these segments are never packed
+                self.packed[number] = True  # these segments are never packed
 
     def hold(self, index: int) -> None:
         """Do not launch this bucket, and those behind it, before the end."""
-        self.unfilled[index] += 1
+        self.pending[index] += 1
 
     def break_off(self) -> None:
         """The backward has failed on this rank. If nothing was sent yet, it has no gradients."""
@@ -264,10 +264,10 @@ class Reduction:
             raise GradientError(f"{self.where}: {error}") from None
         except PeerError as error:
             raise self.explain(bucket, error) from error
-        self.filled[number] = True
-        self.unfilled[bucket.index] -= 1
+        self.packed[number] = True
+        self.pending[bucket.index] -= 1
         used.packed_at[number] = len(used.arrived)
-        if launches and not self.unfilled[bucket.index]:
+        if launches and not self.pending[bucket.index]:
             index, works = bucket.index, self.works
             if (
                 segment.is_whole
@@ -280,7 +280,7 @@ class Reduction:
                     works.append(bucket.exchange.launch(bucket))
                 except RuntimeError as error:
                     raise self.explain(bucket, error) from error
-                if bucket is self.buckets[-1] or self.unfilled[index + 1]:
+                if bucket is self.buckets[-1] or self.pending[index + 1]:
                     return
             self.launch_ready()
 
@@ -293,15 +293,15 @@ class Reduction:
             rest: launch incomplete buckets too: a gradient that has not come counts as zero.
             until: stop before the bucket with this index.
         """
-        works, buckets, unfilled = self.works, self.buckets, self.unfilled
+        works, buckets, pending = self.works, self.buckets, self.pending
         end = len(buckets) if until is None else until
-        while len(works) < end and (rest or not unfilled[len(works)]):
+        while len(works) < end and (rest or not pending[len(works)]):
             bucket = buckets[len(works)]
             if bucket.index in self.skipped:
                 works.append(None)
                 continue
             for number in self.bucket_set.segments_of[bucket.index]:
-                if not self.filled[number]:
+                if not self.packed[number]:
                     if self.used.has_unannounced:
                         self.used.note_arrived(
                             self.bucket_set.params, self.bucket_set.ranges[number]
@@ -655,7 +655,7 @@ class ReductionFactory:
             where=where or self.where(),
             hashes=(schema or self.parameters.schema, call_site),
             over_present=join is not None and join.mean_over_present,
-            filled=[False] * len(bucket_set.segments),
-            unfilled=[0] * len(bucket_set.buckets),
+            packed=[False] * len(bucket_set.segments),
+            pending=[0] * len(bucket_set.buckets),
             **details,
         )

@@ -38,7 +38,7 @@ from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, Forward
 
-logger = logging.getLogger("tritonddp.reducer")
+logger = logging.getLogger(__name__)
 
 # Number of forwards that are remembered for their backwards: no pipeline has more in flight.
 _FORWARDS = 1024
@@ -165,7 +165,7 @@ class GraphGradients(Extension):
         """Pack a segment whose gradients are all made, unless autograd would change one."""
         bucket, segment = reduction.bucket_set.segments[number]
         if (
-            reduction.filled[number]
+            reduction.packed[number]
             or bucket.storage.is_sparse
             or not all(map(_is_free, segment.params, grads))
         ):

@@ -27,7 +27,7 @@ from torch import Tensor
 from tritonddp._device import Readback, is_capturing
 from tritonddp.coordination.group import Group, group_backend
 
-logger = logging.getLogger("tritonddp.comm.reduction")
+logger = logging.getLogger(__name__)
 
 # fp64 weight, NaN without one; hashes of the schema, of the call site, of the skipped buckets;
 # whether the rank asks all to stop; source.

@@ -30,7 +30,7 @@ from tritonddp.coordination.posts import plain, read_all
 from tritonddp.coordination.processes import Process, key_of
 from tritonddp.coordination.stacks import others_in_collectives
 
-logger = logging.getLogger("tritonddp.failures")
+logger = logging.getLogger(__name__)
 
 # Seconds from a rank's own post until it reads the posts of the others: at most, and once it is
 # known which rank has ended. Their collectives fail at once when connections are closed.

@@ -33,7 +33,7 @@ from tritonddp.coordination.processes import Process, key_of, look_up
 _DIRECT = 256 * 1024
 
 
-class OpenBackward(Protocol):
+class Outstanding(Protocol):
     """An object that may owe collectives to the other ranks: of a backward that has failed."""
 
     @property
@@ -77,7 +77,7 @@ class _Interrupted:
 class _Shared:
     """State that exists once per process group. It must not keep the group alive.
 
-    (What is in ``open_backwards`` does, until the next collective; :func:`_forget_destroyed` is for
+    (What is in ``outstanding`` does, until the next collective; :func:`_forget_destroyed` is for
     groups that make none.)
     """
 
@@ -86,7 +86,7 @@ class _Shared:
     counters: list[Counters] = field(default_factory=list)  # of all wrappers that were in the group
     has_posted_made: bool = False  # see Group.tell_made()
     failures: int = 0  # number of the last failure: a post with a smaller number is old
-    open_backwards: dict[OpenBackward, None] = field(default_factory=dict)  # as they have begun
+    outstanding: dict[Outstanding, None] = field(default_factory=dict)  # as they have begun
     members: WeakSet[Any] = field(default_factory=WeakSet)
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
@@ -133,7 +133,7 @@ class Group:
         # Reducers whose backward has begun and not ended. Collectives are matched by their order:
         # any other collective of the group must come after theirs. (Their wrappers may be freed
         # before a backward that has failed is made up for.)
-        self.open_backwards = shared.open_backwards
+        self.outstanding = shared.outstanding
         # The numbers of the next wrapper, and of the next exchange by messages between ranks: alike
         # on all ranks.
         self.next_wrapper = shared.wrappers.__next__
@@ -249,7 +249,7 @@ class Group:
         In all groups: a rank that waits in one works for others too.
         """
         for group, shared in list(_shared.items()):
-            shared.open_backwards[_Interrupted(group.rank())] = None
+            shared.outstanding[_Interrupted(group.rank())] = None
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -327,14 +327,14 @@ class Group:
         """
         self.refuse_if_forked()
         shared = self._shared
-        if not self.open_backwards or (graph_task != -1 and graph_task == shared.recovered_in):
+        if not self.outstanding or (graph_task != -1 and graph_task == shared.recovered_in):
             return False
         with shared.recovering:  # another thread waits: its collective comes after these
             if shared.recovers:  # a hook or signal handler, while this thread recovers
                 return False
             shared.recovered_in, shared.recovers = graph_task, True
             try:
-                failed = [each for each in list(self.open_backwards) if each.has_failed()]
+                failed = [each for each in list(self.outstanding) if each.has_failed()]
                 # As in a backward of several wrappers that comes to its end: they launch in the
                 # order in which they have begun, and then wait in an order of their own.
                 for driver in failed:
@@ -369,8 +369,8 @@ class Group:
 def _forget_destroyed() -> None:
     """Free reducers that owe collectives to a group that does not exist any more."""
     for group, shared in list(_shared.items()):
-        if shared.open_backwards and shared.is_known and group not in process_groups():
-            shared.open_backwards.clear()
+        if shared.outstanding and shared.is_known and group not in process_groups():
+            shared.outstanding.clear()
 
 
 def _inherit() -> None:

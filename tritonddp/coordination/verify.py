@@ -18,7 +18,7 @@ from tritonddp.coordination.collectives import all_gather
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.posts import plain
 
-logger = logging.getLogger("tritonddp.buckets")
+logger = logging.getLogger(__name__)
 
 # Most names in one error message; the rest is counted.
 _SHOWN = 10

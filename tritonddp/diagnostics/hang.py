@@ -40,7 +40,7 @@ from tritonddp.coordination.posts import plain, read_all
 from tritonddp.coordination.processes import Process, key_of, look_up
 from tritonddp.coordination.stacks import FRAMES, is_waiting, stack_of
 
-logger = logging.getLogger("tritonddp.hang")
+logger = logging.getLogger(__name__)
 
 SECONDS, DIRECTORY = "TRITONDDP_HANG_SECONDS", "TRITONDDP_HANG_DIR"
 _DEFAULT = "60"

@@ -18,7 +18,7 @@ from tritonddp.coordination.verify import is_plain
 from tritonddp.reducer.extension import Events, Extension
 from tritonddp.reducer.graph.backward import Backward
 
-logger = logging.getLogger("tritonddp.hooked_steps")
+logger = logging.getLogger(__name__)
 
 # How many parameters are compared, the smallest ones, and in how many backwards: the learning rate
 # of the first step may be zero.

@@ -108,7 +108,7 @@ class Logger(Extension):
             "unused_parameter_size": _nbytes(
                 current.params[n] for n in driver.reentrant.missing or ()
             ),
-            "num_buckets_reduced": len(last.unfilled) - len(last.skipped) if last else 0,
+            "num_buckets_reduced": len(last.pending) - len(last.skipped) if last else 0,
             "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
             "has_error": "error" in self._noted or None,

@@ -140,7 +140,7 @@ class JoinProtocol:
 
     def end_forward(self) -> None:
         """The last forward of this rank, and its backward if one came, are over."""
-        self._state.core.settle_and_refresh()
+        self._state.core.flush_and_refresh()
         self._make_up()
 
     def _make_up(self) -> None:
@@ -207,7 +207,7 @@ class JoinProtocol:
         if not is_present:
             for (_, param), is_trained in zip(params, required.tolist(), strict=True):
                 param.requires_grad_(bool(is_trained))
-            self._state.core.settle_and_refresh()
+            self._state.core.flush_and_refresh()
 
     def _verify_held(self, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
         """Verify that all ranks hold the same tensors, trainable or not."""
@@ -293,7 +293,7 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """Make the collectives of one forward and, if it is reduced, of its backward."""
         ddp, state = self._ddp, self._ddp._ddp_state
-        state.core.settle_and_refresh()
+        state.core.flush_and_refresh()
         join: JoinProtocol = state.sync.join
         reduces = join.receive()
         added = [param for _, param in state.parameters.unplaced]
@@ -314,7 +314,7 @@ class ShadowHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the rank that left last; the highest one if there are several."""
         state = self._ddp._ddp_state
-        state.core.settle_and_refresh()
+        state.core.flush_and_refresh()
         for param, grad in self._own.items():
             param.grad = grad
             state.requests.gradients_are_own()

@@ -37,7 +37,7 @@ from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
 from tritonddp.reducer.graph.unreduced import Unreduced
 
-logger = logging.getLogger("tritonddp.weighted_mean")
+logger = logging.getLogger(__name__)
 
 
 def weight_of(n: Any, reduction: str) -> Weight:
@@ -154,7 +154,7 @@ class AccumulationWindow(Extension):
             return
         is_first = not any(self._unreduced.used)  # since the last reduction
         wants_base = is_first if weight.is_sum else backward.reduction is None
-        is_late = backward.late_param is not None  # its first gradient is in .grad already
+        is_late = backward.first_param is not None  # its first gradient is in .grad already
         if is_late and (wants_base if self.weight is None else not weight.is_sum):
             raise RuntimeError(
                 "this weighted backward does not begin at the outputs of the wrapped module: its "

@@ -20,7 +20,7 @@ from tritonddp._torch import loading_loop, loading_processes, set_loading_loop
 from tritonddp.state import DDPState
 from tritonddp.wrapper import DistributedDataParallel
 
-logger = logging.getLogger("tritonddp.signals")
+logger = logging.getLogger(__name__)
 
 # No handler may be set for the first two. The others are faults: a handler in Python runs after the
 # instruction that failed, which is then repeated for ever. Windows has only the last three.

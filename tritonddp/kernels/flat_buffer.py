@@ -214,7 +214,7 @@ class FlatBuffer:
             layout.strides[slot],
         )
 
-    def mend_views(self) -> None:
+    def restore_views(self) -> None:
         """Lead :attr:`views` back here that are elsewhere now, with their values."""
         for slot, view in enumerate(self.views):
             offset = self.layout.offsets[slot] * self.dtype.itemsize

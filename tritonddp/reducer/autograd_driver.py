@@ -8,8 +8,8 @@ One gradient, from ``backward()`` to ``.grad``::
     segment full      on_segment_ready  reduction.pack: one flatten; on a GPU a segment is a whole
                                         bucket
     bucket full       launch_ready      bucket.exchange.launch: one asynchronous collective
-    backward ends     _end              launch what is left
-    all have ended    finish_ended      reduction.finish: wait, one unflatten a bucket
+    backward ends     _compute_ended              launch what is left
+    all have ended    finalize_backward      reduction.finish: wait, one unflatten a bucket
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tritonddp.reducer.reducer import Reducer
 
 _NONE: frozenset[int] = frozenset()
 
-logger = logging.getLogger("tritonddp.reducer")
+logger = logging.getLogger(__name__)
 
 
 class AutogradDriver:
@@ -143,7 +143,7 @@ class AutogradDriver:
             self.check_finalized()
             if self.backward.has_stopped_unnoticed():
                 self.backward.fail()
-        if self.group.open_backwards:
+        if self.group.outstanding:
             self.group.recover()
         for call in self.events.on_forward:
             call()
@@ -154,7 +154,7 @@ class AutogradDriver:
         if self.forwards.deferred_error is not None:
             self.forwards.raise_deferred()
 
-    def settle(self, reduces: bool = False) -> None:
+    def flush(self, reduces: bool = False) -> None:
         """Make up for a last backward that failed, where no forward follows to do so.
 
         Where this rank ``reduces`` next, the end of that says whether the ranks have reduced the
@@ -168,9 +168,9 @@ class AutogradDriver:
         if not reduces:
             self.reducer.check_pending()
 
-    def settle_and_refresh(self) -> None:
-        """Call :meth:`settle`, and look for changed parameters."""
-        self.settle()
+    def flush_and_refresh(self) -> None:
+        """Call :meth:`flush`, and look for changed parameters."""
+        self.flush()
         self.refresh_parameters()
 
     def refresh_parameters(self) -> None:
@@ -210,12 +210,14 @@ class AutogradDriver:
 
     # Start of backward
 
-    def on_backward(self, forward: Forward | None = None, late: Tensor | None = None) -> None:
+    def on_backward(
+        self, forward: Forward | None = None, first_param: Tensor | None = None
+    ) -> None:
         """A backward runs: if it is new, find out which parameters it will reach. For hooks.
 
         Args:
             forward: the forward whose output it goes through; ``None`` if not known.
-            late: the ``late_param`` of :class:`Backward`.
+            first_param: the ``first_param`` of :class:`Backward`.
         """
         backward = self.backward
         if backward is not None and backward.phase is RUNNING:
@@ -243,11 +245,11 @@ class AutogradDriver:
                 self.parameters.check_kinds(missing, self.where)
             if tracker.is_outdated(missing):
                 self._track()
-                return self.on_backward(forward, late)
+                return self.on_backward(forward, first_param)
         if backward is not None:
             self._end_former(backward)
-        if self.group.open_backwards and self.group.recover(current_graph_task_id()):
-            return self.on_backward(forward, late)  # the buckets may be others now
+        if self.group.outstanding and self.group.recover(current_graph_task_id()):
+            return self.on_backward(forward, first_param)  # the buckets may be others now
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose hooks "
@@ -259,9 +261,9 @@ class AutogradDriver:
         bypasses_forward = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is not None:
-            self._open(source, late, reached, missing, is_captured)
+            self._prepare_for_backward(source, first_param, reached, missing, is_captured)
         else:
-            self._open_local(forward, late, reached, bypasses_forward, is_captured)
+            self._prepare_local(forward, first_param, reached, bypasses_forward, is_captured)
 
     def _on_further_output(self, backward: Backward, forward: Forward) -> None:
         """The backward that runs goes through an output of this forward too.
@@ -304,14 +306,14 @@ class AutogradDriver:
         for call in self.events.on_abort:
             call(None)
         is_captured = self.manager.current.is_on_gpu and is_capturing()
-        late = arrived[0] if arrived else None
-        self._open(source, late, reached, missing, is_captured, local)
+        first_param = arrived[0] if arrived else None
+        self._prepare_for_backward(source, first_param, reached, missing, is_captured, local)
         self.tracker.log.extend(arrived)
 
-    def _open(
+    def _prepare_for_backward(
         self,
         source: GradSource,
-        late: Tensor | None,
+        first_param: Tensor | None,
         reached: list[bool],
         missing: Collection[int],
         is_captured: bool,
@@ -332,7 +334,7 @@ class AutogradDriver:
             self.reentrant.note_missing(missing)
         doubtful: Collection[int] = _NONE
         # A forward has armed this reduction, and the engine announces an inner backward only.
-        is_inner = late is not None and local is None and outer_call(current.is_on_gpu) != 0
+        is_inner = first_param is not None and local is None and outer_call(current.is_on_gpu) != 0
         if is_inner:
             doubtful = range(len(current.params))
         elif not manager.is_provisional and (missing or self.reentrant.seen):
@@ -358,7 +360,7 @@ class AutogradDriver:
             reduction.where,
             reached,
             reduction,
-            late_param=late,
+            first_param=first_param,
             is_provisional=is_provisional,
             doubtful=doubtful,
             creates_graph=torch.is_grad_enabled(),
@@ -368,10 +370,10 @@ class AutogradDriver:
         self.backward = backward
         self.counters.reductions += 1
         try:
-            group.open_backwards[self] = None
+            group.outstanding[self] = None
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
-                reduction.unfilled[:] = tracker.waiting
+                reduction.pending[:] = tracker.pending
             for call in self.events.on_begin:
                 call(backward)
             if not is_alone:
@@ -379,13 +381,13 @@ class AutogradDriver:
                     manager.announce()
                 for bucket in current.to_release:
                     bucket.release()
-            backward.queue_end(partial(self._end), self._broke_off, local)
+            backward.queue_end(partial(self._compute_ended), self._broke_off, local)
         except BaseException:
             backward.moves_to(FAILED)
             tracker.stop()
             raise
-        if not (is_provisional or is_alone or reduction.unfilled[0]):
-            (self.on_gradients if late is not None else tracker.tell_first)()
+        if not (is_provisional or is_alone or reduction.pending[0]):
+            (self.on_gradients if first_param is not None else tracker.tell_first)()
 
     def _needs_no_exchange(self) -> bool:
         """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
@@ -403,10 +405,10 @@ class AutogradDriver:
             and not manager.current.needs_reduction
         )
 
-    def _open_local(
+    def _prepare_local(
         self,
         forward: Forward | None,
-        late: Tensor | None,
+        first_param: Tensor | None,
         reached: list[bool],
         bypasses_forward: bool,
         is_captured: bool,
@@ -431,7 +433,7 @@ class AutogradDriver:
         backward = Backward(
             self.where(),
             reached,
-            late_param=late,
+            first_param=first_param,
             is_provisional=self.manager.is_provisional,
             may_be_reduced=may_be_reduced,
             doubt=doubt,
@@ -439,11 +441,11 @@ class AutogradDriver:
         )
         self.backward = backward
         try:
-            self.group.open_backwards[self] = None
+            self.group.outstanding[self] = None
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
                 call(backward)
-            backward.queue_end(partial(self._end), self._broke_off)
+            backward.queue_end(partial(self._compute_ended), self._broke_off)
         except BaseException:
             backward.moves_to(FAILED)
             self.tracker.stop()
@@ -453,7 +455,7 @@ class AutogradDriver:
 
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
-        self.on_backward(late=param)
+        self.on_backward(first_param=param)
         if self.backward is not None and self.backward.runs and self.tracker.knows(param):
             self.tracker.gradients.note(param)
 
@@ -468,7 +470,7 @@ class AutogradDriver:
         """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
         backward = self.backward
         reduction = None if backward is None else backward.reduction
-        if backward is None or reduction is None or reduction.filled[number]:
+        if backward is None or reduction is None or reduction.packed[number]:
             return
         if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
@@ -496,18 +498,20 @@ class AutogradDriver:
 
     # End of backward
 
-    def _end(self) -> None:
+    def _compute_ended(self) -> None:
         """The backward is over: launch the remaining buckets; :class:`EndsOfBackward` waits."""
         backward = self.backward
         if backward is None:  # detached
             return
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._end()
+                return self._compute_ended()
         if backward.is_inner:
             # A function or hook of the user may have run a whole backward, and step after it.
             is_whole = self.forwards.was_armed == 1 and self.tracker.has_all()
-            if not is_whole and backward.outlives_inner(partial(self._end), self._broke_off):
+            if not is_whole and backward.outlives_inner(
+                partial(self._compute_ended), self._broke_off
+            ):
                 return
             self.forwards.end_inside(outer_call(self.manager.current.is_on_gpu))
         arrived_as_usual = self.tracker.stop()
@@ -530,7 +534,7 @@ class AutogradDriver:
                     reduction.launch_ready(rest=True)
             if self.finalizes_manually and any(reduction.works):
                 backward.moves_to(UNFINALIZED)
-                self.group.open_backwards.pop(self, None)  # nobody may call finalize_backward()
+                self.group.outstanding.pop(self, None)  # nobody may call finalize_backward()
                 self.wait_post_backward()
                 return
         backward.ends(self, self._broke_off)
@@ -561,7 +565,7 @@ class AutogradDriver:
         tracker.note_unannounced(reduction, self.reentrant)
         tracker.learn()
 
-    def finish_ended(self) -> None:
+    def finalize_backward(self) -> None:
         """The backward has ended, and all its buckets are launched: wait for them.
 
         Raises:
@@ -574,7 +578,7 @@ class AutogradDriver:
         assert reduction is not None
         if backward.phase is UNFINALIZED:
             backward.moves_to(WAITING)
-            self.group.open_backwards[self] = None
+            self.group.outstanding[self] = None
         try:
             reduction.finish()
             is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
@@ -620,7 +624,7 @@ class AutogradDriver:
     def _close(self, backward: Backward) -> None:
         """The backward is over, with or without an error, and owes no collectives."""
         self.backward = None
-        self.group.open_backwards.pop(self, None)
+        self.group.outstanding.pop(self, None)
         if backward.reduction is not None:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
@@ -690,7 +694,7 @@ class AutogradDriver:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current, were_swapped = self.manager.current, self.parameters.look_for_swaps()
         self.parameters.set_bucketed(current.names, current.params)
-        current.mend_views()
+        current.restore_views()
         self.watch_others()
         former = getattr(self, "tracker", None)
         if former is not None:
@@ -702,11 +706,11 @@ class AutogradDriver:
 
     # What users and features ask for
 
-    def settle_outside_backward(self, problem: str, reduces: bool = False) -> None:
-        """Call :meth:`settle`; a RuntimeError that says ``problem`` if a backward runs."""
+    def flush_outside_backward(self, problem: str, reduces: bool = False) -> None:
+        """Call :meth:`flush`; a RuntimeError that says ``problem`` if a backward runs."""
         if self.backward_runs:
             raise RuntimeError(f"{self.where()}: {problem}")
-        self.settle(reduces)
+        self.flush(reduces)
 
     def check_finalized(self) -> None:
         """Raise a RuntimeError if a backward waits for ``finalize_backward()``."""
@@ -746,7 +750,7 @@ class AutogradDriver:
         self.is_detached = True
         self.tracker.remove()
         self._others.watch(())
-        self.group.open_backwards.pop(self, None)
+        self.group.outstanding.pop(self, None)
         self.backward = None
 
 

@@ -56,12 +56,12 @@ class EarlierMeans(Extension):
         Raises:
             RuntimeError: a local backward has added to them, or this one before it was noticed.
         """
-        means = self.means(backward.late_param)
+        means = self.means(backward.first_param)
         if backward.reduction is not None:
             self._check(backward.where)
-            if late := [name for name, param in means if param is backward.late_param]:
+            if added := [name for name, param in means if param is backward.first_param]:
                 raise RuntimeError(
-                    f"{backward.where}: the gradient of {late[0]!r}, which this backward has made "
+                    f"{backward.where}: the gradient of {added[0]!r}, which this backward has made "
                     "before it came to an output of the wrapped module, was added to one that is "
                     f"reduced already, which {self._option} would have to keep apart: drop "
                     "gradients by zero_grad(set_to_none=True) before it, and accumulate under "
@@ -72,15 +72,15 @@ class EarlierMeans(Extension):
             self._mixed = held(means or self._mixed)
         self.is_reduced = False
 
-    def means(self, late: Tensor | None = None) -> list[tuple[str, Tensor]]:
+    def means(self, first_param: Tensor | None = None) -> list[tuple[str, Tensor]]:
         """Whose gradients are means: not that of the ``late`` one, if it was not added to one.
 
         (With ``create_graph=True`` another tensor takes the place of the mean: the others tell.)
         """
         means = list(self._params()) if self.is_reduced else []
-        asked = [param for _, param in means if param is late or torch.is_grad_enabled()]
-        is_added = late is None or any(hasattr(each.grad, _MARK) for each in asked)
-        return [each for each in means if is_added or each[1] is not late]
+        asked = [param for _, param in means if param is first_param or torch.is_grad_enabled()]
+        is_added = first_param is None or any(hasattr(each.grad, _MARK) for each in asked)
+        return [each for each in means if is_added or each[1] is not first_param]
 
     def on_request(self, reduction: Reduction) -> None:
         """All that is in ``.grad`` is meant, if no backward has run since the last reduction."""

@@ -126,7 +126,7 @@ class ContextReducer:
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """See :class:`OpenBackward`: before the driver of the wrapper."""
+        """See :class:`Outstanding`: before the driver of the wrapper."""
         return self._group.name, self._reducer.parameters.number, 0
 
     def watch(self, output: Any, context: int, syncs: bool) -> None:
@@ -215,7 +215,7 @@ class ContextReducer:
             )
             self._current = begins
             try:
-                group.open_backwards[self] = None
+                group.outstanding[self] = None
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, begins.arrived, number))
@@ -254,7 +254,7 @@ class ContextReducer:
 
     def _leave(self, current: ContextBackward) -> None:
         self._current = None
-        self._group.open_backwards.pop(self, None)
+        self._group.outstanding.pop(self, None)
         for hook in current.hooks:
             hook.remove()
 
@@ -262,7 +262,7 @@ class ContextReducer:
 
     def detach(self) -> None:
         """No collective is owed any more."""
-        self._group.open_backwards.pop(self, None)
+        self._group.outstanding.pop(self, None)
 
     def has_failed(self) -> bool:
         """Whether the last backward in a context failed."""

@@ -32,7 +32,7 @@ from tritonddp.reducer.extension import Events
 from tritonddp.reducer.graph.backward import Forwards, SyncState
 from tritonddp.reducer.graph.participation import ReentrantGrads
 
-logger = logging.getLogger("tritonddp.reducer")
+logger = logging.getLogger(__name__)
 
 
 class Reducer:

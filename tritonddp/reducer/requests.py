@@ -21,7 +21,7 @@ from tritonddp.reducer import capture, checkpoint
 from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.graph.backward import UNFINALIZED
 
-logger = logging.getLogger("tritonddp.reducer")
+logger = logging.getLogger(__name__)
 
 
 class Requests:
@@ -57,7 +57,7 @@ class Requests:
         message = f"gradients are not {what} in a replay: do it without a graph"
         capture.refuse(current, where, message)
         problem = f"gradients cannot be {what} while a backward runs: wait for its end"
-        self.driver.settle_outside_backward(problem, reduces=True)
+        self.driver.flush_outside_backward(problem, reduces=True)
 
     # Gradients
 
@@ -211,12 +211,12 @@ class Requests:
 
     def comm_state(self) -> dict[str, Any]:
         """The state of communication; see :func:`checkpoint.comm_state`."""
-        self.driver.settle()
+        self.driver.flush()
         return checkpoint.comm_state(self._reducer)
 
     def load_comm_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from this state; see :func:`checkpoint.load_comm_state`."""
-        self.driver.settle_outside_backward(
+        self.driver.flush_outside_backward(
             "load_comm_state_dict() was called while a backward runs: call it between two steps"
         )
         if not self.driver.is_detached:
@@ -232,9 +232,7 @@ class Requests:
                 backward runs.
         """
         driver, factory = self.driver, self._reducer.manager.factory
-        driver.settle_outside_backward(
-            "a communication hook cannot be registered during a backward"
-        )
+        driver.flush_outside_backward("a communication hook cannot be registered during a backward")
         if factory.owners:
             raise RuntimeError(
                 "ZeroRedundancyOptimizer has gradients reduced to their owners, a communication "
@@ -254,11 +252,12 @@ class Requests:
     # Backwards that end where the user says (in stock DDP from torch 2.15)
 
     @torch.no_grad()
-    def finalize_backward(self) -> None:
+    def finalize_requested(self) -> None:
         """Wait for the buckets of a backward that is over, or has launched all of them.
 
         Raises:
-            RuntimeError: there is no such backward; or see :meth:`AutogradDriver.finish_ended`.
+            RuntimeError: there is no such backward; or see
+                :meth:`AutogradDriver.finalize_backward`.
         """
         driver = self.driver
         if not driver.finalizes_manually:
@@ -268,7 +267,7 @@ class Requests:
             )
         backward = driver.backward
         if backward is not None and backward.phase is UNFINALIZED:
-            driver.finish_ended()
+            driver.finalize_backward()
             return
         reduction = None if backward is None else backward.reduction
         if backward is not None and backward.runs and reduction is not None:

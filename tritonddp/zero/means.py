@@ -63,7 +63,7 @@ class OwnedMeans(Extension):
                 "other rank would get the gradients of those that it owns: make another one, or "
                 "wrap the module again"
             )
-        if backward.reduction is not None and backward.late_param is None:
+        if backward.reduction is not None and backward.first_param is None:
             self._refuse_set(backward.where)
         self._earlier.on_begin(backward)
 

@@ -32,7 +32,7 @@ from tritonddp.zero.partition import add_owners
 from tritonddp.zero.state_dict import OwnedState, packed, unpacked, without_idle_copies
 from tritonddp.zero.values import OwnedValues
 
-logger = logging.getLogger("tritonddp.zero")
+logger = logging.getLogger(__name__)
 
 _NO_JOIN = (
     "ZeroRedundancyOptimizer inside join(): a rank that has no inputs left would not take part in "
@@ -229,7 +229,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
         if self._state.sync.join is not None:
             raise RuntimeError(f"{core.where()}: {_NO_JOIN}")
-        core.settle_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
+        core.flush_outside_backward("ZeroRedundancyOptimizer.step() while a backward runs")
         self._consolidated = None
         self._take_options(self.param_groups, self.optim.param_groups)
         if self._masters is not None:
@@ -351,7 +351,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             ValueError: the earlier one had other parameters, whose gradients nobody would step.
         """
         core = self._core
-        core.settle_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
+        core.flush_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]

@@ -89,7 +89,7 @@ class GradStorage:
         if self.has_views:
             addresses = list(map(Tensor.data_ptr, bucket.flat.views[first:last]))
             if addresses != bucket.flat.addresses[first:last]:
-                bucket.flat.mend_views()
+                bucket.flat.restore_views()
         if False in used:
             for slot, flag in enumerate(used):
                 if grads[slot] is not None and not flag:

@@ -38,7 +38,7 @@ from tritonddp.kernels.flat_buffer import round_up
 if TYPE_CHECKING:
     from tritonddp.comm.transport import ProcessGroupTransport
 
-logger = logging.getLogger("tritonddp.comm.peer_memory")
+logger = logging.getLogger(__name__)
 
 # An environment variable: 0 disables this transport.
 _VARIABLE = "TRITONDDP_PEER_MEMORY"

@@ -33,7 +33,7 @@ from tritonddp.coordination.host.peers import (
 )
 from tritonddp.kernels.flat_buffer import round_up
 
-logger = logging.getLogger("tritonddp.buffers")
+logger = logging.getLogger(__name__)
 
 # So many broadcasts through memory the source may be ahead of a receiver.
 _AHEAD = 32

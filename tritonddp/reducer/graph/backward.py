@@ -32,7 +32,7 @@ from tritonddp._torch import (
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
-from tritonddp.coordination.group import OpenBackward
+from tritonddp.coordination.group import Outstanding
 from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
 from tritonddp.reducer.graph.unreduced import INSIDE, Unreduced
 
@@ -257,7 +257,7 @@ class Backward:
         where: this rank and its step, for messages.
         reached: for each parameter, whether the engine has announced its gradient.
         reduction: of its gradients; ``None`` if it is local.
-        late_param: the one whose gradient had come before the backward was noticed, if one had.
+        first_param: the one whose gradient had come before the backward was noticed, if one had.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
         doubtful: parameters that may get a gradient that was not announced.
         may_be_reduced: it is local because it has gone through no output of a forward outside
@@ -276,7 +276,7 @@ class Backward:
     where: str
     reached: Sequence[bool]
     reduction: Reduction | None = None
-    late_param: Tensor | None = None
+    first_param: Tensor | None = None
     is_provisional: bool = False
     doubtful: Collection[int] = ()
     may_be_reduced: bool = False
@@ -414,7 +414,7 @@ class Backward:
             self.moves_to(FAILED)
 
 
-class Ending(OpenBackward, Protocol):
+class Ending(Outstanding, Protocol):
     """A reducer of which a backward has ended."""
 
     @property
@@ -424,7 +424,7 @@ class Ending(OpenBackward, Protocol):
     def where(self) -> str:
         """This rank and its step, for messages."""
 
-    def finish_ended(self) -> None:
+    def finalize_backward(self) -> None:
         """Wait for the buckets of the backward that has ended."""
 
 
@@ -464,7 +464,7 @@ class EndsOfBackward:
             reducer, backward = waiting.pop(0)  # what Ctrl-C leaves is made up for
             backward.callback = None  # that is this one, and it is not dropped
             try:
-                reducer.finish_ended()
+                reducer.finalize_backward()
             except Exception as error:
                 failure = failure or error
         if failure is not None:

@@ -135,7 +135,7 @@ class ReadyTracker:
         self.log = self.gradients.entries
         self._writes = self.gradients.writing  # what the hook does in the next backward
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
-        self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
+        self.pending: list[int] = []  # for each bucket, how many segments wait for gradients
         self._params = list(params)
         self._ranges = ranges
         self._segments_of = segments_of
@@ -154,7 +154,7 @@ class ReadyTracker:
         # parameters are in it, and for each segment which ones are expected and not in it.
         self._seen = 0
         self._is_ready = bytearray()
-        self._pending: list[list[int]] = []
+        self._awaited: list[list[int]] = []
         self.has_unannounced = False  # one that was not expected came, or one came again
 
     def query(self) -> list[bool] | None:
@@ -261,7 +261,7 @@ class ReadyTracker:
         for number in doubtful:
             segment = self.segment_of[number]
             self._last[segment], waits[segment] = _NEVER, True
-        self.waiting = [sum(waits[each.start : each.stop]) for each in self._segments_of]
+        self.pending = [sum(waits[each.start : each.stop]) for each in self._segments_of]
         for number in self._end_hooks.keys() - self._last:
             self._end_hooks.pop(number).remove()
         for number in self._last:
@@ -278,7 +278,7 @@ class ReadyTracker:
         is_first = not self._seen
         if is_first:
             self._is_ready, self.has_unannounced = bytearray(len(self._params)), False
-            self._pending = [[n for n in each if self.reached[n]] for each in self._ranges]
+            self._awaited = [[n for n in each if self.reached[n]] for each in self._ranges]
         is_ready, position, self._seen = self._is_ready, self._seen, len(self.log)
         for key in map(id, self.log[position : self._seen]):
             number = self._number_of.get(key)
@@ -286,8 +286,8 @@ class ReadyTracker:
                 continue
             self.has_unannounced |= bool(is_ready[number]) or not self.reached[number]
             is_ready[number] = True
-        pending = [number for number in self._pending[segment] if not is_ready[number]]
-        self._pending[segment] = pending
+        pending = [number for number in self._awaited[segment] if not is_ready[number]]
+        self._awaited[segment] = pending
         if pending:
             self._last[segment] = pending[-1 if is_first else len(pending) // 2]
             self._hook_end(self._last[segment])
@@ -327,7 +327,7 @@ class ReadyTracker:
             reentrant.note(number)
             reduction.used.note([number])
             segment = self.segment_of[number]
-            if reduction.filled[segment] and position >= reduction.used.packed_at.get(segment, 0):
+            if reduction.packed[segment] and position >= reduction.used.packed_at.get(segment, 0):
                 late.append(number)
         if late:
             self.learn()

@@ -17,7 +17,7 @@ from tritonddp._device import is_capturing
 from tritonddp._torch import tensor_behind
 from tritonddp.coordination.failures import listed
 
-logger = logging.getLogger("tritonddp.reducer")
+logger = logging.getLogger(__name__)
 
 AROUND = (
     "a backward that went through no forward of the wrapped module (a call of .module, of a method "
