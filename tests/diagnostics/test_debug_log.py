@@ -34,7 +34,7 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out(rank: int)
             skip_all_reduce_unused_params=True,
             reduce_dtype=torch.bfloat16,
         )
-        placed = kept.lines("buckets")
+        placed = kept.lines("buckets.manager")
         assert len(placed) == len(ddp.reducer.buckets)
         assert placed[0] == (
             f"rank {rank}, step 0: bucket 0 of {len(placed)}: 2 parameters, 42 elements, "
@@ -76,9 +76,9 @@ def test_communication_hooks_and_rearrangements_are_told(rank: int) -> None:
     ddp.register_comm_hook(None, allreduce_hook)
     with logged(logging.DEBUG) as kept:
         step(ddp)
-        assert kept.lines("buckets")[-1].startswith(f"rank {rank}, step 1: bucket ")
+        assert kept.lines("buckets.manager")[-1].startswith(f"rank {rank}, step 1: bucket ")
         lines = kept.lines("comm.reduction")
-        count = len(kept.lines("buckets"))
+        count = len(kept.lines("buckets.manager"))
         assert sum("goes to the communication hook" in line for line in lines) == count
         assert sum("is back from the communication hook" in line for line in lines) == count
 
@@ -94,13 +94,13 @@ def test_a_backward_that_broke_off_is_told_with_what_it_had_not_sent(rank: int) 
             step(ddp)
         step(ddp)
         said = f"rank {rank}, step 1: the last backward did not come to its end. On ranks whose"
-        assert kept.lines("reducer")[-1].startswith(said)
+        assert kept.lines("reducer.reducer")[-1].startswith(said)
         kept.records.clear()
         ddp.register_comm_hook(None, fails)
         with pytest.raises(RuntimeError, match="hook failed"):
             step(ddp)
         ddp.check_sync()
-        assert kept.lines("reducer") == [
+        assert kept.lines("reducer.reducer") == [
             f"rank {rank}, step 3: the last backward did not come to its end"
         ]
 

@@ -190,7 +190,7 @@ def _false_alarm(program: Program, log: Kept, is_ours: bool) -> str:
     wraps = 1 + sum("WrapAgain" in str(each) for each in program.actions)
     if len(said) > wraps and program.wrappers == "one network":
         return f"more than once for a wrapper: {said}"
-    added = log.lines("reducer")
+    added = log.lines("unreduced")
     leaves = any(isinstance(each, Probe) and each.end == "left" for each in program.actions)
     return f"without reason: {added}" if added and not leaves else ""
 

@@ -132,7 +132,7 @@ def said() -> Iterator[list[str]]:
     lines: list[str] = []
     with logged(logging.WARNING) as found:
         yield lines
-    lines += [line for line in found.lines("reducer") if "not averaged" in line]
+    lines += [line for line in found.lines("unreduced") if "not averaged" in line]
 
 
 @ranks(2)
