@@ -39,6 +39,7 @@ from tritonddp.coordination.verify import (
 from tritonddp.diagnostics import hang
 from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
+from tritonddp.diagnostics.unreduced import WatchLocalBackwards
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.metrics import Metrics
@@ -253,6 +254,7 @@ class DDPState:
             yield self.metrics
         if self.group.size > 1:
             yield HookedSteps(core.events)
+            yield WatchLocalBackwards(core.manager, core.events, self.sync)
         if given.skip_all_reduce_unused_params:
             yield SkipUnused(self.sync)
         if config.divide_factor not in (None, self.group.size):
@@ -298,9 +300,7 @@ class DDPState:
             )
         if self.window is None:
             core = self.core
-            self.window = AccumulationWindow(
-                self.parameters, self.sync, core.manager, core.unreduced
-            )
+            self.window = AccumulationWindow(self.parameters, self.sync, core.manager)
             core.events.install(self.window)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def nothing_prepared() -> Iterator[None]:
     begin, make_header = ReadyTracker.begin, Reduction._make_header
 
     def begun(self: Any, *args: Any, **kwargs: Any) -> None:
-        _set(self, reached=[])  # what is expected is found out anew
+        _set(self, _made_for=((), ()))  # what is expected is found out anew
         begin(self, *args, **kwargs)
         self._usual[:] = [None] * len(self._usual)
 

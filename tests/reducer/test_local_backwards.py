@@ -27,7 +27,7 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer.graph.unreduced import noted
+from tritonddp.diagnostics.unreduced import noted
 
 
 def net() -> OnDemand:

@@ -16,6 +16,7 @@ from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory
 from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
+from tritonddp.buckets.parameter_use import ParameterUse
 
 
 class BucketSet:
@@ -33,7 +34,8 @@ class BucketSet:
         is_temporary: they are for one reduction: what would pay only later is not made.
 
     Attributes:
-        names, params: by parameter number.
+        names, params: by parameter index.
+        use: which of the parameters are used.
         buckets: in launch order.
         segments: of all buckets, each with its bucket.
         ranges: for each segment, the numbers of its parameters.
@@ -62,6 +64,7 @@ class BucketSet:
         assignment = _assign(named_params, caps, sparse, factory.owners)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
+        self.use = ParameterUse(self.params)
         self.is_on_gpu = any(param.is_cuda for param in self.params)
         self._is_temporary = is_temporary
         self.buckets: list[Bucket] = []
@@ -85,14 +88,14 @@ class BucketSet:
             self.segments_of.append(range(before, len(self.segments)))
             self.numbers_of.append(numbers)
             first = numbers.stop
-        self.use(factory.transport)
+        self.reduce_by(factory.transport)
         if self.is_on_gpu and not is_temporary and factory.group.size > 1:
             for bucket in self.buckets:
                 bucket.compile_kernels(bool(self.unpack_groups))
         self.needs_reduction = any(bucket.storage.is_sparse for bucket in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
 
-    def use(self, transport: Transport) -> None:
+    def reduce_by(self, transport: Transport) -> None:
         """Reduce all buckets by ``transport`` from now on."""
         self.averages = transport.averages
         exchanges = transport.exchanges(self.buckets)

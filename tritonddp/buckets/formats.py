@@ -196,7 +196,7 @@ class BucketFactory:
         # bucket: so that is sent in the same way, unless gradients are the user's own.
         return replace(factory, is_registered=False, owners={})
 
-    def use(self, transport: Transport) -> None:
+    def reduce_by(self, transport: Transport) -> None:
         """Buckets that are made from now on go by ``transport``."""
         self.transport = transport
 

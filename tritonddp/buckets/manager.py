@@ -100,11 +100,8 @@ class BucketManager:
         """This rank and its step, for messages."""
         return f"rank {self._group.rank}, step {self._counters.reductions}"
 
-    def notify(self, listener: WeakMethod[Callable[[Sequence[int | None]], None]]) -> None:
-        """Call ``listener``, if it is still there, when the buckets are replaced.
-
-        It gets, for each parameter, the former number, ``None`` if it is new.
-        """
+    def notify(self, listener: WeakMethod[Callable[[], None]]) -> None:
+        """Call ``listener``, if it is still there, when the buckets are replaced."""
         self._listener = listener
 
     def capture(self) -> None:
@@ -119,7 +116,7 @@ class BucketManager:
                 self._captured.append(bucket)
         self._captured += [u for _, u in current.unpack_groups if u not in self._captured]
 
-    def use(self, transport: Transport) -> None:
+    def reduce_by(self, transport: Transport) -> None:
         """Reduce backwards by ``transport`` from now on, but no temporary buckets.
 
         Buckets do not move to memory of the host any more.
@@ -127,8 +124,8 @@ class BucketManager:
         if self.memory is not None:
             self.memory.leave()
             self.memory = None
-        self.factory.use(transport)
-        self.current.use(transport)
+        self.factory.reduce_by(transport)
+        self.current.reduce_by(transport)
 
     def own(self, owners: Mapping[Tensor, int]) -> None:
         """From now on reduce the gradients of these parameters to one rank each, their owner.
@@ -208,17 +205,17 @@ class BucketManager:
             return self.former_counts
         return [(bucket.params, bucket.rank_counts()) for bucket in self.current.buckets]
 
-    def agree_on_order(self, arrived: Sequence[int], source_rank: int) -> list[int]:
+    def agree_on_order(self, ready: Sequence[int], source_rank: int) -> list[int]:
         """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
 
         If only some ranks have used a parameter, all keep the order of registration instead.
-        ``arrived`` are numbers of parameters in the order in which their gradients came on this
+        ``ready`` are indices of parameters in the order in which their gradients came on this
         rank. Returns the numbers of parameters whose gradients did not come; these go last.
         """
         self.is_provisional = False
-        arrived = list(dict.fromkeys(arrived))
-        self.ready_order = [self.current.names[number] for number in arrived]
-        missing = sorted({*range(len(self.current.params))} - {*arrived})
+        ready = list(dict.fromkeys(ready))
+        self.ready_order = [self.current.names[number] for number in ready]
+        missing = sorted({*range(len(self.current.params))} - {*ready})
         if self._is_restored:  # the ranks have agreed already
             return missing
         if not self.keeps_order:
@@ -229,7 +226,7 @@ class BucketManager:
         if self.keeps_order:
             self._order = self._registered_order()
             return missing
-        self._order = [*arrived, *missing]
+        self._order = [*ready, *missing]
         if not self._group.is_alone:
             order = torch.tensor(self._order, device=self.current.params[0].device)
             what = "broadcast of the order of gradients"
@@ -330,12 +327,13 @@ class BucketManager:
     def _rebuild(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.former_counts = [(params, counts.clone()) for params, counts in self.rank_counts()]
         self.has_moved = True
-        number_of = {param: number for number, param in enumerate(self.current.params)}
+        former = self.current.use
         with torch.no_grad():
             self.factory.keep({p: left for _, p, left in residuals_of(self.current.buckets)})
             self.current = self._build(named, self.factory, self._sparse(), self.current)
             # The remaining ones belong to gradients that are not quantised any more. They are
             # views, and would keep the residuals of whole buckets alive.
             self.factory.keep({})
+        self.current.use.inherit(former)
         if (listener := self._listener()) is not None:
-            listener([number_of.get(param) for param in self.current.params])
+            listener()

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import read_together
-from tritonddp._torch import hooks_after_accumulation, is_profiling
+from tritonddp._torch import is_profiling
 from tritonddp.buckets.bucket import Bucket, GradientError, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
-from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
 from tritonddp.coordination.counters import Counters
@@ -58,59 +57,6 @@ class ReductionEvents:
     needs_buckets = False  # somebody is called for one of these
 
 
-@dataclass(eq=False)
-class UsedParameters:
-    """The one place that knows which parameters of a reduction this rank has used.
-
-    A parameter counts as used if the backward reaches it, which the engine announces, or if a
-    backward has, since the last reduction, that was not reduced. If its gradient comes without
-    announcement, it does too. Without ``.grad`` when it is packed, only as :meth:`packed` says.
-
-    Attributes:
-        flags: for each parameter, whether it is used.
-        arrived: the parameters in the order of their gradients, as far as these have come.
-        has_unannounced: the engine has not announced the gradients of all parameters, and some may
-            come all the same.
-        finds_unused: the option ``find_unused_parameters``.
-        packed_at: for packed segments, how many gradients had come then.
-    """
-
-    flags: list[bool]
-    arrived: Sequence[Tensor] = ()
-    has_unannounced: bool = False
-    finds_unused: bool | None = None
-    packed_at: dict[int, int] = field(default_factory=dict)
-
-    def note(self, numbers: Iterable[int]) -> None:
-        """This rank has gradients for these parameters too."""
-        for number in numbers:
-            self.flags[number] = True
-
-    def note_arrived(self, params: Sequence[Tensor], numbers: range) -> None:
-        """Note those of ``params`` with these ``numbers`` whose gradients have come."""
-        arrived = set(map(id, self.arrived))
-        self.note(number for number in numbers if id(params[number]) in arrived)
-
-    def packed(
-        self, flags: Sequence[bool], params: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> list[bool]:
-        """Which of these parameters count as used: some of the gradients, now packed, are missing.
-
-        One without a gradient counts, with zeros, if a hook has dropped that; or, if nothing is to
-        be unused, a custom function has returned none. (What is frozen by now gets no gradient, and
-        none is owed to it. A parameter may have been used under no_sync, and its gradient dropped.)
-        """
-        come: Iterable[Tensor] = () if self.finds_unused else self.arrived
-        come = [param for param in come if param.grad is None and param.requires_grad]
-        if self.finds_unused is None:
-            come = [param for param in come if hooks_after_accumulation(param)]
-        zeros = set(map(id, come))
-        return [
-            flag and (grad is not None or id(param) in zeros)
-            for flag, param, grad in zip(flags, params, grads, strict=True)
-        ]
-
-
 @dataclass(eq=False, kw_only=True)
 class Reduction:
     """The gradients of this rank become the mean over all ranks, once.
@@ -128,7 +74,6 @@ class Reduction:
         agreement: writes the header of this rank, and compares those of all ranks.
         events: callbacks for progress.
         counters: count what is sent.
-        used: the parameters for which this rank has a gradient.
         source: where the gradients come from.
         where: this rank and its step, for messages.
         hashes: of its parameters, and of where it was called: ``schema`` and ``call_site`` of
@@ -140,7 +85,7 @@ class Reduction:
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
         header: what this rank writes into the first bucket.
-        packed: for each segment, whether it is packed.
+        packed: for each segment, 0 until it is packed; then 1, and how many gradients were ready.
         pending: for each bucket, the number of segments, or of other events, that it waits for.
         works: work objects of the launched buckets, in launch order; ``None`` where there is
             nothing to wait for.
@@ -154,12 +99,11 @@ class Reduction:
     agreement: Agreement
     events: ReductionEvents
     counters: Counters
-    used: UsedParameters
     source: GradSource
     where: str
     hashes: tuple[bytes, bytes]
     over_present: bool
-    packed: list[bool]
+    packed: list[int]
     pending: list[int]
     is_alone: bool = False
     weight: Weight | None = None
@@ -187,8 +131,8 @@ class Reduction:
         """Do not send these buckets: not the first, and the same on all ranks."""
         self.skipped = indices
         for index in indices:
-            for number in self.bucket_set.segments_of[index]:
-                self.packed[number] = True  # these segments are never packed
+            for segment_index in self.bucket_set.segments_of[index]:
+                self.packed[segment_index] = 1  # these segments are never packed
 
     def hold(self, index: int) -> None:
         """Do not launch this bucket, and those behind it, before the end."""
@@ -226,11 +170,11 @@ class Reduction:
 
     # Into the buckets
 
-    def pack(self, number: int, launches: bool = False) -> None:
+    def pack(self, segment_index: int, launches: bool = False) -> None:
         """The gradients of a segment are final: flatten them into its bucket.
 
         Args:
-            number: of the segment.
+            segment_index: in the bucket set.
             launches: launch the bucket too, and those behind it, as far as they are full.
 
         Raises:
@@ -240,8 +184,8 @@ class Reduction:
         """
         if not self.header:
             self._make_header()
-        bucket, segment = self.bucket_set.segments[number]
-        used, numbers = self.used, self.bucket_set.ranges[number]
+        bucket, segment = self.bucket_set.segments[segment_index]
+        use, indices = self.bucket_set.use, self.bucket_set.ranges[segment_index]
         if bucket.quantization is not None:
             bucket.quantization.rescale(self.agreement.unit)
         for call in self.events.on_pack:
@@ -254,19 +198,18 @@ class Reduction:
             bucket.storage.pack(
                 bucket,
                 segment,
-                used.flags[numbers.start : numbers.stop],
+                use.flags[indices.start : indices.stop],
                 self.agreement.scale,
                 b"" if bucket.index else self.header,
                 earlier=counts_earlier,
-                count_missing=used.packed,
+                count_missing=use.count_missing,
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
         except PeerError as error:
             raise self.explain(bucket, error) from error
-        self.packed[number] = True
+        self.packed[segment_index] = 1 + len(use.ready)
         self.pending[bucket.index] -= 1
-        used.packed_at[number] = len(used.arrived)
         if launches and not self.pending[bucket.index]:
             index, works = bucket.index, self.works
             if (
@@ -300,13 +243,10 @@ class Reduction:
             if bucket.index in self.skipped:
                 works.append(None)
                 continue
-            for number in self.bucket_set.segments_of[bucket.index]:
-                if not self.packed[number]:
-                    if self.used.has_unannounced:
-                        self.used.note_arrived(
-                            self.bucket_set.params, self.bucket_set.ranges[number]
-                        )
-                    self.pack(number)
+            for segment_index in self.bucket_set.segments_of[bucket.index]:
+                if not self.packed[segment_index]:
+                    self.bucket_set.use.note_ready(self.bucket_set.ranges[segment_index])
+                    self.pack(segment_index)
             if len(bucket.segments) > 1:
                 bucket.finish_trailer(b"" if bucket.index else self.header)
             if is_spoiled := bucket is self._spoiled:
@@ -604,58 +544,3 @@ class Reduction:
 
     def _log(self, bucket: Bucket, what: str) -> None:
         logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)
-
-
-@dataclass(frozen=True)
-class ReductionFactory:
-    """The one place where reductions are made: those of one wrapper.
-
-    Attributes:
-        parameters: of the module.
-        agreement, events, counters: see :class:`Reduction`.
-        sync: its ``join`` and ``finds_unused`` are those of a reduction that begins.
-        where: returns this rank and its step.
-    """
-
-    parameters: ModuleParameters
-    agreement: Agreement
-    events: ReductionEvents
-    counters: Counters
-    sync: Any
-    where: Callable[[], str]
-
-    def open(
-        self,
-        bucket_set: BucketSet,
-        source: GradSource,
-        used: list[bool],
-        buckets: Sequence[Bucket] | None = None,
-        where: str = "",
-        schema: bytes = b"",
-        call_site: bytes = bytes(3),
-        arrived: Sequence[Tensor] = (),
-        has_unannounced: bool = False,
-        **details: Any,
-    ) -> Reduction:
-        """A reduction begins, which ``details`` describe further: attributes of it.
-
-        ``used``, ``arrived`` and ``has_unannounced`` are those of :class:`UsedParameters`.
-        """
-        join = self.sync.join
-        if join is not None and source is not GradSource.CHANGED:
-            join.reduction_begins()
-        return Reduction(
-            bucket_set=bucket_set,
-            buckets=bucket_set.buckets if buckets is None else buckets,
-            agreement=self.agreement,
-            events=self.events,
-            counters=self.counters,
-            used=UsedParameters(used, arrived, has_unannounced, self.sync.finds_unused),
-            source=source,
-            where=where or self.where(),
-            hashes=(schema or self.parameters.schema, call_site),
-            over_present=join is not None and join.mean_over_present,
-            packed=[False] * len(bucket_set.segments),
-            pending=[0] * len(bucket_set.buckets),
-            **details,
-        )

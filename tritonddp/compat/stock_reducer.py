@@ -64,14 +64,16 @@ class StockReducer:
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards on this rank have reached the same parameters."""
-        return self._core.reentrant.is_static
+        return self._core.use.is_static
 
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each trainable parameter: int32."""
         counts: dict[Parameter, int] = {}
         last = self._core.last
         if last is not None and last.is_alone:
-            counts = dict(zip(last.bucket_set.params, map(int, last.used.flags), strict=True))
+            counts = dict(
+                zip(last.bucket_set.params, map(int, last.bucket_set.use.flags), strict=True)
+            )
         elif last is not None:
             for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
                 if index not in last.skipped:

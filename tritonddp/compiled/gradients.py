@@ -127,7 +127,8 @@ class GraphGradients(Extension):
             each
             for each in self._early
             # (A gradient that is kept for others, which do not come, is copied by autograd.)
-            if each < first_held and all(backward.reached[ranges[each].start : ranges[each].stop])
+            if each < first_held
+            and all(bucket_set.use.expected[ranges[each].start : ranges[each].stop])
         }
 
     def ready(self, name: str, grad: Tensor, forward: int) -> None:
@@ -143,7 +144,7 @@ class GraphGradients(Extension):
         bucket_set = backward.reduction.bucket_set
         number = self._number_of.get(name)
         # Not in a bucket (an input, or an added parameter), or dropped by autograd.
-        if number is None or not backward.reached[number] or grad.is_sparse:
+        if number is None or not bucket_set.use.expected[number] or grad.is_sparse:
             return
         param = bucket_set.params[number]
         if param.grad is not None:  # autograd will add to it
@@ -202,8 +203,8 @@ class GraphGradients(Extension):
             backward.is_provisional and core is not None
         ):  # buckets will follow the order of this log
             first = {id(each.param): each.param for each in self._announced.values()}
-            log = core.tracker.log
-            log[:] = [*first.values(), *(param for param in log if id(param) not in first)]
+            ready = core.use.ready
+            ready[:] = [*first.values(), *(param for param in ready if id(param) not in first)]
         self._forget()
 
     def on_end(self, reduction: Reduction) -> None:

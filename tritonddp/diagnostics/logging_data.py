@@ -105,9 +105,7 @@ class Logger(Extension):
             "iteration": self.sampler.measured,
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": _nbytes(params),
-            "unused_parameter_size": _nbytes(
-                current.params[n] for n in driver.reentrant.missing or ()
-            ),
+            "unused_parameter_size": _nbytes(current.params[n] for n in driver.use.missing or ()),
             "num_buckets_reduced": len(last.pending) - len(last.skipped) if last else 0,
             "bucket_cap_bytes": max(wrapper._ddp_state.config.caps.limits),
             "has_rebuilt_buckets": _has_rebuilt(wrapper),

@@ -100,8 +100,8 @@ class SkipUnused(Extension):
             return
         skipped = []
         for bucket in reduction.buckets[1:]:
-            numbers = reduction.bucket_set.numbers_of[bucket.index]
-            # Doubtful parameters may get a gradient although the engine does not announce it.
-            if not any(reduction.used.flags[each] or each in backward.doubtful for each in numbers):
+            use, indices = reduction.bucket_set.use, reduction.bucket_set.numbers_of[bucket.index]
+            # (Awaited parameters may get a gradient although the engine does not announce it.)
+            if not any(use.flags[each] or each in use.awaited for each in indices):
                 skipped.append(bucket.index)
         reduction.skip(skipped)

@@ -35,7 +35,6 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource, Weight
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
-from tritonddp.reducer.graph.unreduced import Unreduced
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +70,9 @@ class AccumulationWindow(Extension):
         parameters: ModuleParameters,
         sync: SyncState,
         manager: BucketManager,
-        unreduced: Unreduced,
     ) -> None:
         self._parameters, self._sync = parameters, sync
-        self._manager, self._unreduced = manager, unreduced
+        self._manager = manager
         self.weight: Weight | None = None  # of all backwards of the window, if there are any
         self._weight_before: Weight | None = None  # the weight before the backward that runs
         # The gradients at the end of the last backward, and their versions.
@@ -110,7 +108,8 @@ class AccumulationWindow(Extension):
             first = reduction.bucket_set.numbers_of[bucket.index].start + segment.first
             if reduction.source is not GradSource.REQUEST:
                 self.merge(segment.params)
-            self.divide(segment.params, reduction.used.flags[first : first + len(segment.params)])
+            flags = reduction.bucket_set.use.flags
+            self.divide(segment.params, flags[first : first + len(segment.params)])
 
     def on_compute_end(self, backward: Backward) -> None:
         """Without a reduction: merge, and note the gradients."""
@@ -152,7 +151,7 @@ class AccumulationWindow(Extension):
                     "them with zero_grad(set_to_none=True)"
                 )
             return
-        is_first = not any(self._unreduced.used)  # since the last reduction
+        is_first = not any(self._manager.current.use.local)  # since the last reduction
         wants_base = is_first if weight.is_sum else backward.reduction is None
         is_late = backward.first_param is not None  # its first gradient is in .grad already
         if is_late and (wants_base if self.weight is None else not weight.is_sum):

@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from operator import or_
 from typing import NoReturn
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from tritonddp._device import is_capturing
 from tritonddp._torch import COMPILED_AUTOGRAD, IN_COMPILED_AUTOGRAD, current_graph_task_id
 from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.parameter_use import ParameterUse
 from tritonddp.comm.comm_hook import CommHook
 from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
@@ -46,9 +46,9 @@ from tritonddp.reducer.graph.participation import (
     as_trainable,
     is_of_others,
     outer_call,
+    runs_checkpoint,
 )
 from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
-from tritonddp.reducer.graph.unreduced import ADDED, AROUND, INSIDE, Unreduced, noted
 from tritonddp.reducer.reducer import Reducer
 
 _NONE: frozenset[int] = frozenset()
@@ -64,11 +64,10 @@ class AutogradDriver:
 
     Attributes:
         reducer: see above.
-        counters, events, group, parameters, sync, agreement, manager, forwards, reentrant: those of
+        counters, events, group, parameters, sync, agreement, manager, forwards: those of
             ``reducer``.
-        tracker: knows which gradients have come.
+        tracker: knows which segments are ready.
         backward: the backward that runs, has failed or waits for ``finalize_backward()``.
-        unreduced: gradients that no reduction has taken yet.
         post_backward: the end of the next backward waits for these.
         is_detached: hooks were removed: no backward is noticed any more.
         launching: held while a segment is packed: hooks of a multi-device module run on a thread
@@ -91,9 +90,8 @@ class AutogradDriver:
         self.group, self.parameters = reducer.group, reducer.parameters
         self.sync, self.agreement = reducer.sync, reducer.agreement
         self.manager, self.where = reducer.manager, reducer.where
-        self.forwards, self.reentrant = reducer.forwards, reducer.reentrant
+        self.forwards = reducer.forwards
         self.backward: Backward | None = None
-        self.unreduced = Unreduced()
         self.post_backward: list[torch.futures.Future] = []
         self.is_detached = False
         self.launching = threading.RLock()
@@ -104,9 +102,8 @@ class AutogradDriver:
         self._broke_off = partial(_broke_off, self.reference)
         self._others = WatchedParameters(self.reference)
         self.group.join_forks(self)
-        self.manager.notify(weakref.WeakMethod(self.renumber))
-        self._track()
-        self.unreduced.clear(self.manager.current.params)
+        self.manager.notify(weakref.WeakMethod(self.track))
+        self.track()
 
     @property
     def order(self) -> tuple[str, int, int]:
@@ -117,6 +114,11 @@ class AutogradDriver:
     def bucket_set(self) -> BucketSet:
         """The buckets in force."""
         return self.manager.current
+
+    @property
+    def use(self) -> ParameterUse:
+        """Which of their parameters are used."""
+        return self.manager.current.use
 
     @property
     def backward_runs(self) -> bool:
@@ -177,7 +179,7 @@ class AutogradDriver:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`. No collective."""
         if self.parameters.refresh(self.where):
             if self.parameters.look_for_swaps() and not self.backward_runs:
-                self._track()
+                self.track()
             self.watch_others()
 
     def adopt_parameters(self) -> None:
@@ -233,18 +235,18 @@ class AutogradDriver:
                 self.reducer.adopt_parameters(in_backward=True)
         tracker = self.tracker
         is_captured = self.manager.current.is_on_gpu and is_capturing()
-        reached = tracker.query()
-        if reached is None:
+        expected = tracker.query()
+        if expected is None:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
-        if not all(reached):
-            if not any(reached) and is_of_others(self.manager.current.params):
+        if not all(expected):
+            if not any(expected) and is_of_others(self.manager.current.params):
                 return
-            missing = {number for number, comes in enumerate(reached) if not comes}
-            if missing != self.reentrant.missing:
+            missing = {index for index, comes in enumerate(expected) if not comes}
+            if missing != self.use.missing:
                 self.parameters.check_kinds(missing, self.where)
             if tracker.is_outdated(missing):
-                self._track()
+                self.track()
                 return self.on_backward(forward, first_param)
         if backward is not None:
             self._end_former(backward)
@@ -261,9 +263,9 @@ class AutogradDriver:
         bypasses_forward = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is not None:
-            self._prepare_for_backward(source, first_param, reached, missing, is_captured)
+            self._prepare_for_backward(source, first_param, expected, missing, is_captured)
         else:
-            self._prepare_local(forward, first_param, reached, bypasses_forward, is_captured)
+            self._prepare_local(forward, first_param, expected, bypasses_forward, is_captured)
 
     def _on_further_output(self, backward: Backward, forward: Forward) -> None:
         """The backward that runs goes through an output of this forward too.
@@ -299,22 +301,23 @@ class AutogradDriver:
         """A backward that was local so far goes through an output of a synchronised forward."""
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is None:
-            local.keep_local()
+            local.keep_local(forward)
             return
-        arrived, reached = list(self.tracker.log), list(local.reached)
-        missing = {number for number, comes in enumerate(reached) if not comes}
+        use = self.use
+        ready, expected = list(use.ready), use.expected
+        missing = {index for index, comes in enumerate(expected) if not comes}
         for call in self.events.on_abort:
             call(None)
         is_captured = self.manager.current.is_on_gpu and is_capturing()
-        first_param = arrived[0] if arrived else None
-        self._prepare_for_backward(source, first_param, reached, missing, is_captured, local)
-        self.tracker.log.extend(arrived)
+        first_param = ready[0] if ready else None
+        self._prepare_for_backward(source, first_param, expected, missing, is_captured, local)
+        use.ready.extend(ready)
 
     def _prepare_for_backward(
         self,
         source: GradSource,
         first_param: Tensor | None,
-        reached: list[bool],
+        expected: Sequence[bool],
         missing: Collection[int],
         is_captured: bool,
         local: Backward | None = None,
@@ -324,45 +327,34 @@ class AutogradDriver:
         current = manager.current
         if is_captured:
             capture.begin(self.reducer, tracker.gradients.streams, missing, is_reduced=True)
-        if noted:
-            self.unreduced.reduced_backward_begins(current.params)
         if self.parameters.number < 0:
             self.parameters.register()
         if manager.former_counts or manager.schema is not self.parameters.schema:
             manager.reduction_begins()
-        if missing != self.reentrant.missing:
-            self.reentrant.note_missing(missing)
-        doubtful: Collection[int] = _NONE
+        use = current.use
+        use.begin(expected, missing, self.sync.finds_unused)
         # A forward has armed this reduction, and the engine announces an inner backward only.
         is_inner = first_param is not None and local is None and outer_call(current.is_on_gpu) != 0
         if is_inner:
-            doubtful = range(len(current.params))
-        elif not manager.is_provisional and (missing or self.reentrant.seen):
-            doubtful = self.reentrant.suspect(set(missing))
-        left = self.unreduced
-        used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
+            use.wait_for(range(len(current.params)))
+        elif use.suspected and not (use.inner or manager.is_provisional) and runs_checkpoint():
+            use.wait_for(use.suspected)
         is_alone = group.is_alone and self._needs_no_exchange()
         site = self.forwards.call_site
         reduction = self.reducer.open(
             current,
             source,
-            used,
-            buckets=() if is_alone else current.buckets,
             where=f"rank {group.rank}, step {self.counters.reductions + 1}",
             call_site=bytes(3) if site is None else site.hash,
             is_alone=is_alone,
             is_captured=is_captured,
-            arrived=tracker.log,
-            has_unannounced=bool(missing),
         )
         is_provisional = manager.is_provisional
         backward = Backward(
             reduction.where,
-            reached,
             reduction,
             first_param=first_param,
             is_provisional=is_provisional,
-            doubtful=doubtful,
             creates_graph=torch.is_grad_enabled(),
             is_inner=is_inner,
         )
@@ -371,7 +363,7 @@ class AutogradDriver:
         self.counters.reductions += 1
         try:
             group.outstanding[self] = None
-            tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
+            tracker.begin(looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.pending[:] = tracker.pending
             for call in self.events.on_begin:
@@ -409,7 +401,7 @@ class AutogradDriver:
         self,
         forward: Forward | None,
         first_param: Tensor | None,
-        reached: list[bool],
+        expected: Sequence[bool],
         bypasses_forward: bool,
         is_captured: bool,
     ) -> None:
@@ -423,26 +415,22 @@ class AutogradDriver:
         if is_captured:
             capture.begin(self.reducer, self.tracker.gradients.streams, (), is_reduced=False)
         may_be_reduced = self.sync.enabled and self.sync.join is None
-        doubt = ""
-        if self.group.size > 1 and self.sync.join is None:
-            if forward is not None:
-                adds = self.unreduced.adds_to_means(self.manager.current.params)
-                doubt = INSIDE if forward.syncs else ADDED if adds else ""
-            elif bypasses_forward and may_be_reduced:
-                doubt = AROUND
+        self.use.begin_local(expected)
         backward = Backward(
             self.where(),
-            reached,
             first_param=first_param,
             is_provisional=self.manager.is_provisional,
             may_be_reduced=may_be_reduced,
-            doubt=doubt,
+            forward=forward,
+            bypasses_forward=bypasses_forward,
             creates_graph=torch.is_grad_enabled(),
         )
         self.backward = backward
         try:
             self.group.outstanding[self] = None
-            self.tracker.begin(reached, _NONE, looks=False)
+            self.tracker.begin(looks=False)
+            for call in self.events.on_local:
+                call(backward)
             for call in self.events.on_begin:
                 call(backward)
             backward.queue_end(partial(self._compute_ended), self._broke_off)
@@ -456,7 +444,7 @@ class AutogradDriver:
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
         self.on_backward(first_param=param)
-        if self.backward is not None and self.backward.runs and self.tracker.knows(param):
+        if self.backward is not None and self.backward.runs and self.use.has(param):
             self.tracker.gradients.note(param)
 
     def on_gradients(self) -> None:
@@ -466,35 +454,35 @@ class AutogradDriver:
             with torch.no_grad(), self.launching, self.group.uninterrupted():
                 reduction.launch_ready()
 
-    def on_segment_ready(self, number: int) -> None:
+    def on_segment_ready(self, segment_index: int) -> None:
         """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
         backward = self.backward
         reduction = None if backward is None else backward.reduction
-        if backward is None or reduction is None or reduction.packed[number]:
+        if backward is None or reduction is None or reduction.packed[segment_index]:
             return
         if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
-                return self.on_segment_ready(number)
+                return self.on_segment_ready(segment_index)
         try:
             with self.launching:
                 if self.tracker.gradients.other_streams:
-                    self.tracker.join_streams(number)
-                reduction.pack(number, launches=True)
+                    self.tracker.join_streams(segment_index)
+                reduction.pack(segment_index, launches=True)
         except KeyboardInterrupt:
             self.group.refuse_further_use()
             raise
 
-    def on_unusual_order(self, number: int) -> None:
+    def on_unusual_order(self, segment_index: int) -> None:
         """Gradients came in another order than last time: launch the segment if it is full."""
         reduction = None if self.backward is None else self.backward.reduction
         if reduction is None:
             return
         with self.launching:
-            is_full = self.tracker.look(number)
+            is_full = self.tracker.look(segment_index)
         if self.tracker.has_unannounced:
-            self.tracker.note_unannounced(reduction, self.reentrant)
+            self._note_unannounced(reduction)
         if is_full:
-            self.on_segment_ready(number)
+            self.on_segment_ready(segment_index)
 
     # End of backward
 
@@ -508,23 +496,26 @@ class AutogradDriver:
                 return self._compute_ended()
         if backward.is_inner:
             # A function or hook of the user may have run a whole backward, and step after it.
-            is_whole = self.forwards.was_armed == 1 and self.tracker.has_all()
+            is_whole = self.forwards.was_armed == 1 and self.use.has_all()
             if not is_whole and backward.outlives_inner(
                 partial(self._compute_ended), self._broke_off
             ):
                 return
             self.forwards.end_inside(outer_call(self.manager.current.is_on_gpu))
-        arrived_as_usual = self.tracker.stop()
+        is_usual = self.tracker.stop()
         for call in self.events.on_compute_end:
             call(backward)
         reduction = backward.reduction
         if reduction is None:
-            self._accumulate(backward, arrived_as_usual)
+            self.use.add_local(is_usual)
+            if not is_usual:
+                self.tracker.learn()
+            self._close(backward)
             self.wait_post_backward()
             return
         if not reduction.is_alone:
             is_left = len(reduction.works) < len(reduction.buckets)
-            is_new = not arrived_as_usual or self.manager.is_provisional
+            is_new = not is_usual or self.manager.is_provisional
             if is_new:
                 self._look_back(reduction)
             if self.tracker.gradients.streams and (is_new or is_left):
@@ -539,31 +530,36 @@ class AutogradDriver:
                 return
         backward.ends(self, self._broke_off)
 
-    def _accumulate(self, backward: Backward, arrived_as_usual: bool) -> None:
-        """Note which parameters this local backward has used: they are reduced later."""
-        used = backward.reached
-        if not arrived_as_usual:
-            arrived = set(self.tracker.arrivals())
-            used = [number in arrived for number in range(len(used))]
-            for number, _ in self.tracker.unannounced():
-                self.reentrant.note(number)
-            self.tracker.learn()
-        self.unreduced.add(used)
-        if backward.doubt:
-            current = self.manager.current
-            named = zip(current.names, current.params, used, strict=True)
-            left = [(name, param) for name, param, comes in named if comes]
-            found = (self.unreduced, left, backward.where, backward.doubt)
-            backward.ends().local.append(found)
-        self._close(backward)
-
     def _look_back(self, reduction: Reduction) -> None:
         """Handle gradients that came in another order, did not come, or were not announced."""
-        tracker = self.tracker
         if self.manager.is_provisional:
-            reduction.used.note(tracker.arrivals())
-        tracker.note_unannounced(reduction, self.reentrant)
-        tracker.learn()
+            self.use.note(self.use.ready_indices())
+        self._note_unannounced(reduction)
+        self.tracker.learn()
+
+    def _note_unannounced(self, reduction: Reduction) -> None:
+        """Note gradients of inner backwards, which the engine has not announced.
+
+        Raises:
+            RuntimeError: a gradient came after its bucket had been launched.
+        """
+        use, tracker = self.use, self.tracker
+        too_late = [
+            index
+            for index, place in use.take_unannounced()
+            if place >= reduction.packed[tracker.segment_of[index]] - 1 >= 0
+        ]
+        if too_late:
+            tracker.learn()
+            bucket, _ = reduction.bucket_set.segments[tracker.segment_of[too_late[0]]]
+            raise RuntimeError(
+                f"{reduction.where}: the gradient of {reduction.bucket_set.names[too_late[0]]!r} "
+                f"arrived after its bucket {bucket.index} had been flattened or left out. It comes "
+                "from an inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
+                "earlier steps it did not, or the unused parameter was converted and back. From "
+                "the next step on such gradients are waited for; with use_reentrant=False they are "
+                "announced beforehand."
+            )
 
     def finalize_backward(self) -> None:
         """The backward has ended, and all its buckets are launched: wait for them.
@@ -581,13 +577,13 @@ class AutogradDriver:
             self.group.outstanding[self] = None
         try:
             reduction.finish()
-            is_unusual = manager.is_provisional or manager.leaving or self.reentrant.suspected
+            is_unusual = manager.is_provisional or manager.leaving or self.use.suspected
             if not reduction.is_captured:
                 for call in self.events.on_reduced_all:
                     call(reduction)
                 if is_unusual:
-                    arrived = self.tracker.arrivals() if manager.is_provisional else ()
-                    self.reducer.complete(reduction, arrived)
+                    ready = self.use.ready_indices() if manager.is_provisional else ()
+                    self.reducer.complete(reduction, ready)
         except (RuntimeError, Mismatch) as error:
             self._fail(backward, error)
         except BaseException as error:  # of a signal handler
@@ -626,8 +622,8 @@ class AutogradDriver:
         self.backward = None
         self.group.outstanding.pop(self, None)
         if backward.reduction is not None:
-            if self.unreduced.has_any:
-                self.unreduced.clear(self.manager.current.params)
+            if self.use.has_local:
+                self.use.clear_local()
             self.last = backward.reduction
             for bucket in self.manager.current.to_release:
                 bucket.release()
@@ -670,10 +666,10 @@ class AutogradDriver:
                 bucket.storage.discard(bucket)
             self._abort(backward)
             return
-        arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
+        ready = self.use.ready_indices() if self.manager.is_provisional else ()
         try:
             with self.group.uninterrupted():
-                self.reducer.make_up(reduction, arrived)
+                self.reducer.make_up(reduction, ready)
         finally:
             self._abort(backward)
 
@@ -684,13 +680,7 @@ class AutogradDriver:
 
     # Buckets
 
-    def renumber(self, former: Sequence[int | None]) -> None:
-        """Buckets are new: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
-        self.reentrant.renumber(former)
-        self._track()
-        self.unreduced.renumber(former, self.manager.current.params)
-
-    def _track(self) -> None:
+    def track(self) -> None:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current, were_swapped = self.manager.current, self.parameters.look_for_swaps()
         self.parameters.set_bucketed(current.names, current.params)
@@ -700,7 +690,7 @@ class AutogradDriver:
         if former is not None:
             former.remove(drops_nodes=were_swapped)
         with as_trainable(current.params):
-            self.tracker = ReadyTracker(current.params, current.ranges, current.segments_of, self)
+            self.tracker = ReadyTracker(current, self)
         if former is not None:
             self.tracker.inherit(former)
 
@@ -736,10 +726,10 @@ class AutogradDriver:
             )
         self.finalizes_manually = required
 
-    def use(self, hook: CommHook) -> None:
+    def reduce_by(self, hook: CommHook) -> None:
         """Reduce the buckets of backwards by ``hook`` from now on."""
         self.comm_hook = hook
-        self.manager.use(hook)
+        self.manager.reduce_by(hook)
 
     def step_optimizers(self) -> None:
         """Optimizers step in the backward from now on."""

@@ -34,6 +34,9 @@ class Extension:
         rank sends NaN in the collectives of the reduction.
         """
 
+    def on_local(self, backward: Backward) -> None:
+        """A backward begins that only accumulates. Called before :meth:`on_begin`."""
+
     def on_request(self, reduction: Reduction) -> None:
         """Accumulated gradients are about to be reduced on request.
 
@@ -83,6 +86,7 @@ class Events(ReductionEvents):
 
     on_forward: Sequence[Callable[[], None]] = ()
     on_begin: Sequence[Callable[[Backward], None]] = ()
+    on_local: Sequence[Callable[[Backward], None]] = ()
     on_request: Sequence[Callable[[Reduction], None]] = ()
     on_compute_end: Sequence[Callable[[Backward], None]] = ()
     on_close: Sequence[Callable[[Reduction | None], None]] = ()

@@ -85,7 +85,7 @@ class ContextBackward:
         self.reduction = reducer.open(
             bucket_set, GradSource.CONTEXT, used, where=where, from_grad=False
         )
-        self.backward = Backward(where, (), self.reduction)
+        self.backward = Backward(where, self.reduction)
         self.arrived: set[int] = set()
         self.hooks: list[Any] = []
 
@@ -101,7 +101,7 @@ class ContextBackward:
             )
         for number in used:
             reduction.bucket_set.params[number].grad = found[self.params[number]]
-        reduction.used.note(used)
+        reduction.bucket_set.use.note(used)
 
     def write(self) -> None:
         """Add means to the context for the gradients that it did not have on this rank."""

@@ -11,10 +11,11 @@ from torch.nn import Parameter
 
 from tritonddp._device import is_capturing
 from tritonddp._torch import preserve_version_counters
+from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast, bytes_of
-from tritonddp.comm.reduction import Reduction, ReductionFactory
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import (
     NOTHING,
     Agreement,
@@ -23,6 +24,7 @@ from tritonddp.coordination.agreement import (
     GradSource,
     Mismatch,
     SkippedMismatch,
+    Weight,
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
@@ -30,7 +32,6 @@ from tritonddp.coordination.group import Group
 from tritonddp.reducer import capture
 from tritonddp.reducer.extension import Events
 from tritonddp.reducer.graph.backward import Forwards, SyncState
-from tritonddp.reducer.graph.participation import ReentrantGrads
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,6 @@ class Reducer:
     Attributes:
         parameters, group, manager, agreement, counters, sync: see above.
         events: callbacks of extensions.
-        open: makes a reduction, see :meth:`ReductionFactory.open`.
-        reentrant: parameters that backwards do not reach, or whose gradients come without
-            announcement.
         forwards: decides which backwards are reduced.
         afterwards: see :meth:`call_afterwards`.
     """
@@ -75,10 +73,6 @@ class Reducer:
         self.agreement, self.counters, self.sync = agreement, counters, sync
         self.where = manager.where
         self.events = Events()
-        self.open = ReductionFactory(
-            parameters, agreement, self.events, counters, sync, self.where
-        ).open
-        self.reentrant = ReentrantGrads()
         self.forwards = Forwards()
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
@@ -87,9 +81,51 @@ class Reducer:
         """Call this on all ranks whenever a backward is reduced, or made up for."""
         self.afterwards = function
 
+    def open(
+        self,
+        bucket_set: BucketSet,
+        source: GradSource,
+        used: Sequence[bool] | None = None,
+        *,
+        where: str = "",
+        schema: bytes = b"",
+        call_site: bytes = bytes(3),
+        weight: Weight | None = None,
+        from_grad: bool = True,
+        is_alone: bool = False,
+        is_captured: bool = False,
+    ) -> Reduction:
+        """Begin a reduction. See :class:`Reduction` for the arguments.
+
+        ``used`` says for each parameter whether this rank uses it; ``None``: as the backward does
+        that begins.
+        """
+        if used is not None:
+            bucket_set.use.count(used)
+        join = self.sync.join
+        if join is not None and source is not GradSource.CHANGED:
+            join.reduction_begins()
+        return Reduction(
+            bucket_set=bucket_set,
+            buckets=() if is_alone else bucket_set.buckets,
+            agreement=self.agreement,
+            events=self.events,
+            counters=self.counters,
+            source=source,
+            where=where or self.where(),
+            hashes=(schema or self.parameters.schema, call_site),
+            over_present=join is not None and join.mean_over_present,
+            packed=[0] * len(bucket_set.segments),
+            pending=[0] * len(bucket_set.buckets),
+            weight=weight,
+            from_grad=from_grad,
+            is_alone=is_alone,
+            is_captured=is_captured,
+        )
+
     # After a reduction
 
-    def complete(self, reduction: Reduction, arrived: Sequence[int] = ()) -> None:
+    def complete(self, reduction: Reduction, ready: Sequence[int] = ()) -> None:
         """Rebuild buckets if the order of gradients has changed, or parameters were frozen.
 
         Every rank that took part in this reduction calls this, so its collectives match. If ranks
@@ -98,17 +134,17 @@ class Reducer:
 
         Args:
             reduction: it is over.
-            arrived: in a first backward, numbers of the parameters in the order of their gradients.
+            ready: in a first backward, indices of the parameters in the order of their gradients.
         """
         if not self.check_alike():
             return
         manager = self.manager
         missing: Collection[int] | None = None
         if manager.is_provisional:
-            missing = manager.agree_on_order(arrived, self.sync.source_rank)
+            missing = manager.agree_on_order(ready, self.sync.source_rank)
             if reduction.source.is_empty:  # no backward of this rank could show what is missing
                 missing = ()
-        self.reentrant.stayed_away(missing)
+        manager.current.use.settle(missing)
         manager.renew(each for each in reduction.buckets if each.index not in reduction.skipped)
 
     # Parameters that come and go
@@ -228,12 +264,12 @@ class Reducer:
         reduction.launch_nan()
 
     @torch.no_grad()
-    def make_up(self, reduction: Reduction, arrived: Sequence[int]) -> None:
+    def make_up(self, reduction: Reduction, ready: Sequence[int]) -> None:
         """After :meth:`launch_owed`: wait for the buckets. See also :meth:`complete`."""
         try:
             reduction.take_part()
             reduction.break_off()
-            self.complete(reduction, arrived)
+            self.complete(reduction, ready)
             if self.agreement.all_broke_off and not self.manager.current.is_on_gpu:
                 self.forwards.arm_again()
         except Mismatch as error:

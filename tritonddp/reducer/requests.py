@@ -148,7 +148,7 @@ class Requests:
         # in a bucket, but their gradients are not part of this reduction.
         stale = {
             param
-            for param, used in zip(current.params, driver.unreduced.used, strict=True)
+            for param, used in zip(current.params, current.use.local, strict=True)
             if not used and not param.requires_grad
         }
         named_params = list(zip(current.names, current.params, strict=True))
@@ -162,7 +162,7 @@ class Requests:
         self._reduce_now(reduction, named_params)
         self.own_gradients_at = -1  # requests are no reductions that are counted
         driver.forwards.reduction_begins()
-        driver.unreduced.clear(manager.current.params)
+        driver.use.clear_local()
         for close in driver.events.on_close:
             close(reduction)
         if self._reducer.afterwards is not None:
@@ -203,7 +203,7 @@ class Requests:
         driver.wait_post_backward()
         if driver.is_detached or driver.counters.reductions == self.own_gradients_at:
             return set()
-        pairs = zip(manager.current.params, driver.unreduced.used, strict=True)
+        pairs = zip(manager.current.params, driver.use.local, strict=True)
         owners = manager.factory.owners
         return {param for param, accumulated in pairs if not accumulated and param not in owners}
 
@@ -247,7 +247,7 @@ class Requests:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        driver.use(CommHook(hook, state, driver.group, driver.counters))
+        driver.reduce_by(CommHook(hook, state, driver.group, driver.counters))
 
     # Backwards that end where the user says (in stock DDP from torch 2.15)
 

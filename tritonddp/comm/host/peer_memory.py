@@ -76,7 +76,7 @@ class PeerMemory:
         """
         if isinstance(self._group.peers, Peers) and self.refusal is None:
             self._transport.announce(partial(Announced, peers=self._group.peers))
-            current.use(self._transport)
+            current.reduce_by(self._transport)
 
     def end(self) -> None:
         """A mismatch has ended the last reduction on all ranks, and a collective comes next.
@@ -110,7 +110,7 @@ class PeerMemory:
             return
         self.refusal = refusal
         self._transport.announce(None)
-        current.use(self._transport)
+        current.reduce_by(self._transport)
         message = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
         if self._is_required:
             raise RuntimeError(
@@ -175,7 +175,7 @@ class PeerMemory:
         progress.exchanges.clear()
         # If no bucket goes through memory, no rank waits for announcements.
         self._transport.announce(partial(Announced, peers=peers) if found else None)
-        current.use(self._transport)
+        current.reduce_by(self._transport)
         if found:
             failure, of_ranks = self._hand_over(memory, wrapper, peers)
             if failure := first_failure(failure, self._group):

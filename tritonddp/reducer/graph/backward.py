@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn import Parameter
 from torch.utils.hooks import unserializable_hook
 
 from tritonddp._torch import (
@@ -34,7 +33,6 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.group import Outstanding
 from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
-from tritonddp.reducer.graph.unreduced import INSIDE, Unreduced
 
 
 class SyncState:
@@ -255,15 +253,14 @@ class Backward:
 
     Attributes:
         where: this rank and its step, for messages.
-        reached: for each parameter, whether the engine has announced its gradient.
         reduction: of its gradients; ``None`` if it is local.
         first_param: the one whose gradient had come before the backward was noticed, if one had.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
-        doubtful: parameters that may get a gradient that was not announced.
         may_be_reduced: it is local because it has gone through no output of a forward outside
             ``no_sync`` so far.
-        doubt: it is local, and its gradients should be dropped, or reduced later: the origin that
-            :class:`UnreducedGradient` names. Else empty.
+        forward: of a local one: whose output it goes through; ``None`` if it has gone through none.
+        bypasses_forward: a local one began at no output, and no forward inside ``no_sync`` waits
+            for its backward.
         phase: see :class:`Phase`; only :meth:`moves_to` sets it.
         callback: weak reference to what the engine, and nobody else, holds until it calls it. If
             the engine drops it before, the backward has failed.
@@ -274,13 +271,12 @@ class Backward:
     """
 
     where: str
-    reached: Sequence[bool]
     reduction: Reduction | None = None
     first_param: Tensor | None = None
     is_provisional: bool = False
-    doubtful: Collection[int] = ()
     may_be_reduced: bool = False
-    doubt: str = ""
+    forward: Forward | None = None
+    bypasses_forward: bool = False
     creates_graph: bool = False
     is_inner: bool = False
     phase: Phase = field(default=RUNNING, init=False)
@@ -364,17 +360,13 @@ class Backward:
         """
         return self._inner_thread == get_ident() and current_graph_task_id() == -1
 
-    def keep_local(self) -> None:
-        """A forward outside ``no_sync`` does not make it a reduced one."""
-        self.may_be_reduced = False
-        self.doubt = self.doubt and INSIDE
+    def keep_local(self, forward: Forward) -> None:
+        """This forward outside ``no_sync`` does not make it a reduced one."""
+        self.may_be_reduced, self.forward = False, forward
 
-    def ends(
-        self, waits: Ending | None = None, broke_off: Callable[[object], None] | None = None
-    ) -> EndsOfBackward:
-        """The ends of all wrappers in this backward.
+    def ends(self, driver: Ending, broke_off: Callable[[object], None]) -> None:
+        """All buckets are launched: wait for them behind the ends of all wrappers in it.
 
-        With ``waits`` it has ended, and all buckets are launched: see :attr:`Phase.WAITING`.
         ``broke_off`` is called if that fails.
         """
         reference = _ends.get(self.graph_task)
@@ -383,11 +375,9 @@ class Backward:
             ends = EndsOfBackward()
             _ends[self.graph_task] = weakref.ref(ends, partial(_ends.pop, self.graph_task))
             queue_end_of_backward(ends.finish)
-        if waits is not None:
-            ends.waiting.append((waits, self))
-            self.moves_to(WAITING)
-            self.callback = weakref.ref(ends, broke_off)
-        return ends
+        ends.waiting.append((driver, self))
+        self.moves_to(WAITING)
+        self.callback = weakref.ref(ends, broke_off)
 
     def finish_waiting(self) -> None:
         """If it waits for the engine's last callback: do now what that would do."""
@@ -439,14 +429,10 @@ class EndsOfBackward:
     group, which ``new_group`` gives, and the number of the wrapper in it.
 
     Attributes:
-        waiting: reducers whose backward is over and whose buckets are launched, with that backward.
-        local: of local backwards: gradients that :class:`Unreduced` may have to note.
+        waiting: drivers whose backward is over and whose buckets are launched, with that backward.
     """
 
     waiting: list[tuple[Ending, Backward]] = field(default_factory=list)
-    local: list[tuple[Unreduced, list[tuple[str, Parameter]], str, str]] = field(
-        default_factory=list
-    )
 
     def finish(self) -> None:
         """Wait for all reductions. An error of one does not keep the others from their end."""
@@ -454,28 +440,19 @@ class EndsOfBackward:
             with torch.no_grad():
                 return self.finish()
         waiting = self.waiting
-        if self.local:
-            self._note_unreduced()
         failure: Exception | None = None
         if len(waiting) > 1:
             waiting.sort(key=lambda each: each[0].order)
-            failure = _shared_views([reducer for reducer, _ in waiting])
+            failure = _shared_views([driver for driver, _ in waiting])
         while waiting:
-            reducer, backward = waiting.pop(0)  # what Ctrl-C leaves is made up for
+            driver, backward = waiting.pop(0)  # what Ctrl-C leaves is made up for
             backward.callback = None  # that is this one, and it is not dropped
             try:
-                reducer.finalize_backward()
+                driver.finalize_backward()
             except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
-
-    def _note_unreduced(self) -> None:
-        """Note gradients that no wrapper reduces."""
-        reduced = {param for each, _ in self.waiting for param in each.bucket_set.params}
-        for unreduced, left, where, origin in self.local:
-            unreduced.note([each for each in left if each[1] not in reduced], where, origin)
-        self.local = []
 
 
 # Of backwards that have ended, by id. (Not a WeakValueDictionary, which is written in Python: in a

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import _getframe
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,6 @@ from tritonddp._modes import outside_modes
 from tritonddp._torch import (
     captures_leaves,
     current_autograd_node,
-    python_function,
     will_execute,
     without_overrides,
 )
@@ -160,98 +158,11 @@ def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
                 stack.append(parent)
 
 
-def may_run_inner_backward() -> bool:
-    """Whether a node of the backward that runs may run a backward of its own. Walks the graph.
+def runs_checkpoint() -> bool:
+    """Whether the graph of the backward that runs has a node that is named after a checkpoint.
 
-    As reentrant checkpoints do. Those are functions in Python whose backward calls something that
-    is named after it (``torch.autograd.backward``, ``loss.backward``, ``block.backward_pass``), by
-    itself or by other functions of its module. One that cannot be read may do anything.
+    Reentrant checkpoints run inner backwards: torch.utils.checkpoint.CheckpointFunction and its
+    likes in other libraries. Walks the graph.
     """
-    kinds = {type(node) for node in _behind([current_autograd_node(), *nodes_of_callers()])}
-    functions = filter(None, map(python_function, kinds))
-    seen: set[Any] = set()
-    return any(
-        _calls_backward(each.backward, seen) or _calls_backward(each.vjp, seen)
-        for each in functions
-    )
-
-
-def _calls_backward(function: Any, seen: set[Any]) -> bool:
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return True
-    seen.add(function)
-    names = list(_names_in(code))
-    if any(name.startswith("backward") for name in names):
-        return True
-    found = (function.__globals__.get(name) for name in names)
-    others = [each for each in found if isinstance(each, FunctionType) and each not in seen]
-    return any(
-        _calls_backward(each, seen) for each in others if each.__module__ == function.__module__
-    )
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names_in(each)
-
-
-class ReentrantGrads:
-    """Parameters that may get a gradient, or a second one, that the engine has not announced.
-
-    Such gradients come from inner backwards, which reentrant checkpoints run. The engine announces
-    only the nodes of the outer backward. A parameter that it does not announce is *missing*, and
-    *suspected* when that happens for the first time: the end of that backward shows whether its
-    gradient comes all the same. It is waited for if the graph has a node that may run an inner
-    backward; else it counts as there, as under stock. Once an inner backward has been seen, any
-    missing parameter may get a gradient.
-
-    Parameters are given by their numbers.
-
-    Attributes:
-        missing: in the last reduced backward; ``None`` before the first.
-        is_static: all reduced backwards have reached the same parameters.
-        seen: gradients of these have come from inner backwards.
-        suspected: see above.
-    """
-
-    def __init__(self) -> None:
-        self.missing: Collection[int] | None = None
-        self.is_static = True
-        self.seen: set[int] = set()
-        self._stayed_away: set[int] = set()
-        self.suspected: set[int] = set()
-
-    def note_missing(self, missing: Collection[int]) -> None:
-        """A reduced backward does not reach the same parameters as the one before."""
-        self.is_static = self.is_static and self.missing is None
-        self.missing = missing
-
-    def suspect(self, missing: set[int]) -> set[int]:
-        """Numbers that may get a gradient in a backward that announces all but ``missing``."""
-        self.suspected = missing - self._stayed_away
-        if self.seen:
-            return self.seen | missing
-        return self.suspected if self.suspected and may_run_inner_backward() else set()
-
-    def note(self, number: int) -> None:
-        """A gradient has come from an inner backward."""
-        self.seen.add(number)
-
-    def stayed_away(self, numbers: Iterable[int] | None = None) -> None:
-        """The backward is over: suspect ``numbers``, by default all suspected, no more.
-
-        (Parameters noted by :meth:`note` are waited for all the same.)
-        """
-        self._stayed_away.update(self.suspected if numbers is None else numbers)
-        self.suspected = set()
-
-    def renumber(self, former: Sequence[int | None]) -> None:
-        """Update numbers: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
-        self.seen = {new for new, old in enumerate(former) if old in self.seen}
-        self._stayed_away = {new for new, old in enumerate(former) if old in self._stayed_away}
-        if self.missing:
-            self.missing = {new for new, old in enumerate(former) if old in self.missing}
+    nodes = _behind([current_autograd_node(), *nodes_of_callers()])
+    return any("checkpoint" in type(node).__name__.lower() for node in nodes)

@@ -18,9 +18,8 @@ from torch.nn import Parameter
 
 from tritonddp._device import current_stream, join_streams
 from tritonddp._torch import captures_leaves, register_post_accumulate_grad_hook, will_execute
-from tritonddp.comm.reduction import Reduction
+from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.reducer.graph.participation import (
-    ReentrantGrads,
     accumulating_nodes,
     as_trainable,
     gradient_nodes,
@@ -33,7 +32,7 @@ _NOBODY_LOOKS = -1
 
 
 class Listener(Protocol):
-    """What a tracker calls back: a reducer."""
+    """What a tracker calls back: a driver."""
 
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
@@ -41,10 +40,10 @@ class Listener(Protocol):
     def on_gradients(self) -> None:
         """The first gradient since :meth:`ReadyTracker.tell_first`."""
 
-    def on_segment_ready(self, number: int) -> None:
+    def on_segment_ready(self, segment_index: int) -> None:
         """All gradients of a segment are ready."""
 
-    def on_unusual_order(self, number: int) -> None:
+    def on_unusual_order(self, segment_index: int) -> None:
         """Gradients came in another order than last time."""
 
 
@@ -69,8 +68,13 @@ class GradientLog:
         remove: takes the hook away.
     """
 
-    def __init__(self, params: Sequence[Parameter], listener: weakref.ref[Listener]) -> None:
-        self.entries: list[Tensor] = []
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        entries: list[Tensor],
+        listener: weakref.ref[Listener],
+    ) -> None:
+        self.entries = entries
         self.streams: list[Any] = []
         self.other_streams: list[Any] = []
         self.unheard: set[Tensor] = {param for param in params if param.is_cuda}
@@ -104,7 +108,7 @@ class GradientLog:
 
 
 class ReadyTracker:
-    """Knows which gradients of a backward have come, and calls back when a segment is full.
+    """Knows which gradients of a backward are ready, and calls back when a segment is full.
 
     In a steady step no Python runs for a gradient: see :class:`GradientLog`. The parameter whose
     gradient comes last in its segment also has an *end hook* in Python, on its autograd node. The
@@ -114,36 +118,29 @@ class ReadyTracker:
     order changes in each step, end hooks are added until each parameter has one.
 
     Args:
-        params: the parameters, those of a segment side by side.
-        ranges: for each segment, the numbers of its parameters, without gaps.
-        segments_of: for each bucket, the numbers of its segments.
-        listener: the reducer that is called back; held by a weak reference.
+        bucket_set: of the parameters, those of a segment side by side. Its record of use gets the
+            gradients that become ready.
+        listener: the driver that is called back; held by a weak reference.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Parameter],
-        ranges: Sequence[range],
-        segments_of: Sequence[range],
-        listener: Listener,
-    ) -> None:
+    def __init__(self, bucket_set: BucketSet, listener: Listener) -> None:
+        params, ranges, self._use = bucket_set.params, bucket_set.ranges, bucket_set.use
         # Holding AccumulateGrad nodes keeps them, and the hooks registered on them, alive: autograd
         # itself refers to them only weakly.
         self.nodes = accumulating_nodes(params)
         self._listener = weakref.ref(listener)
-        self.gradients = GradientLog(params, self._listener)
-        self.log = self.gradients.entries
+        self.gradients = GradientLog(params, self._use.ready, self._listener)
         self._writes = self.gradients.writing  # what the hook does in the next backward
-        self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
+        # The expected and awaited parameters that the lists below are made for.
+        self._made_for: tuple[Sequence[bool], Collection[int]] = (), ()
         self.pending: list[int] = []  # for each bucket, how many segments wait for gradients
         self._params = list(params)
         self._ranges = ranges
-        self._segments_of = segments_of
-        # For each parameter, the number of its segment.
-        self.segment_of = [number for number, each in enumerate(ranges) for _ in each]
-        self._number_of = dict(zip(map(id, params), count()))
-        self._order = list(range(len(params)))  # the last known order of gradients, by numbers
-        self._doubtful: Collection[int] = ()
+        self._segments_of = bucket_set.segments_of
+        # For each parameter, the index of its segment.
+        self.segment_of = [index for index, each in enumerate(ranges) for _ in each]
+        self._index_of = dict(zip(map(id, params), count()))
+        self._order = list(range(len(params)))  # the last known order of gradients, by indices
         # What the end hooks read: lists that are changed in place.
         self._usual: list[Tensor] = []  # the log that is expected
         self._full_at = [_NEVER] * len(ranges)  # for each segment, length of the log when full
@@ -155,7 +152,7 @@ class ReadyTracker:
         self._seen = 0
         self._is_ready = bytearray()
         self._awaited: list[list[int]] = []
-        self.has_unannounced = False  # one that was not expected came, or one came again
+        self.has_unannounced = False  # one that was not expected is ready, or one is again
 
     def query(self) -> list[bool] | None:
         """For each parameter, whether the backward that runs on this thread will reach it.
@@ -174,18 +171,15 @@ class ReadyTracker:
                 return None
             raise
 
-    def begin(self, reached: list[bool], doubtful: Collection[int], looks: bool) -> None:
-        """A backward begins that will reach these parameters.
+    def begin(self, looks: bool) -> None:
+        """A backward begins, of which the record of use knows what is expected and awaited.
 
-        Args:
-            reached: for each parameter, whether the engine announces its gradient.
-            doubtful: parameters that may get a gradient, or a second one, from inner backwards,
-                which the engine does not announce: their segments are packed at the end.
-            looks: call back when a segment is full.
+        With ``looks``, call back when a segment is full. Segments of awaited parameters are packed
+        at the end.
         """
-        self.log.clear()
-        if reached != self.reached or doubtful != self._doubtful:
-            self._expect(reached, doubtful)
+        self._use.ready.clear()
+        if (self._use.expected, self._use.awaited) != self._made_for:
+            self._expect(self._use.expected, self._use.awaited)
         self.gradients.set_hook(self._writes)
         self._looked[0], self._seen = 0 if looks else _NOBODY_LOOKS, 0
 
@@ -203,12 +197,12 @@ class ReadyTracker:
         Returns:
             Whether all announced gradients have come, each once, in the usual order.
         """
-        log, usual, looked = self.log, self._usual, self._looked[0]
+        ready, usual, looked = self._use.ready, self._usual, self._looked[0]
         self.gradients.set_hook(self.gradients.idle)
         self._looked[0], self._writes = _NOBODY_LOOKS, self.gradients.writing
-        return len(log) == len(usual) and (looked == len(log) or all(map(is_, log, usual)))
+        return len(ready) == len(usual) and (looked == len(ready) or all(map(is_, ready, usual)))
 
-    def join_streams(self, number: int | None = None) -> None:
+    def join_streams(self, segment_index: int | None = None) -> None:
         """Make the current stream wait for all gradients, so that it may read a segment's, or all.
 
         In a hook, autograd has synchronised the current stream with the stream of that node only.
@@ -216,8 +210,8 @@ class ReadyTracker:
         for the stream of its node only.)
         """
         params = self._params
-        if number is not None:
-            params = [params[each] for each in self._ranges[number]]
+        if segment_index is not None:
+            params = [params[each] for each in self._ranges[segment_index]]
         join_streams(self.gradients.streams, [param.grad for param in params])
 
     def inherit(self, former: ReadyTracker) -> None:
@@ -225,14 +219,14 @@ class ReadyTracker:
         held, both = set(self.nodes), zip(former._params, former.nodes, strict=False)
         self.gradients.inherit(former.gradients, [param for param, node in both if node in held])
 
-    def is_outdated(self, numbers: Collection[int]) -> bool:
+    def is_outdated(self, indices: Collection[int]) -> bool:
         """Whether one of these parameters has another autograd node now, without our hooks.
 
         So it is once its ``.data`` was of another dtype or device, as after ``module.double()``,
         though it is back.
         """
-        wanted = [number for number in numbers if self._params[number].requires_grad]
-        now = gradient_nodes([self._params[number] for number in wanted])
+        wanted = [index for index in indices if self._params[index].requires_grad]
+        now = gradient_nodes([self._params[index] for index in wanted])
         return not all(map(is_, now, map(self.nodes.__getitem__, wanted)))
 
     def remove(self, drops_nodes: bool = False) -> None:
@@ -247,9 +241,9 @@ class ReadyTracker:
         _remove_all(self._end_hooks.values())
         self._end_hooks.clear()
 
-    def _expect(self, reached: list[bool], doubtful: Collection[int]) -> None:
-        self.reached = []  # not valid until the end of this method
-        usual = [number for number in self._order if reached[number]]
+    def _expect(self, expected: Sequence[bool], awaited: Collection[int]) -> None:
+        self._made_for = (), ()  # not valid until the end of this method
+        usual = [index for index in self._order if expected[index]]
         self._usual[:] = map(self._params.__getitem__, usual)
         self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
         ends = dict(zip(map(self.segment_of.__getitem__, usual), count(1)))
@@ -257,16 +251,16 @@ class ReadyTracker:
             self._full_at[segment], self._last[segment] = position, usual[position - 1]
         if self.gradients.unheard and not self.gradients.unheard.isdisjoint(self._usual):
             self._writes = self.gradients.hearing
-        waits = [number != _NEVER for number in self._last]
-        for number in doubtful:
-            segment = self.segment_of[number]
+        waits = [index != _NEVER for index in self._last]
+        for index in awaited:
+            segment = self.segment_of[index]
             self._last[segment], waits[segment] = _NEVER, True
         self.pending = [sum(waits[each.start : each.stop]) for each in self._segments_of]
-        for number in self._end_hooks.keys() - self._last:
-            self._end_hooks.pop(number).remove()
-        for number in self._last:
-            self._hook_end(number)
-        self.reached, self._doubtful = reached, doubtful
+        for index in self._end_hooks.keys() - self._last:
+            self._end_hooks.pop(index).remove()
+        for index in self._last:
+            self._hook_end(index)
+        self._made_for = expected, awaited
 
     def look(self, segment: int) -> bool:
         """Whether this segment has all gradients that it waits for. For one caller at a time.
@@ -275,110 +269,62 @@ class ReadyTracker:
         parameters are numbered in the order of an earlier backward, then for the one in the middle.
         So an order that has nothing in common with the last one takes few looks.
         """
-        is_first = not self._seen
+        is_first, expected, ready = not self._seen, self._use.expected, self._use.ready
         if is_first:
             self._is_ready, self.has_unannounced = bytearray(len(self._params)), False
-            self._awaited = [[n for n in each if self.reached[n]] for each in self._ranges]
-        is_ready, position, self._seen = self._is_ready, self._seen, len(self.log)
-        for key in map(id, self.log[position : self._seen]):
-            number = self._number_of.get(key)
-            if number is None:  # after swap_tensors
+            self._awaited = [[n for n in each if expected[n]] for each in self._ranges]
+        is_ready, place, self._seen = self._is_ready, self._seen, len(ready)
+        for key in map(id, ready[place : self._seen]):
+            index = self._index_of.get(key)
+            if index is None:  # after swap_tensors
                 continue
-            self.has_unannounced |= bool(is_ready[number]) or not self.reached[number]
-            is_ready[number] = True
-        pending = [number for number in self._awaited[segment] if not is_ready[number]]
+            self.has_unannounced |= bool(is_ready[index]) or not expected[index]
+            is_ready[index] = True
+        pending = [index for index in self._awaited[segment] if not is_ready[index]]
         self._awaited[segment] = pending
         if pending:
             self._last[segment] = pending[-1 if is_first else len(pending) // 2]
             self._hook_end(self._last[segment])
         return not pending
 
-    def has_all(self) -> bool:
-        """Whether all parameters that require gradients have theirs."""
-        log = set(map(id, self.log))
-        return all(id(param) in log for param in self._params if param.requires_grad)
-
-    def arrivals(self) -> list[int]:
-        """The log, as numbers of parameters."""
-        number_of = self._number_of  # after swap_tensors a hook may be called for another one
-        found = map(number_of.get, map(id, self.log))
-        return [number for number in found if number is not None]
-
-    def unannounced(self) -> list[tuple[int, int]]:
-        """Gradients that were not announced, or came again: parameter and position in the log."""
-        found, seen = [], set()
-        arrivals = self.arrivals()
-        if len({*arrivals}) == len(arrivals) and all(map(self.reached.__getitem__, arrivals)):
-            return []
-        for position, number in enumerate(arrivals):
-            if number in seen or not self.reached[number]:
-                found.append((number, position))
-            seen.add(number)
-        return found
-
-    def note_unannounced(self, reduction: Reduction, reentrant: ReentrantGrads) -> None:
-        """Note gradients of inner backwards, which the engine has not announced.
-
-        Raises:
-            RuntimeError: a gradient came after its bucket had been launched.
-        """
-        late: list[int] = []
-        for number, position in self.unannounced():
-            reentrant.note(number)
-            reduction.used.note([number])
-            segment = self.segment_of[number]
-            if reduction.packed[segment] and position >= reduction.used.packed_at.get(segment, 0):
-                late.append(number)
-        if late:
-            self.learn()
-            bucket, _ = reduction.bucket_set.segments[self.segment_of[late[0]]]
-            raise RuntimeError(
-                f"{reduction.where}: the gradient of {reduction.bucket_set.names[late[0]]!r} "
-                f"arrived after its bucket {bucket.index} had been flattened or left out. It comes "
-                "from an inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
-                "earlier steps it did not, or the unused parameter was converted and back. From "
-                "the next step on such gradients are waited for; with use_reentrant=False they are "
-                "announced beforehand."
-            )
-
     def learn(self) -> None:
         """Expect the order of this backward in the next one."""
-        arrived = list(dict.fromkeys(self.arrivals()))
-        others = set(self._order).difference(arrived)
-        self._order = arrived + [number for number in self._order if number in others]
-        self.reached = []  # so that the next begin() calls _expect()
-
-    def knows(self, param: Tensor) -> bool:
-        """Whether it has this parameter: after swap_tensors a hook may be called for another."""
-        return id(param) in self._number_of
+        ready = list(dict.fromkeys(self._use.ready_indices()))
+        others = set(self._order).difference(ready)
+        self._order = ready + [index for index in self._order if index in others]
+        self._made_for = (), ()  # so that the next begin() calls _expect()
 
     # Hooks are plain functions that refer to this object weakly: parameters and autograd nodes
     # hold them, and this object holds those, a cycle through C++ that the garbage collector could
     # not see.
 
-    def _hook_end(self, number: int) -> None:
-        """Add an end hook: it runs when parameter ``number`` has its gradient, after its hooks."""
-        if number == _NEVER or number in self._end_hooks:
+    def _hook_end(self, param_index: int) -> None:
+        """Add an end hook: it runs when this parameter has its gradient, after its hooks."""
+        if param_index == _NEVER or param_index in self._end_hooks:
             return
-        segment = self.segment_of[number]
+        segment = self.segment_of[param_index]
         last, full_at, looked = self._last, self._full_at, self._looked
-        log, usual, listener = self.log, self._usual, self._listener
+        ready, usual, listener = self._use.ready, self._usual, self._listener
 
         def gradient_is_final(_: Any, __: Any) -> None:
-            if last[segment] != number or looked[0] == _NOBODY_LOOKS:
+            if last[segment] != param_index or looked[0] == _NOBODY_LOOKS:
                 return
-            reducer = listener()
-            if reducer is None:
+            driver = listener()
+            if driver is None:
                 return
             start, end = looked[0], full_at[segment]
-            if end > start and all(map(is_, log[start:end], usual[start:end])) and len(log) >= end:
+            if (
+                end > start
+                and len(ready) >= end
+                and all(map(is_, ready[start:end], usual[start:end]))
+            ):
                 looked[0] = start = end
             if end <= start:
-                reducer.on_segment_ready(segment)
+                driver.on_segment_ready(segment)
             else:
-                reducer.on_unusual_order(segment)
+                driver.on_unusual_order(segment)
 
-        self._end_hooks[number] = self.nodes[number].register_hook(gradient_is_final)
+        self._end_hooks[param_index] = self.nodes[param_index].register_hook(gradient_is_final)
 
 
 class WatchedParameters:
@@ -400,9 +346,9 @@ class WatchedParameters:
 
 
 def _first_gradient(listener: weakref.ref[Listener], param: Tensor) -> None:
-    reducer = listener()
-    if reducer is not None:
-        reducer.on_first_gradient(param)
+    driver = listener()
+    if driver is not None:
+        driver.on_first_gradient(param)
 
 
 def _gradient_tells(
@@ -410,9 +356,9 @@ def _gradient_tells(
 ) -> None:
     hook.__setstate__(usual)
     hook(param)
-    reducer = listener()
-    if reducer is not None:
-        reducer.on_gradients()
+    driver = listener()
+    if driver is not None:
+        driver.on_gradients()
 
 
 def _gradient_on_stream(

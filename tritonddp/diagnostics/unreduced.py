@@ -6,8 +6,8 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import count
-from operator import or_
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonddp._device import is_capturing
 from tritonddp._torch import tensor_behind
+from tritonddp.buckets.manager import BucketManager
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.failures import listed
+from tritonddp.reducer.extension import Events, Extension
+from tritonddp.reducer.graph.backward import Backward, SyncState
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ class UnreducedGradient(NamedTuple):
     name: str
     where: str
     origin: str
-    owner: weakref.ref[Unreduced]
+    owner: weakref.ref[UnreducedGradients]
 
     def is_left(self, param: Tensor) -> bool:
         """Whether the parameter still has this gradient, and that is not zero."""
@@ -82,59 +86,44 @@ noted: dict[int, UnreducedGradient] = {}
 _hooks: list[Any] = []
 
 
-class Unreduced:
-    """The gradients of one wrapper that no reduction has taken yet.
+class UnreducedGradients(Extension):
+    """Notes such gradients of one wrapper, and warns of them; see :class:`WatchLocalBackwards`.
 
-    Those that perhaps should have been reduced are in :data:`noted`.
-
-    Attributes:
-        used: for each parameter, whether a backward that was not reduced has used it.
-        has_any: there was such a backward.
+    Args:
+        manager: of the buckets.
+        sync: settings of the next backward.
     """
 
-    def __init__(self) -> None:
-        self.used: list[bool] = []
-        self.has_any = False
+    def __init__(self, manager: BucketManager, sync: SyncState) -> None:
+        self._manager, self._sync = manager, sync
         self._has_warned = False
-        # Of the last reduction, until a local backward follows: the number of a parameter, the
-        # tensor behind its gradient, and the version of that. (A weak reference to a tensor would
-        # keep swap_tensors from it.)
+        self._local: Backward | None = None  # the local backward that runs
+        self._origin = ""  # of its gradients
+        # Of the last reduction, until a local backward follows: a parameter's index, the tensor
+        # behind its gradient, and the version of that. (A weak reference to a tensor would keep
+        # swap_tensors from it.)
         self._mean: tuple[int, int, int] | None = None
         # Whether it was not zero when a local backward began, on the gradient's device.
         self._had_mean: Tensor | None = None
 
-    def add(self, used: Iterable[bool]) -> None:
-        """A backward that is not reduced has used these parameters."""
-        self.used = list(map(or_, self.used, used))
-        self.has_any = True
+    def on_begin(self, backward: Backward) -> None:
+        """Look for gradients that a reduced backward should not find; or note a local one."""
+        if backward.reduction is not None:
+            if noted:
+                taken = _take(self._manager.current.params)
+                around = [each for each in taken if each.owner() is self and each.origin is AROUND]
+                self.warn(around, "a reduced backward")
+        elif self._sync.join is None:
+            self._local, adds = backward, self._adds_to_means()
+            if backward.forward is not None:
+                self._origin = INSIDE if backward.forward.syncs else ADDED if adds else ""
+            elif backward.bypasses_forward and backward.may_be_reduced:
+                self._origin = AROUND
 
-    def clear(self, params: Sequence[Tensor]) -> None:
-        """All gradients of these parameters, which are all in buckets, are reduced.
-
-        Called where a local backward has been before, so that other programs pay nothing.
-        """
-        if noted:
-            for param in params:
-                noted.pop(id(param), None)
-        means = ((n, param.grad) for n, param in enumerate(params) if param.grad is not None)
-        self._mean = next(((n, tensor_behind(grad), grad._version) for n, grad in means), None)
-        self.used = [False] * len(params)
-        self.has_any = False
-
-    def renumber(self, former: Sequence[int | None], params: Sequence[Tensor]) -> None:
-        """Parameter ``i`` had number ``former[i]``, or ``None`` if it is new.
-
-        Then its gradient, if it has one, may be of a backward that was not reduced, if any was not.
-        """
-        pairs = zip(former, params, strict=True)
-        self.used = [
-            self.has_any and p.grad is not None if old is None else self.used[old]
-            for old, p in pairs
-        ]
-
-    def adds_to_means(self, params: Sequence[Tensor]) -> bool:
-        """Whether a local backward that begins adds to means that nobody has dropped or zeroed."""
+    def _adds_to_means(self) -> bool:
+        """Whether the backward that begins adds to means that nobody has dropped or zeroed."""
         mean, self._mean = self._mean, None
+        params = self._manager.current.params
         grad = None if mean is None or mean[0] >= len(params) else params[mean[0]].grad
         if mean is None or grad is None or mean[1:] != (tensor_behind(grad), grad._version):
             return False
@@ -144,29 +133,35 @@ class Unreduced:
         self._had_mean = grad.detach().any()
         return True
 
-    def note(self, named_params: Iterable[tuple[str, Tensor]], where: str, origin: str) -> None:
-        """A backward has left gradients in these parameters.
+    def on_close(self, reduction: Reduction | None) -> None:
+        """Note the gradients of a local backward; or forget those that were reduced."""
+        local, origin = self._local, self._origin
+        self._local, self._origin = None, ""
+        current = self._manager.current
+        if reduction is not None:
+            if noted:
+                for param in current.params:
+                    noted.pop(id(param), None)
+            grads = ((n, p.grad) for n, p in enumerate(current.params) if p.grad is not None)
+            self._mean = next(((n, tensor_behind(grad), grad._version) for n, grad in grads), None)
+        elif local is not None and origin and not self._has_warned:
+            is_inside = local.forward is not None and local.forward.syncs
+            self._note(local.where, INSIDE if is_inside else origin)
 
-        Args:
-            named_params: the parameters.
-            where: this rank and step.
-            origin: of the gradients: see :class:`UnreducedGradient`.
-        """
-        if self._has_warned:
-            return
-        for name, param in named_params:
-            if param.grad is not None:
-                note = UnreducedGradient(next(_numbers), name, where, origin, weakref.ref(self))
-                noted[id(param)] = note
-                setattr(param.grad, _MARK, note.number)
+    def _note(self, where: str, origin: str) -> None:
+        current, owner = self._manager.current, weakref.ref(self)
+        for index in current.use.ready_indices():
+            grad = current.params[index].grad
+            if grad is not None:
+                note = UnreducedGradient(next(_numbers), current.names[index], where, origin, owner)
+                noted[id(current.params[index])] = note
+                setattr(grad, _MARK, note.number)
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
-    def reduced_backward_begins(self, params: Iterable[Tensor]) -> None:
-        """Warn of gradients of these parameters that it should not find, and forget all."""
-        taken = _take(params)
-        around = [each for each in taken if each.owner() is self and each.origin is AROUND]
-        self.warn(around, "a reduced backward")
+    def on_abort(self, reduction: Reduction | None) -> None:
+        """The local backward has failed, or is reduced after all."""
+        self._local, self._origin = None, ""
 
     def warn(self, found: Sequence[UnreducedGradient], who: str) -> None:
         """Warn that ``who`` finds these, if there are any, the first time."""
@@ -184,6 +179,30 @@ class Unreduced:
             listed([each.name for each in found]),
             found[0].origin,
         )
+
+
+class WatchLocalBackwards(Extension):
+    """Installs :class:`UnreducedGradients` in all wrappers at the first local backward of one.
+
+    So a program without local backwards pays nothing.
+    """
+
+    live: ClassVar[WeakSet[WatchLocalBackwards]] = WeakSet()
+
+    def __init__(self, manager: BucketManager, events: Events, sync: SyncState) -> None:
+        self._manager, self._events, self._sync = manager, events, sync
+        WatchLocalBackwards.live.add(self)
+
+    def on_local(self, backward: Backward) -> None:
+        """Install it, and be called no more."""
+        for each in list(WatchLocalBackwards.live):
+            each.install()
+
+    def install(self) -> None:
+        """Install :class:`UnreducedGradients` in this one's place."""
+        self._events.remove(self)
+        self._events.install(UnreducedGradients(self._manager, self._sync))
+        WatchLocalBackwards.live.discard(self)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -1,0 +1,193 @@
+"""Which parameters are used: the only record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import count
+from operator import or_
+
+from torch import Tensor
+
+from tritonddp._torch import hooks_after_accumulation
+
+
+class ParameterUse:
+    """Which parameters of a bucket set this rank uses. It lives as long as the bucket set.
+
+    A parameter counts as used in a reduction if
+
+    - it is *expected*: the engine announces, when the backward begins, that it will reach it;
+    - a *local* backward (``no_sync``, for example) has used it since the last reduction;
+    - or its gradient becomes *ready* without an announcement. Such gradients come from inner
+      backwards, which reentrant checkpoints run: the engine announces only the nodes of the outer
+      one.
+
+    A parameter that is not expected is *missing*. When that happens for the first time it is
+    *suspected*: the end of that backward shows whether its gradient comes all the same. Once an
+    inner backward has been seen, any missing parameter may get a gradient.
+
+    Parameters are given by their indices in the bucket set.
+
+    Attributes:
+        flags: for each parameter, whether it counts as used in the reduction that runs.
+        expected: for each parameter, whether it is expected in the backward that runs.
+        ready: the parameters in the order in which their gradients have become ready. A hook in C
+            appends to this list.
+        local: for each parameter, whether a local backward has used it since the last reduction.
+        has_local: there was such a backward.
+        missing: in the last reduced backward; ``None`` before the first.
+        is_static: all reduced backwards have had the same missing parameters.
+        inner: those whose gradients have come from inner backwards.
+        suspected: see above.
+        awaited: those that may get a gradient that is not announced, or a second one, in the
+            backward that runs: they are sent at its end.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.flags = [False] * len(params)
+        self.expected: Sequence[bool] = ()
+        self.ready: list[Tensor] = []
+        self.local = [False] * len(params)
+        self.has_local = False
+        self.missing: Collection[int] | None = None
+        self.is_static = True
+        self.inner: set[int] = set()
+        self.suspected: set[int] = set()
+        self.awaited: Collection[int] = ()
+        self._settled: set[int] = set()  # missing ones whose gradients did not come
+        self._finds_unused: bool | None = None  # the option find_unused_parameters
+        self._params = params
+        self._index_of = dict(zip(map(id, params), count()))
+
+    # A backward begins
+
+    def begin(
+        self, expected: Sequence[bool], missing: Collection[int], finds_unused: bool | None
+    ) -> None:
+        """A reduced backward begins; ``finds_unused`` is ``find_unused_parameters``."""
+        self.expected, self._finds_unused = expected, finds_unused
+        self.flags = list(map(or_, expected, self.local)) if self.has_local else list(expected)
+        if missing != self.missing:
+            self.is_static = self.is_static and self.missing is None
+            self.missing = missing
+        self.suspected = set(missing) - self._settled if missing else set()
+        self.awaited = self.inner.union(missing) if self.inner else ()
+
+    def wait_for(self, indices: Collection[int]) -> None:
+        """These parameters may get a gradient that is not announced."""
+        self.awaited = indices
+
+    def begin_local(self, expected: Sequence[bool]) -> None:
+        """A backward begins that only accumulates."""
+        self.expected, self.awaited = expected, ()
+
+    def count(self, used: Sequence[bool]) -> None:
+        """A reduction begins without a backward: count these as used."""
+        self.flags = list(used)
+
+    # Gradients become ready
+
+    def note(self, indices: Iterable[int]) -> None:
+        """This rank has gradients for these parameters too."""
+        for index in indices:
+            self.flags[index] = True
+
+    def note_ready(self, indices: range) -> None:
+        """Those of these parameters count as used whose gradients are ready."""
+        if self.missing:
+            ready = set(map(id, self.ready))
+            self.note(index for index in indices if id(self._params[index]) in ready)
+
+    def ready_indices(self) -> list[int]:
+        """:attr:`ready`, as indices."""
+        found = map(self._index_of.get, map(id, self.ready))
+        return [index for index in found if index is not None]
+
+    def unannounced(self) -> list[tuple[int, int]]:
+        """Gradients that were not announced, or came again: parameter and place in ``ready``."""
+        ready, expected = self.ready_indices(), self.expected
+        if len({*ready}) == len(ready) and all(map(expected.__getitem__, ready)):
+            return []
+        found, seen = [], set()
+        for place, index in enumerate(ready):
+            if index in seen or not expected[index]:
+                found.append((index, place))
+            seen.add(index)
+        return found
+
+    def take_unannounced(self) -> list[tuple[int, int]]:
+        """See :meth:`unannounced`: from now on these count as used, and are waited for."""
+        found = self.unannounced()
+        self.inner.update(index for index, _ in found)
+        self.note(index for index, _ in found)
+        return found
+
+    def has(self, param: Tensor) -> bool:
+        """Whether the bucket set has this parameter."""
+        return id(param) in self._index_of
+
+    def has_all(self) -> bool:
+        """Whether the gradients of all parameters that require one are ready."""
+        ready = set(map(id, self.ready))
+        return all(id(param) in ready for param in self._params if param.requires_grad)
+
+    def count_missing(
+        self, flags: Sequence[bool], params: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[bool]:
+        """Which of these parameters count as used: some of the gradients, now packed, are missing.
+
+        One without a gradient counts, with zeros, if a hook has dropped that; or, if nothing is to
+        be unused, a custom function has returned none. (What is frozen by now gets no gradient, and
+        none is owed to it. A parameter may have been used under no_sync, and its gradient dropped.)
+        """
+        ready: Iterable[Tensor] = () if self._finds_unused else self.ready
+        ready = [param for param in ready if param.grad is None and param.requires_grad]
+        if self._finds_unused is None:
+            ready = [param for param in ready if hooks_after_accumulation(param)]
+        zeros = set(map(id, ready))
+        return [
+            flag and (grad is not None or id(param) in zeros)
+            for flag, param, grad in zip(flags, params, grads, strict=True)
+        ]
+
+    # A backward is over
+
+    def add_local(self, is_usual: bool) -> None:
+        """A local backward is over: all that was expected has come, if ``is_usual``."""
+        used = self.expected
+        if not is_usual:
+            ready = {*self.ready_indices()}
+            self.inner.update(index for index, _ in self.unannounced())
+            used = [index in ready for index in range(len(used))]
+        self.local = list(map(or_, self.local, used))
+        self.has_local = True
+
+    def settle(self, missing: Iterable[int] | None = None) -> None:
+        """A reduction is over: suspect these no more, by default all that are suspected.
+
+        (Those in :attr:`inner` are waited for all the same.)
+        """
+        self._settled.update(self.suspected if missing is None else missing)
+        self.suspected = set()
+
+    def clear_local(self) -> None:
+        """All gradients are reduced."""
+        self.local, self.has_local = [False] * len(self._params), False
+
+    # Other buckets
+
+    def inherit(self, former: ParameterUse) -> None:
+        """The buckets of ``former`` were replaced: go on from it.
+
+        The gradient of a new parameter may be of a local backward, if there was one.
+        """
+        old = [*map(former._index_of.get, map(id, self._params))]
+        self.has_local, self.is_static = former.has_local, former.is_static
+        self.local = [
+            self.has_local and param.grad is not None if index is None else former.local[index]
+            for index, param in zip(old, self._params, strict=True)
+        ]
+        self.inner = {new for new, index in enumerate(old) if index in former.inner}
+        self._settled = {new for new, index in enumerate(old) if index in former._settled}
+        if former.missing is not None:
+            self.missing = {new for new, index in enumerate(old) if index in former.missing}
