@@ -23,10 +23,10 @@ from tritonddp.buckets.ignored import Ignored
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
-from tritonddp.comm.comm_hook import Hook
+from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.compiled.operators import Traced
 from tritonddp.config import DDPConfig, sendable
-from tritonddp.coordination.agreement import Agreement
+from tritonddp.coordination.agreement import Agreement, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import (
@@ -50,10 +50,9 @@ from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
-from tritonddp.reducer.graph.backward import SyncState
+from tritonddp.reducer.graph.backward import UNFINALIZED, SyncState
 from tritonddp.reducer.in_context import ContextReducer
 from tritonddp.reducer.reducer import Reducer
-from tritonddp.reducer.requests import Requests
 
 _T = TypeVar("_T")
 
@@ -88,7 +87,6 @@ class DDPState:
     counters: Counters = field(init=False)  # of what was sent
     buffer_sync: BufferSync = field(init=False)  # synchronises buffers before forwards
     core: AutogradDriver = field(init=False)  # reduces gradients
-    requests: Requests = field(init=False)  # what users ask of it between steps
     contexts: ContextReducer = field(init=False)  # reduces gradients in RPC's contexts
     metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
@@ -196,7 +194,7 @@ class DDPState:
             broadcast=broadcast if config.given.init_sync else None,
         )
         core = self.core = AutogradDriver(reducer)
-        self.requests, self.contexts = Requests(core), ContextReducer(core)
+        self.contexts = ContextReducer(core)
         if finds_unused is False:
             core.events.install(StrictUnused(self.parameters, group.rank, core.forwards, self.sync))
         for extension in self._extensions(core):
@@ -267,6 +265,40 @@ class DDPState:
         self.core.finalize_manually(required)
         self.finalizes_manually = required
 
+    @torch.no_grad()
+    def finalize_backward(self) -> None:
+        """See :meth:`DistributedDataParallel.finalize_backward`."""
+        driver = self.core
+        if not driver.finalizes_manually:
+            raise RuntimeError(
+                "finalize_backward() called but manual backward finalization is not required. Set "
+                "require_manual_backward_finalization to true first."
+            )
+        backward = driver.backward
+        if backward is not None and backward.phase is UNFINALIZED:
+            driver.finalize_backward()
+            return
+        reduction = None if backward is None else backward.reduction
+        if backward is not None and backward.runs and reduction is not None:
+            if len(reduction.works) < len(reduction.buckets):
+                raise RuntimeError(
+                    f"{driver.where()}: finalize_backward() called before all DDP buckets were "
+                    f"ready. next_bucket_={len(reduction.works)}. Call finalize_backward() only "
+                    "after all DDP-managed parameters have computed gradients."
+                )
+            if any(reduction.works):
+                try:
+                    with self.group.uninterrupted():
+                        reduction.finish()  # the end of the backward does the rest
+                except Mismatch as error:
+                    driver.reducer.raise_mismatch(error, reduction)
+                return
+        raise RuntimeError(
+            f"{driver.where()}: finalize_backward() called but no gradient reduction requires "
+            "finalization. This can happen if no_sync() is active or finalize_backward() was "
+            "already called for this backward pass."
+        )
+
     def register_hook(self, state: Any, hook: Hook) -> None:
         """Have ``hook`` reduce all buckets; raises as the wrapper's ``register_comm_hook``."""
         if self.config.divide_factor is not None:
@@ -274,7 +306,25 @@ class DDPState:
                 "gradient_divide_factor was given when the module was wrapped, and a communication "
                 "hook divides by itself: leave one of them out"
             )
-        self.requests.register_comm_hook(state, hook)
+        self.core.flush_outside_backward(
+            "a communication hook cannot be registered during a backward"
+        )
+        factory = self.core.manager.factory
+        if factory.owners:
+            raise RuntimeError(
+                "ZeroRedundancyOptimizer has gradients reduced to their owners, a communication "
+                "hook to all ranks: leave one of them out"
+            )
+        if factory.wire.compression is not None:
+            raise RuntimeError(
+                "compression='int8' and a communication hook both decide how gradients are sent: "
+                "leave one of them out"
+            )
+        if self.core.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        self.core.reduce_by(CommHook(hook, state, self.group, self.counters))
 
     def register_builtin_hook(self, kind: dist.BuiltinCommHookType, hook: Hook) -> None:
         """Have ``hook``, which does the same as torch's of this kind, reduce all buckets."""

@@ -41,6 +41,7 @@ from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import OPTIMIZERS_IN_BACKWARD, step_in_backward
 from tritonddp.features.weighted_mean import weight_of
+from tritonddp.reducer.checkpoint import comm_state, load_comm_state
 from tritonddp.reducer.graph.backward import tensors_in, watch
 from tritonddp.state import DDPState
 
@@ -415,11 +416,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         if (join := self._ddp_state.sync.join) is not None:
             join.refuse("reduce_gradients()")
+        core = self._ddp_state.core
         if gradients is not None:
-            return self._ddp_state.requests.reduce_given(gradients, params, self._trainable())
+            core.prepare_request()
+            return core.reducer.reduce_given(gradients, params, self._trainable())
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
-        self._ddp_state.requests.reduce_accumulated()
+        core.reduce_accumulated()
         return None
 
     # Stopping together
@@ -481,8 +484,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         if (join := self._ddp_state.sync.join) is not None:
             join.refuse("check_sync()")
-        requests = self._ddp_state.requests
-        check_sync(self.module, requests, self._ddp_state.ignored, buffers, gradients)
+        state = self._ddp_state
+        check_sync(self.module, state.core, state.ignored, buffers, gradients)
 
     def metrics(self) -> dict[str, float | int | None]:
         """How long steps take. Needs ``metrics=True``. No collective: any rank may call it.
@@ -532,7 +535,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             module.load_state_dict(saved["model"])  # in the next run, on each rank its own
             model.load_comm_state_dict(saved["comm"])
         """
-        return self._ddp_state.requests.comm_state()
+        core = self._ddp_state.core
+        core.flush()
+        return comm_state(core.reducer)
 
     def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
         """Continue a saved run: the next step has the same bits as the next step of that run.
@@ -554,7 +559,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ValueError: an entry is missing or out of range; or a parameter had another shape, and
                 its gradients have quantisation errors.
         """
-        self._ddp_state.requests.load_comm_state(states)
+        core = self._ddp_state.core
+        core.flush_outside_backward(
+            "load_comm_state_dict() was called while a backward runs: call it between two steps"
+        )
+        if not core.is_detached:
+            load_comm_state(core.reducer, states)
 
     # Communication hooks
 
@@ -634,7 +644,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or no reduction is under way, as under ``no_sync``.
         """
-        self._ddp_state.requests.finalize_requested()
+        self._ddp_state.finalize_backward()
 
 
 # Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo

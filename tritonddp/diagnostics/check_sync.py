@@ -24,7 +24,7 @@ from tritonddp.coordination.failures import rank_list
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, plain_tensors, verify_same
 from tritonddp.diagnostics.checksum import checksums
-from tritonddp.reducer.requests import Requests
+from tritonddp.reducer.autograd_driver import AutogradDriver
 
 # Most tensors in one error message, and most different contents of one; the rest is counted.
 _SHOWN = 10
@@ -44,7 +44,7 @@ class _Item:
 
 def check_sync(
     module: nn.Module,
-    requests: Requests,
+    driver: AutogradDriver,
     ignored: Ignored,
     buffers: bool | None,
     gradients: bool | None,
@@ -53,13 +53,13 @@ def check_sync(
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
-    reduced, driver = requests.reduced_parameters(), requests.driver
+    reduced = driver.reduced_parameters()
     group, device = driver.group, driver.manager.current.params[0].device
     where = f"{driver.where()}, check_sync()"
     # (A module under tensor parallelism may have other tensors in the places of its parameters.)
     params = ignored.parameters(module)
     held = [] if buffers is False else ignored.buffers(module)
-    if buffers is None and not requests.driver.parameters.ignored.syncs_buffers:
+    if buffers is None and not driver.parameters.ignored.syncs_buffers:
         held = []  # each rank keeps what it has
     own = _of_own_batches(module, group) if buffers is None else []
     what = f"{buffers}, without {own}" if own else buffers

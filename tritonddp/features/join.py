@@ -317,5 +317,5 @@ class ShadowHook(JoinHook):
         state.core.flush_and_refresh()
         for param, grad in self._own.items():
             param.grad = grad
-            state.requests.gradients_are_own()
+            state.core.reducer.gradients_are_own()
         state.sync.join.take_over(is_last_joiner)

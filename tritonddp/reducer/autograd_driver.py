@@ -702,6 +702,35 @@ class AutogradDriver:
             raise RuntimeError(f"{self.where()}: {problem}")
         self.flush(reduces)
 
+    def prepare_request(self, what: str = "reduced on request") -> None:
+        """The user asks for something that needs the gradients of the last backward.
+
+        Raises:
+            RuntimeError: gradients cannot be ``what`` now.
+        """
+        message = f"gradients are not {what} in a replay: do it without a graph"
+        capture.refuse(self.manager.current, self.where(), message)
+        problem = f"gradients cannot be {what} while a backward runs: wait for its end"
+        self.flush_outside_backward(problem, reduces=True)
+
+    def reduce_accumulated(self) -> None:
+        """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
+        self.prepare_request()
+        self.parameters.register()
+        self.refresh_parameters()
+        self.reducer.reduce_accumulated()
+
+    def reduced_parameters(self) -> set[Tensor]:
+        """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
+        self.prepare_request("compared")
+        self.reducer.check_pending()
+        self.wait_post_backward()
+        if self.is_detached or self.counters.reductions == self.reducer.own_gradients_at:
+            return set()
+        pairs = zip(self.manager.current.params, self.use.local, strict=True)
+        owners = self.manager.factory.owners
+        return {param for param, is_local in pairs if not is_local and param not in owners}
+
     def check_finalized(self) -> None:
         """Raise a RuntimeError if a backward waits for ``finalize_backward()``."""
         if self.backward is not None and self.backward.phase is UNFINALIZED:

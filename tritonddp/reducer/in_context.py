@@ -42,8 +42,7 @@ from tritonddp.reducer.graph.backward import (
     tensors_in,
 )
 from tritonddp.reducer.graph.participation import accumulating_nodes, distributed_engine_runs
-from tritonddp.reducer.reducer import Reducer
-from tritonddp.reducer.requests import detached
+from tritonddp.reducer.reducer import Reducer, detached
 
 _BY_HAND = (
     "call .module instead, and average what torch.distributed.autograd.get_gradients() returns "

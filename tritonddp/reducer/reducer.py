@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._device import is_capturing
 from tritonddp._torch import preserve_version_counters
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.manager import BucketManager
-from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.buckets.parameters import ModuleParameters, schema_of
 from tritonddp.comm.broadcast import StateBroadcast, bytes_of
-from tritonddp.comm.reduction import Reduction
+from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import (
     NOTHING,
     Agreement,
@@ -29,6 +30,8 @@ from tritonddp.coordination.agreement import (
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer import capture
 from tritonddp.reducer.extension import Events
 from tritonddp.reducer.graph.backward import Forwards, SyncState
@@ -57,6 +60,9 @@ class Reducer:
         events: callbacks of extensions.
         forwards: decides which backwards are reduced.
         afterwards: see :meth:`call_afterwards`.
+        own_gradients_at: reduction count at which ``.grad`` last held unreduced gradients of this
+            rank.
+        stepped_at: reduction count at which the owners of parameters have stepped last.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class Reducer:
         self.forwards = Forwards()
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
+        self.own_gradients_at, self.stepped_at = 0, -1
+        self._has_warned = False  # that requests are not compressed
 
     def call_afterwards(self, function: Callable[[], None]) -> None:
         """Call this on all ranks whenever a backward is reduced, or made up for."""
@@ -309,6 +317,141 @@ class Reducer:
         for call in self.events.on_end:
             call(shadow)
 
+    # On request, between two backwards
+
+    def gradients_are_own(self) -> None:
+        """``.grad`` of this rank is no mean."""
+        self.own_gradients_at = self.counters.reductions
+
+    def owners_have_stepped(self) -> None:
+        """The owners of parameters have used all gradients that are reduced."""
+        self.stepped_at = self.counters.reductions
+
+    def reduce_given(
+        self,
+        gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+        params: Iterable[Tensor] | None,
+        named: Sequence[tuple[str, Tensor]],
+    ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
+        """The means of gradients; see ``DistributedDataParallel.reduce_gradients()``.
+
+        ``named`` are all parameters of the module that require gradients.
+        """
+        if not isinstance(gradients, Mapping | Sequence) or isinstance(gradients, str | bytes):
+            raise TypeError(
+                "gradients should be a tuple or a list of tensors, or tensors by name, got "
+                f"{gradients!r}"
+            )
+        if params is not None:  # ranks with different sizes would crash in the collective
+            named = _named(params, named)
+            described = describe(named, [], {"gradients": "of reduce_gradients()"})
+            device = self.manager.current.params[0].device
+            where = f"{self.where()}, reduce_gradients()"
+            verify_same(described, self.group, device, where)
+        if isinstance(gradients, Mapping):
+            unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
+            if unknown:
+                raise ValueError(
+                    f"gradients for {', '.join(unknown[:10])}, which are not trainable "
+                    "parameters of the module"
+                )
+            means = self._means(named, [gradients.get(name) for name, _ in named])
+            return {name: mean for (name, _), mean in zip(named, means, strict=True)}
+        return tuple(self._means(named, list(gradients)))
+
+    def _means(
+        self, named: Sequence[tuple[str, Tensor]], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The means of ``gradients``, which belong to ``named``: the same on all ranks."""
+        of_module, wire = self.parameters.sparse, self.manager.factory.wire
+        if len(gradients) != len(named):
+            raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
+        for (name, param), gradient in zip(named, gradients, strict=True):
+            if gradient is not None:
+                _check_gradient(name, param, gradient, param in of_module)
+        weight = self.sync.weight
+        # Stand-ins for the parameters, whose own .grad must stay as it is.
+        stand_ins: list[tuple[str, Any]] = []
+        sparse: dict[Tensor, str] = {}
+        for (name, param), gradient in zip(named, gradients, strict=True):
+            stand_in = detached(param).requires_grad_(param.requires_grad)
+            stand_ins.append((name, stand_in))
+            if param in of_module:
+                sparse[stand_in] = f"sparse {name}"
+            if gradient is not None:
+                grad = gradient.detach()
+                if weight is not None and weight.is_sum:
+                    grad = grad / weight.scale
+                # A gradient that is cast is written to.
+                is_cast = wire.casts(param) and stand_in not in sparse
+                stand_in.grad = grad.clone() if is_cast else grad
+        reduction = self._open_request(
+            self.manager.temporary(stand_ins, views=True, sparse=sparse),
+            weight=weight,
+            schema=schema_of(stand_ins, *sparse.values()),
+            from_grad=False,
+        )
+        self._reduce_now(reduction, stand_ins)
+        for call in self.events.on_end:
+            call(reduction)
+        return [stand_in.grad for _, stand_in in stand_ins]
+
+    def reduce_accumulated(self) -> None:
+        """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
+        manager = self.manager
+        if not self.parameters.is_agreed:
+            current = manager.current
+            placed = list(zip(current.names, current.params, strict=True))
+            self.adopt_parameters(requested=placed)
+        current = manager.current
+        # Parameters that were frozen since the last reduction without being used: they are still
+        # in a bucket, but their gradients are not part of this reduction.
+        pairs = zip(current.params, current.use.local, strict=True)
+        stale = {param for param, used in pairs if not used and not param.requires_grad}
+        named_params = list(zip(current.names, current.params, strict=True))
+        reduction = self._open_request(manager.temporary(named_params), stale)
+        try:
+            for call in self.events.on_request:
+                call(reduction)
+        except LocalError:
+            reduction.take_part()  # the other ranks reduce
+            raise
+        self._reduce_now(reduction, named_params)
+        self.own_gradients_at = -1  # requests are no reductions that are counted
+        self.forwards.reduction_begins()
+        manager.current.use.clear_local()
+        for close in self.events.on_close:
+            close(reduction)
+        if self.afterwards is not None:
+            self.afterwards()
+        for end in self.events.on_end:
+            end(reduction)
+
+    def _open_request(
+        self, bucket_set: BucketSet, stale: Collection[Tensor] = (), **details: Any
+    ) -> Reduction:
+        if not self._has_warned and self.manager.factory.wire.compression is not None:
+            self._has_warned = True
+            logger.warning(
+                "%s: reduce_gradients() sends gradients in full precision: compression applies to "
+                "backwards only. (Shown once.)",
+                self.where(),
+            )
+        used = [param.grad is not None and param not in stale for param in bucket_set.params]
+        where = f"{self.where()}, reduce_gradients()"
+        return self.open(bucket_set, GradSource.REQUEST, used, where=where, **details)
+
+    def _reduce_now(
+        self, reduction: Reduction, named_params: Sequence[tuple[str, Parameter]]
+    ) -> None:
+        try:
+            with self.group.uninterrupted():
+                reduction.reduce_now()
+        except Mismatch as error:
+            for call in self.events.on_abort:
+                call(reduction)
+            self.raise_mismatch(error, None, named_params)
+
     # Ranks that do not reduce the same
 
     def check_alike(self) -> bool:
@@ -380,3 +523,35 @@ class Reducer:
             if sent is not None and each.hash == sent.header.call_site:
                 site = each
         self.parameters.verify(where, requested, "" if site is None else site.name)
+
+
+def _named(
+    params: Iterable[Tensor], named: Sequence[tuple[str, Tensor]]
+) -> list[tuple[str, Tensor]]:
+    """The parameters that the user has given, with their names."""
+    is_list = isinstance(params, Iterable) and not isinstance(params, Tensor)
+    wanted: list[Any] = [*params] if is_list else [None]
+    if not all(isinstance(p, Tensor) for p in wanted):
+        raise TypeError(f"params should be parameters, one or more, got {params!r}")
+    names = {param: name for name, param in named}
+    return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(wanted)]
+
+
+def detached(param: Tensor) -> Tensor:
+    """``param.detach()``, with a ``.grad`` of the same dtype as that of ``param``."""
+    found = param.detach()
+    found.grad_dtype = gradient_dtype(param)
+    return found
+
+
+def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool) -> None:
+    if not isinstance(gradient, Tensor):
+        raise TypeError(f"the gradient of {name!r} should be a tensor, got {gradient!r}")
+    layout = torch.sparse_coo if may_be_sparse and gradient.is_sparse else torch.strided
+    wanted = (tuple(param.shape), gradient_dtype(param), param.device, layout)
+    found = (tuple(gradient.shape), gradient.dtype, gradient.device, gradient.layout)
+    if wanted != found:
+        raise ValueError(
+            f"the gradient of {name!r} should be {' '.join(map(str, wanted))} like its parameter, "
+            f"but is {' '.join(map(str, found))}"
+        )

@@ -237,7 +237,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.optim.step(**kwargs)
         if self._masters is not None:
             self._masters.after_step()
-        self._state.requests.owners_have_stepped()
+        self._core.reducer.owners_have_stepped()
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._values.exchange(f"{core.where()}, optimizer step")
@@ -355,12 +355,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = dict.fromkeys(self._all_params())
         # In the order in which their gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
-        self._reduced = (
-            self._state.requests.reduced_parameters()
-        )  # (it leaves out those that have owners)
+        self._reduced = core.reduced_parameters()  # (it leaves out those that have owners)
         former = core.manager.factory.owners
         left = [name for name, p in self._named(former) if p not in params and p.grad is not None]
-        if left and self._state.requests.stepped_at < core.counters.reductions:
+        if left and core.reducer.stepped_at < core.counters.reductions:
             raise ValueError(
                 f"{core.where()}: the earlier ZeroRedundancyOptimizer has {listed(left)}, and the "
                 "gradients are on the owners alone: step it and call zero_grad(), or give this "
