@@ -50,7 +50,7 @@ from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
-from tritonddp.reducer.graph.backward import UNFINALIZED, SyncState
+from tritonddp.reducer.graph.backward import SyncState
 from tritonddp.reducer.in_context import ContextReducer
 from tritonddp.reducer.reducer import Reducer
 
@@ -196,14 +196,14 @@ class DDPState:
         core = self.core = AutogradDriver(reducer)
         self.contexts = ContextReducer(core)
         if finds_unused is False:
-            core.events.install(StrictUnused(self.parameters, group.rank, core.forwards, self.sync))
+            core.events.install(StrictUnused(self.parameters, group.rank, core.deferred, self.sync))
         for extension in self._extensions(core):
             core.events.install(extension)
-        deferred = [] if former is None else self.buffer_sync.deferred
+        deferred = [] if former is None else self.buffer_sync.for_next_forward
         self.buffer_sync = BufferSync(
             self.parameters, group, self.sync, self.counters, broadcast, config.transport
         )
-        self.buffer_sync.deferred = deferred
+        self.buffer_sync.for_next_forward = deferred
         if self.buffer_hook is not None:
             self.use_buffer_hook(self.buffer_hook)
         if self.call is not None:
@@ -275,7 +275,9 @@ class DDPState:
                 "require_manual_backward_finalization to true first."
             )
         backward = driver.backward
-        if backward is not None and backward.phase is UNFINALIZED:
+        if backward is not None and backward.is_unfinalized:
+            backward.waits_for_user(False)
+            self.group.outstanding[driver] = None
             driver.finalize_backward()
             return
         reduction = None if backward is None else backward.reduction

@@ -32,7 +32,6 @@ from tritonddp._torch import (
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.formats import Int8
 from tritonddp.buckets.ignored import Ignored
-from tritonddp.buckets.sliced import localize
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
 from tritonddp.config import process_group_of, suggesting
@@ -40,6 +39,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import OPTIMIZERS_IN_BACKWARD, step_in_backward
+from tritonddp.features.sliced import localize
 from tritonddp.features.weighted_mean import weight_of
 from tritonddp.reducer.checkpoint import comm_state, load_comm_state
 from tritonddp.reducer.graph.backward import tensors_in, watch
@@ -252,7 +252,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             raise
         if sync.join is not None:
             sync.join.announce()
-        if state.buffer_sync.deferred:
+        if state.buffer_sync.for_next_forward:
             state.buffer_sync.write_deferred()
         if (
             self.forward_sync_buffers

@@ -131,5 +131,5 @@ def test_a_steady_step_is_read_in_few_files() -> None:
         # Or a group that still lives, whose sums go on while others wait.
         patch.setattr(peers, "_working", set())
         found = steady_step(16, 2, SIZE)
-    assert len({file for file, _ in found}) <= 10
+    assert len({file for file, _ in found}) <= 11, {file for file, _ in found}
     assert len(found) <= 40, sorted(found)

@@ -32,7 +32,7 @@ from training import (
 import tritonddp
 from tritonddp.comm.all_reduce import Collective
 from tritonddp.comm.host.memory_exchange import MemoryExchange
-from tritonddp.reducer.graph.backward import FAILED, RUNNING, UNFINALIZED, Backward
+from tritonddp.reducer.graph.backward import FAILED, RUNNING, WAITING, Backward
 
 Evaluate = Callable[[], object]
 WAYS = {"memory": {}, "process group": {"transport": "process_group"}}
@@ -256,8 +256,8 @@ def test_a_backward_that_has_failed_moves_nowhere() -> None:
     assert backward.phase is RUNNING
     backward.fail()
     assert backward.phase is FAILED
-    with pytest.raises(RuntimeError, match=r"cannot move from Phase\.FAILED to Phase\.UNFINAL"):
-        backward.moves_to(UNFINALIZED)
+    with pytest.raises(RuntimeError, match=r"cannot move from Phase\.FAILED to Phase\.WAITING"):
+        backward.moves_to(WAITING)
 
 
 @ranks(2)

@@ -71,7 +71,7 @@ class BucketManager:
         self.is_provisional = True
         self._order: list[int] | None = None  # parameter order for the next buckets
         self._is_restored = False  # the order was loaded from an earlier run
-        self.schema = parameters.schema
+        self.schema = b""
         self.leaving: set[Tensor] = set()
         self._have_left: set[str] = set()
         self._in_turns: set[str] = set()
@@ -189,6 +189,7 @@ class BucketManager:
 
     def reduction_begins(self) -> None:
         """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
+        self._parameters.register()
         self.former_counts = None
         self.schema = self._parameters.schema
         held = self._parameters.held

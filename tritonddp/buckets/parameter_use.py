@@ -61,12 +61,12 @@ class ParameterUse:
 
     # A backward begins
 
-    def begin(
-        self, expected: Sequence[bool], missing: Collection[int], finds_unused: bool | None
-    ) -> None:
+    def begin(self, expected: Sequence[bool], finds_unused: bool | None) -> None:
         """A reduced backward begins; ``finds_unused`` is ``find_unused_parameters``."""
         self.expected, self._finds_unused = expected, finds_unused
         self.flags = list(map(or_, expected, self.local)) if self.has_local else list(expected)
+        all_come = all(expected)
+        missing = () if all_come else {n for n, comes in enumerate(expected) if not comes}
         if missing != self.missing:
             self.is_static = self.is_static and self.missing is None
             self.missing = missing
@@ -84,6 +84,7 @@ class ParameterUse:
     def count(self, used: Sequence[bool]) -> None:
         """A reduction begins without a backward: count these as used."""
         self.flags = list(used)
+        self.ready.clear()
 
     # Gradients become ready
 

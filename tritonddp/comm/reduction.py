@@ -8,7 +8,7 @@ from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tritonddp._torch import is_profiling
 from tritonddp.buckets.bucket import Bucket, GradientError, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
+from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.sparse import exchange_rows
 from tritonddp.coordination.agreement import Agreement, GradSource, Weight
 from tritonddp.coordination.counters import Counters
@@ -544,3 +545,59 @@ class Reduction:
 
     def _log(self, bucket: Bucket, what: str) -> None:
         logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)
+
+
+class Reduces(Protocol):
+    """What all reductions of one wrapper have in common: its reducer."""
+
+    parameters: ModuleParameters
+    agreement: Agreement
+    events: Any  # of reductions
+    counters: Counters
+    sync: Any  # its ``join`` is that of a reduction that begins
+
+    def where(self) -> str:
+        """This rank and its step, for messages."""
+
+
+def open_reduction(
+    reducer: Reduces,
+    bucket_set: BucketSet,
+    source: GradSource,
+    used: Sequence[bool] | None = None,
+    *,
+    where: str = "",
+    schema: bytes = b"",
+    call_site: bytes = bytes(3),
+    weight: Weight | None = None,
+    from_grad: bool = True,
+    is_alone: bool = False,
+    is_captured: bool = False,
+) -> Reduction:
+    """Begin a reduction. See :class:`Reduction` for the arguments.
+
+    ``used`` says for each parameter whether this rank uses it; ``None``: as the backward does that
+    begins.
+    """
+    if used is not None:
+        bucket_set.use.count(used)
+    join = reducer.sync.join
+    if join is not None and source is not GradSource.CHANGED:
+        join.reduction_begins()
+    return Reduction(
+        bucket_set=bucket_set,
+        buckets=() if is_alone else bucket_set.buckets,
+        agreement=reducer.agreement,
+        events=reducer.events,
+        counters=reducer.counters,
+        source=source,
+        where=where or reducer.where(),
+        hashes=(schema or reducer.parameters.schema, call_site),
+        over_present=join is not None and join.mean_over_present,
+        packed=[0] * len(bucket_set.segments),
+        pending=[0] * len(bucket_set.buckets),
+        weight=weight,
+        from_grad=from_grad,
+        is_alone=is_alone,
+        is_captured=is_captured,
+    )

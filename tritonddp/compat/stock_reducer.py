@@ -99,7 +99,8 @@ class StockReducer:
                 "Expected to have finished reduction in the prior iteration before starting a new "
                 f"one. {core.where()}: a backward {state}. The next forward ends its reduction."
             )
-        core.forwards.raise_deferred(again=True)
+        for work in core.deferred:  # (they stay)
+            work()
 
     def _remove_autograd_hooks(self) -> None:
         """Remove all hooks from the parameters, without waiting for other ranks."""

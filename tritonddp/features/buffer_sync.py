@@ -51,8 +51,8 @@ class BufferSync:
         broadcast: sends buffers through the process group.
 
     Attributes:
-        deferred: of a module that is replicated in place: buffers, their values, and those of the
-            next forward.
+        for_next_forward: of a module that is replicated in place: buffers, their values, and those
+            of the next forward.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BufferSync:
         self._sync, self._counters = sync, counters
         self._broadcast = broadcast
         self._to_all = FromOwner(group, transport, "buffers")
-        self.deferred: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.for_next_forward: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def synchronise(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
         """Give all ranks the same buffers of the wrapper's module, if there are any.
@@ -109,7 +109,7 @@ class BufferSync:
         A graph that is retained may have saved buffers for the next backward: then they keep their
         values until the next forward, as with a wrapper.
         """
-        self.deferred = []  # an earlier backward through that graph may have left some
+        self.for_next_forward = []  # an earlier backward through that graph may have left some
         if current_graph_task_id() == -1 or not graph_is_retained():
             return self.synchronise(hook)
         buffers = [each.detach() for _, each in self._parameters.buffers()]
@@ -117,12 +117,12 @@ class BufferSync:
         torch.futures.wait_all([*self.synchronise(hook)])  # what they write is deferred too
         deferred = [each.clone() for each in buffers]
         _overwrite(zip(buffers, own, strict=True))
-        self.deferred = list(zip(buffers, own, deferred, strict=True))
+        self.for_next_forward = list(zip(buffers, own, deferred, strict=True))
         return ()
 
     def write_deferred(self) -> None:
         """Write the buffers that came while a graph was retained, unless written to since."""
-        deferred, self.deferred = self.deferred, []
+        deferred, self.for_next_forward = self.for_next_forward, []
         _overwrite((buffer, new) for buffer, own, new in deferred if torch.equal(buffer, own))
 
 

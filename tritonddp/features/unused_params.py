@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -10,7 +12,7 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
-from tritonddp.reducer.graph.backward import Backward, Forwards, SyncState
+from tritonddp.reducer.graph.backward import Backward, SyncState
 
 # Most names in an error message; the rest is counted.
 _SHOWN = 10
@@ -49,10 +51,14 @@ class StrictUnused(Extension):
     """``find_unused_parameters=False``: unused parameters make the next forward raise an error."""
 
     def __init__(
-        self, parameters: ModuleParameters, rank: int, forwards: Forwards, sync: SyncState
+        self,
+        parameters: ModuleParameters,
+        rank: int,
+        deferred: list[Callable[[], None]],
+        sync: SyncState,
     ) -> None:
         self._parameters, self._rank = parameters, rank
-        self._forwards, self._sync = forwards, sync
+        self._deferred, self._sync = deferred, sync
 
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Prepare the error for the next forward, if the backward left parameters unused."""
@@ -76,8 +82,13 @@ class StrictUnused(Extension):
             for index, (name, param) in trainable
             if (name if by_name else param) in unused
         }
-        if found:
-            self._forwards.defer(unused_error(reduction.where, self._rank, found))
+        if found and not self._deferred:
+            message = unused_error(reduction.where, self._rank, found)
+            self._deferred.append(partial(_raise, message))
+
+
+def _raise(message: str) -> NoReturn:
+    raise RuntimeError(message)
 
 
 class SkipUnused(Extension):

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -28,15 +28,13 @@ from torch import Tensor
 from tritonddp._device import is_capturing
 from tritonddp._torch import COMPILED_AUTOGRAD, IN_COMPILED_AUTOGRAD, current_graph_task_id
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.buckets.parameter_use import ParameterUse
 from tritonddp.comm.comm_hook import CommHook
-from tritonddp.comm.reduction import LocalError, Reduction
+from tritonddp.comm.reduction import LocalError, Reduction, open_reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.reducer import capture
 from tritonddp.reducer.graph.backward import (
     FAILED,
     RUNNING,
-    UNFINALIZED,
     WAITING,
     Backward,
     Forward,
@@ -51,8 +49,6 @@ from tritonddp.reducer.graph.participation import (
 from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
 from tritonddp.reducer.reducer import Reducer
 
-_NONE: frozenset[int] = frozenset()
-
 logger = logging.getLogger(__name__)
 
 
@@ -64,11 +60,12 @@ class AutogradDriver:
 
     Attributes:
         reducer: see above.
-        counters, events, group, parameters, sync, agreement, manager, forwards: those of
-            ``reducer``.
+        counters, events, group, parameters, sync, agreement, manager, forwards, deferred: those
+            of ``reducer``.
+        use: which parameters are used.
         tracker: knows which segments are ready.
         backward: the backward that runs, has failed or waits for ``finalize_backward()``.
-        post_backward: the end of the next backward waits for these.
+        post_backward: the end of the next backward waits for these, or the next forward.
         is_detached: hooks were removed: no backward is noticed any more.
         launching: held while a segment is packed: hooks of a multi-device module run on a thread
             per device.
@@ -93,6 +90,7 @@ class AutogradDriver:
         self.forwards = reducer.forwards
         self.backward: Backward | None = None
         self.post_backward: list[torch.futures.Future] = []
+        self.deferred = reducer.deferred
         self.is_detached = False
         self.launching = threading.RLock()
         self.comm_hook: CommHook | None = None
@@ -116,45 +114,51 @@ class AutogradDriver:
         return self.manager.current
 
     @property
-    def use(self) -> ParameterUse:
-        """Which of their parameters are used."""
-        return self.manager.current.use
-
-    @property
     def backward_runs(self) -> bool:
-        """Whether a backward runs now: False if it failed, or waits to be finalised."""
-        return self.backward is not None and self.backward.phase not in (FAILED, UNFINALIZED)
+        """Whether a backward runs now: False if it failed, or waits for ``finalize_backward()``."""
+        backward = self.backward
+        return not (backward is None or backward.phase is FAILED or backward.is_unfinalized)
 
     # Before a forward
 
     def before_forward(self) -> None:
-        """Recover from a failed backward, and look for changed parameters.
+        """Catch up, and look for changed parameters.
 
         Only with gradients enabled: the module may make collectives then (SyncBatchNorm), and its
         backward will. Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU
         ranks that do not reduce the same find that in the backward, see :class:`Agreement`.)
         """
-        if self.post_backward:
-            self.wait_post_backward()
+        if (self.post_backward or self.deferred or self.group.outstanding) and not self._catch_up():
+            return
         if not torch.is_grad_enabled():
             return
-        if self.is_detached:
-            self.group.refuse_if_forked()
-            return
-        if self.backward is not None:
-            self.check_finalized()
-            if self.backward.has_stopped_unnoticed():
-                self.backward.fail()
-        if self.group.outstanding:
-            self.group.recover()
         for call in self.events.on_forward:
             call()
-        if self.forwards.was_local:
-            self.forwards.begins()
         if self.parameters.look_for_changes():
             self.refresh_parameters()
-        if self.forwards.deferred_error is not None:
-            self.forwards.raise_deferred()
+
+    def _catch_up(self, graph_task: int = -1) -> bool:
+        """Do what was deferred to this rank's next entry, and recover from failed backwards.
+
+        Before a forward without gradients, wait for :attr:`post_backward` only.
+
+        Args:
+            graph_task: the engine's id of the backward that begins; -1 outside one.
+
+        Returns:
+            Whether to go on: False if the hooks were removed.
+        """
+        if graph_task == -1:
+            self.wait_post_backward()
+        if not torch.is_grad_enabled() and graph_task == -1:
+            return True
+        if self.is_detached:
+            self.group.refuse_if_forked()
+            return False
+        while self.deferred:
+            self.deferred.pop(0)()
+        self.group.recover(graph_task)
+        return True
 
     def flush(self, reduces: bool = False) -> None:
         """Make up for a last backward that failed, where no forward follows to do so.
@@ -226,46 +230,59 @@ class AutogradDriver:
             if forward is not None:
                 self._on_further_output(backward, forward)
             return
-        if self.is_detached:
-            self.group.refuse_if_forked()
-            return
-        if forward is None and self.forwards.call_sites is not None:
-            self.refresh_parameters()
-            if not self.parameters.is_agreed:
-                self.reducer.adopt_parameters(in_backward=True)
-        tracker = self.tracker
-        is_captured = self.manager.current.is_on_gpu and is_capturing()
-        expected = tracker.query()
+        expected = self.tracker.query()
+        if expected is None or not all(expected):
+            expected = self._look_at_missing(expected)
+        if expected is not None and (self.deferred or self.group.outstanding):
+            expected = self._catch_up_in_backward()
         if expected is None:
-            return  # torch.autograd.grad: it returns gradients
-        missing: Collection[int] = _NONE
-        if not all(expected):
-            if not any(expected) and is_of_others(self.manager.current.params):
-                return
-            missing = {index for index, comes in enumerate(expected) if not comes}
-            if missing != self.use.missing:
-                self.parameters.check_kinds(missing, self.where)
-            if tracker.is_outdated(missing):
-                self.track()
-                return self.on_backward(forward, first_param)
-        if backward is not None:
-            self._end_former(backward)
-        if self.group.outstanding and self.group.recover(current_graph_task_id()):
-            return self.on_backward(forward, first_param)  # the buckets may be others now
+            return
         if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose hooks "
                 "need autograd's own engine: leave torch._dynamo.config.compiled_autograd at "
                 "False. torch.compile does not need it to compile a forward."
             )
-        if self.agreement.pending and self.events.needs_reached:
-            self.reducer.check_pending()
         bypasses_forward = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
-        if source is not None:
-            self._prepare_for_backward(source, first_param, expected, missing, is_captured)
+        if source is None:
+            self._prepare_local(expected, forward, first_param, bypasses_forward)
         else:
-            self._prepare_local(forward, first_param, expected, bypasses_forward, is_captured)
+            self._prepare_for_backward(expected, source, first_param)
+
+    def _look_at_missing(self, expected: list[bool] | None) -> list[bool] | None:
+        """The backward that runs does not reach all parameters.
+
+        Returns:
+            For each parameter, whether it does. (Hooks may be new.) ``None`` if the backward is
+            none of the wrapper's, or ``torch.autograd.grad``.
+        """
+        if expected is None or all(expected):
+            return expected
+        if not any(expected) and is_of_others(self.manager.current.params):
+            return None
+        missing = {index for index, comes in enumerate(expected) if not comes}
+        if missing != self.use.missing:
+            self.parameters.check_kinds(missing, self.where)
+        if not self.tracker.is_outdated(missing):
+            return expected
+        self.track()
+        return self._look_at_missing(self.tracker.query())
+
+    def _catch_up_in_backward(self) -> list[bool] | None:
+        """See :meth:`_catch_up`. Returns what is expected: the buckets may be others now."""
+        former = self.backward
+        if former is not None:
+            former.finish_waiting()  # a callback of the user, at the end of it, runs another one
+            if self.backward is former and former.phase is WAITING and not former.is_unfinalized:
+                raise RuntimeError(
+                    f"{former.where}: a communication hook, a signal handler or another thread "
+                    "runs a backward through the module, while gradients of its last backward are "
+                    "reduced: run it after backward(), or use torch.autograd.grad"
+                )
+        if not self._catch_up(current_graph_task_id()):
+            return None
+        return self._look_at_missing(self.tracker.query())
 
     def _on_further_output(self, backward: Backward, forward: Forward) -> None:
         """The backward that runs goes through an output of this forward too.
@@ -286,17 +303,6 @@ class AutogradDriver:
             )
         forward.reach()
 
-    def _end_former(self, former: Backward) -> None:
-        """Another backward begins, and ``former`` is not over."""
-        self.check_finalized()
-        former.finish_waiting()  # a callback of the user, at the end of it, runs another one
-        if self.backward is former and former.phase is WAITING:
-            raise RuntimeError(
-                f"{former.where}: a communication hook, a signal handler or another thread runs a "
-                "backward through the module, while gradients of its last backward are reduced: "
-                "run it after backward(), or use torch.autograd.grad"
-            )
-
     def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
         """A backward that was local so far goes through an output of a synchronised forward."""
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
@@ -305,43 +311,36 @@ class AutogradDriver:
             return
         use = self.use
         ready, expected = list(use.ready), use.expected
-        missing = {index for index, comes in enumerate(expected) if not comes}
         for call in self.events.on_abort:
             call(None)
-        is_captured = self.manager.current.is_on_gpu and is_capturing()
-        first_param = ready[0] if ready else None
-        self._prepare_for_backward(source, first_param, expected, missing, is_captured, local)
+        self._prepare_for_backward(expected, source, ready[0] if ready else None, local)
         use.ready.extend(ready)
 
     def _prepare_for_backward(
         self,
+        expected: Sequence[bool],
         source: GradSource,
         first_param: Tensor | None,
-        expected: Sequence[bool],
-        missing: Collection[int],
-        is_captured: bool,
         local: Backward | None = None,
     ) -> None:
         """A backward begins that is reduced; or ``local``, which has begun, is reduced too."""
         manager, tracker, group = self.manager, self.tracker, self.group
-        current = manager.current
+        current, is_provisional = manager.current, manager.is_provisional
+        if self.events.needs_reached:
+            self.reducer.check_pending()
+        is_captured = current.is_on_gpu and is_capturing()
         if is_captured:
-            capture.begin(self.reducer, tracker.gradients.streams, missing, is_reduced=True)
-        if self.parameters.number < 0:
-            self.parameters.register()
+            capture.begin(self.reducer, tracker.gradients.streams, expected, is_reduced=True)
         if manager.former_counts or manager.schema is not self.parameters.schema:
             manager.reduction_begins()
-        use = current.use
-        use.begin(expected, missing, self.sync.finds_unused)
-        # A forward has armed this reduction, and the engine announces an inner backward only.
-        is_inner = first_param is not None and local is None and outer_call(current.is_on_gpu) != 0
-        if is_inner:
-            use.wait_for(range(len(current.params)))
-        elif use.suspected and not (use.inner or manager.is_provisional) and runs_checkpoint():
-            use.wait_for(use.suspected)
+        current.use.begin(expected, self.sync.finds_unused)
+        is_inner = False
+        if first_param is not None or current.use.suspected:
+            is_inner = self._wait_for_inner(first_param is not None and local is None)
         is_alone = group.is_alone and self._needs_no_exchange()
         site = self.forwards.call_site
-        reduction = self.reducer.open(
+        reduction = open_reduction(
+            self.reducer,
             current,
             source,
             where=f"rank {group.rank}, step {self.counters.reductions + 1}",
@@ -349,7 +348,6 @@ class AutogradDriver:
             is_alone=is_alone,
             is_captured=is_captured,
         )
-        is_provisional = manager.is_provisional
         backward = Backward(
             reduction.where,
             reduction,
@@ -364,22 +362,34 @@ class AutogradDriver:
         try:
             group.outstanding[self] = None
             tracker.begin(looks=not (is_provisional or is_alone))
-            if not is_alone:
-                reduction.pending[:] = tracker.pending
+            reduction.pending[:] = tracker.pending
             for call in self.events.on_begin:
                 call(backward)
-            if not is_alone:
-                if is_provisional:
-                    manager.announce()
-                for bucket in current.to_release:
-                    bucket.release()
+            if is_provisional:
+                manager.announce()
+            for bucket in current.to_release:
+                bucket.release()
             backward.queue_end(partial(self._compute_ended), self._broke_off, local)
         except BaseException:
             backward.moves_to(FAILED)
             tracker.stop()
             raise
-        if not (is_provisional or is_alone or reduction.pending[0]):
+        if not (reduction.pending[0] or is_provisional):
             (self.on_gradients if first_param is not None else tracker.tell_first)()
+
+    def _wait_for_inner(self, is_first: bool) -> bool:
+        """Have segments wait for gradients that inner backwards may bring unannounced.
+
+        With ``is_first`` no output has told of this backward. Returns whether it is an inner one
+        itself: a forward has armed the reduction, and the engine announces an inner backward only.
+        """
+        use = self.use
+        if is_first and outer_call(self.manager.current.is_on_gpu):
+            use.wait_for(range(len(use.expected)))
+            return True
+        if use.suspected and not (use.inner or self.manager.is_provisional) and runs_checkpoint():
+            use.wait_for(use.suspected)
+        return False
 
     def _needs_no_exchange(self) -> bool:
         """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
@@ -399,11 +409,10 @@ class AutogradDriver:
 
     def _prepare_local(
         self,
+        expected: Sequence[bool],
         forward: Forward | None,
         first_param: Tensor | None,
-        expected: Sequence[bool],
         bypasses_forward: bool,
-        is_captured: bool,
     ) -> None:
         """A backward begins that only accumulates."""
         ended = self.forwards.ended_inside
@@ -412,7 +421,7 @@ class AutogradDriver:
                 f"{self.where()}: a gradient became ready again after all were averaged at the end "
                 "of an inner backward: use torch.utils.checkpoint with use_reentrant=False"
             )
-        if is_captured:
+        if self.manager.current.is_on_gpu and is_capturing():
             capture.begin(self.reducer, self.tracker.gradients.streams, (), is_reduced=False)
         may_be_reduced = self.sync.enabled and self.sync.join is None
         self.use.begin_local(expected)
@@ -443,6 +452,10 @@ class AutogradDriver:
 
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
+        if self.forwards.call_sites is not None and not self.backward_runs:
+            self.refresh_parameters()
+            if not self.parameters.is_agreed:
+                self.reducer.adopt_parameters(in_backward=True)
         self.on_backward(first_param=param)
         if self.backward is not None and self.backward.runs and self.use.has(param):
             self.tracker.gradients.note(param)
@@ -488,47 +501,51 @@ class AutogradDriver:
 
     def _compute_ended(self) -> None:
         """The backward is over: launch the remaining buckets; :class:`EndsOfBackward` waits."""
-        backward = self.backward
-        if backward is None:  # detached
-            return
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._compute_ended()
-        if backward.is_inner:
-            # A function or hook of the user may have run a whole backward, and step after it.
-            is_whole = self.forwards.was_armed == 1 and self.use.has_all()
-            if not is_whole and backward.outlives_inner(
-                partial(self._compute_ended), self._broke_off
-            ):
-                return
-            self.forwards.end_inside(outer_call(self.manager.current.is_on_gpu))
+        backward = self.backward
+        if backward is None or (backward.is_inner and self._outlives_inner(backward)):
+            return
         is_usual = self.tracker.stop()
         for call in self.events.on_compute_end:
             call(backward)
         reduction = backward.reduction
         if reduction is None:
-            self.use.add_local(is_usual)
-            if not is_usual:
-                self.tracker.learn()
-            self._close(backward)
+            self._close_local(backward, is_usual)
+            return
+        if not is_usual or self.manager.is_provisional:
+            self._look_back(reduction)
+        if len(reduction.works) < len(reduction.buckets):
+            if self.tracker.gradients.streams:
+                self.tracker.join_streams()
+            with self.launching, self.group.uninterrupted():
+                reduction.launch_ready(rest=True)
+        if self.finalizes_manually and any(reduction.works):
+            backward.waits_for_user(True)
+            self.deferred.append(self.check_finalized)
+            self.group.outstanding.pop(self, None)  # nobody may call finalize_backward()
             self.wait_post_backward()
             return
-        if not reduction.is_alone:
-            is_left = len(reduction.works) < len(reduction.buckets)
-            is_new = not is_usual or self.manager.is_provisional
-            if is_new:
-                self._look_back(reduction)
-            if self.tracker.gradients.streams and (is_new or is_left):
-                self.tracker.join_streams()
-            if is_left:
-                with self.launching, self.group.uninterrupted():
-                    reduction.launch_ready(rest=True)
-            if self.finalizes_manually and any(reduction.works):
-                backward.moves_to(UNFINALIZED)
-                self.group.outstanding.pop(self, None)  # nobody may call finalize_backward()
-                self.wait_post_backward()
-                return
         backward.ends(self, self._broke_off)
+
+    def _outlives_inner(self, backward: Backward) -> bool:
+        """An inner backward is over. Returns whether the reduced one goes on around it.
+
+        (A function or hook of the user may have run a whole backward, and step after it.)
+        """
+        is_whole = self.forwards.was_armed == 1 and self.use.has_all()
+        if not is_whole and backward.outlives_inner(partial(self._compute_ended), self._broke_off):
+            return True
+        self.forwards.end_inside(outer_call(self.manager.current.is_on_gpu))
+        return False
+
+    def _close_local(self, backward: Backward, is_usual: bool) -> None:
+        self.use.add_local(is_usual)
+        if not is_usual:
+            self.tracker.learn()
+        self._close(backward)
+        self.wait_post_backward()
 
     def _look_back(self, reduction: Reduction) -> None:
         """Handle gradients that came in another order, did not come, or were not announced."""
@@ -568,20 +585,16 @@ class AutogradDriver:
             RuntimeError: see :meth:`Reduction.finish`; or the ranks do not reduce the same.
         """
         backward = self.backward
-        if backward is None or backward.phase not in (WAITING, UNFINALIZED):
+        if backward is None or backward.phase is not WAITING:
             return
         reduction, manager = backward.reduction, self.manager
         assert reduction is not None
-        if backward.phase is UNFINALIZED:
-            backward.moves_to(WAITING)
-            self.group.outstanding[self] = None
         try:
             reduction.finish()
-            is_unusual = manager.is_provisional or manager.leaving or self.use.suspected
             if not reduction.is_captured:
                 for call in self.events.on_reduced_all:
                     call(reduction)
-                if is_unusual:
+                if manager.is_provisional or manager.leaving or self.use.suspected:
                     ready = self.use.ready_indices() if manager.is_provisional else ()
                     self.reducer.complete(reduction, ready)
         except (RuntimeError, Mismatch) as error:
@@ -683,6 +696,7 @@ class AutogradDriver:
     def track(self) -> None:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current, were_swapped = self.manager.current, self.parameters.look_for_swaps()
+        self.use = current.use
         self.parameters.set_bucketed(current.names, current.params)
         current.restore_views()
         self.watch_others()
@@ -733,7 +747,9 @@ class AutogradDriver:
 
     def check_finalized(self) -> None:
         """Raise a RuntimeError if a backward waits for ``finalize_backward()``."""
-        if self.backward is not None and self.backward.phase is UNFINALIZED:
+        if self.backward is not None and self.backward.is_unfinalized:
+            if self.check_finalized not in self.deferred:
+                self.deferred.append(self.check_finalized)
             raise RuntimeError(
                 f"{self.where()}: Expected to have finalized the prior backward pass before "
                 "starting a new one. Call finalize_backward() after backward() when "
@@ -746,8 +762,7 @@ class AutogradDriver:
         Raises:
             RuntimeError: a backward runs, or waits for that.
         """
-        waits = self.backward is not None and self.backward.phase is UNFINALIZED
-        if waits or self.backward_runs:
+        if self.backward is not None and self.backward.phase is not FAILED:
             raise RuntimeError(
                 f"{self.where()}: set_manual_finalization_required cannot be called after forward "
                 "while a backward pass is expected or in progress. Set "
@@ -769,6 +784,7 @@ class AutogradDriver:
         self.is_detached = True
         self.tracker.remove()
         self._others.watch(())
+        self.deferred.append(self.group.refuse_if_forked)  # so that entries look
         self.group.outstanding.pop(self, None)
         self.backward = None
 

@@ -8,7 +8,7 @@ capture of a backward that needs the host is refused, and headers from before ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tritonddp._device import is_capturing, is_default
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def begin(
-    reducer: Reducer, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
+    reducer: Reducer, streams: Sequence[Any], expected: Sequence[bool], is_reduced: bool
 ) -> None:
     """Prepare the buckets for a backward that is captured.
 
     Args:
         reducer: of the wrapper.
         streams: on which autograd accumulates gradients.
-        missing: numbers of the parameters that the backward does not reach.
+        expected: for each parameter, whether the backward reaches it.
         is_reduced: the backward is not under ``no_sync``.
 
     Raises:
         RuntimeError: a replay could not do all that this backward does.
     """
     reducer.check_pending()
-    problem = _problem(reducer, streams, missing, is_reduced)
+    problem = _problem(reducer, streams, expected, is_reduced)
     if problem is not None:
         refuse(reducer.manager.current, reducer.where(), problem)
     reducer.manager.capture()
@@ -48,7 +48,7 @@ def refuse(current: BucketSet, where: str, problem: str) -> None:
 
 
 def _problem(
-    reducer: Reducer, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
+    reducer: Reducer, streams: Sequence[Any], expected: Sequence[bool], is_reduced: bool
 ) -> str | None:
     """Why this backward cannot be captured, and what to do; ``None`` if it can."""
     manager, sync = reducer.manager, reducer.sync
@@ -68,8 +68,9 @@ def _problem(
             "default one, which cannot be captured: wrap it on a side stream, inside "
             "`with torch.cuda.stream(torch.cuda.Stream())`"
         )
-    if missing:
-        names = [manager.current.names[number] for number in sorted(missing)]
+    if not all(expected):
+        pairs = zip(manager.current.names, expected, strict=True)
+        names = [name for name, comes in pairs if not comes]
         return (
             f"the backward does not reach {listed(names)}. In each replay the host would have to "
             "find out whether another rank has used them: use all parameters, or freeze them "

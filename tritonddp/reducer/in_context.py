@@ -31,6 +31,7 @@ from tritonddp._torch import (
     queue_end_of_backward,
     values_of_rrefs,
 )
+from tritonddp.comm.reduction import open_reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.graph.backward import (
@@ -81,8 +82,8 @@ class ContextBackward:
         self.context = context
         self.params = [origin[each][1] for each in bucket_set.params]
         used = [False] * len(named)
-        self.reduction = reducer.open(
-            bucket_set, GradSource.CONTEXT, used, where=where, from_grad=False
+        self.reduction = open_reduction(
+            reducer, bucket_set, GradSource.CONTEXT, used, where=where, from_grad=False
         )
         self.backward = Backward(where, self.reduction)
         self.arrived: set[int] = set()

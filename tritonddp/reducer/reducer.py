@@ -16,7 +16,7 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters, schema_of
 from tritonddp.comm.broadcast import StateBroadcast, bytes_of
-from tritonddp.comm.reduction import LocalError, Reduction
+from tritonddp.comm.reduction import LocalError, Reduction, open_reduction
 from tritonddp.coordination.agreement import (
     NOTHING,
     Agreement,
@@ -25,7 +25,6 @@ from tritonddp.coordination.agreement import (
     GradSource,
     Mismatch,
     SkippedMismatch,
-    Weight,
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
@@ -59,6 +58,7 @@ class Reducer:
         parameters, group, manager, agreement, counters, sync: see above.
         events: callbacks of extensions.
         forwards: decides which backwards are reduced.
+        deferred: what this rank has to do, or to raise, at its next forward or backward.
         afterwards: see :meth:`call_afterwards`.
         own_gradients_at: reduction count at which ``.grad`` last held unreduced gradients of this
             rank.
@@ -80,6 +80,7 @@ class Reducer:
         self.where = manager.where
         self.events = Events()
         self.forwards = Forwards()
+        self.deferred: list[Callable[[], None]] = []
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
         self.own_gradients_at, self.stepped_at = 0, -1
@@ -88,48 +89,6 @@ class Reducer:
     def call_afterwards(self, function: Callable[[], None]) -> None:
         """Call this on all ranks whenever a backward is reduced, or made up for."""
         self.afterwards = function
-
-    def open(
-        self,
-        bucket_set: BucketSet,
-        source: GradSource,
-        used: Sequence[bool] | None = None,
-        *,
-        where: str = "",
-        schema: bytes = b"",
-        call_site: bytes = bytes(3),
-        weight: Weight | None = None,
-        from_grad: bool = True,
-        is_alone: bool = False,
-        is_captured: bool = False,
-    ) -> Reduction:
-        """Begin a reduction. See :class:`Reduction` for the arguments.
-
-        ``used`` says for each parameter whether this rank uses it; ``None``: as the backward does
-        that begins.
-        """
-        if used is not None:
-            bucket_set.use.count(used)
-        join = self.sync.join
-        if join is not None and source is not GradSource.CHANGED:
-            join.reduction_begins()
-        return Reduction(
-            bucket_set=bucket_set,
-            buckets=() if is_alone else bucket_set.buckets,
-            agreement=self.agreement,
-            events=self.events,
-            counters=self.counters,
-            source=source,
-            where=where or self.where(),
-            hashes=(schema or self.parameters.schema, call_site),
-            over_present=join is not None and join.mean_over_present,
-            packed=[0] * len(bucket_set.segments),
-            pending=[0] * len(bucket_set.buckets),
-            weight=weight,
-            from_grad=from_grad,
-            is_alone=is_alone,
-            is_captured=is_captured,
-        )
 
     # After a reduction
 
@@ -190,7 +149,8 @@ class Reducer:
         with self.group.uninterrupted():
             if self.group.size > 1:
                 current = manager.current if requested is None else manager.temporary(requested)
-                asks = self.open(
+                asks = open_reduction(
+                    self,
                     current,
                     GradSource.CHANGED,
                     [False] * len(current.params),
@@ -304,7 +264,9 @@ class Reducer:
         self.manager.reduction_begins()
         self.manager.announce()
         current = self.manager.current
-        shadow = self.open(current, source, [False] * len(current.params), weight=NOTHING)
+        shadow = open_reduction(
+            self, current, source, [False] * len(current.params), weight=NOTHING
+        )
         try:
             with self.group.uninterrupted(), torch.no_grad():
                 shadow.reduce_now()
@@ -439,7 +401,7 @@ class Reducer:
             )
         used = [param.grad is not None and param not in stale for param in bucket_set.params]
         where = f"{self.where()}, reduce_gradients()"
-        return self.open(bucket_set, GradSource.REQUEST, used, where=where, **details)
+        return open_reduction(self, bucket_set, GradSource.REQUEST, used, where=where, **details)
 
     def _reduce_now(
         self, reduction: Reduction, named_params: Sequence[tuple[str, Parameter]]

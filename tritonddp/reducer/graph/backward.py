@@ -93,13 +93,11 @@ class Forwards:
         was_armed: how many forwards had armed the last reduced backward.
         ended_inside: the reduction of the last forward has ended inside another backward, that of
             this :func:`~tritonddp.reducer.graph.participation.outer_call`; else 0.
-        deferred_error: what the next forward raises.
     """
 
     def __init__(self) -> None:
         self.call_sites: CallSites | None = None
         self.call_site: CallSite | None = None
-        self.deferred_error: str | None = None
         self.number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         # How many forwards arm the reduction now, and did so before the last reduced backward.
@@ -113,21 +111,6 @@ class Forwards:
         It has to be called in the same place on all ranks, see :class:`CallSites`.
         """
         self.call_sites = CallSites()
-
-    def defer(self, message: str) -> None:
-        """The next forward raises a RuntimeError with this message."""
-        self.deferred_error = message
-
-    def raise_deferred(self, again: bool = False) -> None:
-        """Raise now what :meth:`defer` has left, if anything; ``again``: and leave it there."""
-        message = self.deferred_error
-        if message is not None:
-            self.deferred_error = message if again else None
-            raise RuntimeError(message)
-
-    def begins(self) -> None:
-        """A forward begins. One inside another, as in Lightning, is separate."""
-        self.was_local = False
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
         """A forward has run; see :class:`Forward`."""
@@ -234,15 +217,13 @@ class Phase(enum.Enum):
 
     RUNNING = enum.auto()  # gradients become ready
     WAITING = enum.auto()  # it has ended, and waits for its buckets; communication hooks run
-    UNFINALIZED = enum.auto()  # it has ended; finalize_backward() will wait for the buckets
     FAILED = enum.auto()  # an error has ended it: this rank may owe collectives to the others
 
 
 # (Reading a member from its class costs a call before Python 3.12.)
-RUNNING, WAITING, UNFINALIZED, FAILED = Phase
-RUNNING.following = WAITING, UNFINALIZED, FAILED
+RUNNING, WAITING, FAILED = Phase
+RUNNING.following = WAITING, FAILED
 WAITING.following = (FAILED,)
-UNFINALIZED.following = (WAITING,)
 FAILED.following = ()
 FORWARD, AGAIN, ELSEWHERE = GradSource.FORWARD, GradSource.AGAIN, GradSource.ELSEWHERE
 
@@ -262,6 +243,7 @@ class Backward:
         bypasses_forward: a local one began at no output, and no forward inside ``no_sync`` waits
             for its backward.
         phase: see :class:`Phase`; only :meth:`moves_to` sets it.
+        is_unfinalized: it waits for ``finalize_backward()`` of the user.
         callback: weak reference to what the engine, and nobody else, holds until it calls it. If
             the engine drops it before, the backward has failed.
         graph_task: the engine's id of it; -1 before it is known.
@@ -280,6 +262,7 @@ class Backward:
     creates_graph: bool = False
     is_inner: bool = False
     phase: Phase = field(default=RUNNING, init=False)
+    is_unfinalized: bool = field(default=False, init=False)
     graph_task: int = field(default=-1, init=False)
     callback: Callable[[], object] | None = field(default=None, init=False)
     # The thread on which an inner backward has ended, until the one around it goes on.
@@ -299,6 +282,12 @@ class Backward:
         if phase not in self.phase.following:
             raise RuntimeError(f"{self.where}: a backward cannot move from {self.phase} to {phase}")
         self.phase, self.callback, self._inner_thread = phase, None, None
+
+    def waits_for_user(self, waits: bool) -> None:
+        """It has ended, and waits for ``finalize_backward()``; or the user has called that."""
+        if waits:
+            self.moves_to(WAITING)
+        self.is_unfinalized = waits
 
     def queue_end(
         self,
@@ -353,13 +342,6 @@ class Backward:
         self._inner_thread, self.callback = get_ident(), weakref.ref(end, broke_off)
         return True
 
-    def has_stopped_unnoticed(self) -> bool:
-        """Whether the backward around an inner one has failed before it went on.
-
-        The engine has no callback then that it could drop. But the thread runs no backward now.
-        """
-        return self._inner_thread == get_ident() and current_graph_task_id() == -1
-
     def keep_local(self, forward: Forward) -> None:
         """This forward outside ``no_sync`` does not make it a reduced one."""
         self.may_be_reduced, self.forward = False, forward
@@ -389,6 +371,9 @@ class Backward:
     def has_failed(self, is_on_gpu: bool) -> bool:
         """Whether it has failed.
 
+        So has an inner one, if the backward around it has failed before it went on: the engine has
+        no callback then that it could drop, but the thread runs no backward now.
+
         When a backward fails on a GPU, ``backward()`` may raise a moment before the thread of the
         device drops the callback. So this waits a moment for one that seems to run.
         """
@@ -396,7 +381,8 @@ class Backward:
         while tries and self.runs:
             tries -= 1
             time.sleep(_PAUSE)
-        return self.phase is FAILED
+        is_left = self._inner_thread == get_ident() and current_graph_task_id() == -1
+        return is_left or self.phase is FAILED
 
     def fail(self) -> None:
         """The engine has dropped the callback without calling it."""
