@@ -55,7 +55,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     },
     "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},
     "comm/reduction.py": {
-        "Reduction.launch_nan": (
+        "Reduction._launch_nan": (
             4,
             "a skipped bucket that a broken backward had yet to pass; a rank that is gone there",
         ),
@@ -90,15 +90,11 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "ContextReducer._begin": (ALL, ENGINE),
         "ContextReducer._end": (ALL, ENGINE),
         "ContextReducer._leave": (ALL, ENGINE),
-        "ContextReducer.make_up": (ALL, ENGINE),
+        "ContextReducer.drain": (ALL, ENGINE),
         "_arrived": (ALL, ENGINE),
         "_broke_off": (ALL, ENGINE),
         "_raising_at_end": (ALL, ENGINE),
         "_raise": (ALL, ENGINE),
-    },
-    "reducer/requests.py": {
-        "Requests._reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
-        "Requests.finalize_requested": (2, DISAGREE),
     },
     "reducer/graph/participation.py": {
         "accumulating_nodes": (1, GUARD),
@@ -111,9 +107,13 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         )
     },
     "reducer/graph/backward.py": {"Backward.has_failed": (2, GPU)},
-    "reducer/reducer.py": {"Reducer.make_up": (2, DISAGREE), "Reducer.check_pending": (1, GPU)},
+    "reducer/reducer.py": {
+        "Reducer.drain": (2, DISAGREE),
+        "Reducer.check_pending": (1, GPU),
+        "Reducer._reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
+    },
     "reducer/autograd_driver.py": {
-        "AutogradDriver.make_up": (1, "on_abort of a capture, which check_finite has"),
+        "AutogradDriver.drain": (1, "on_abort of a capture, which check_finite has"),
         "AutogradDriver.on_segment_ready": (1, GUARD),
         "AutogradDriver.on_unusual_order": (1, GUARD),
     },

@@ -51,7 +51,7 @@ def test_wrappers_of_one_backward_are_asked_once_whether_they_have_failed() -> N
     nets = [wrap(layers()) for _ in range(5)]
     asked: Any
     with mock.patch.object(
-        AutogradDriver, "make_up", autospec=True, side_effect=AutogradDriver.make_up
+        AutogradDriver, "drain", autospec=True, side_effect=AutogradDriver.drain
     ) as asked:
         for number in range(2):
             torch.stack([net(batch(number)).sum() for net in nets]).sum().backward()

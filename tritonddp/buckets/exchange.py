@@ -59,7 +59,7 @@ class BucketExchange(Protocol):
             Mismatch: the ranks do not reduce the same.
         """
 
-    def abort(self, bucket: Bucket, work: Work) -> None:
+    def drain(self, bucket: Bucket, work: Work) -> None:
         """The ranks do not reduce the same: wait until the bucket is not on its way any more.
 
         All ranks call this. The sum is not needed.

@@ -29,7 +29,7 @@ class Collective:
     def wait(self, bucket: Bucket, work: Work) -> None:
         work.wait()
 
-    abort = wait
+    drain = wait
 
 
 class AllReduce(Collective):

@@ -130,8 +130,8 @@ class CommHook:
         assert self._factors is not None
         return self._factors[bucket.index]
 
-    def abort(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.abort`: hooks are not told of it."""
+    def drain(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.drain`: hooks are not told of it."""
 
     def call(self, bucket: Bucket, buffer: Tensor) -> Any:
         """Call the hook; returns its future."""

@@ -63,7 +63,7 @@ class Reduction:
     """The gradients of this rank become the mean over all ranks, once.
 
     Whoever opens a reduction owes its collectives to the other ranks. :meth:`launch_ready` and
-    :meth:`finish` make them; if this rank cannot go on, :meth:`launch_nan` and :meth:`discard` do.
+    :meth:`finish` make them; if this rank cannot go on, :meth:`abandon` and :meth:`drain` do.
 
     A *segment* is a range of parameters of one bucket that are flattened together. To *pack* it is
     to flatten its gradients into the bucket. The *header* is what a rank tells the others of the
@@ -138,12 +138,6 @@ class Reduction:
     def hold(self, index: int) -> None:
         """Do not launch this bucket, and those behind it, before the end."""
         self.pending[index] += 1
-
-    def break_off(self) -> None:
-        """The backward has failed on this rank. If nothing was sent yet, it has no gradients."""
-        self.source = GradSource.BROKEN
-        if not self.works:
-            self.weight, self.header = None, b""
 
     def _make_header(self) -> None:
         """Prepare the header of this rank."""
@@ -278,11 +272,18 @@ class Reduction:
         """Send NaN in this bucket, which is not the first: an earlier one was sent too early."""
         self._spoiled = bucket
 
-    def launch_nan(self, until: int | None = None) -> None:
-        """Launch all remaining buckets, or those ``until`` one, with NaN instead of gradients.
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """This rank cannot go on: launch all remaining buckets, with NaN instead of gradients.
 
         So the collectives of the ranks match, and the others get NaN, not a mean without this rank.
+        :meth:`drain` waits for them.
         """
+        if not self.works:
+            self.source, self.weight, self.header = GradSource.BROKEN, None, b""
+        self._launch_nan()
+
+    def _launch_nan(self, until: int | None = None) -> None:
         if not self.header:
             self._make_header()
         end = len(self.buckets) if until is None else until
@@ -355,7 +356,7 @@ class Reduction:
                         bucket.storage.unpack(bucket, factor, flags.get(bucket.index))
                     except Exception:  # out of memory, perhaps: the other ranks go on
                         self.done = bucket.index + 1
-                        self.discard()
+                        self.drain()
                         raise
             self.done = bucket.index + 1
             works[bucket.index] = None
@@ -441,11 +442,12 @@ class Reduction:
         flags = read_together([bucket.flat.flags for bucket in asking])
         return {bucket.index: each.tolist() for bucket, each in zip(asking, flags, strict=True)}
 
-    def discard(self) -> None:
+    @torch.no_grad()
+    def drain(self) -> None:
         """Wait for the launched buckets, and leave ``.grad`` as it is."""
         self.finish(discards=True)
 
-    def abort(self, what: str) -> None:
+    def wait_all(self, what: str) -> None:
         """The ranks do not reduce the same: wait for all collectives in flight.
 
         If the ranks have sent different numbers of buckets, this takes the group's timeout.
@@ -456,7 +458,7 @@ class Reduction:
         for bucket, work in zip(self.buckets, self.works, strict=False):
             if work is not None and bucket.index >= self.done:
                 try:
-                    bucket.exchange.abort(bucket, work)
+                    bucket.exchange.drain(bucket, work)
                 except RuntimeError as error:
                     message = f"all-reduce of {bucket.nbytes} bytes ({what})"
                     raise self.explain(bucket, error, message) from error
@@ -476,8 +478,8 @@ class Reduction:
             for bucket in self.buckets:
                 self.launch_now(bucket)
         except Exception:
-            self.launch_nan()
-            self.discard()
+            self.abandon()
+            self.drain()
             raise
         self.finish()
         for call in self.events.on_reduced_all:
@@ -490,14 +492,14 @@ class Reduction:
         (Communication hooks compare headers behind all buckets.)
 
         Raises:
-            RuntimeError, Mismatch: see :meth:`finish`. After a Mismatch :meth:`take_part` makes the
-                collectives of the ranks that reduce.
+            RuntimeError, Mismatch: see :meth:`finish`. After a Mismatch :meth:`abandon` and
+                :meth:`drain` make the collectives of the ranks that reduce.
         """
         sent = self.buckets[:1] if self.bucket_set.averages else self.buckets
         for bucket in sent:
             for param, view in bucket.in_buffer().items():  # about to be overwritten
                 param.grad = view.clone()
-        self.launch_nan(until=len(sent))
+        self._launch_nan(until=len(sent))
         first = sent[0]
         try:
             first.exchange.wait(first, self.works[0])
@@ -507,12 +509,6 @@ class Reduction:
         self.agreement.check_pending()
         for bucket in sent:
             bucket.storage.discard(bucket)
-
-    @torch.no_grad()
-    def take_part(self) -> None:
-        """Make the collectives of :meth:`reduce_now` on a rank whose backward failed."""
-        self.launch_nan()
-        self.discard()
 
     # Messages
 

@@ -43,10 +43,10 @@ class Outstanding(Protocol):
     def has_failed(self) -> bool:
         """Whether its backward has failed. One that runs, ends or waits has not."""
 
-    def launch_owed(self) -> None:
+    def abandon(self) -> None:
         """Its backward has failed: launch what is left of its buckets."""
 
-    def make_up(self) -> None:
+    def drain(self) -> None:
         """Its backward has failed: make what is left of its collectives."""
 
 
@@ -62,7 +62,7 @@ class _Interrupted:
         """True: it is cut short for good."""
         return True
 
-    def make_up(self) -> NoReturn:
+    def drain(self) -> NoReturn:
         """Raise a RuntimeError."""
         raise RuntimeError(
             f"rank {self._rank}: Ctrl-C (KeyboardInterrupt) came in the midst of an exchange with "
@@ -70,7 +70,7 @@ class _Interrupted:
             "be used any more. Start the processes of all ranks again, from a checkpoint"
         )
 
-    launch_owed = make_up
+    abandon = drain
 
 
 @dataclass
@@ -338,9 +338,9 @@ class Group:
                 # As in a backward of several wrappers that comes to its end: they launch in the
                 # order in which they have begun, and then wait in an order of their own.
                 for driver in failed:
-                    driver.launch_owed()
+                    driver.abandon()
                 for driver in sorted(failed, key=lambda each: each.order):
-                    driver.make_up()
+                    driver.drain()
             finally:
                 shared.recovers = False
         return bool(failed)

@@ -356,7 +356,7 @@ class AutogradDriver:
             creates_graph=torch.is_grad_enabled(),
             is_inner=is_inner,
         )
-        # From here on the other ranks wait for the collectives of this reduction: see make_up.
+        # From here on the other ranks wait for the collectives of this reduction: see drain.
         self.backward = backward
         self.counters.reductions += 1
         try:
@@ -621,7 +621,7 @@ class AutogradDriver:
         except RuntimeError as named:
             for report in self.events.on_error:
                 report(str(named))
-            # After a local error the other ranks go on: make_up waits for what is in flight.
+            # After a local error the other ranks go on: drain waits for what is in flight.
             if isinstance(named, LocalError):
                 backward.moves_to(FAILED)
             else:
@@ -650,7 +650,7 @@ class AutogradDriver:
         backward = self.backward
         return backward is not None and backward.has_failed(self.manager.current.is_on_gpu)
 
-    def launch_owed(self) -> None:
+    def abandon(self) -> None:
         """The last backward has failed: launch its remaining buckets."""
         backward = self.backward
         assert backward is not None
@@ -658,15 +658,15 @@ class AutogradDriver:
         if reduction is None or reduction.is_captured:
             return
         self.tracker.stop()
-        self.reducer.before_make_up(reduction)
+        self.reducer.warn_of_nan(reduction)
         try:
             with self.group.uninterrupted():
-                self.reducer.launch_owed(reduction)
+                self.reducer.abandon(reduction)
         except Exception:
-            self._abort(backward)
+            self._drop(backward)
             raise
 
-    def make_up(self) -> None:
+    def drain(self) -> None:
         """The last backward has failed: make its remaining collectives."""
         backward = self.backward
         assert backward is not None
@@ -677,16 +677,16 @@ class AutogradDriver:
         if reduction.is_captured:  # a capture executes no collective
             for bucket in reduction.buckets:
                 bucket.storage.discard(bucket)
-            self._abort(backward)
+            self._drop(backward)
             return
         ready = self.use.ready_indices() if self.manager.is_provisional else ()
         try:
             with self.group.uninterrupted():
-                self.reducer.make_up(reduction, ready)
+                self.reducer.drain(reduction, ready)
         finally:
-            self._abort(backward)
+            self._drop(backward)
 
-    def _abort(self, backward: Backward) -> None:
+    def _drop(self, backward: Backward) -> None:
         for call in self.events.on_abort:
             call(backward.reduction)
         self._close(backward)

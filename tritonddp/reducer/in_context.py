@@ -225,7 +225,7 @@ class ContextReducer:
                     partial(self._end, begins), partial(_broke_off, weakref.ref(begins))
                 )
             except BaseException:
-                begins.backward.moves_to(FAILED)  # make_up() makes the collectives of this rank
+                begins.backward.moves_to(FAILED)  # drain() makes the collectives of this rank
                 raise
 
     # End of backward
@@ -269,21 +269,20 @@ class ContextReducer:
         current = self._current if not self._driver.is_detached else None
         return current is not None and current.backward.phase is FAILED
 
-    def launch_owed(self) -> None:
-        """Nothing: :meth:`make_up` launches."""
+    def abandon(self) -> None:
+        """Nothing: :meth:`drain` launches."""
 
-    def make_up(self) -> None:
+    def drain(self) -> None:
         """The last backward failed: take part in the collectives of the other ranks."""
         current = self._current
         assert current is not None
         reduction = current.reduction
-        self._reducer.before_make_up(reduction)
+        self._reducer.warn_of_nan(reduction)
         with self._group.uninterrupted(), torch.no_grad():
             self._leave(current)
             try:
-                if not reduction.header:  # it was not prepared yet
-                    reduction.break_off()
-                reduction.take_part()
+                reduction.abandon()
+                reduction.drain()
             except Mismatch as error:
                 self._reducer.raise_mismatch(error, reduction)
 

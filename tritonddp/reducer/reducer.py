@@ -162,7 +162,8 @@ class Reducer:
                 except Mismatch as error:
                     self.counters.reductions += requested is None  # the other ranks count it
                     try:
-                        asks.take_part()
+                        asks.abandon()
+                        asks.drain()
                     except Mismatch:
                         self.raise_mismatch(error, asks, requested)
                     return  # on a GPU
@@ -194,8 +195,8 @@ class Reducer:
                 *(self.where(), listed(others), self.sync.source_rank),
             )
 
-    def before_make_up(self, reduction: Reduction) -> None:
-        """Warn that :meth:`make_up` comes. It is still owed if this is cut short.
+    def warn_of_nan(self, reduction: Reduction) -> None:
+        """Warn that :meth:`abandon` comes. It is still owed if this is cut short.
 
         Raises:
             RuntimeError: a CUDA graph is captured, and its replays would make up again.
@@ -219,24 +220,21 @@ class Reducer:
             else "",
         )
 
-    @torch.no_grad()
-    def launch_owed(self, reduction: Reduction) -> None:
+    def abandon(self, reduction: Reduction) -> None:
         """The backward of this reduction has failed on this rank: launch its remaining buckets.
 
         The other ranks will launch, or have launched, all of that step. This rank launches those
         that it has not launched yet, with NaN, so that later collectives match again.
         """
         if not reduction.works:
-            reduction.break_off()
             self.manager.announce()
-        reduction.launch_nan()
+        reduction.abandon()
 
     @torch.no_grad()
-    def make_up(self, reduction: Reduction, ready: Sequence[int]) -> None:
-        """After :meth:`launch_owed`: wait for the buckets. See also :meth:`complete`."""
+    def drain(self, reduction: Reduction, ready: Sequence[int]) -> None:
+        """After :meth:`abandon`: wait for the buckets. See also :meth:`complete`."""
         try:
-            reduction.take_part()
-            reduction.break_off()
+            reduction.drain()
             self.complete(reduction, ready)
             if self.agreement.all_broke_off and not self.manager.current.is_on_gpu:
                 self.forwards.arm_again()
@@ -376,7 +374,8 @@ class Reducer:
             for call in self.events.on_request:
                 call(reduction)
         except LocalError:
-            reduction.take_part()  # the other ranks reduce
+            reduction.abandon()  # the other ranks reduce
+            reduction.drain()
             raise
         self._reduce_now(reduction, named_params)
         self.own_gradients_at = -1  # requests are no reductions that are counted
@@ -475,7 +474,7 @@ class Reducer:
                 "find_unused_parameters=True, as with stock DDP, and restart"
             ) from None
         if reduction is not None:
-            reduction.abort(str(error) or "the ranks reduce different parameters")
+            reduction.wait_all(str(error) or "the ranks reduce different parameters")
         if isinstance(error, Disagreement):
             raise RuntimeError(f"{where}, bucket 0: {error}") from None
         if self.manager.memory is not None:  # all ranks come here, and wait in verify()

@@ -303,7 +303,7 @@ class MemoryExchange(WaitPoint):
         if peers.sends is not peers.direct_sends:
             peers.flush()
 
-    def abort(self, bucket: Bucket, work: Work) -> None:
+    def drain(self, bucket: Bucket, work: Work) -> None:
         self.wait_for(PACKED)
         if self.shares is not None and self.is_packed():
             # The others may still write to this buffer. Nobody needs the share of this rank, which
@@ -410,5 +410,5 @@ class Announced:
     def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
         return self._exchange.wait(bucket, work)
 
-    def abort(self, bucket: Bucket, work: Work) -> None:
-        self._exchange.abort(bucket, work)
+    def drain(self, bucket: Bucket, work: Work) -> None:
+        self._exchange.drain(bucket, work)
