@@ -497,12 +497,12 @@ def test_what_a_rank_has_sent_before_its_end_counts(a_pair: Any) -> None:
         other.send(peers.MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
     peer.send(b"what is never read")
     other.close()
-    exchange.number = 1
+    exchange.seq = 1
     exchange.wait_for(peers.PACKED)
     peer.send(b"nobody is there")
-    exchange.number = 2
+    exchange.seq = 2
     exchange.wait_for(peers.PACKED)
-    exchange.number = 3
+    exchange.seq = 3
     with pytest.raises(peers.PeerError, match="rank 1 has closed its connection"):
         exchange.wait_for(peers.PACKED)
     assert not peer.is_open
@@ -510,7 +510,7 @@ def test_what_a_rank_has_sent_before_its_end_counts(a_pair: Any) -> None:
 
 def test_memory_that_does_not_arrive_is_told(a_pair: Any) -> None:
     point, peer, other = a_pair
-    point.number = 1
+    point.seq = 1
     other.send(peers.MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
     point.wait_for(peers.HANDED)
     assert peer.handed == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}

@@ -231,7 +231,7 @@ def test_a_module_that_calls_itself_is_one_forward(rank: int) -> None:
     net = replicate(Recursive())
     for number in range(3):
         train_step(net, drawn(2, 4, step=number))
-    assert ddp(net)._ddp_state.core.forwards.number == 3
+    assert ddp(net)._ddp_state.core.forwards.seq == 3
     assert_same_on_all_ranks([*gradients(net), *net.buffers()])
 
 

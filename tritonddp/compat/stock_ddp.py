@@ -274,7 +274,7 @@ class StockDDPNames:
     @property
     def _lazy_init_ran(self) -> bool:
         """Whether a forward has run. Stock puts off some of its setup until then."""
-        return self._ddp_state.core.forwards.number > 0
+        return self._ddp_state.core.forwards.seq > 0
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         """Stock sets up its reducer by these calls. Here nothing needs to be done."""

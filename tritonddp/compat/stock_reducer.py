@@ -54,7 +54,7 @@ class StockReducer:
         Raises:
             RuntimeError: a forward has run already.
         """
-        if self._core.forwards.number:
+        if self._core.forwards.seq:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
                 "starts and after DistributedDataParallel is constructed. Or wrap with "

@@ -67,7 +67,7 @@ class GraphGradients(Extension):
         self._forwards: dict[int, Forward] = {}
         self._pending = 0  # forwards with gradients since the last backward
         self._bucket_set: Callable[[], object] = NoneType  # the numbers below are those of this one
-        self._number_of: dict[str, int] = {}  # parameter numbers by name
+        self._index_of: dict[str, int] = {}  # parameter numbers by name
         # By parameter name, whether autograd hands over the announced gradient unchanged.
         self._is_whole: dict[str, bool] = {}
         self._early: set[int] = set()  # segments in which that is so for all parameters
@@ -85,10 +85,10 @@ class GraphGradients(Extension):
 
     def begin_forward(self, forward: Forward) -> int:
         """A traced forward begins. Returns its number, by which the graph refers to it."""
-        self._forwards[forward.number] = forward
+        self._forwards[forward.seq] = forward
         if len(self._forwards) > _FORWARDS:
             del self._forwards[next(iter(self._forwards))]
-        return forward.number
+        return forward.seq
 
     def on_forward(self) -> None:
         """A forward begins, traced or not."""
@@ -142,31 +142,31 @@ class GraphGradients(Extension):
         if backward is None or backward.reduction is None or not self._is_single:
             return
         bucket_set = backward.reduction.bucket_set
-        number = self._number_of.get(name)
+        param_index = self._index_of.get(name)
         # Not in a bucket (an input, or an added parameter), or dropped by autograd.
-        if number is None or not bucket_set.use.expected[number] or grad.is_sparse:
+        if param_index is None or not bucket_set.use.expected[param_index] or grad.is_sparse:
             return
-        param = bucket_set.params[number]
+        param = bucket_set.params[param_index]
         if param.grad is not None:  # autograd will add to it
             return
         self._announced[name] = _Announced(param, grad.data_ptr(), grad._version)
-        segment = core.tracker.segment_of[number]
+        segment = core.tracker.segment_of[param_index]
         if segment not in self._packs:
             return
-        numbers = bucket_set.ranges[segment]
-        grads = self._incomplete.setdefault(segment, [None] * len(numbers))
-        grads[number - numbers.start] = grad
+        indices = bucket_set.ranges[segment]
+        grads = self._incomplete.setdefault(segment, [None] * len(indices))
+        grads[param_index - indices.start] = grad
         if NoneType not in map(type, grads):
             del self._incomplete[segment]
             self._pack(core, backward.reduction, segment, grads)
 
     def _pack(
-        self, core: AutogradDriver, reduction: Reduction, number: int, grads: list[Any]
+        self, core: AutogradDriver, reduction: Reduction, segment_index: int, grads: list[Any]
     ) -> None:
         """Pack a segment whose gradients are all made, unless autograd would change one."""
-        bucket, segment = reduction.bucket_set.segments[number]
+        bucket, segment = reduction.bucket_set.segments[segment_index]
         if (
-            reduction.packed[number]
+            reduction.packed[segment_index]
             or bucket.storage.is_sparse
             or not all(map(_is_free, segment.params, grads))
         ):
@@ -174,14 +174,14 @@ class GraphGradients(Extension):
         for param, grad in zip(segment.params, grads, strict=True):
             param.grad = grad
         try:
-            core.on_segment_ready(number)
+            core.on_segment_ready(segment_index)
         finally:
             # Otherwise autograd would add to them. With no other reference to a gradient, autograd
             # sets it as .grad without a copy.
             for param in segment.params:
                 param.grad = None
             bucket.storage.fetch(bucket, segment)
-        self._packed.append(number)
+        self._packed.append(segment_index)
 
     def on_compute_end(self, backward: Backward) -> None:
         """Autograd has handed all gradients over."""
@@ -189,10 +189,14 @@ class GraphGradients(Extension):
         if reduction is None:
             self._forget()
             return
-        sent = {name for number in self._packed for name in self._names_in(reduction, number)}
+        sent = {
+            name
+            for segment_index in self._packed
+            for name in self._names_in(reduction, segment_index)
+        }
         self._learn(reduction, sent)
-        for number in self._packed:
-            bucket, segment = reduction.bucket_set.segments[number]
+        for segment_index in self._packed:
+            bucket, segment = reduction.bucket_set.segments[segment_index]
             bucket.storage.fetch(bucket, segment)
         changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
         if changed is not None and self._held is not None:
@@ -216,7 +220,11 @@ class GraphGradients(Extension):
     def _learn(self, reduction: Reduction, sent: Collection[str]) -> None:
         """Note of each announced gradient whether autograd has handed it over unchanged."""
         # Those that are referenced here had to be copied.
-        kept = {name for number in self._incomplete for name in self._names_in(reduction, number)}
+        kept = {
+            name
+            for segment_index in self._incomplete
+            for name in self._names_in(reduction, segment_index)
+        }
         for name, announced in self._announced.items():
             was_whole, is_whole = self._is_whole.get(name), announced.is_handed_over()
             # (One that was changed once, may be again.)
@@ -229,8 +237,8 @@ class GraphGradients(Extension):
             self._bucket_set = NoneType  # so that the next backward finds early segments again
 
     def _names_in(self, reduction: Reduction, segment: int) -> Sequence[str]:
-        numbers = reduction.bucket_set.ranges[segment]
-        return reduction.bucket_set.names[numbers.start : numbers.stop]
+        indices = reduction.bucket_set.ranges[segment]
+        return reduction.bucket_set.names[indices.start : indices.stop]
 
     def on_abort(self, reduction: Reduction | None) -> None:
         """Forget the gradients, and the error, of the failed backward."""
@@ -246,11 +254,11 @@ class GraphGradients(Extension):
     def _find_early(self, bucket_set: BucketSet) -> None:
         """Find the segments of new buckets that may be packed early."""
         self._bucket_set = weakref.ref(bucket_set)
-        self._number_of = {name: number for number, name in enumerate(bucket_set.names)}
+        self._index_of = {name: index for index, name in enumerate(bucket_set.names)}
         whole = [self._is_whole.get(name, False) for name in bucket_set.names]
         self._early = {
-            number
-            for number, each in enumerate(bucket_set.ranges)
+            index
+            for index, each in enumerate(bucket_set.ranges)
             if all(whole[each.start : each.stop])
         }
         self._dense = [

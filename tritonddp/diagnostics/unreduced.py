@@ -43,7 +43,7 @@ ADDED = (
 # parameter may have that of an earlier one. (A weak reference would keep swap_tensors from it, and
 # the note itself pickle.)
 _MARK = "_tritonddp_note"
-_numbers = count()
+_seqs = count()
 
 
 class UnreducedGradient(NamedTuple):
@@ -57,13 +57,13 @@ class UnreducedGradient(NamedTuple):
     backward. None is logged for gradients that were dropped, zeroed or reduced before.
 
     Attributes:
-        number: of the note, and the mark of the gradient.
+        seq: of the note, and the mark of the gradient.
         name, where: the parameter's name; the rank and its step.
         origin: ``AROUND``, ``INSIDE`` or ``ADDED``.
         owner: of the wrapper.
     """
 
-    number: int
+    seq: int
     name: str
     where: str
     origin: str
@@ -72,7 +72,7 @@ class UnreducedGradient(NamedTuple):
     def is_left(self, param: Tensor) -> bool:
         """Whether the parameter still has this gradient, and that is not zero."""
         grad = param.grad
-        if grad is None or getattr(grad, _MARK, None) != self.number:
+        if grad is None or getattr(grad, _MARK, None) != self.seq:
             return False
         if grad.is_cuda and is_capturing():
             return False
@@ -153,9 +153,9 @@ class UnreducedGradients(Extension):
         for index in current.use.ready_indices():
             grad = current.params[index].grad
             if grad is not None:
-                note = UnreducedGradient(next(_numbers), current.names[index], where, origin, owner)
+                note = UnreducedGradient(next(_seqs), current.names[index], where, origin, owner)
                 noted[id(current.params[index])] = note
-                setattr(grad, _MARK, note.number)
+                setattr(grad, _MARK, note.seq)
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 

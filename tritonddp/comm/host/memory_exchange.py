@@ -92,11 +92,11 @@ class HostSums:
 
     def goes_elsewhere(self, bucket: Bucket, peers: Peers) -> None:
         """Tell the others that this bucket goes through the process group, not through memory."""
-        number = self.launched + 1
-        peers.say(PACKED, ANY, bucket.index, number, bucket.nbytes)
-        self.launched = number
+        seq = self.launched + 1
+        peers.say(PACKED, ANY, bucket.index, seq, bucket.nbytes)
+        self.launched = seq
         for peer in peers.others:
-            for at in [n for n, what in peer.packed.items() if what[0] == ANY and n < number]:
+            for at in [n for n, what in peer.packed.items() if what[0] == ANY and n < seq]:
                 del peer.packed[at]
 
     # Sums of two shots: other ranks may wait for the shares of this one
@@ -107,12 +107,12 @@ class HostSums:
         peers.work_while_waiting()
 
     def _in_order(self) -> list[MemoryExchange]:
-        return sorted(self._with_shares, key=lambda each: each.number)
+        return sorted(self._with_shares, key=lambda each: each.seq)
 
     def sum_packed(self) -> None:
         if self.thread is not None:
             for exchange in self._in_order():
-                if exchange.started < exchange.number:
+                if exchange.started < exchange.seq:
                     exchange.sum_share()
 
     def go_on(self) -> bool:
@@ -131,7 +131,7 @@ class HostSums:
         if self.thread != get_ident():
             return False
         for exchange in self._in_order():
-            if exchange.summed < exchange.number:
+            if exchange.summed < exchange.seq:
                 exchange.wait_for(PACKED, waits=False)
                 self.sum_packed()
                 return True
@@ -150,7 +150,7 @@ class HostSums:
         """
         self.sum_packed()
         for exchange in self._in_order():
-            if exchange.number <= last:
+            if exchange.seq <= last:
                 exchange.finish_share()
 
 
@@ -182,7 +182,7 @@ class MemoryExchange(WaitPoint):
         memory: in which each rank of the host packs the bucket, in the order of ranks.
 
     Attributes:
-        number: of the last sum.
+        seq: of the last sum.
         taken: number of the last sum that is in the bucket.
         started: number of the last sum of which the share of this rank is summed over this host.
         summed: number of the last sum of which the share of this rank is complete.
@@ -231,8 +231,8 @@ class MemoryExchange(WaitPoint):
     def before_pack(self) -> None:
         """See :class:`BucketExchange`: wait until all ranks have read the last content."""
         progress = self._progress
-        if self.number > progress.free:
-            if self.number > progress.read:
+        if self.seq > progress.free:
+            if self.seq > progress.read:
                 self._give_up()
             self.wait_for(READ)
             progress.free = progress.read  # the last sum of that reduction
@@ -244,29 +244,29 @@ class MemoryExchange(WaitPoint):
         counters.memory_bytes += nbytes
         counters.memory_exchanges += 1
         counters.sent_bytes += self._sent_bytes
-        number = sums.launched + 1
+        seq = sums.launched + 1
         if self.in_place is not None:
             self.in_place.begin(bucket.flat.data)
-        message = MESSAGE.pack(PACKED, self.wrapper, bucket.index, number, nbytes)
+        message = MESSAGE.pack(PACKED, self.wrapper, bucket.index, seq, nbytes)
         try:
             for send in peers.sends:
                 send(message)
         except OSError:  # a full socket buffer; or a rank that is gone, which the wait will report
             peers.send(message)
-        self.number = self._progress.last = sums.launched = number
+        self.seq = self._progress.last = sums.launched = seq
         if self.shares is not None:
             sums.begin_shares(self)
         return self
 
     def wait(self, bucket: Bucket, work: Work) -> None:
         progress = self._progress
-        if self.taken < self.number:
+        if self.taken < self.seq:
             self.wait_for(PACKED)
             for peer in self.peers.others:
-                if peer.packed.get(self.number) != self.content:
+                if peer.packed.get(self.seq) != self.content:
                     self._refuse(peer)
             if self.shares is not None:
-                self._sums.finish_shares(self.number)
+                self._sums.finish_shares(self.seq)
                 self.wait_for(SUMMED)
             if self.in_place is not None:
                 self.in_place.end(bucket.flat.data)
@@ -274,10 +274,10 @@ class MemoryExchange(WaitPoint):
                 torch.add(*pair, out=self.buffers.result)
             else:
                 self.buffers.sum()
-            self.taken = self.number
+            self.taken = self.seq
             for peer in self.peers.others:
-                peer.packed.pop(self.number, None)
-        if self.number == progress.last != progress.read and self.sum_into is None:
+                peer.packed.pop(self.seq, None)
+        if self.seq == progress.last != progress.read and self.sum_into is None:
             self._confirm()
         if self._future is not None:
             future, self._future = self._future, None
@@ -287,7 +287,7 @@ class MemoryExchange(WaitPoint):
         """See :class:`BucketExchange`."""
         self.buffers.sum_into(grads, factor)
         progress = self._progress
-        if self.number == progress.last != progress.read:
+        if self.seq == progress.last != progress.read:
             self._confirm()
 
     def _confirm(self) -> None:
@@ -308,47 +308,47 @@ class MemoryExchange(WaitPoint):
         if self.shares is not None and self.is_packed():
             # The others may still write to this buffer. Nobody needs the share of this rank, which
             # must not be summed after this message.
-            self.started = self.number
-            if self.summed < self.number:
+            self.started = self.seq
+            if self.summed < self.seq:
                 self._say_summed()
             self.wait_for(SUMMED)
         self._forget()
 
     def _give_up(self) -> None:
         """The last reduction has failed on this rank: confirm it with READ, without its sums."""
-        for exchange in sorted(self._progress.exchanges, key=lambda each: each.number):
-            if exchange.shares is not None and exchange.summed < exchange.number:
+        for exchange in sorted(self._progress.exchanges, key=lambda each: each.seq):
+            if exchange.shares is not None and exchange.summed < exchange.seq:
                 exchange.wait_for(PACKED)
-                self._sums.finish_shares(exchange.number)  # the others wait for these
+                self._sums.finish_shares(exchange.seq)  # the others wait for these
             exchange._forget()
         self._confirm()
 
     def _forget(self) -> None:
-        self.taken = self.number
+        self.taken = self.seq
         for peer in self.peers.others:
-            peer.packed.pop(self.number, None)
+            peer.packed.pop(self.seq, None)
 
     # The share of this rank
 
     def is_packed(self) -> bool:
         """Return True if all ranks of the host have packed this bucket, and not another one."""
-        return all(peer.packed.get(self.number) == self.content for peer in self.peers.others)
+        return all(peer.packed.get(self.seq) == self.content for peer in self.peers.others)
 
     def sum_share(self) -> None:
         """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
         if self.shares is None or not self.is_packed():  # of another bucket: wait() raises
             return
         self.shares.sum(spreads=self.in_place is not None and self._cross_host is None)
-        self.started = self.number
+        self.started = self.seq
         if self._cross_host is None:
             self._say_summed()
         else:
-            self._cross_host.start(self.number)
+            self._cross_host.start(self.seq)
 
     def is_awaited(self) -> bool:
         """Whether another rank of this host has said that its share is there."""
-        key, number = (SUMMED, self.wrapper), self.number
-        return any(peer.counts[key] >= number for peer in self.peers.others)
+        key, seq = (SUMMED, self.wrapper), self.seq
+        return any(peer.counts[key] >= seq for peer in self.peers.others)
 
     def finish_share(self) -> None:
         """Wait for the sum of the share over hosts, and tell the others."""
@@ -360,8 +360,8 @@ class MemoryExchange(WaitPoint):
             self._say_summed()
 
     def _say_summed(self) -> None:
-        self.summed = self.number
-        self.peers.say(SUMMED, *self.content[:2], self.number)
+        self.summed = self.seq
+        self.peers.say(SUMMED, *self.content[:2], self.seq)
 
     def _refuse(self, peer: Peer) -> NoReturn:
         """Raise: ``peer`` has announced another bucket under the number of this sum.
@@ -370,7 +370,7 @@ class MemoryExchange(WaitPoint):
             Mismatch: it goes through memory too, so all ranks find out.
             PeerError: it goes through the process group, where ``peer`` waits for this rank.
         """
-        theirs = peer.packed.get(self.number)
+        theirs = peer.packed.get(self.seq)
         message = (
             f"rank {peer.rank} reduces {'nothing' if theirs is None else _words(*theirs)}, and "
             f"this rank {_words(*self.content)}: the ranks do not run the same backwards in the "

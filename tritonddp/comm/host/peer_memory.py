@@ -202,7 +202,7 @@ class PeerMemory:
         except OSError as error:
             failure = f"memory cannot be handed over: {error}"
             # Without a descriptor, so that the others do not hang.
-            peers.say(HANDED, wrapper, 0, point.number, memory.tensor.numel())
+            peers.say(HANDED, wrapper, 0, point.seq, memory.tensor.numel())
         point.wait_for(HANDED)
         of_ranks: dict[int, Memory | str] = {self._group.rank: memory}
         of_ranks.update((peer.rank, peer.handed.pop(wrapper)) for peer in peers.others)

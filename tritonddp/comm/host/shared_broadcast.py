@@ -94,10 +94,10 @@ class SharedBroadcast:
     one rank makes alone does no harm: until the next step a rank may see the former buffers.
     """
 
-    def __init__(self, group: Group, peers: Peers, number: int) -> None:
-        self.number = number  # of the wrapper, the same on all ranks
+    def __init__(self, group: Group, peers: Peers, wrapper: int) -> None:
+        self.wrapper = wrapper  # its number, the same on all ranks
         self._group, self._peers = group, peers
-        self._point = _Point(number, peers)
+        self._point = _Point(wrapper, peers)
         self._over = 0  # number of the last broadcast that is over
         # Of the source.
         self._memory: Memory | None = None
@@ -115,17 +115,17 @@ class SharedBroadcast:
         Raises:
             RuntimeError: a rank is missing, or has other tensors; the message names it.
         """
-        number = max(self._over + 1, step << 32)
+        seq = max(self._over + 1, step << 32)
         with self._group.uninterrupted():
             if self._group.rank == source:
-                self._show(part, number, by_group)
+                self._show(part, seq, by_group)
             else:
                 peer = next(each for each in self._peers.others if each.rank == source)
-                self._take(part, number, peer, by_group)
+                self._take(part, seq, peer, by_group)
 
-    def _wait_for(self, kind: int, number: int, part: Part, source: Peer | None = None) -> None:
+    def _wait_for(self, kind: int, seq: int, part: Part, source: Peer | None = None) -> None:
         try:
-            self._point.at(number).wait_for(kind, source=source)
+            self._point.at(seq).wait_for(kind, source=source)
         except RuntimeError as error:
             raise self._group.explain(part.where, f"broadcast of {part}", error) from error
 
@@ -142,7 +142,7 @@ class SharedBroadcast:
 
     # The source
 
-    def _show(self, part: Part, number: int, by_group: Callable[[], None]) -> None:
+    def _show(self, part: Part, seq: int, by_group: Callable[[], None]) -> None:
         if len(self._shown) == _AHEAD:
             self._wait_for(SEEN, self._shown[0], part)
         memory = self._memory_for(part)
@@ -152,9 +152,9 @@ class SharedBroadcast:
             self._wait_for(SEEN, self._over, part)
         for address, start, nbytes in differing:
             ctypes.memmove(start, address, nbytes)
-        self._peers.say(SHOWN, self.number, layout, number, part.nbytes)
-        self._shown.append(number)
-        self._over, self._layout = number, layout
+        self._peers.say(SHOWN, self.wrapper, layout, seq, part.nbytes)
+        self._shown.append(seq)
+        self._over, self._layout = seq, layout
         self._peers.flush()
         if memory is None:
             by_group()
@@ -185,7 +185,7 @@ class SharedBroadcast:
             self._refuse(part, str(error))
             return
         self._wait_for(MAPPED, self._loans, part)
-        answers = [(each.rank, each.last[MAPPED, self.number][0]) for each in self._peers.others]
+        answers = [(each.rank, each.last[MAPPED, self.wrapper][0]) for each in self._peers.others]
         if refusing := [rank for rank, is_refused in answers if is_refused]:
             self._refuse(part, f"rank {refusing[0]} cannot map it")
         else:
@@ -202,28 +202,28 @@ class SharedBroadcast:
 
     # The other ranks
 
-    def _take(self, part: Part, number: int, source: Peer, by_group: Callable[[], None]) -> None:
-        line = SHOWN, self.number
-        if source.counts[line] < number:
+    def _take(self, part: Part, seq: int, source: Peer, by_group: Callable[[], None]) -> None:
+        line = SHOWN, self.wrapper
+        if source.counts[line] < seq:
             self._point.wait_for(SHOWN, waits=False)
-        if source.counts[line] < number:
+        if source.counts[line] < seq:
             # If an earlier one was left out here, after Ctrl-C, the source may wait for this.
-            self._peers.answer(source, SEEN, self.number, 0, number - 1)
-            self._wait_for(SHOWN, number, part, source)
+            self._peers.answer(source, SEEN, self.wrapper, 0, seq - 1)
+            self._wait_for(SHOWN, seq, part, source)
         layout, nbytes = source.last[line]
         is_alike = layout == 0 or (layout, nbytes) == (part.layout, part.nbytes)
         if layout == 0:
             by_group()
         elif is_alike:
-            memory = source.lent[self.number]
+            memory = source.lent[self.wrapper]
             assert isinstance(memory, Memory)
             if differing := self._differing(part, memory.tensor):
                 for address, start, size in differing:
                     ctypes.memmove(address, start, size)
                 for message in part.messages:
                     message.copy_back()
-        self._peers.answer(source, SEEN, self.number, 0, number)
-        self._over = source.seen[self.number] = number
+        self._peers.answer(source, SEEN, self.wrapper, 0, seq)
+        self._over = source.seen[self.wrapper] = seq
         self._peers.flush()
         if not is_alike:
             raise RuntimeError(
@@ -235,4 +235,4 @@ class SharedBroadcast:
 
     def __del__(self) -> None:
         for peer in self._peers.others:
-            peer.lent.pop(self.number, None)
+            peer.lent.pop(self.wrapper, None)

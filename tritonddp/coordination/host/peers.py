@@ -187,13 +187,13 @@ class Peers:
             peer.send(message)
         self._note_unsent()
 
-    def say(self, kind: int, wrapper: int, bucket: int, number: int, nbytes: int = 0) -> None:
+    def say(self, kind: int, wrapper: int, bucket: int, seq: int, nbytes: int = 0) -> None:
         """Send a message to all peers; see :meth:`send`."""
-        self.send(MESSAGE.pack(kind, wrapper, bucket, number, nbytes))
+        self.send(MESSAGE.pack(kind, wrapper, bucket, seq, nbytes))
 
-    def answer(self, peer: Peer, kind: int, wrapper: int, bucket: int, number: int) -> None:
+    def answer(self, peer: Peer, kind: int, wrapper: int, bucket: int, seq: int) -> None:
         """Send a message to one peer; see :meth:`send`."""
-        peer.send(MESSAGE.pack(kind, wrapper, bucket, number, 0))
+        peer.send(MESSAGE.pack(kind, wrapper, bucket, seq, 0))
         self._note_unsent()
 
     def flush(self) -> None:
@@ -230,7 +230,7 @@ class Peers:
         if not content:
             self.drop(peer)
             return
-        kind, wrapper, _, number, nbytes = MESSAGE.unpack(content)
+        kind, wrapper, _, seq, nbytes = MESSAGE.unpack(content)
         memory: Memory | str
         try:
             if not ancillary:  # sending failed; or this process has too many open files
@@ -240,10 +240,10 @@ class Peers:
             memory = f"memory of rank {peer.rank} cannot be mapped: {error}"
         if kind == LENT:
             peer.lent[wrapper] = memory
-            self.answer(peer, MAPPED, wrapper, isinstance(memory, str), number)
+            self.answer(peer, MAPPED, wrapper, isinstance(memory, str), seq)
         else:
             peer.handed[wrapper] = memory
-        peer.counts[kind, wrapper] = number
+        peer.counts[kind, wrapper] = seq
         peer.received.popleft()
 
     def drop(self, peer: Peer) -> None:
@@ -308,27 +308,27 @@ _working: set[ref[Peers]] = set()
 class WaitPoint:
     """A point that all ranks reach repeatedly, and where they wait for each other."""
 
-    def __init__(self, wrapper: int, peers: Peers, number: int = 0) -> None:
+    def __init__(self, wrapper: int, peers: Peers, seq: int = 0) -> None:
         self.wrapper = wrapper  # its number, the same on all ranks
-        self.number = number  # counts the times
+        self.seq = seq  # counts the times
         self.peers = peers
         self._keys = [(kind, wrapper) for kind in range(LENT + 1)]
         self._keys[PACKED] = PACKED, ANY
 
-    def at(self, number: int) -> WaitPoint:
-        """This point, with this :attr:`number`."""
-        self.number = number
+    def at(self, seq: int) -> WaitPoint:
+        """This point, with this :attr:`seq`."""
+        self.seq = seq
         return self
 
     def wait_for(self, kind: int, waits: bool = True, source: Peer | None = None) -> None:
-        """Wait until all peers, or the one given, have sent ``kind`` with this ``number``.
+        """Wait until all peers, or the one given, have sent ``kind`` with this ``seq``.
 
         With ``waits=False`` only receive the messages that have come, of all kinds and wrappers.
 
         Raises:
             PeerError: a rank is gone, or was not there within the group's timeout.
         """
-        peers, key, number = self.peers, self._keys[kind], self.number
+        peers, key, seq = self.peers, self._keys[kind], self.seq
         if peers.sends is not peers.direct_sends:
             peers.send_rest()
         since = 0.0
@@ -338,7 +338,7 @@ class WaitPoint:
                 received, counts = peer.received, peer.counts
                 # While this rank waits it takes all messages: poll() would return for each that is
                 # left.
-                while received or (peer.is_open and (since or not waits or counts[key] < number)):
+                while received or (peer.is_open and (since or not waits or counts[key] < seq)):
                     try:
                         if not received:
                             received.extend(map(peer.receive, *_RECEIVE))
@@ -362,7 +362,7 @@ class WaitPoint:
                             peer.last[of] = bucket, nbytes
                         counts[of] = at
                     received.popleft()
-                if waits and counts[key] < number and (source is None or peer is source):
+                if waits and counts[key] < seq and (source is None or peer is source):
                     if not peer.is_open:
                         raise PeerError(f"rank {peer.rank} has closed its connection")
                     late = late or peer
@@ -389,7 +389,7 @@ class WaitPoint:
         Raises:
             OSError: it cannot be sent.
         """
-        message = MESSAGE.pack(kind, self.wrapper, 0, self.number, memory.tensor.numel())
+        message = MESSAGE.pack(kind, self.wrapper, 0, self.seq, memory.tensor.numel())
         end = monotonic() + _SENDING
         for peer in self.peers.others:
             while not peer.hand_over(message, memory.descriptor):

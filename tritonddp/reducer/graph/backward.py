@@ -57,7 +57,7 @@ class SyncState:
 class Forward:
     """One forward of the module, as long as its graph lives."""
 
-    number: int  # counts the forwards of this wrapper
+    seq: int  # counts the forwards of this wrapper
     reductions: int  # number of reductions before it
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
     reached: bool = False  # a reduced backward has gone through its outputs
@@ -86,7 +86,7 @@ class Forwards:
             output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
         call_site: where the last reduced backward was called. ``None`` for a wrapper, and inside
             ``join()``, where ranks without inputs call none.
-        number: of the last forward whose outputs can be reduced; 0 before the first.
+        seq: of the last forward whose outputs can be reduced; 0 before the first.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         by_call: the last reduced backward is so in place alone: it went through no output until
             then, and no forward had armed it.
@@ -98,7 +98,7 @@ class Forwards:
     def __init__(self) -> None:
         self.call_sites: CallSites | None = None
         self.call_site: CallSite | None = None
-        self.number = 0
+        self.seq = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         # How many forwards arm the reduction now, and did so before the last reduced backward.
         self._armed = self.was_armed = 0
@@ -114,16 +114,16 @@ class Forwards:
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
         """A forward has run; see :class:`Forward`."""
-        self.number += 1
+        self.seq += 1
         self._armed += syncs
         self.ended_inside = 0
         self.was_local = not syncs
-        return Forward(self.number, reductions, syncs)
+        return Forward(self.seq, reductions, syncs)
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
         self._armed = max(self._armed, 1)
-        self._prepared = self.number
+        self._prepared = self.seq
 
     def decide(
         self,
@@ -147,7 +147,7 @@ class Forwards:
         """
         join = sync.join
         is_joined = join is not None and join.is_open
-        number = self.number if forward is None else forward.number
+        seq = self.seq if forward is None else forward.seq
         self.by_call = not (forward or is_joined or self._armed)
         # (Inside join() ranks without inputs know only what the forward has told them.)
         if is_joined:
@@ -155,7 +155,7 @@ class Forwards:
         else:
             counts = self.call_sites is not None if forward is None else forward.syncs
             is_wanted = self._armed > 0 or counts
-        if 0 < number <= self._prepared and not is_joined:
+        if 0 < seq <= self._prepared and not is_joined:
             reduced = True
         elif not is_wanted:
             reduced = False
