@@ -328,7 +328,7 @@ class AutogradDriver:
         current, is_provisional = manager.current, manager.is_provisional
         if self.events.needs_reached:
             self.reducer.check_pending()
-        is_captured = current.is_on_gpu and is_capturing()
+        is_captured = current.is_on_gpu and torch.cuda.is_current_stream_capturing()
         if is_captured:
             capture.begin(self.reducer, tracker.gradients.streams, expected, is_reduced=True)
         if manager.former_counts or manager.schema is not self.parameters.schema:
