@@ -543,11 +543,6 @@ def distributed_context() -> int | None:
         return None
 
 
-def gradients_in_context(context: int) -> dict[Tensor, Tensor]:
-    """``get_gradients`` of ``torch.distributed.autograd``, which not every torch can import."""
-    return torch._C._distributed_autograd.get_gradients(context)
-
-
 def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:
     """Set the gradient of ``param`` in this context of ``torch.distributed.autograd``.
 
@@ -567,13 +562,6 @@ def _put() -> Any:
             return (%gradients)"""
     )
     return torch._C._create_function_from_graph("put_into_context", graph)
-
-
-def values_of_rrefs(tree: Any) -> list[Any]:
-    """The values of all RRefs of this process in ``tree``, found as stock DDP finds them."""
-    kind = torch._C._distributed_rpc.PyRRef
-    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, kind))
-    return [leaf.local_value() for leaf in leaves if leaf.is_owner()]
 
 
 # The backward is compiled too, without AccumulateGrad nodes and calls at its end, if this attribute

@@ -105,9 +105,9 @@ class AutogradDriver:
         self.track()
 
     @property
-    def order(self) -> tuple[str, int, int]:
+    def order(self) -> tuple[str, int]:
         """Where it is in an order of all reducers that is the same on all ranks."""
-        return self.group.name, self.parameters.number, 1
+        return self.group.name, self.parameters.number
 
     @property
     def bucket_set(self) -> BucketSet:
