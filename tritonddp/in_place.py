@@ -19,13 +19,10 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, cheap_record_function, is_profiled, traced_as
 from tritonddp.compiled.forward import WRAPPER, replicated_in_one_graph, unless_traced
-from tritonddp.coordination.failures import listed
 from tritonddp.state import DDPState
 from tritonddp.wrapper import DistributedDataParallel
 
@@ -235,7 +232,6 @@ def replicate(
         hook = unless_traced(_note_part)  # compiled forwards may make modules, by a slice say
         _hooks.append(register_module_module_registration_hook(hook))
         _hooks.append(register_module_parameter_registration_hook(hook))
-        _hooks.append(register_optimizer_step_pre_hook(_refuse_swapped))
     return module
 
 
@@ -269,19 +265,6 @@ def _note_part(owner: nn.Module, _: str, part: nn.Module | nn.Parameter | None) 
     for state in DDPState.all_live():
         if state.call is not None and part is not None and state.parameters.expects(owner, part):
             state.core.watch_others()
-
-
-def _refuse_swapped(optimizer: Optimizer, *_: Any) -> None:
-    """Hook of all optimizers: our hooks went with the tensor, and nothing told of a backward."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for state in DDPState.all_live():
-        if state.call is not None and (names := state.parameters.swapped(params)):
-            raise RuntimeError(
-                f"{state.core.where()}: there is another tensor behind {listed(names)} since the "
-                "last forward of the replicated module (torch.utils.swap_tensors), so that the "
-                "gradients of later backwards are not averaged: call the module itself once, not "
-                "only a part of it, or replicate it after such a change"
-            )
 
 
 def _wrapper_of(module: Any) -> DistributedDataParallel | None:

@@ -51,7 +51,6 @@ from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
-from tritonddp.reducer.in_context import ContextReducer
 from tritonddp.reducer.reducer import Reducer
 
 _T = TypeVar("_T")
@@ -87,7 +86,6 @@ class DDPState:
     counters: Counters = field(init=False)  # of what was sent
     buffer_sync: BufferSync = field(init=False)  # synchronises buffers before forwards
     core: AutogradDriver = field(init=False)  # reduces gradients
-    contexts: ContextReducer = field(init=False)  # reduces gradients in RPC's contexts
     metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
     logger: Logger = field(init=False)  # configuration and statistics
@@ -194,7 +192,6 @@ class DDPState:
             broadcast=broadcast if config.given.init_sync else None,
         )
         core = self.core = AutogradDriver(reducer)
-        self.contexts = ContextReducer(core)
         if finds_unused is False:
             core.events.install(StrictUnused(self.parameters, group.rank, core.deferred, self.sync))
         for extension in self._extensions(core):

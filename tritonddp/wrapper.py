@@ -292,13 +292,15 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._sync_buffers()
         syncs, has_grad, held = state.sync.enabled, torch.is_grad_enabled(), state.parameters
         if has_grad and (held.trainable or held.have_left()):  # else there is nothing to reduce
-            context = distributed_context() if rpc_runs() else None
+            context, core = distributed_context() if rpc_runs() else None, state.core
             if context is None:
-                is_one, core = type(output) is Tensor, state.core
+                is_one = type(output) is Tensor
                 forward = core.forwards.ended(core.counters.reductions, syncs)
                 watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
-                state.contexts.watch(output, context, syncs)
+                from tritonddp.features import rpc_contexts  # imports torch.distributed.rpc
+
+                rpc_contexts.watch(core, output, context, syncs)
         # As in stock: the next forward need not synchronise buffers if nothing made ranks differ.
         if self.require_forward_param_sync is not (has_grad and syncs):  # to set it is slow
             self.require_forward_param_sync = has_grad and syncs

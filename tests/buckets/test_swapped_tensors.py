@@ -1,18 +1,21 @@
-"""Another tensor behind a parameter: the object stays, its autograd node and our hooks do not."""
+"""Parameters that are converted go on; those that swap_tensors gives another tensor are refused."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from differential.actions.training import converting
-from distributed import assert_same_on_all_ranks, ranks
+from distributed import ranks
 from modules import Layers
 from oracle import one_per_rank
 from torch import nn
 from training import drawn, wrap
 
 import tritonddp
+
+SWAPPED = r"rank \d, step \d: .*swap_tensors.* of parameter 'layers\.%s\.%s'.*wrap the module again"
 
 
 def swap(*names: str) -> Callable[[nn.Module], None]:
@@ -34,8 +37,13 @@ def move(by: str) -> Callable[[nn.Module], None]:
 
 
 def load(module: nn.Module) -> None:
-    with converting("load_state_dict"):
+    with converting("swap"):
         module.load_state_dict({k: v.clone() * 0.5 for k, v in module.state_dict().items()})
+
+
+def assign(module: nn.Module) -> None:
+    state = {k: v.clone() * 0.5 for k, v in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
 
 
 def of_a_layer(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
@@ -48,18 +56,25 @@ def swap_mutually(module: nn.Module) -> None:
     torch.utils.swap_tensors(one, other)
 
 
-CHANGES = {
-    "one": swap("b"),
-    "mutually": swap_mutually,
-    "last": swap("a"),
-    "all": swap(),
-    "loaded": load,
-    "a loaded layer": of_a_layer(load),
-    "moved by swaps": move("swap"),
+def swap_for_another_kind(module: nn.Module) -> None:
+    torch.utils.swap_tensors(module.layers["b"].weight, nn.Parameter(torch.zeros(2, 2)))
+
+
+CONVERSIONS = {
     "moved by data": move("data"),
     "moved by new ones": move("overwrite"),
-    "a layer moved by swaps": of_a_layer(move("swap")),
     "a layer moved by data": of_a_layer(move("data")),
+    "assigned": assign,
+}
+# And the layer that the error names.
+SWAPS = {
+    "one": (swap("b"), "b"),
+    "mutually": (swap_mutually, "[ab]"),
+    "all": (swap(), "."),
+    "loaded": (load, "."),
+    "a loaded layer": (of_a_layer(load), "b"),
+    "moved by swaps": (move("swap"), "."),
+    "another kind": (swap_for_another_kind, "b"),
 }
 
 
@@ -86,8 +101,8 @@ def check(ddp: nn.Module, *steps: int, tolerance: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dropped", "kept"])
 @ranks(2, views=True)
-def test_the_next_step_is_right(keeps: bool, view: bool) -> None:
-    for change in CHANGES.values():
+def test_the_step_after_a_conversion_is_right(keeps: bool, view: bool) -> None:
+    for change in CONVERSIONS.values():
         ddp = wrap(Layers("abc").double(), view, bucket_cap_mb=1e-4)
         for step in range(6):
             if not keeps:
@@ -108,81 +123,84 @@ def test_views_of_buckets_whose_data_was_set_are_led_back() -> None:
             param.grad.data = param.grad.data * 2
 
 
-@pytest.mark.parametrize("change", ["one", "all"])
-@ranks(2, 3, views=True)
-def test_one_rank_alone_may_do_it(rank: int, change: str, view: bool) -> None:
+@pytest.mark.parametrize("name", SWAPS)
+@ranks(2, views=True)
+def test_swapped_tensors_are_an_error_at_each_forward(name: str, view: bool) -> None:
+    change, layer = SWAPS[name]
     ddp = wrap(Layers("abc").double(), view, bucket_cap_mb=1e-4)
-    for step in range(5):
+    check(ddp, 0)
+    ddp.module(batch(1)).sum().backward()  # is noted, without a weak reference to parameters
+    ddp.zero_grad()
+    change(ddp.module)
+    for context in (nullcontext(), ddp.no_sync()):
+        with context, pytest.raises(RuntimeError, match=SWAPPED % (layer, r"\w+")):
+            ddp(batch(1))
+    if name == "another kind":
+        return
+    module = ddp.module
+    with torch.no_grad():
+        ddp(batch(1))
+    del ddp
+    ddp = wrap(module, view, bucket_cap_mb=1e-4)
+    for step in range(2, 4):
         ddp.zero_grad()
-        check(ddp, step)
-        if rank == 1 and step % 2:
-            for name, param in ddp.module.named_parameters():
-                if change == "all" or ".b." in name:
-                    param.grad = None
-                    torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
+        check(ddp, step, tolerance=1e-6)
 
 
 @ranks(2)
-def test_it_may_follow_a_backward_around_the_wrapper() -> None:
-    """Which is noted, for a warning, without a weak reference to parameters or gradients."""
-    ddp = wrap(Layers("abc").double())
+def test_one_rank_alone_names_what_it_has_swapped(rank: int) -> None:
+    ddp = wrap(Layers("abc").double(), bucket_cap_mb=1e-4)
     check(ddp, 0)
-    ddp.module(batch(1)).sum().backward()
-    move("swap")(ddp.module)
     ddp.zero_grad()
-    swap("b")(ddp.module)
+    if rank == 1:
+        swap("b")(ddp.module)
+        with pytest.raises(RuntimeError, match=SWAPPED % ("b", r"\w+")):
+            ddp(batch(1))
+    # The former wrapper is still there, and leaves the backwards of the new one alone.
+    again = wrap(ddp.module, bucket_cap_mb=1e-4)
+    for step in range(2, 4):
+        again.zero_grad()
+        check(again, step)
+
+
+@ranks(2)
+def test_tensors_that_no_bucket_has_may_be_swapped() -> None:
+    net = Layers("abc").double()
+    net.layers["b"].requires_grad_(False)
+    ddp = wrap(net, bucket_cap_mb=1e-4)
+    check(ddp, 0)
+    move("swap")(nn.Linear(2, 2).double())  # of another module
+    for param in net.layers["b"].parameters():
+        torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone(), requires_grad=False))
     check(ddp, 1)
-
-
-@ranks(2)
-def test_another_kind_is_named_at_the_forward(rank: int) -> None:
-    ddp = wrap(Layers("abc").double())
-    check(ddp, 0)
     ddp.zero_grad()
-    for other in (torch.zeros(4, 4), torch.zeros(2, 2, dtype=torch.float64)):
-        torch.utils.swap_tensors(ddp.module.layers["b"].weight, nn.Parameter(other))
-        for _ in range(2):
-            with pytest.raises(
-                RuntimeError, match=r"'layers\.b\.weight' was torch\.float64 on cpu.*wrap"
-            ):
-                ddp(batch(1))
-    right = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
-    torch.utils.swap_tensors(ddp.module.layers["b"].weight, right)
+    net.layers["b"].requires_grad_(True)
     check(ddp, 2)
 
 
 @ranks(2)
-def test_what_torch_refuses_between_forward_and_backward_comes_through(rank: int) -> None:
+def test_tensors_swapped_between_forward_and_backward_are_an_error_in_both() -> None:
     ddp = wrap(Layers("abc").double(), bucket_cap_mb=1e-4)
     check(ddp, 0)
-    for who in (0, 1):
-        ddp.zero_grad()
-        loss = ddp(batch(1)).sum()
-        if who in (1, 1 + rank):
-            bias = ddp.module.layers[
-                "b"
-            ].bias  # (of a weight, which the graph has, it refuses that)
-            torch.utils.swap_tensors(bias, nn.Parameter(bias.detach().clone()))
-            with pytest.raises(RuntimeError, match="poisoned by swap_tensors"):
-                loss.backward()
-        else:
-            loss.backward()
-        ddp.zero_grad()
-        check(ddp, 2)
+    ddp.zero_grad()
+    loss = ddp(batch(1)).sum()
+    bias = ddp.module.layers["b"].bias  # (of a weight, which the graph has, it refuses that)
+    torch.utils.swap_tensors(bias, nn.Parameter(bias.detach().clone()))
+    for call in (loss.backward, partial(ddp, batch(2))):
+        with pytest.raises(RuntimeError, match=SWAPPED % ("b", "bias")):
+            call()
 
 
 @ranks(2)
-def test_in_place_an_optimizer_refuses_gradients_of_which_nothing_told() -> None:
+def test_a_backward_without_a_forward_names_swapped_tensors_too() -> None:
     net = tritonddp.replicate(Layers("abc").double())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     check(net, 0)
     swap()(net)
-    net.layers["a"](batch(1)).sum().backward()  # no hook is left on these
-    with pytest.raises(RuntimeError, match=r"'layers\.a\.weight'.*call the module itself once"):
-        optimizer.step()
-    net.zero_grad()
-    check(net, 2)
-    net.zero_grad()
-    net.layers["a"](batch(1)).sum().backward()
-    assert_same_on_all_ranks([net.layers["a"].weight.grad])
-    optimizer.step()
+    with pytest.raises(RuntimeError, match=SWAPPED % (".", r"\w+")):
+        net.layers["a"](batch(1)).sum().backward()
+    ddp = wrap(Layers("abc").double())
+    check(ddp, 0)
+    ddp(batch(1))  # its reduction is that of the next backward
+    swap()(ddp.module)
+    with pytest.raises(RuntimeError, match=SWAPPED % (".", r"\w+")):
+        ddp.module.layers["a"](batch(1)).sum().backward()

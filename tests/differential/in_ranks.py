@@ -250,10 +250,7 @@ def compiles(program: Program) -> bool:
     fails = "buffered" in blocks or ("withholding" in blocks and program.network.checkpoint)
     # (What is used outside of a graph is an error once.)
     decays = any(getattr(each, "decayed", "") for each in program.actions)
-    # (After a forward around the wrapper torch holds a parameter by a weak reference at times.)
-    swaps = any(getattr(each, "by", "") == "swap_tensors" for each in program.actions)
-    swaps = swaps and any(getattr(each, "around", False) for each in program.actions)
-    return not ((changes and len(slots) > 1) or fails or decays or swaps)
+    return not ((changes and len(slots) > 1) or fails or decays)
 
 
 def _play_compiled(program: Program) -> Played:

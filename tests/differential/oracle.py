@@ -18,13 +18,13 @@ from differential.actions.training import (
     Backward,
     BreakOff,
     Clip,
+    Convert,
     Forward,
     Hold,
     ReduceGradients,
     Renew,
     Replace,
     Step,
-    Swap,
     ZeroGrad,
     clips_to_rounding,
 )
@@ -128,7 +128,7 @@ class Oracle:
             self._syncs_next_forward = self._syncs_forwards
             for used in self._used:
                 used.clear()
-        if isinstance(action, Swap):  # of which converted buffers are new ones
+        if isinstance(action, Convert):  # of which converted buffers are new ones
             self._broadcast = self._buffers()
         if isinstance(action, Renew):
             self._renewed(action)
@@ -409,7 +409,6 @@ def _reached(network: Network) -> Iterator[set[Tensor]]:
     """The parameters that backwards reach meanwhile, also those that get no gradient."""
     came: set[Tensor] = set()
     params = [param for param in network.parameters() if param.requires_grad]
-    # (After swap_tensors torch does not call hooks of the parameters themselves.)
     with torch.enable_grad():
         nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in params]
     notes = [partial(_note, came, param) for param in params]

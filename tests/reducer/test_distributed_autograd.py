@@ -284,6 +284,22 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(group: Any) 
         ddp(batch(0), "0")
 
 
+@trainers
+def test_a_failed_backward_inside_a_failed_one_of_the_same_module_is_an_error(group: Any) -> None:
+    module = linears(6, 6, 6, 6)
+    ddp = DistributedDataParallel(module, process_group=group)
+    loss = ddp(batch(0)).sum()
+    module[0].register_forward_hook(lambda _, x, y: Failing.apply(y))
+    with dist_autograd.context() as context:
+        inner = ddp(batch(1)).sum()
+        module[2].weight.register_hook(lambda _: dist_autograd.backward(context, [inner]))
+        with pytest.raises(RuntimeError, match="python_error"):
+            loss.backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"loss\.backward\(\) of the same module .*Start"):
+            ddp(batch(2))
+
+
 class Struck(dict[Any, None]):
     """Ctrl-C comes right behind one addition."""
 

@@ -39,12 +39,6 @@ class Broken(RuntimeError):
     pass
 
 
-@ranks(1)
-def test_what_a_wrapper_owes_in_a_context_comes_first_on_all_ranks() -> None:
-    state = wrap(layers())._ddp_state
-    assert state.contexts.order < state.core.order
-
-
 @ranks(2)
 def test_wrappers_of_one_backward_are_asked_once_whether_they_have_failed() -> None:
     """Each asking all others, which are more with each, would cost the square of their number."""

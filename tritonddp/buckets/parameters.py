@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count
-from operator import attrgetter, eq, is_, is_not, methodcaller
+from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -128,6 +128,7 @@ class ModuleParameters:
         is_agreed: the buckets hold what is trainable, and nothing that the module has no more but
             what the ranks have agreed on. Otherwise they have to: see :meth:`commit`.
         module_buffers: see :class:`ModuleBuffers`.
+        swaps_seen: ``_torch.swaps[0]`` at the last :meth:`check_swaps`.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class ModuleParameters:
         self._group = group
         self.number = -1
         self._bucketed: dict[Parameter, str] = {}
-        self._behind: dict[int, None] = {}  # the tensors in C++ behind those, in their order
+        self._tensors: dict[Parameter, int] = {}  # of each of those, the tensor in C++
         count_swaps()
-        self._swapped = swaps[0], False  # at the last look: how often, and others are behind them
+        self.swaps_seen = swaps[0]
         self._schemas: dict[tuple[bool, ...], bytes] = {}  # by what requires gradients
         self._registered: list[Parameter] = []  # since the last update()
         self.update()
@@ -175,8 +176,7 @@ class ModuleParameters:
     def set_bucketed(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         """These parameters, and no others, are in buckets now."""
         self._bucketed = dict(zip(params, names, strict=True))
-        self._behind = dict.fromkeys(map(tensor_behind, params))
-        self._swapped = swaps[0], False
+        self._tensors = {each: self._tensors.get(each, tensor_behind(each)) for each in params}
         self._kinds = _Kinds(params)
         self._sort()
 
@@ -225,12 +225,11 @@ class ModuleParameters:
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: there is a tensor of another kind behind a parameter.
+            RuntimeError: see :meth:`check_swaps`.
         """
+        self.check_swaps(where)
         if not self.look_for_changes() or self._takes_up_plain_parts():
             return False
-        if self.look_for_swaps():
-            self.check_kinds(range(len(self._bucketed)), where)
         self._required = list(map(_requires_grad, self._looked_at))
         if self.look_for_changes():
             self.update()
@@ -270,22 +269,26 @@ class ModuleParameters:
                     "synchronised: wrap the module again after such a change"
                 )
 
-    def swapped(self, among: Iterable[Parameter]) -> list[str]:
-        """Names of parameters with gradients behind which there is a tensor of no bucket.
+    def check_swaps(self, where: Callable[[], str]) -> None:
+        """Raise if a parameter has another tensor in C++ than when it came into a bucket.
 
-        The parameters are ``among`` these. Meant for each step of an optimizer.
+        Raises:
+            RuntimeError: names it. Its autograd node, with our hooks, went with the former tensor.
         """
-        others = [each for each in among if tensor_behind(each) not in self._behind]
-        return [
-            self._bucketed[each]
-            for each in others
-            if each in self._bucketed and each.grad is not None
-        ]
-
-    def look_for_swaps(self) -> bool:
-        """Whether there are other tensors behind parameters than in :meth:`set_bucketed`."""
-        self.look_for_changes()
-        return self._swapped[1]
+        if self.swaps_seen == swaps[0]:
+            return
+        for param, tensor in self._tensors.items():
+            if tensor_behind(param) != tensor:
+                raise RuntimeError(
+                    f"{where()}: torch.utils.swap_tensors exchanged the tensor of parameter "
+                    f"{self._bucketed[param]!r} after the module was wrapped, so that its gradient "
+                    "would not be averaged. (.to() calls it for tensor subclasses, and so do .to() "
+                    "and load_state_dict() after torch.__future__."
+                    "set_swap_module_params_on_conversion(True).) Copy values into the parameter "
+                    "instead, or delete this wrapper and wrap the module again after swap_tensors; "
+                    "after replicate(), replicate a copy of the module"
+                )
+        self.swaps_seen = swaps[0]
 
     def update(self) -> None:
         """Read the parameters and buffers of all modules."""
@@ -398,11 +401,12 @@ class ModuleParameters:
 
     def look_for_changes(self) -> bool:
         """Whether anything has changed since the last :meth:`update`."""
-        if self._swapped[0] != swaps[0]:
-            now = map(tensor_behind, self._bucketed)
-            self._swapped = swaps[0], not all(map(eq, now, self._behind))
         required = list(map(_requires_grad, self._looked_at))
-        if self._swapped[1] or required != self._required or any(self._empty_tables.values()):
+        if (
+            self.swaps_seen != swaps[0]
+            or required != self._required
+            or any(self._empty_tables.values())
+        ):
             return True
         held = list(chain.from_iterable(self._contents))
         return len(held) != len(self._held) or not all(map(is_, held, self._held))

@@ -81,8 +81,6 @@ class Reduction:
             :class:`~tritonddp.coordination.agreement.RankHeader`.
         over_present: inside ``join()``: the mean is over the ranks that have inputs.
         is_alone: there is only one rank, and no bucket is needed.
-        from_grad: its gradients are in ``.grad``, where backwards have accumulated them. Else
-            the user has given them, or they are in a context of ``torch.distributed.autograd``.
         weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
         header: what this rank writes into the first bucket.
@@ -108,7 +106,6 @@ class Reduction:
     pending: list[int]
     is_alone: bool = False
     weight: Weight | None = None
-    from_grad: bool = True
     is_captured: bool = False
     works: list[Any] = field(default_factory=list)
     # Without arguments: they stay on the class until they are set.
@@ -566,7 +563,6 @@ def open_reduction(
     schema: bytes = b"",
     call_site: bytes = bytes(3),
     weight: Weight | None = None,
-    from_grad: bool = True,
     is_alone: bool = False,
     is_captured: bool = False,
 ) -> Reduction:
@@ -593,7 +589,6 @@ def open_reduction(
         packed=[0] * len(bucket_set.segments),
         pending=[0] * len(bucket_set.buckets),
         weight=weight,
-        from_grad=from_grad,
         is_alone=is_alone,
         is_captured=is_captured,
     )

@@ -54,10 +54,10 @@ class GradSource(enum.IntEnum):
     AGAIN = 1, "one more backward through a forward that it has reduced before"
     ELSEWHERE = 2, "another backward"  # it may belong to either of these
     BROKEN = 3, "a backward that broke off"
-    REQUEST = 4, "reduce_gradients"
+    REQUEST = 4, "reduce_gradients() of accumulated gradients"
     JOINED = 5, "nothing, as it has run out of inputs"
     SKIPPED = 6, "nothing, as no backward has followed a forward inside join()"
-    CONTEXT = 7, "a backward of torch.distributed.autograd"
+    GIVEN = 7, "gradients of reduce_gradients() or of torch.distributed.autograd"
     CHANGED = 8, "a forward that finds other parameters in the module"
 
     @property

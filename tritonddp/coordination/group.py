@@ -37,7 +37,7 @@ class Outstanding(Protocol):
     """An object that may owe collectives to the other ranks: of a backward that has failed."""
 
     @property
-    def order(self) -> tuple[str, int, int]:
+    def order(self) -> tuple[str, int]:
         """Where it is in an order of all such objects that is the same on all ranks."""
 
     def has_failed(self) -> bool:
@@ -53,7 +53,7 @@ class Outstanding(Protocol):
 class _Interrupted:
     """Stands for a collective that no rank can make up for: Ctrl-C has cut it short."""
 
-    order = "", -1, 0
+    order = "", -1
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

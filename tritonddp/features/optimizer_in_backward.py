@@ -46,7 +46,7 @@ class OptimizerSteps(Extension):
 
     def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
         """Step. If an optimizer fails, later parameters of the bucket are not stepped."""
-        if reduction.source in (GradSource.REQUEST, GradSource.SKIPPED, GradSource.CONTEXT):
+        if reduction.source in (GradSource.REQUEST, GradSource.SKIPPED):
             return
         for name, param in zip(bucket.names, bucket.params, strict=True):
             optimizers = optimizers_in_backward(param)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
-from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
 
@@ -64,24 +63,19 @@ class StrictUnused(Extension):
         """Prepare the error for the next forward, if the backward left parameters unused."""
         if self._sync.finds_unused is not False:
             return  # the graph was declared static meanwhile
-        if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
-            return  # the reduction of no backward
-        by_name = reduction.source is GradSource.CONTEXT  # its buckets hold stand-ins
+        if not reduction.source.is_backward:
+            return
         unused = {
-            name if by_name else param
+            param
             for bucket in reduction.buckets
-            for name, param, is_used in zip(bucket.names, bucket.params, bucket.used, strict=True)
+            for param, is_used in zip(bucket.params, bucket.used, strict=True)
             if not is_used or bucket.index in reduction.skipped
         }
         if not unused:
             return
         # (One that was replaced meanwhile is not trained, though another one may have its name.)
         trainable = enumerate(self._parameters.trainable)
-        found = {
-            name: index
-            for index, (name, param) in trainable
-            if (name if by_name else param) in unused
-        }
+        found = {name: index for index, (name, param) in trainable if param in unused}
         if found and not self._deferred:
             message = unused_error(reduction.where, self._rank, found)
             self._deferred.append(partial(_raise, message))

@@ -104,9 +104,10 @@ class AccumulationWindow(Extension):
         reduction.weigh(self.weight)
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
-        if reduction.from_grad and not reduction.source.is_empty:
+        is_accumulated = reduction.source is GradSource.REQUEST
+        if is_accumulated or reduction.source.is_backward:
             first = reduction.bucket_set.numbers_of[bucket.index].start + segment.first
-            if reduction.source is not GradSource.REQUEST:
+            if not is_accumulated:
                 self.merge(segment.params)
             flags = reduction.bucket_set.use.flags
             self.divide(segment.params, flags[first : first + len(segment.params)])

@@ -25,6 +25,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from tritonddp import _torch
 from tritonddp._device import is_capturing
 from tritonddp._torch import COMPILED_AUTOGRAD, IN_COMPILED_AUTOGRAD, current_graph_task_id
 from tritonddp.buckets.bucket_set import BucketSet
@@ -104,9 +105,9 @@ class AutogradDriver:
         self.track()
 
     @property
-    def order(self) -> tuple[str, int, int]:
+    def order(self) -> tuple[str, int]:
         """Where it is in an order of all reducers that is the same on all ranks."""
-        return self.group.name, self.parameters.number, 1
+        return self.group.name, self.parameters.number
 
     @property
     def bucket_set(self) -> BucketSet:
@@ -182,8 +183,6 @@ class AutogradDriver:
     def refresh_parameters(self) -> None:
         """Look for changed parameters; see :meth:`ModuleParameters.refresh`. No collective."""
         if self.parameters.refresh(self.where):
-            if self.parameters.look_for_swaps() and not self.backward_runs:
-                self.track()
             self.watch_others()
 
     def adopt_parameters(self) -> None:
@@ -248,6 +247,8 @@ class AutogradDriver:
         if source is None:
             self._prepare_local(expected, forward, first_param, bypasses_forward)
         else:
+            if self.parameters.swaps_seen != _torch.swaps[0]:
+                self.parameters.check_swaps(self.where)
             self._prepare_for_backward(expected, source, first_param)
 
     def _look_at_missing(self, expected: list[bool] | None) -> list[bool] | None:
@@ -695,14 +696,14 @@ class AutogradDriver:
 
     def track(self) -> None:
         """Make the lists and hooks anew for the parameters in the current buckets."""
-        current, were_swapped = self.manager.current, self.parameters.look_for_swaps()
+        current = self.manager.current
         self.use = current.use
         self.parameters.set_bucketed(current.names, current.params)
         current.restore_views()
         self.watch_others()
         former = getattr(self, "tracker", None)
         if former is not None:
-            former.remove(drops_nodes=were_swapped)
+            former.remove()
         with as_trainable(current.params):
             self.tracker = ReadyTracker(current, self)
         if former is not None:

@@ -349,7 +349,7 @@ class Reducer:
             self.manager.temporary(stand_ins, views=True, sparse=sparse),
             weight=weight,
             schema=schema_of(stand_ins, *sparse.values()),
-            from_grad=False,
+            source=GradSource.GIVEN,
         )
         self._reduce_now(reduction, stand_ins)
         for call in self.events.on_end:
@@ -389,7 +389,11 @@ class Reducer:
             end(reduction)
 
     def _open_request(
-        self, bucket_set: BucketSet, stale: Collection[Tensor] = (), **details: Any
+        self,
+        bucket_set: BucketSet,
+        stale: Collection[Tensor] = (),
+        source: GradSource = GradSource.REQUEST,
+        **details: Any,
     ) -> Reduction:
         if not self._has_warned and self.manager.factory.wire.compression is not None:
             self._has_warned = True
@@ -400,7 +404,7 @@ class Reducer:
             )
         used = [param.grad is not None and param not in stale for param in bucket_set.params]
         where = f"{self.where()}, reduce_gradients()"
-        return open_reduction(self, bucket_set, GradSource.REQUEST, used, where=where, **details)
+        return open_reduction(self, bucket_set, source, used, where=where, **details)
 
     def _reduce_now(
         self, reduction: Reduction, named_params: Sequence[tuple[str, Parameter]]
@@ -452,7 +456,8 @@ class Reducer:
         """
         self.agreement.pending.clear()  # what follows on it means nothing
         where, sent = error.where or self.where(), error.sent
-        if requested is None and sent is not None and sent.header.source is GradSource.REQUEST:
+        on_request = (GradSource.REQUEST, GradSource.GIVEN)
+        if requested is None and sent is not None and sent.header.source in on_request:
             requested = self.parameters.params
         buckets = self.manager.current.buckets
         if isinstance(error, SkippedMismatch):  # collectives in flight may never end

@@ -305,12 +305,11 @@ class Replace(Action):
 
 
 @dataclass(frozen=True)
-class Swap(Action):
-    """There are other tensors behind the parameters of a block, with the same values.
+class Convert(Action):
+    """The parameters of a block are converted to fp64 and back.
 
     Attributes:
-        by: ``"swap_tensors"`` of the first one, ``"load_state_dict"`` that swaps, or a conversion
-            to fp64 and back: by ``"data"``, ``"swap"``, or ``"overwrite"``: new parameters.
+        by: ``"data"``, or ``"overwrite"``: the parameters are new.
     """
 
     block: str  # that is concerned
@@ -320,15 +319,8 @@ class Swap(Action):
         block = player.network.blocks[self.block]
         gone = {*block.parameters()}
         player.forget_outputs()  # whose graphs hold what is behind parameters
-        if self.by == "swap_tensors":
-            param = next(block.parameters())
-            torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
-            return
         with converting(self.by):
-            if self.by == "load_state_dict":
-                block.load_state_dict(copy.deepcopy(block.state_dict()))
-            else:
-                block.to(torch.float64).to(torch.float32)
+            block.to(torch.float64).to(torch.float32)
         if self.by == "overwrite":
             _step_with_others(player, gone)
 
@@ -434,9 +426,9 @@ def _state_of_optimizer(player: Player) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def converting(by: str) -> Iterator[None]:
-    """Context: how torch converts parameters: by which ways of :class:`Swap`."""
+    """Context: how torch converts parameters: ``"data"``, ``"swap"`` or ``"overwrite"``."""
     future = torch.__future__
-    future.set_swap_module_params_on_conversion(by in ("swap", "load_state_dict"))
+    future.set_swap_module_params_on_conversion(by == "swap")
     future.set_overwrite_module_params_on_conversion(by == "overwrite")
     try:
         yield

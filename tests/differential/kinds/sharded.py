@@ -8,12 +8,12 @@ from differential.actions.gradients import TENSOR
 from differential.actions.training import (
     Backward,
     BreakOff,
+    Convert,
     Halve,
     ReduceGradients,
     Replace,
     Require,
     Step,
-    Swap,
     ZeroGrad,
 )
 from differential.kinds import usual
@@ -72,8 +72,8 @@ def _actions(program: Program, chance: random.Random) -> Iterator[Action]:
                 action = Require(action.block, True)  # as a new one is trained
             elif action.kind == _SPARSE:
                 action = replace(action, kind="linear")
-        if isinstance(action, Swap) and action.by == "overwrite":
-            action = replace(action, by="swap")  # the groups stay those that they are
+        if isinstance(action, Convert) and action.by == "overwrite":
+            action = replace(action, by="data")  # the groups stay those that they are
         # Gradients that are there for a step may be for the next one.
         skips = chance.random() < 0.08 and not program.scaler  # which unscales once before a step
         if not (isinstance(action, Step) and skips):

@@ -10,6 +10,7 @@ from differential.actions.training import (
     Backward,
     BreakOff,
     Clip,
+    Convert,
     Forward,
     Hold,
     ReduceGradients,
@@ -17,14 +18,13 @@ from differential.actions.training import (
     Replace,
     Require,
     Step,
-    Swap,
     ZeroGrad,
 )
 from differential.kinds.chance import Chance
 from differential.networks import BLOCKS, OUTPUTS
 from differential.program import Action, NetworkSpec, Options, Program
 
-SWAPS = ["swap_tensors", "load_state_dict", "data", "swap", "overwrite"]
+CONVERSIONS = ["data", "overwrite"]
 NOT_FP32 = {"linear in fp64", "linear in bf16", "buffered", "complex"}
 WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
 
@@ -218,7 +218,7 @@ class _Generator(Chance):
         """One iteration of a training loop."""
         self._adds = False
         # (The graph of a backward that has broken off is held up to the next one.)
-        actions: list[Action] = self._draw_change(number) or self._draw_swap()
+        actions: list[Action] = self._draw_change(number) or self._draw_conversion()
         if not (self._for_stock or self._joins) and self._chance(0.2):
             what = self._one_of([*REFUSED, *REFUSED_BY_ALL])
             actions.append(Misuse(what, self._some_ranks()))
@@ -296,8 +296,8 @@ class _Generator(Chance):
                 )
                 return [ZeroGrad(True, False), BreakOff(self._rows(), path, rank, at)]
 
-    def _draw_swap(self) -> list[Action]:
-        """Tensors behind parameters change, by which stock raises, or goes on with old ones."""
+    def _draw_conversion(self) -> list[Action]:
+        """Parameters are converted and back, by which stock raises, or goes on with old ones."""
         hooked = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
         fp32 = [
             block
@@ -307,11 +307,10 @@ class _Generator(Chance):
         fixed = self._for_stock or self._joins or self._network.tied
         is_none = fixed or not fp32 or not self._chance(0.4)
         # (First gradients of new parameters do not go through hooks.)
-        ways = SWAPS[:-1] if self._communication_hook else SWAPS
+        ways = CONVERSIONS[:-1] if self._communication_hook else CONVERSIONS
         if is_none:
             return []
-        # (And torch swaps no gradients of which others have weak references.)
-        return [ZeroGrad(True, False), Swap(self._one_of(fp32), self._one_of(ways))]
+        return [ZeroGrad(True, False), Convert(self._one_of(fp32), self._one_of(ways))]
 
     def _freeze_or_not(self, block: str) -> list[Action]:
         self._trains[block] = not self._trains[block]

@@ -229,15 +229,9 @@ class ReadyTracker:
         now = gradient_nodes([self._params[index] for index in wanted])
         return not all(map(is_, now, map(self.nodes.__getitem__, wanted)))
 
-    def remove(self, drops_nodes: bool = False) -> None:
-        """Take all hooks away.
-
-        With ``drops_nodes`` let go of the nodes too: after swap_tensors torch lets none run that
-        existed then, and a parameter gets a new one only where nobody holds it.
-        """
+    def remove(self) -> None:
+        """Take all hooks away."""
         self.gradients.remove()
-        if drops_nodes:
-            self.nodes = []
         _remove_all(self._end_hooks.values())
         self._end_hooks.clear()
 
@@ -275,9 +269,7 @@ class ReadyTracker:
             self._awaited = [[n for n in each if expected[n]] for each in self._ranges]
         is_ready, place, self._seen = self._is_ready, self._seen, len(ready)
         for key in map(id, ready[place : self._seen]):
-            index = self._index_of.get(key)
-            if index is None:  # after swap_tensors
-                continue
+            index = self._index_of[key]
             self.has_unannounced |= bool(is_ready[index]) or not expected[index]
             is_ready[index] = True
         pending = [index for index in self._awaited[segment] if not is_ready[index]]

@@ -1,0 +1,306 @@
+"""Averages gradients that ``torch.distributed.autograd`` keeps in its contexts, as stock DDP does.
+
+Imported by the first forward that runs in such a context. One gradient, from
+``torch.distributed.autograd.backward()`` to ``get_gradients()``::
+
+    forward           watch     a hook on each output, which knows the context
+    backward starts   _begin    buckets for this backward, hooks on the parameters' nodes
+    gradient ready    _arrives  its hook notes it
+    backward ends     end       read the context, reduce, write the means into the context
+
+The distributed engine does not accumulate into ``.grad``, cannot tell which nodes it will reach,
+and does not call the hooks that other backwards use. It gives each gradient to the context and then
+runs the hooks of the AccumulateGrad node. So all buckets are sent at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.autograd import get_gradients
+from torch.distributed.rpc import PyRRef
+from torch.nn import Parameter
+
+from tritonddp._torch import (
+    current_graph_task_id,
+    put_into_context,
+    queue_end_of_backward,
+    tree_leaves,
+)
+from tritonddp.comm.reduction import open_reduction
+from tritonddp.coordination.agreement import GradSource, Mismatch
+from tritonddp.coordination.failures import listed
+from tritonddp.reducer.autograd_driver import AutogradDriver
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import (
+    FAILED,
+    Backward,
+    Forward,
+    call_back,
+    one_of_each_node,
+    tensors_in,
+)
+from tritonddp.reducer.graph.participation import (
+    accumulating_nodes,
+    as_trainable,
+    distributed_engine_runs,
+)
+from tritonddp.reducer.reducer import detached
+
+_BY_HAND = (
+    "call .module instead, and average what torch.distributed.autograd.get_gradients() returns "
+    "with reduce_gradients()"
+)
+
+
+class _Seen(Extension):
+    """The id of the last backward that went through an output of a wrapper, reduced or not."""
+
+    graph_task = -1
+
+
+def watch(driver: AutogradDriver, output: Any, context: int, syncs: bool) -> None:
+    """A forward in this context has returned ``output``; it ran outside ``no_sync`` if ``syncs``.
+
+    Raises:
+        RuntimeError: gradients in a context cannot be averaged as the user has asked for.
+    """
+    if not driver.is_detached:
+        _check(driver)
+    if driver.events.of(_Seen) is None:
+        driver.events.install(_Seen())
+    reference: weakref.ref[Any] = driver.reference  # an output may outlive the driver
+    forward = driver.forwards.ended(driver.counters.reductions, syncs)
+
+    def hook(gradient: Tensor) -> None:
+        if not distributed_engine_runs():  # loss.backward(): its gradients go to .grad
+            call_back(reference, forward, gradient)
+        elif (found := reference()) is not None:
+            try:
+                _begin(found, context, forward)
+            except Exception as error:  # raised here, it would be the engine's "python_error"
+                queue_end_of_backward(partial(_raise, error))
+
+    # As stock DDP, look into the RRefs of this process.
+    rrefs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, PyRRef) and leaf.is_owner()]
+    values = [rref.local_value() for rref in rrefs]
+    for tensor in one_of_each_node((*tensors_in(output), *tensors_in(values))):
+        tensor.register_hook(hook)
+
+
+def _check(driver: AutogradDriver) -> None:
+    inside = f"{driver.where()}: inside torch.distributed.autograd.context()"
+    sync = driver.sync
+    if sync.weight is not None:
+        raise RuntimeError(f"{inside} a mean cannot be weighted by weighted(n): {_BY_HAND}")
+    if sync.join is not None and sync.join.is_open:
+        raise RuntimeError(
+            f"{inside} join() cannot be used, since ranks that have no inputs left cannot take "
+            "part in such a backward: leave join() out"
+        )
+    if driver.comm_hook is not None:
+        raise RuntimeError(f"{inside} no communication hook is called: {_BY_HAND}")
+    if driver.steps_optimizers:
+        raise RuntimeError(
+            f"{inside} no optimizer can step in the backward, since torch's "
+            "_apply_optimizer_in_backward waits for .grad: use a DistributedOptimizer"
+        )
+    if driver.finalizes_manually:
+        raise RuntimeError(
+            f"{inside} finalize_backward() has nothing to wait for: set "
+            "require_manual_backward_finalization to False"
+        )
+
+
+def _begin(driver: AutogradDriver, context: int, forward: Forward) -> None:
+    """A distributed backward goes through an output of a forward that ran in ``context``."""
+    group, reducer = driver.group, driver.reducer
+    if driver.is_detached:
+        group.refuse_if_forked()
+        return
+    with driver.launching, torch.no_grad():
+        graph_task, seen = current_graph_task_id(), driver.events.of(_Seen)
+        assert seen is not None
+        owing = [each for each in group.outstanding if isinstance(each, ContextBackward)]
+        former = [each.backward for each in owing if each.driver is driver]
+        if graph_task in (seen.graph_task, *(each.graph_task for each in former)):
+            return  # already decided, at another output; this may have failed then
+        seen.graph_task = graph_task
+        counters = reducer.counters
+        source = reducer.forwards.decide(forward, driver.sync, counters.reductions, driver.where)
+        if source is None:
+            return  # no_sync: the context keeps this rank's gradients
+        if any(each.runs for each in former):
+            raise RuntimeError(
+                f"{driver.where()}: a backward in another torch.distributed.autograd context still "
+                "runs, and the order of the two may differ between ranks: run one after the other"
+            )
+        group.recover()
+        reducer.parameters.register()
+        ContextBackward(driver, context).begin()
+
+
+class ContextBackward:
+    """One backward whose gradients are in a context, on this rank; ``.grad`` takes no part.
+
+    Its buckets are made for stand-ins: detached parameters whose ``.grad`` are the tensors of the
+    context. The ``.grad`` of the parameters, accumulated under ``no_sync`` perhaps, stays as it is.
+    As in ``reduce_gradients()`` gradients are cast to ``reduce_dtype``, but not quantised.
+
+    While it runs, or after it has failed, it is one of :attr:`Group.outstanding`.
+
+    Args:
+        driver: that of the wrapper.
+        context: id of the context of its forward.
+    """
+
+    def __init__(self, driver: AutogradDriver, context: int) -> None:
+        self.driver, self.context = driver, context
+        current = driver.manager.current
+        origin: dict[Any, Parameter] = {detached(param): param for param in current.params}
+        sparse = {each for each, param in origin.items() if param in driver.parameters.sparse}
+        named = list(zip(current.names, origin, strict=True))
+        stand_ins = driver.manager.temporary(named, sparse=sparse)
+        where = f"{driver.where()}, torch.distributed.autograd"
+        self._params = [origin[each] for each in stand_ins.params]
+        used = [False] * len(origin)
+        self.reduction = open_reduction(
+            driver.reducer, stand_ins, GradSource.GIVEN, used, where=where
+        )
+        self.backward = Backward(where, self.reduction)
+        self._arrived: set[int] = set()  # numbers of the parameters whose gradients have come
+        self._hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """Have :meth:`end` called at the end of this backward."""
+        try:
+            self.driver.group.outstanding[self] = None
+            _check(self.driver)
+            with as_trainable(self._params):
+                nodes = accumulating_nodes(self._params)
+            for number, node in enumerate(nodes):
+                self._hooks.append(node.register_hook(partial(_arrives, self._arrived, number)))
+            self.backward.queue_end(self.end, partial(_broke_off, weakref.ref(self.backward)))
+        except BaseException:
+            self.backward.moves_to(FAILED)  # drain() makes the collectives of this rank
+            raise
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """The backward is over on this rank: write the means into the context."""
+        reducer, reduction = self.driver.reducer, self.reduction
+        if not self.backward.runs:
+            return
+        try:
+            self._read()
+            try:
+                with reducer.group.uninterrupted():
+                    reduction.reduce_now()
+                self._write()
+            except Mismatch as error:
+                reducer.raise_mismatch(error, reduction)
+            finally:
+                self._leave()
+            if reducer.sync.finds_unused is False:
+                self._refuse_unused()
+            for call in reducer.events.on_end:
+                call(reduction)
+        except BaseException:
+            self.backward.moves_to(FAILED)
+            raise
+
+    def _read(self) -> None:
+        """Take the gradients of the context. A parameter is used if it has one there."""
+        found, reduction = get_gradients(self.context), self.reduction
+        used = [number for number, param in enumerate(self._params) if param in found]
+        if missing := self._arrived.difference(used):
+            raise RuntimeError(
+                f"{reduction.where}: this backward was called with another context than its "
+                f"forward, whose context {self.context} has no gradient of "
+                f"{reduction.bucket_set.names[min(missing)]!r}: use one context for both"
+            )
+        for number in used:
+            reduction.bucket_set.params[number].grad = found[self._params[number]]
+        reduction.bucket_set.use.note(used)
+
+    def _write(self) -> None:
+        """Add means to the context for the gradients that it did not have on this rank."""
+        found = get_gradients(self.context)
+        for stand_in, param in zip(self.reduction.bucket_set.params, self._params, strict=True):
+            if stand_in.grad is not None and stand_in.grad is not found.get(param):
+                put_into_context(self.context, param, stand_in.grad)
+
+    def _refuse_unused(self) -> None:
+        """``find_unused_parameters=False``: the next forward raises if any are unused."""
+        flags = [is_used for bucket in self.reduction.buckets for is_used in bucket.used]
+        rows = zip(self.reduction.bucket_set.names, self._params, flags, strict=True)
+        unused = [name for name, p, is_used in rows if p.requires_grad and not is_used]
+        if unused and not self.driver.deferred:
+            error = RuntimeError(
+                f"{self.reduction.where}: the backward left parameters without a gradient, and "
+                f"find_unused_parameters=False makes this an error: {listed(unused)}. Leave "
+                "find_unused_parameters at its default"
+            )
+            self.driver.deferred.append(partial(_raise, error))
+
+    def _leave(self) -> None:
+        self.driver.group.outstanding.pop(self, None)
+        for hook in self._hooks:
+            hook.remove()
+
+    # After a backward that broke off: see Outstanding
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """That of the wrapper's other backwards: see :meth:`abandon`."""
+        return self.driver.order
+
+    def has_failed(self) -> bool:
+        """Whether it has failed, and owes its collectives."""
+        return not self.driver.is_detached and self.backward.phase is FAILED
+
+    def abandon(self) -> None:
+        """Nothing: :meth:`drain` launches.
+
+        Raises:
+            RuntimeError: another backward of the wrapper has failed too, and other ranks may
+                complete the collectives of the two in another order.
+        """
+        if self.driver.has_failed():
+            raise RuntimeError(
+                f"{self.reduction.where}: this backward has failed, and before it was recovered a "
+                "loss.backward() of the same module too. Start the processes of all ranks again, "
+                "from a checkpoint"
+            )
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Take part in the collectives of the other ranks."""
+        reducer, reduction = self.driver.reducer, self.reduction
+        reducer.warn_of_nan(reduction)
+        with reducer.group.uninterrupted():
+            self._leave()
+            try:
+                reduction.abandon()
+                reduction.drain()
+            except Mismatch as error:
+                reducer.raise_mismatch(error, reduction)
+
+
+def _arrives(arrived: set[int], number: int, _: Any, gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[0] is not None:
+        arrived.add(number)
+
+
+def _broke_off(reference: weakref.ref[Backward], _: object) -> None:
+    """The engine has dropped the callback of a backward without calling it: it failed."""
+    if (backward := reference()) is not None:
+        backward.fail()
+
+
+def _raise(error: Exception) -> None:
+    raise error
