@@ -225,6 +225,7 @@ class BucketFactory:
         checked = (self.group.rank, self.group.size) if self.check_finite else None
         kernels = select(device, dtype)
         if is_sparse:
+            kernels = replace(kernels, joint_unflatten=None)
             rows = SparseRows(params[0], self.group.rank, self.group.size)
             args = (index, params, names, rows, kernels, self.counters, headers)
             return Bucket(*args, checked=checked)
