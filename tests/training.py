@@ -28,6 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.counters import Counters
 
+# Of each rank, in the trailer of the first bucket.
+HEADER_BYTES = 16
+
 # Inputs
 
 

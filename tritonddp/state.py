@@ -24,9 +24,10 @@ from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import CommHook, Hook
+from tritonddp.comm.weights import Weights
 from tritonddp.compiled.operators import Traced
 from tritonddp.config import DDPConfig, sendable
-from tritonddp.coordination.agreement import Agreement, Mismatch
+from tritonddp.coordination.agreement import SCHEMA, SOURCE, Agreement, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import (
@@ -45,12 +46,14 @@ from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
-from tritonddp.features.unused_params import SkipUnused, StrictUnused
+from tritonddp.features.stop_request import StopRequest
+from tritonddp.features.unused_params import SKIPPED, SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import SyncState
+from tritonddp.reducer.graph.call_site import CALL_SITE
 from tritonddp.reducer.reducer import Reducer
 
 _T = TypeVar("_T")
@@ -89,6 +92,7 @@ class DDPState:
     metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
     logger: Logger = field(init=False)  # configuration and statistics
+    stop: StopRequest = field(init=False)  # a rank has asked all ranks to stop
     window: AccumulationWindow | None = field(init=False, default=None)
 
     @classmethod
@@ -176,17 +180,21 @@ class DDPState:
     def build_reducer(self, wrapper: Any) -> None:
         """Make the reducer of ``wrapper`` from the options, and what uses it. No collective."""
         config, group, broadcast = self.config, self.group, self.state_broadcast
-        former: AutogradDriver | None = getattr(self, "core", None)  # of another process group
+        former: StopRequest | None = getattr(self, "stop", None)  # of another process group
         # As in stock, with static_graph unused parameters are no error.
         finds_unused = True if wrapper.static_graph else wrapper.find_unused_parameters
         self.sync.finds_unused = finds_unused
         self.counters, self.window, self.metrics = group.new_counters(), None, None
         self.traced = Traced(wrapper, wrapper._pre_forward)
+        weights, self.stop = Weights(group.size, config.divide_factor), StopRequest(group)
+        skipped = [SKIPPED] if config.given.skip_all_reduce_unused_params else []
+        agreement = Agreement(group, [SCHEMA, *skipped, CALL_SITE, SOURCE, weights, self.stop])
         reducer = Reducer(
             self.parameters,
             group,
-            self._bucket_manager(),
-            Agreement(group, config.divide_factor),
+            self._bucket_manager(agreement),
+            agreement,
+            weights,
             self.counters,
             self.sync,
             broadcast=broadcast if config.given.init_sync else None,
@@ -210,20 +218,20 @@ class DDPState:
         core.events.install(self.logger)
         DDPState.live.add(self)
         # (In this order: a signal may come here. The ranks of a new group agree anew.)
-        if DDPState.stop_requests or (former is not None and former.agreement.wants_stop):
+        if DDPState.stop_requests or (former is not None and former.is_known):
             self.request_stop()
 
     def request_stop(self) -> None:
         """See :meth:`DistributedDataParallel.request_stop`."""
-        self.core.agreement.request_stop(self.counters.reductions)
+        self.stop.request(self.counters.reductions)
 
     def should_stop(self) -> bool:
         """See :meth:`DistributedDataParallel.should_stop`."""
         # A backward that broke off here may have ended on the other ranks.
         self.group.recover()
-        return self.core.agreement.should_stop(self.counters.reductions)
+        return self.stop.should_stop(self.counters.reductions)
 
-    def _bucket_manager(self) -> BucketManager:
+    def _bucket_manager(self, agreement: Agreement) -> BucketManager:
         config, group, counters = self.config, self.group, self.counters
         given = config.given
         transport, memory = config.transport.of_wrapper(group, counters)
@@ -232,6 +240,7 @@ class DDPState:
         factory = BucketFactory(
             config.wire,
             group,
+            agreement,
             counters,
             transport,
             views=bool(given.gradient_as_bucket_view) and not is_alone,

@@ -13,8 +13,7 @@ import pytest
 import torch
 from hosts import hosts_or_skip
 from launched import ROOT, run
-
-from tritonddp.coordination.agreement import BYTES
+from training import HEADER_BYTES
 
 Content = dict[str, Any]
 
@@ -66,7 +65,7 @@ def check_step(content: Content) -> None:
             configuration.startswith("stock") and name == "branchy"
         )
         expected = 4 * PARAMETERS[name] + 4 * TENSORS[name] * (searches or is_ours)
-        expected += 4 * BYTES * 2 * is_ours  # the headers of two ranks
+        expected += 4 * HEADER_BYTES * 2 * is_ours  # the headers of two ranks
         if configuration == "unwrapped":
             expected = 0
         # Of two ranks each sends 2 (2 - 1) / 2 of an all-reduce; through memory nothing is.
@@ -80,7 +79,7 @@ def check_step(content: Content) -> None:
 
 def check_fewer_bytes(content: Content) -> None:
     result = content["models"]["mlp"]
-    full = 4 * (PARAMETERS["mlp"] + TENSORS["mlp"] + BYTES * 2)
+    full = 4 * (PARAMETERS["mlp"] + TENSORS["mlp"] + HEADER_BYTES * 2)
     assert result["wire_bytes"]["ours bf16"] == full / 2
     # In blocks of 256 and a scale, and those of one dimension in fp32; of two ranks each sends half
     # of an all-to-all and of an all-gather.

@@ -15,12 +15,11 @@ from modules import linears
 from oracle import mean_over_ranks, one_per_rank, play, seed
 from quantized_ranks import all_reduce, quantized_buffers
 from torch import Tensor, nn
-from training import assert_gradients_alike, counted, gradients, train_step
+from training import HEADER_BYTES, assert_gradients_alike, counted, gradients, train_step
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination import collectives
-from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 
 
 class Net(nn.Module):

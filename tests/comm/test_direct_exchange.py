@@ -8,10 +8,9 @@ import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks, recorded_collectives
 from modules import Given
 from torch import Tensor
-from training import counted, drawn, train_step
+from training import HEADER_BYTES, counted, drawn, train_step
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 
 WIRE = pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16], ids=str)
 

@@ -13,10 +13,9 @@ from modules import Kinds, Squares
 from oracle import Alone, mean_over_ranks, one_per_rank, play
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import assert_gradients_alike, counted, train_step, wrap
+from training import HEADER_BYTES, assert_gradients_alike, counted, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 from tritonddp.coordination.counters import Counters
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -78,7 +78,7 @@ def is_broken(what: str) -> bool:
 def no_average(original: Any, self: Any, *args: Any) -> None:
     """Gradients are summed."""
     original(self, *args)
-    self.agreement.scale = 1.0
+    self.scale = 1.0
 
 
 class _Done:

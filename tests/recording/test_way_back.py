@@ -122,7 +122,7 @@ def test_weights_are_divided_by_a_unit_that_is_alike(rank: int) -> None:
                 run.step()
             if rank == number % 2:
                 run.net._ddp_state.core.flush()
-            units.append(run.net._ddp_state.core.agreement.unit)
+            units.append(run.net._ddp_state.core.reducer.weights.unit)
         assert len(set(units)) > 3
         assert gather(units) == [units] * 2
         torch.cuda.synchronize()

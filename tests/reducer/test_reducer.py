@@ -11,10 +11,9 @@ import torch
 from distributed import in_rings, ranks, recorded_collectives
 from modules import Layers, Squares
 from torch import Tensor, nn
-from training import Operators, counted, drawn, train_step, wrap
+from training import HEADER_BYTES, Operators, counted, drawn, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 from tritonddp.coordination.counters import Counters
 
 

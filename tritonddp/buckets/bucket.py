@@ -127,6 +127,7 @@ class Bucket:
         quantization: how its gradients are quantised; ``None`` if they are not.
         owned: each gradient is reduced to one rank: on the others ``.grad`` becomes ``None``. Or
             ``None``: to all ranks.
+        others: the slots that other ranks own.
         is_lazy: see above.
     """
 
@@ -149,6 +150,7 @@ class Bucket:
     ) -> None:
         self.index = index
         self.owned = owned
+        self.others = [] if owned is None else sorted({*range(len(params))} - {*owned.mine})
         self.params = list(params)
         self.names = list(names)
         self.storage = storage

@@ -23,7 +23,7 @@ from tritonddp.buckets.grad_storage.sparse_rows import SparseRows
 from tritonddp.buckets.grad_storage.views import Views
 from tritonddp.buckets.ignored import parameters_of
 from tritonddp.buckets.residuals import Left, add_to
-from tritonddp.coordination.agreement import BYTES
+from tritonddp.coordination.agreement import Agreement
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.dispatch import gradient_dtype, quantizing, select, select_quantized
@@ -173,6 +173,7 @@ class BucketFactory:
 
     wire: WireFormat
     group: Group  # with one rank nothing is quantised
+    agreement: Agreement  # knows how many bytes a header has
     counters: Counters  # count launches of the buckets
     transport: Transport  # makes the exchanges of the buckets
     views: bool = False  # .grad are views of the buckets, if gradients are sent in their own dtype
@@ -221,10 +222,11 @@ class BucketFactory:
         gradients.
         """
         device, dtype = params[0].device, gradient_dtype(params[0])
-        headers = BYTES * self.group.size if index == 0 else 0
+        headers = self.agreement.size * self.group.size if index == 0 else 0
         checked = (self.group.rank, self.group.size) if self.check_finite else None
         kernels = select(device, dtype)
         if is_sparse:
+            kernels = replace(kernels, joint_unflatten=None)
             rows = SparseRows(params[0], self.group.rank, self.group.size)
             args = (index, params, names, rows, kernels, self.counters, headers)
             return Bucket(*args, checked=checked)

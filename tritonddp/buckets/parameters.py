@@ -416,35 +416,33 @@ class ModuleParameters:
         return self.module_buffers.named(self.is_agreed)
 
     def verify(
-        self, where: str, requested: Sequence[tuple[str, Tensor]] | None = None, call_site: str = ""
+        self,
+        where: str,
+        requested: Sequence[tuple[str, Tensor]] | None = None,
+        options: Mapping[str, str] | None = None,
+        advice: str = "",
     ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``call_site`` is
-        where that was called, if it has to be the same on all ranks.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``options`` are
+        compared too, and ``advice`` says what to do if they differ.
 
         Raises:
             RuntimeError: always, naming what differs.
         """
         kind = type(self.module).__name__
-        options = {
+        compared = {
             "new parameters": [name for name, _ in self.unplaced],
             "sparse gradients": self.names_of_sparse(),
             "wrapper": f"number {self.number} in its process group, of a {kind}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
+            **(options or {}),
         }
-        advice = TRAIN_THE_SAME
-        if call_site and requested is None:
-            options["backward()"] = call_site
-            advice = (
-                "The module is replicated in place: all ranks have to call backward() in the same "
-                "line. Put what one rank does alone under no_sync(), or use torch.autograd.grad: "
-                f"both stay on their rank. {advice}"
-            )
         params = self.params if requested is None else requested
         # Drop all these changes; at the next forward each rank checks again.
         self._held = []
-        description = describe(params, self.buffers(), options)
+        description = describe(params, self.buffers(), compared)
+        advice = f"{advice} {TRAIN_THE_SAME}".lstrip()
         verify_same(description, self._group, params[0][1].device, where, advice)
         raise RuntimeError(
             f"{where}: another rank has reduced something else at the same time: call the wrapped "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -20,15 +20,16 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.sparse import exchange_rows
-from tritonddp.coordination.agreement import Agreement, GradSource, Weight
-from tritonddp.coordination.counters import Counters
+from tritonddp.comm.weights import Weight, Weights
+from tritonddp.coordination.agreement import SCHEMA, SOURCE, Agreement, GradSource, HeaderField
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import PeerError
 
 logger = logging.getLogger(__name__)
 
-_wants_flags = attrgetter("storage.wants_flags")
+_NO_VALUES: Mapping[HeaderField, Any] = {}
+_wants_flags, _default_of = attrgetter("storage.wants_flags"), attrgetter("default")
 
 
 class LocalError(RuntimeError):
@@ -73,18 +74,17 @@ class Reduction:
         bucket_set: the buckets of its parameters.
         buckets: those to reduce, in launch order. (They are dropped when buckets are renewed.)
         agreement: writes the header of this rank, and compares those of all ranks.
+        weights: the field of the weights of ranks.
         events: callbacks for progress.
-        counters: count what is sent.
         source: where the gradients come from.
         where: this rank and its step, for messages.
-        hashes: of its parameters, and of where it was called: ``schema`` and ``call_site`` of
-            :class:`~tritonddp.coordination.agreement.RankHeader`.
+        values: what this rank tells the others in its header, see :meth:`tell`.
         over_present: inside ``join()``: the mean is over the ranks that have inputs.
         is_alone: there is only one rank, and no bucket is needed.
-        weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
         skipped: indices of buckets that are not sent.
         header: what this rank writes into the first bucket.
         packed: for each segment, 0 until it is packed; then 1, and how many gradients were ready.
+        scale: factor of the gradients before the sum.
         pending: for each bucket, the number of segments, or of other events, that it waits for.
         works: work objects of the launched buckets, in launch order; ``None`` where there is
             nothing to wait for.
@@ -96,21 +96,21 @@ class Reduction:
     bucket_set: BucketSet
     buckets: Sequence[Bucket]
     agreement: Agreement
+    weights: Weights
     events: ReductionEvents
-    counters: Counters
     source: GradSource
     where: str
-    hashes: tuple[bytes, bytes]
+    values: dict[HeaderField, Any]
     over_present: bool
     packed: list[int]
     pending: list[int]
     is_alone: bool = False
-    weight: Weight | None = None
     is_captured: bool = False
     works: list[Any] = field(default_factory=list)
     # Without arguments: they stay on the class until they are set.
     skipped: Collection[int] = field(default=(), init=False)
     header: bytes = field(default=b"", init=False)
+    scale: float = field(default=1.0, init=False)
     done: int = field(default=0, init=False)
     factor: Tensor | None = field(default=None, init=False)
     # A bucket that is sent with NaN, since another one was sent wrong.
@@ -121,9 +121,13 @@ class Reduction:
 
     # Before the first bucket
 
+    def tell(self, field: HeaderField, value: Any) -> None:
+        """Tell all ranks this value. Before the first bucket is packed."""
+        self.values[field] = value
+
     def weigh(self, weight: Weight | None) -> None:
         """The gradients of this rank have this weight. Before the first bucket is packed."""
-        self.weight = weight
+        self.tell(self.weights, weight)
 
     def skip(self, indices: Collection[int]) -> None:
         """Do not send these buckets: not the first, and the same on all ranks."""
@@ -138,15 +142,16 @@ class Reduction:
 
     def _make_header(self) -> None:
         """Prepare the header of this rank."""
-        agreement, weight, averages = self.agreement, self.weight, self.bucket_set.averages
-        # (Communication hooks divide by a number of ranks themselves.)
-        over_present = self.over_present and averages
-        (schema, site), skipped = self.hashes, tuple(self.skipped)
-        key = schema, self.source, weight, skipped, over_present, averages, site
-        # (The unit of weights may have changed.)
-        if key != agreement.key or (weight is not None and weight.scale):
+        agreement, weight = self.agreement, self.values.get(self.weights)
+        self.values[SOURCE] = self.source
+        # The defaults as they are now: a signal handler may change one while a header is made.
+        key = self.values, list(map(_default_of, agreement.fields))
+        if key != agreement.key:
             agreement.open(*key)
         self.header = agreement.sent.encoded
+        self.scale = 1.0 if weight is None else weight.scale / self.weights.unit
+        if self.bucket_set.averages:  # communication hooks divide by a number of ranks themselves
+            self.scale /= self.weights.divisor
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
         if is_profiling() or self.bucket_set.spans is not None:
             self.bucket_set.renew_spans()
@@ -156,7 +161,7 @@ class Reduction:
                 self.where,
                 self.source.words,
                 "no weight" if weight is None else f"weight {weight.items:g}",
-                schema.hex(),
+                self.values[SCHEMA].hex(),
                 list(self.skipped) or "none",
             )
 
@@ -179,11 +184,12 @@ class Reduction:
         bucket, segment = self.bucket_set.segments[segment_index]
         use, indices = self.bucket_set.use, self.bucket_set.ranges[segment_index]
         if bucket.quantization is not None:
-            bucket.quantization.rescale(self.agreement.unit)
+            bucket.quantization.rescale(self.weights.unit)
         for call in self.events.on_pack:
             call(self, bucket, segment)
         # The sum of no items counts all the same, but gradients from before it do not.
-        counts_earlier = self.weight is None or self.weight.items != 0
+        weight = self.values.get(self.weights)
+        counts_earlier = weight is None or weight.items != 0
         try:
             if (before_pack := bucket.exchange.before_pack) is not None:
                 before_pack()
@@ -191,7 +197,7 @@ class Reduction:
                 bucket,
                 segment,
                 use.flags[indices.start : indices.stop],
-                self.agreement.scale,
+                self.scale,
                 b"" if bucket.index else self.header,
                 earlier=counts_earlier,
                 count_missing=use.count_missing,
@@ -277,7 +283,8 @@ class Reduction:
         :meth:`drain` waits for them.
         """
         if not self.works:
-            self.source, self.weight, self.header = GradSource.BROKEN, None, b""
+            self.weigh(None)
+            self.source, self.header = GradSource.BROKEN, b""
         self._launch_nan()
 
     def _launch_nan(self, until: int | None = None) -> None:
@@ -309,8 +316,7 @@ class Reduction:
 
         Raises:
             RuntimeError: a collective failed.
-            Mismatch: the ranks do not reduce the same, see
-                :func:`tritonddp.coordination.agreement.check`.
+            Mismatch: the ranks do not reduce the same, see :meth:`Agreement.check`.
             LocalError: user code failed on this rank.
         """
         events, works = self.events, self.works
@@ -387,7 +393,9 @@ class Reduction:
         headers, agreement = self.buckets[0].flat.headers, self.agreement
         is_on_cpu = headers.is_cpu  # where they are those expected in most steps
         if not is_on_cpu or string_at(headers.data_ptr(), headers.nbytes) != agreement.expected:
-            self.factor = agreement.check(headers, self.where, self.is_captured)
+            if self.over_present or self.values.get(self.weights) is not None:
+                self.factor = self.weights.factor(agreement, headers, self.over_present)
+            agreement.check(headers, self.where, self.is_captured)
         self._has_headers = True  # after a mismatch they are looked at again
 
     def _exchange_rows(self, discards: bool) -> None:
@@ -410,7 +418,7 @@ class Reduction:
         if self._has_exchanged:  # there
             return
         try:
-            exchange_rows(buckets, self.group, self.counters)
+            exchange_rows(buckets, self.group)
             self._has_exchanged = True
         except RuntimeError as error:
             names = listed([name for bucket in buckets for name in bucket.names])
@@ -545,8 +553,8 @@ class Reduces(Protocol):
 
     parameters: ModuleParameters
     agreement: Agreement
+    weights: Weights
     events: Any  # of reductions
-    counters: Counters
     sync: Any  # its ``join`` is that of a reduction that begins
 
     def where(self) -> str:
@@ -561,8 +569,7 @@ def open_reduction(
     *,
     where: str = "",
     schema: bytes = b"",
-    call_site: bytes = bytes(3),
-    weight: Weight | None = None,
+    values: Mapping[HeaderField, Any] = _NO_VALUES,
     is_alone: bool = False,
     is_captured: bool = False,
 ) -> Reduction:
@@ -580,15 +587,19 @@ def open_reduction(
         bucket_set=bucket_set,
         buckets=() if is_alone else bucket_set.buckets,
         agreement=reducer.agreement,
+        weights=reducer.weights,
         events=reducer.events,
-        counters=reducer.counters,
         source=source,
         where=where or reducer.where(),
-        hashes=(schema or reducer.parameters.schema, call_site),
-        over_present=join is not None and join.mean_over_present,
+        values={SCHEMA: schema or reducer.parameters.schema, **values},
+        over_present=(
+            join is not None
+            and join.mean_over_present
+            and bucket_set.averages
+            and reducer.weights.is_mean
+        ),
         packed=[0] * len(bucket_set.segments),
         pending=[0] * len(bucket_set.buckets),
-        weight=weight,
         is_alone=is_alone,
         is_captured=is_captured,
     )

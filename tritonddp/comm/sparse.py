@@ -8,7 +8,7 @@ pads and gathers in the same way, each table by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,12 +65,13 @@ class _Rows:
         self._storage.receive_rows(torch.cat(all_indices), values)
 
 
-def exchange_rows(buckets: Iterable[Bucket], group: Group, counters: Counters) -> None:
+def exchange_rows(buckets: Sequence[Bucket], group: Group) -> None:
     """Give these buckets, whose buffers are reduced, the sums of the sparse gradients of all ranks.
 
     A collective for as many as fit into a message, none for those of which no rank has rows. The
     host waits for the reduced buffers, which hold the row counts of all ranks.
     """
+    counters = buckets[0].counters
     gathered: list[_Rows] = []
     nbytes = 0  # of these
     for bucket in buckets:

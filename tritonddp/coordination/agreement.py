@@ -5,7 +5,7 @@ trailer of the first bucket each rank has a few elements of its own, its *header
 into the headers of the other ranks. The all-reduce of the bucket therefore gives every rank the
 headers of all ranks. Each element holds one byte, which is exact in every dtype.
 
-By one bit of its header a rank asks all ranks to stop after the same reduction.
+A header is a sequence of *fields*. A field is defined in the file of the feature that needs it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import string_at
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,16 +25,6 @@ from tritonddp._device import Readback, is_capturing
 from tritonddp.coordination.group import Group, group_backend
 
 logger = logging.getLogger(__name__)
-
-# fp64 weight, NaN without one; hashes of the schema, of the call site, of the skipped buckets;
-# whether the rank asks all to stop; source.
-_FORMAT = struct.Struct("<d3s3s2sBB")
-BYTES = _FORMAT.size
-
-# Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
-# samples and some thousands of tokens both differ from it by a factor of 100 at most, and fp16 has
-# range enough for that.
-_FIRST_UNIT = 16.0
 
 
 class GradSource(enum.IntEnum):
@@ -71,56 +58,124 @@ class GradSource(enum.IntEnum):
         return self in (GradSource.JOINED, GradSource.SKIPPED)
 
 
-@dataclass(frozen=True)
-class Weight:
-    """How much the gradients of a rank count."""
+class Mismatch(Exception):
+    """The ranks do not reduce the same.
 
-    items: float  # how many items the loss is a mean or a sum of
-    is_sum: bool = False  # the loss is a sum, so that its gradients count as they are
-
-    @property
-    def scale(self) -> float:
-        """Factor of this rank's gradients. A sum over no items keeps its gradients: 1."""
-        return 1.0 if self.is_sum and not self.items else self.items
-
-
-# The weight of a rank without gradients.
-NOTHING = Weight(0.0)
-
-
-@dataclass(frozen=True)
-class RankHeader:
-    """The header of one rank.
-
-    Attributes:
-        weight: their weight; ``None`` where the mean is not weighted. A rank without gradients
-            sends 0: it does not know whether the other ranks weight theirs.
-        call_site: of a module that is replicated in place: hash of the place that has called the
-            backward, 3 bytes. Else zeros.
+    Args:
+        message: names what differs. Empty if :meth:`ModuleParameters.verify` has to find it out.
+        options: what else that compares: values of this rank in words, by name.
+        advice: what to do if they differ.
     """
 
-    schema: bytes  # hash of the trainable parameters, alike on all ranks, see schema_hash()
-    source: GradSource  # where the gradients come from
-    weight: float | None = None
-    skipped: bytes = bytes(2)  # hash of the buckets that are not sent, see skipped_hash()
-    stops: bool = False  # it asks all ranks to stop
-    call_site: bytes = bytes(3)
+    sent: Sent | None = None  # what this rank has sent, if that was found in headers
+    where = ""  # this rank and the step, if that is over
 
-    @classmethod
-    def decode(cls, header: bytes) -> RankHeader:
-        """The header of which these are the bytes; a ValueError if there is no such header."""
-        weight, schema, site, skipped, stops, source = _FORMAT.unpack(header)
-        if stops > 1:
-            raise ValueError
-        number = None if math.isnan(weight) else weight
-        return cls(schema, GradSource(source), number, skipped, bool(stops), site)
+    def __init__(
+        self, message: str = "", options: Mapping[str, str] | None = None, advice: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.options, self.advice = options or {}, advice
 
-    def encode(self, rank: int, world_size: int) -> bytes:
-        """The elements that ``rank`` writes: its own header, and zeros for all other ranks."""
-        weight = math.nan if self.weight is None else self.weight
-        flags = self.stops, self.source
-        mine = _FORMAT.pack(weight, self.schema, self.call_site, self.skipped, *flags)
-        return bytes(rank * BYTES) + mine + bytes((world_size - rank - 1) * BYTES)
+
+class Disagreement(Mismatch):
+    """Ranks are at different places of their programs; the message names them."""
+
+
+class Unmatched(Mismatch):
+    """Collectives of the ranks do not match, and may never end. The message says why."""
+
+
+class SchemaMismatch(Mismatch):
+    """Ranks reduce different parameters, or in other places. Collectives find out which."""
+
+
+class HeaderField:
+    """One value in the header of each rank. Override what you need.
+
+    The fields of a wrapper are an argument of its :class:`Agreement`, on all ranks alike. A
+    reduction sets the value of this rank by ``Reduction.tell()``.
+
+    Attributes:
+        size: bytes of a value.
+        default: value in reductions that set none. It may change at any time, also in a signal
+            handler: the next header has the new one.
+    """
+
+    size = 1
+    default: Any = None
+
+    def encode(self, value: Any) -> bytes:
+        """Return the value of this rank in :attr:`size` bytes. By default zeros for ``None``."""
+        encoded: bytes = value or bytes(self.size)
+        return encoded
+
+    def decode(self, encoded: bytes) -> Any:
+        """Return the value of some rank. Raise a ValueError if :meth:`encode` returns no such."""
+        return encoded
+
+    def is_steady(self, value: Any) -> bool:
+        """Return True if equal headers with this value are not looked at again."""
+        return True
+
+    def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
+        """Raise a Mismatch if the ranks do not make the same reduction.
+
+        Args:
+            values: by rank.
+            whole: those of ranks whose backward has not failed, and that have inputs.
+            mine: that of this rank, not encoded.
+        """
+
+    def read(self, values: Mapping[int, Any]) -> None:
+        """Use the values, by rank. All ranks call this in the same reduction, if they agree."""
+
+
+def differ(values: Mapping[int, Any]) -> bool:
+    """Return True if any two ranks have different values."""
+    return len(set(values.values())) > 1
+
+
+def in_words(words: Mapping[int, str]) -> str:
+    """List what each rank does."""
+    return "; ".join(f"rank {rank}: {what}" for rank, what in words.items())
+
+
+class _Schema(HeaderField):
+    """Hash of the trainable parameters, see :func:`schema_hash`."""
+
+    size = 3
+
+    def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
+        if differ(values):
+            raise SchemaMismatch
+
+
+class _Source(HeaderField):
+    """Where the gradients come from."""
+
+    def encode(self, value: GradSource) -> bytes:
+        return bytes([value])
+
+    def decode(self, encoded: bytes) -> GradSource:
+        return GradSource(encoded[0])
+
+    def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
+        if set(whole.values()) not in _MATCHING and differ(whole):
+            raise Disagreement(
+                "the ranks are at different places of their programs: "
+                f"{in_words({rank: each.words for rank, each in whole.items()})}. Every rank "
+                "must make the same reduced backwards: put those that only some ranks make under "
+                "no_sync()"
+            )
+
+
+# Sources that go together.
+_MATCHING = (
+    {GradSource.ELSEWHERE, GradSource.FORWARD},
+    {GradSource.ELSEWHERE, GradSource.AGAIN},
+)
+# The fields of every header.
+SCHEMA, SOURCE = _Schema(), _Source()
 
 
 def schema_hash(parts: Sequence[str]) -> bytes:
@@ -128,106 +183,11 @@ def schema_hash(parts: Sequence[str]) -> bytes:
     return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).digest()[:3]
 
 
-def skipped_hash(buckets: Sequence[int]) -> bytes:
-    """Two bytes that differ if ``buckets`` do, save in one of 65,000 cases; zeros for none."""
-    return schema_hash(list(map(str, buckets)))[:2] if buckets else bytes(2)
-
-
-def decode(headers: Tensor) -> list[RankHeader]:
-    """The headers of all ranks from the reduced elements, in rank order.
-
-    Raises:
-        SchemaMismatch: the elements are no headers: another rank has written gradients there.
-    """
-    elements = headers.tolist()
-    try:
-        content = bytes(map(int, elements))
-        if [*content] != elements:
-            raise SchemaMismatch
-        return [RankHeader.decode(content[i : i + BYTES]) for i in range(0, len(content), BYTES)]
-    except (ValueError, OverflowError):
-        raise SchemaMismatch from None
-
-
-def total_weight(headers: Tensor) -> Tensor:
-    """Sum of all weights: fp64, one element, on the device of ``headers``.
-
-    NaN if a rank has no weight.
-    """
-    rows = headers.view(-1, BYTES)
-    return rows[:, :8].to(torch.uint8).reshape(-1).view(torch.float64).sum()
-
-
-class Mismatch(Exception):
-    """The ranks do not reduce the same."""
-
-    sent: Sent | None = None  # what this rank has sent, if that was found in headers
-    where = ""  # this rank and the step, if that is over
-
-
-class Disagreement(Mismatch):
-    """Ranks are at different places of their programs; the message names them."""
-
-
-class Displaced(Mismatch):
-    """Another collective ran in the place of the first bucket; the message says what came."""
-
-
-class SkippedMismatch(Mismatch):
-    """Some ranks skip buckets that others send: their collectives do not match any more."""
-
-
-class SchemaMismatch(Mismatch):
-    """Ranks reduce different parameters, or in other places. Collectives find out which."""
-
-
-def check(headers: Sequence[RankHeader]) -> None:
-    """Check that all ranks make the same reduction.
-
-    Raises:
-        SchemaMismatch: they reduce different parameters, or are called in different places.
-        SkippedMismatch: they skip different buckets.
-        Disagreement: they are at different places of their programs.
-    """
-    if len({header.schema for header in headers}) > 1:
-        raise SchemaMismatch
-    if len({header.skipped for header in headers}) > 1:
-        raise SkippedMismatch
-    exempt = (GradSource.BROKEN, GradSource.JOINED)
-    whole = {rank: each for rank, each in enumerate(headers) if each.source not in exempt}
-    if len({each.call_site for each in whole.values()}) > 1:
-        raise SchemaMismatch
-    sources = {each.source for each in whole.values()}
-    pairs = ({GradSource.ELSEWHERE, GradSource.FORWARD}, {GradSource.ELSEWHERE, GradSource.AGAIN})
-    if len(sources) > 1 and sources not in pairs:
-        raise Disagreement(
-            "the ranks are at different places of their programs: "
-            f"{_by_rank({rank: each.source.words for rank, each in whole.items()})}. Every rank "
-            "must make the same reduced backwards: put those that only some ranks make under "
-            "no_sync()"
-        )
-    if len({each.weight is None for each in whole.values()}) > 1:
-        weights = {
-            rank: "no weight" if each.weight is None else f"weight {each.weight:g}"
-            for rank, each in whole.items()
-        }
-        raise Disagreement(
-            f"the mean is weighted on some ranks only: {_by_rank(weights)}. Run the backward "
-            "inside weighted(n) on every rank or on none"
-        )
-
-
-def _by_rank(words: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {what}" for rank, what in words.items())
-
-
 class Sent(NamedTuple):
     """What this rank tells the others in a reduction."""
 
-    header: RankHeader  # of this rank
+    values: dict[HeaderField, Any]  # of all fields
     encoded: bytes  # the bytes that it writes into the trailer of the first bucket
-    skipped: Sequence[int]  # indices of the buckets that are not sent
-    over_present: bool  # see open()
 
 
 class _Pending(NamedTuple):
@@ -241,78 +201,61 @@ class _Pending(NamedTuple):
 class Agreement:
     """Writes this rank's header in each reduction, and compares the headers of all ranks.
 
+    Args:
+        group: the ranks.
+        fields: see below.
+
     Attributes:
+        fields: of a header, in the order in which they are checked. :data:`SCHEMA` and
+            :data:`SOURCE` are among them.
+        size: bytes of a header.
         key: the last arguments of :meth:`open`. With the same arguments the header is the same.
-        divisor: what the sum is divided by: the number of ranks, or a number of the user's, which
-            then is that of a mean over the ranks with inputs too.
-        scale: factor of the gradients before the sum: the weight (else 1), divided by
-            :attr:`divisor` unless that is divided by later.
-        unit: weights are divided by it before the sum: near the last weights that all ranks know.
+        sent: what this rank has told last.
         expected: bytes of the reduced headers of the last reduction, if all headers were equal, and
-            had no weights: while they stay so, the host need not look at them. Else empty.
+            all fields are steady: while they stay so, the host need not look at them. Else empty.
         pending: on a GPU: headers that are not checked yet, oldest first, as the host does not wait
             for them. The end of the next reduction checks them, once it has given the device all
             its work. (All ranks have to find a mismatch, or a request to stop, at the same place,
             so no rank looks earlier.)
         all_broke_off: in the last reduction the backward of every rank broke off. (Not on a GPU.)
-        is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
-            before, whose headers each rank has read by then.
     """
 
-    def __init__(self, group: Group, divide_factor: float | None = None) -> None:
-        self.group = group
-        self.divisor = group.size if divide_factor is None else divide_factor
-        self._is_mean = divide_factor is None
+    def __init__(self, group: Group, fields: Sequence[HeaderField]) -> None:
+        self.group, self.fields = group, tuple(fields)
+        *places, self.size = accumulate((field.size for field in self.fields), initial=0)
+        self._places = dict(zip(self.fields, places, strict=True))
         self.key: object = None  # which has led to:
-        self.sent = Sent(RankHeader(bytes(3), GradSource.BROKEN), b"", (), False)
-        self.scale = 1.0 / self.divisor
-        self.unit = self._next_unit = _FIRST_UNIT
+        self.sent = Sent({}, b"")
         self.pending: list[_Pending] = []
         self.expected = b""
         self._readbacks: list[Readback] = []  # not in use
+        # By field, values of ranks that agree, which no field has read yet.
+        self._unread: list[dict[HeaderField, dict[int, Any]]] = []
         self._is_alone = False  # the group exchanges nothing; this was logged
         self._has_heard = False  # headers of all ranks have come
-        self.is_stopped = False
-        self._asked_at = -1  # number of reductions when this rank asked all to stop
-        self._has_stop = False  # headers that were read had such a request
         self.all_broke_off = False
 
-    def open(
-        self,
-        schema: bytes,
-        source: GradSource,
-        weight: Weight | None,
-        skipped: tuple[int, ...],
-        over_present: bool,
-        averages: bool,
-        call_site: bytes,
-    ) -> None:
+    def open(self, told: dict[HeaderField, Any], defaults: list[Any]) -> None:
         """A reduction begins whose header differs from the last one: make it.
 
         Args:
-            schema, source, call_site: see :class:`RankHeader`.
-            weight: the weight of the gradients, ``None`` if the mean is not weighted.
-            skipped: indices of the buckets that are not sent.
-            over_present: a mean without weights is that over the ranks that still have inputs.
-                (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
-            averages: gradients are divided by :attr:`divisor` before they are sent.
+            told: values of this reduction.
+            defaults: of all fields, for those that it has no value of.
         """
         self.key = None  # an interrupt below leaves no key without its header
-        asked_at = self._asked_at  # once: a signal handler may ask while this runs
-        stops = asked_at >= 0 and not self._has_stop
-        items = None if weight is None else weight.items
-        header = RankHeader(schema, source, items, skipped_hash(skipped), stops, call_site)
-        self.scale = 1.0 if weight is None else weight.scale / self.unit
-        if averages:
-            self.scale /= self.divisor
-        encoded = header.encode(self.group.rank, self.group.size)
-        self.sent = Sent(header, encoded, skipped, over_present and self._is_mean)
+        pairs = zip(self.fields, defaults, strict=True)
+        values = {field: told.get(field, default) for field, default in pairs}
+        mine = b"".join(field.encode(value) for field, value in values.items())
+        before, behind = self.group.rank, self.group.size - self.group.rank - 1
+        self.sent = Sent(values, bytes(before * self.size) + mine + bytes(behind * self.size))
         self.expected = b""
-        self.key = schema, source, weight, skipped, over_present, averages, call_site
-        if self._asked_at != asked_at:
-            self.key = None  # it was asked for after that: the next header has it
+        self.key = dict(told), defaults
 
-    def check(self, headers: Tensor, where: str, is_captured: bool = False) -> Tensor | None:
+    def column(self, headers: Tensor, field: HeaderField) -> Tensor:
+        """A field in the headers of all ranks: ``(world_size, field.size)``, a byte an element."""
+        return headers.view(-1, self.size).narrow(1, self._places[field], field.size)
+
+    def check(self, headers: Tensor, where: str, is_captured: bool = False) -> None:
         """The first bucket is reduced: find out whether all ranks reduce the same.
 
         On the CPU this is called where the headers are not those :attr:`expected`. On a GPU the
@@ -323,43 +266,19 @@ class Agreement:
             where: this rank and step, for messages.
             is_captured: a CUDA graph is captured, whose replays the host does not see.
 
-        Returns:
-            The factor by which the sum over ranks has to be multiplied, fp64 ``(1,)``; ``None``
-            for 1.
-
         Raises:
-            Mismatch: see :func:`check`.
+            Mismatch: they do not; see :meth:`HeaderField.check`.
         """
-        sent, is_on_cpu = self.sent, headers.is_cpu
-        is_scaled = sent.over_present or sent.header.weight is not None
-        factor = self._factor(headers, sent) if is_scaled else None
-        if is_on_cpu:
-            is_steady = self._look(headers, sent, where)
+        if headers.is_cpu:
+            is_steady = self._look(headers, self.sent, where)
             self.expected = string_at(headers.data_ptr(), headers.nbytes) if is_steady else b""
-            self.is_stopped, self.unit = self._has_stop, self._next_unit
+            self._read()
         elif not is_captured:
-            self.is_stopped, self.unit = self._has_stop, self._next_unit
+            if self._unread:
+                self._read()
             readback = self._readbacks.pop() if self._readbacks else Readback()
             readback.start(headers)
-            self.pending.append(_Pending(readback, sent, where))
-        return factor
-
-    def _factor(self, headers: Tensor, sent: Sent) -> Tensor:
-        """The factor of a mean that is weighted, or over the ranks with inputs."""
-        size, factor = self.group.size, None
-        if sent.over_present:
-            have_inputs = headers.view(-1, BYTES)[:, BYTES - 1] != GradSource.JOINED
-            factor = (size / have_inputs.sum().to(torch.float64)).view(1)
-        if sent.header.weight is None:
-            assert factor is not None, "it is neither weighted nor over some ranks"
-            return factor
-        total = total_weight(headers).view(1)
-        # If all weights are zero, the mean shall be zero.
-        weighted = torch.where(total == 0, total, size * self.unit / total)
-        if sent.header.source.is_empty:  # the other ranks may use no weights
-            factor = torch.ones_like(total) if factor is None else factor
-            weighted = torch.where(total.isnan(), factor, weighted)
-        return weighted
+            self.pending.append(_Pending(readback, self.sent, where))
 
     def check_pending(self, but_last: bool = False) -> None:
         """Wait for headers that are not checked yet, and check them: raises as :meth:`check`.
@@ -383,54 +302,31 @@ class Agreement:
                 self.expected = string_at(*readback.memory) if is_steady else b""
             del self.pending[0]
             self._readbacks.append(readback)
-        if but_last:
-            self.is_stopped, self.unit = self._has_stop, self._next_unit
+        if but_last and self._unread:
+            self._read()
 
-    def request_stop(self, reductions: int) -> None:
-        """Ask all ranks to stop, in the next header that is made: so many reductions have begun.
-
-        A signal handler may call it, and any thread: it takes no lock, and a request that comes
-        while :meth:`open` runs is not lost.
-        """
-        if self._asked_at < 0:
-            self._asked_at = reductions
-            self.key = None  # after that: see the end of open()
-
-    def should_stop(self, reductions: int) -> bool:
-        """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since."""
-        if self.is_stopped:
-            return True
-        return self.group.size == 1 and 0 <= self._asked_at < reductions
-
-    @property
-    def wants_stop(self) -> bool:
-        """Whether this rank has asked all to stop, or knows that one has."""
-        return self._asked_at >= 0 or self._has_stop
-
-    def set_unit(self, unit: float) -> None:
-        """Go on with the :attr:`unit` of an earlier run."""
-        self.unit = self._next_unit = unit
+    def _read(self) -> None:
+        """All ranks are at the same place of their programs: give the fields what was found."""
+        for values in self._unread:
+            for field in self.fields:
+                field.read(values[field])
+        self._unread.clear()
 
     def _look(self, headers: Tensor, sent: Sent, where: str) -> bool:
         """On the host: check the headers. Returns whether the same ones need no second look."""
-        header, found = sent.header, headers.tolist()
         rank, size = self.group.rank, self.group.size
-        mine = sent.encoded[rank * BYTES :][:BYTES]
+        found, ranks = headers.tolist(), range(size)
         self.all_broke_off = False
-        if header.weight is None and found == [*mine] * size:
-            self._has_heard = True
-            self.all_broke_off = header.source is GradSource.BROKEN
-            if header.stops:
-                self._stop_is_asked(range(size))
-            return not (sent.over_present or header.stops)
         # Only this rank's own header has arrived: the backend exchanges nothing, as torch's
         # ``fake`` backend does by design. (The header of a rank that takes part is all zeros in one
-        # case of 16 million.)
-        is_alone = size > 1 and found == [*sent.encoded]
-        # (A group written in Python may give back what it got, as torchft's after an error.)
-        if is_alone and not (
-            self._has_heard and type(self.group.process_group) is dist.ProcessGroup
+        # case of 16 million. A group written in Python may give back what it got, as torchft's
+        # after an error.)
+        if (
+            size > 1
+            and found == [*sent.encoded]
+            and not (self._has_heard and type(self.group.process_group) is dist.ProcessGroup)
         ):
+            ranks = range(rank, rank + 1)
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(
@@ -439,49 +335,66 @@ class Agreement:
                     where,
                     group_backend(self.group.process_group),
                 )
-            if header.stops:
-                self._stop_is_asked([rank])
-            return False
         try:
-            decoded = self._decode_heard(headers) if self._has_heard else decode(headers)
-            check(decoded)
+            values = self._decode(found, ranks)
+            exempt = GradSource.BROKEN, GradSource.JOINED
+            whole = [rank for rank, source in values[SOURCE].items() if source not in exempt]
+            for field, each in values.items():
+                field.check(each, {rank: each[rank] for rank in whole}, sent.values[field])
         except Mismatch as error:
             error.sent = sent
             raise
+        self._unread.append(values)
+        if len(ranks) < size:
+            return False
         self._has_heard = True
-        if asking := [rank for rank, each in enumerate(decoded) if each.stops]:
-            self._stop_is_asked(asking)
-        broken = [f"rank {rank}" for rank, h in enumerate(decoded) if h.source is GradSource.BROKEN]
-        if broken and header.source is not GradSource.BROKEN:
+        sources = values[SOURCE]
+        broken = [f"rank {each}" for each in ranks if sources[each] is GradSource.BROKEN]
+        self.all_broke_off = len(broken) == size
+        if broken and sources[rank] is not GradSource.BROKEN:
             logger.warning(
                 "%s: the backward of %s broke off: gradients are NaN in this step",
                 where,
                 " and ".join(broken),
             )
-        # A power of two near the mean of the weights: to divide by it does not round, and the
-        # quotients do not overflow where gradients travel in fp16.
-        weights = [each.weight for each in decoded if each.weight]
-        mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
-        self._next_unit = 2.0 ** round(math.log2(mean))
-        return False
+        return found == found[: self.size] * size and all(
+            field.is_steady(value) for field, value in sent.values.items()
+        )
 
-    def _decode_heard(self, headers: Tensor) -> list[RankHeader]:
-        """See :func:`decode`, in a group whose ranks have exchanged headers before."""
-        rows = headers.view(-1, BYTES).tolist()
-        if silent := [f"rank {rank}" for rank, row in enumerate(rows) if not any(row)]:
-            raise Displaced(f"nothing came from {' and '.join(silent)}")
+    def _decode(
+        self, found: Sequence[float], ranks: Sequence[int]
+    ) -> dict[HeaderField, dict[int, Any]]:
+        """The values of these ranks, by field and rank, from the reduced elements of all headers.
+
+        Raises:
+            SchemaMismatch: the elements are no headers: another rank has written gradients there.
+            Unmatched: likewise, in a group whose ranks have exchanged headers before.
+        """
+        what = "what came holds no headers"
+        silent = [
+            f"rank {rank}" for rank in ranks if not any(found[rank * self.size :][: self.size])
+        ]
         try:
-            return decode(headers)
-        except SchemaMismatch:
-            raise Displaced("what came holds no headers") from None
-
-    def _stop_is_asked(self, ranks: Sequence[int]) -> None:
-        """These ranks ask all to stop, by the headers of a reduction that all ranks make."""
-        if not self._has_stop:
-            logger.info(
-                "rank %d: asked by %s, all ranks stop after the same reduction",
-                self.group.rank,
-                " and ".join(f"rank {rank}" for rank in ranks),
-            )
-        self._has_stop = True
-        self.key = None  # the next header is without the request
+            content = bytes(map(int, found))
+            if [*content] == found and not (silent and self._has_heard):
+                return {
+                    field: {
+                        rank: field.decode(content[rank * self.size + place :][: field.size])
+                        for rank in ranks
+                    }
+                    for field, place in self._places.items()
+                }
+        except (ValueError, OverflowError):
+            pass
+        if not self._has_heard:
+            raise SchemaMismatch
+        if silent:
+            what = f"nothing came from {' and '.join(silent)}"
+        raise Unmatched(
+            f"{what}. Another "
+            "collective of the program has run in the place of this bucket: its order among "
+            "the buckets is not the same on all ranks. That is so where layers make "
+            "collectives in the backward, and some ranks leave a parameter unused. Give your "
+            "collectives a process group of their own (torch.distributed.new_group), or pass "
+            "find_unused_parameters=True, as with stock DDP, and restart"
+        )

@@ -50,7 +50,7 @@ class FiniteCheck(Extension):
         """Look at the gradients of this rank, as they are sent, and tell the other ranks."""
         numbers = bucket.packed.views
         if bucket.storage.is_sparse or bucket.quantization is not None:  # not there as numbers
-            if not reduction.agreement.scale:  # zeros are sent
+            if not reduction.scale:  # zeros are sent
                 return
             numbers = list(map(_values, bucket.params))
         if bucket.gradient_dtype.is_complex:  # (An absolute value may overflow.)

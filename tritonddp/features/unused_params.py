@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.agreement import (
+    HeaderField,
+    Unmatched,
+    differ,
+    schema_hash,
+)
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
 
@@ -85,6 +91,27 @@ def _raise(message: str) -> NoReturn:
     raise RuntimeError(message)
 
 
+class _Skipped(HeaderField):
+    """Titles of the buckets that are not sent, as a hash: see :func:`schema_hash`."""
+
+    size = 2
+
+    def encode(self, value: Sequence[str] | None) -> bytes:
+        return schema_hash(value)[:2] if value else bytes(2)
+
+    def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
+        if differ(values):
+            raise Unmatched(
+                "skip_all_reduce_unused_params=True needs the same "
+                "parameters to be unused on all ranks, but the ranks leave out different buckets. "
+                f"This rank leaves out: {', '.join(mine or ()) or 'none'}. The process group "
+                "cannot be used any more: restart with skip_all_reduce_unused_params=False"
+            )
+
+
+SKIPPED = _Skipped()
+
+
 class SkipUnused(Extension):
     """``skip_all_reduce_unused_params``: buckets for which no rank has gradients are not sent.
 
@@ -110,3 +137,5 @@ class SkipUnused(Extension):
             if not any(use.flags[each] or each in use.awaited for each in indices):
                 skipped.append(bucket.index)
         reduction.skip(skipped)
+        titles = [bucket.title for bucket in reduction.buckets if bucket.index in skipped]
+        reduction.tell(SKIPPED, titles)

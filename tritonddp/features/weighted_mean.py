@@ -32,7 +32,8 @@ from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.reduction import Reduction
-from tritonddp.coordination.agreement import GradSource, Weight
+from tritonddp.comm.weights import Weight
+from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
 

@@ -40,6 +40,7 @@ from tritonddp.reducer.graph.backward import (
     Backward,
     Forward,
 )
+from tritonddp.reducer.graph.call_site import CALL_SITE
 from tritonddp.reducer.graph.participation import (
     accumulates,
     as_trainable,
@@ -345,7 +346,7 @@ class AutogradDriver:
             current,
             source,
             where=f"rank {group.rank}, step {self.counters.reductions + 1}",
-            call_site=bytes(3) if site is None else site.hash,
+            values={} if site is None else {CALL_SITE: site},
             is_alone=is_alone,
             is_captured=is_captured,
         )
@@ -398,7 +399,7 @@ class AutogradDriver:
         wire = manager.factory.wire
         return (
             not self.exchanges_alone
-            and self.agreement.divisor == 1
+            and self.reducer.weights.divisor == 1
             and self.comm_hook is None
             and not self.finalizes_manually
             and self.sync.join is None

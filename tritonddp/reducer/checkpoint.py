@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def comm_state(reducer: Reducer) -> dict[str, Any]:
     """The bucket order, and all other state that the bits of the next reduction depend on."""
-    manager, unit = reducer.manager, reducer.agreement.unit
+    manager, unit = reducer.manager, reducer.weights.unit
     return {
         "rank": reducer.group.rank,
         "world_size": reducer.group.size,
@@ -54,7 +54,7 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
         failure = None  # its traceback holds this frame, which would keep the wrapper alive
     if not order:
         return  # saved before the first step
-    reducer.agreement.set_unit(unit)
+    reducer.weights.set_unit(unit)
     manager = reducer.manager
     manager.restore(order, keeps_order)
     load_state(manager.current.buckets, states, unit)

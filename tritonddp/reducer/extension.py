@@ -30,8 +30,8 @@ class Extension:
     def on_begin(self, backward: Backward) -> None:
         """A backward begins. If it is reduced, its reduction is not announced yet.
 
-        May call ``backward.reduction.weigh()``, ``skip()`` and ``hold()``. May raise: then this
-        rank sends NaN in the collectives of the reduction.
+        May call ``tell()``, ``weigh()``, ``skip()`` and ``hold()`` of its reduction. May raise:
+        then this rank sends NaN in the collectives of the reduction.
         """
 
     def on_local(self, backward: Backward) -> None:

@@ -17,14 +17,14 @@ from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters, schema_of
 from tritonddp.comm.broadcast import StateBroadcast, bytes_of
 from tritonddp.comm.reduction import LocalError, Reduction, open_reduction
+from tritonddp.comm.weights import NOTHING, Weights
 from tritonddp.coordination.agreement import (
-    NOTHING,
+    SOURCE,
     Agreement,
     Disagreement,
-    Displaced,
     GradSource,
     Mismatch,
-    SkippedMismatch,
+    Unmatched,
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
@@ -49,13 +49,14 @@ class Reducer:
         group: the ranks to average over.
         manager: holds the buckets.
         agreement: writes and compares the headers of the ranks.
+        weights: the field in them of the weights of ranks.
         counters: count launches and bytes sent.
         sync: settings of the next backward, written by the wrapper.
         broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
             its own.
 
     Attributes:
-        parameters, group, manager, agreement, counters, sync: see above.
+        parameters, group, manager, agreement, weights, counters, sync: see above.
         events: callbacks of extensions.
         forwards: decides which backwards are reduced.
         deferred: what this rank has to do, or to raise, at its next forward or backward.
@@ -71,12 +72,14 @@ class Reducer:
         group: Group,
         manager: BucketManager,
         agreement: Agreement,
+        weights: Weights,
         counters: Counters,
         sync: SyncState,
         broadcast: StateBroadcast | None = None,
     ) -> None:
         self.parameters, self.group, self.manager = parameters, group, manager
-        self.agreement, self.counters, self.sync = agreement, counters, sync
+        self.agreement, self.weights = agreement, weights
+        self.counters, self.sync = counters, sync
         self.where = manager.where
         self.events = Events()
         self.forwards = Forwards()
@@ -262,9 +265,8 @@ class Reducer:
         self.manager.reduction_begins()
         self.manager.announce()
         current = self.manager.current
-        shadow = open_reduction(
-            self, current, source, [False] * len(current.params), weight=NOTHING
-        )
+        used = [False] * len(current.params)
+        shadow = open_reduction(self, current, source, used, values={self.weights: NOTHING})
         try:
             with self.group.uninterrupted(), torch.no_grad():
                 shadow.reduce_now()
@@ -347,7 +349,7 @@ class Reducer:
                 stand_in.grad = grad.clone() if is_cast else grad
         reduction = self._open_request(
             self.manager.temporary(stand_ins, views=True, sparse=sparse),
-            weight=weight,
+            values={self.weights: weight},
             schema=schema_of(stand_ins, *sparse.values()),
             source=GradSource.GIVEN,
         )
@@ -457,38 +459,18 @@ class Reducer:
         self.agreement.pending.clear()  # what follows on it means nothing
         where, sent = error.where or self.where(), error.sent
         on_request = (GradSource.REQUEST, GradSource.GIVEN)
-        if requested is None and sent is not None and sent.header.source in on_request:
+        if requested is None and sent is not None and sent.values[SOURCE] in on_request:
             requested = self.parameters.params
-        buckets = self.manager.current.buckets
-        if isinstance(error, SkippedMismatch):  # collectives in flight may never end
-            skipped = () if sent is None else sent.skipped
-            here = [bucket.title for bucket in buckets if bucket.index in skipped]
-            raise RuntimeError(
-                f"{where}, bucket 0: skip_all_reduce_unused_params=True needs the same "
-                "parameters to be unused on all ranks, but the ranks leave out different buckets. "
-                f"This rank leaves out: {', '.join(here) or 'none'}. The process group cannot be "
-                "used any more: restart with skip_all_reduce_unused_params=False"
-            ) from None
-        if isinstance(error, Displaced):  # likewise
-            raise RuntimeError(
-                f"{where}, {buckets[0].title}: {error}. Another "
-                "collective of the program has run in the place of this bucket: its order among "
-                "the buckets is not the same on all ranks. That is so where layers make "
-                "collectives in the backward, and some ranks leave a parameter unused. Give your "
-                "collectives a process group of their own (torch.distributed.new_group), or pass "
-                "find_unused_parameters=True, as with stock DDP, and restart"
-            ) from None
+        if isinstance(error, Unmatched):  # collectives in flight may never end
+            title = self.manager.current.buckets[0].title
+            raise RuntimeError(f"{where}, {title}: {error}") from None
         if reduction is not None:
             reduction.wait_all(str(error) or "the ranks reduce different parameters")
         if isinstance(error, Disagreement):
             raise RuntimeError(f"{where}, bucket 0: {error}") from None
         if self.manager.memory is not None:  # all ranks come here, and wait in verify()
             self.manager.memory.end()
-        site = self.forwards.call_site
-        for each in (self.forwards.call_sites or {}).values():
-            if sent is not None and each.hash == sent.header.call_site:
-                site = each
-        self.parameters.verify(where, requested, "" if site is None else site.name)
+        self.parameters.verify(where, requested, error.options, error.advice)
 
 
 def _named(

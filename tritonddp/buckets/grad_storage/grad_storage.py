@@ -32,9 +32,12 @@ class GradStorage:
         grads: by slot, gradients that are flattened, and not yet unflattened.
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
         has_views: ``.grad`` tensors are views of the buffer.
-        is_sparse: a second exchange follows that of the buffer.
+        is_sparse: the buffer has no gradients, and a second exchange follows.
+        views_of: returns the tensors in the buffer of a bucket that ``.grad`` shall be, if any.
     """
 
+    views_of: Callable[[Bucket], Sequence[Tensor]] = attrgetter("storage.no_views")
+    no_views = ()
     has_views = False
     is_sparse = False
 
@@ -85,11 +88,10 @@ class GradStorage:
             used = count_missing(used, segment.params, grads)
         bucket.used[first:last] = used
         bucket.counters.flattens += 1
+        views = self.views_of(bucket)[first:last]
         # Whoever sets .data of a gradient (module.to(), for example) has moved the view itself.
-        if self.has_views:
-            addresses = list(map(Tensor.data_ptr, bucket.flat.views[first:last]))
-            if addresses != bucket.flat.addresses[first:last]:
-                bucket.flat.restore_views()
+        if views and list(map(Tensor.data_ptr, views)) != bucket.flat.addresses[first:last]:
+            bucket.flat.restore_views()
         if False in used:
             for slot, flag in enumerate(used):
                 if grads[slot] is not None and not flag:
@@ -111,10 +113,9 @@ class GradStorage:
         # check below raises an error that names it. (Torch checks the dtype of a new .grad.)
         try:
             kernels.flatten(flat, sources, used, scale, header)
-            if not self.has_views:
+            if not views:
                 self.grads[first:last] = grads
-            elif False in used or not all(map(is_, grads, bucket.flat.views[first:last])):
-                views = bucket.flat.views[first:last]
+            elif False in used or not all(map(is_, grads, views)):
                 for param, view, flag in zip(segment.params, views, used, strict=True):
                     if flag:
                         param.grad = view  # which frees the gradient
@@ -167,26 +168,21 @@ class GradStorage:
         One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
         Only then the host has to read the flags, or has read them for several buckets together.
         """
-        flat, kernels, owned, grads = bucket.flat, bucket.kernels, bucket.owned, self.grads
-        if owned is not None and not kernels.takes_pointers:
+        flat, kernels, grads = bucket.flat, bucket.kernels, self.grads
+        if bucket.others and not kernels.takes_pointers:
             self._drop_others(bucket)
         has_missing = self.wants_flags
         made: dict[int, Tensor] = {}
         sum_into = bucket.exchange.sum_into
         casts = flat.dtype is not bucket.gradient_dtype
-        in_kernel = kernels.takes_pointers or casts or sum_into is not None
-        if factor is not None and not in_kernel:  # one call is less than one for each gradient
-            if factor.item() != 1:
+        if factor is not None and not (kernels.takes_pointers or casts or sum_into is not None):
+            if factor.item() != 1:  # one call is less than one for each gradient
                 flat.payload.mul_(factor.item())
             factor = None
         if has_missing:
-            mine = range(len(grads)) if owned is None else owned.mine
             for slot, flag in enumerate(flat.flags.tolist() if flags is None else flags):
-                if flag and grads[slot] is None and slot in mine:
-                    if in_kernel:
-                        grads[slot] = made[slot] = bucket.empty_gradient(slot)
-                    else:  # on the CPU a copy here costs no more
-                        bucket.params[slot].grad = flat.views[slot].clone()
+                if flag and grads[slot] is None and slot not in bucket.others:
+                    grads[slot] = made[slot] = bucket.empty_gradient(slot)
         if sum_into is not None:
             bucket.counters.unflattens += 1
             sum_into(grads, factor)
@@ -197,7 +193,7 @@ class GradStorage:
             bucket.params[slot].grad = grad
         # References here would outlive zero_grad.
         self.grads, self.wants_flags = [None] * len(grads), False
-        if owned is not None:
+        if bucket.others:
             self._drop_others(bucket)
 
     def _drop_others(self, bucket: Bucket) -> None:
@@ -205,10 +201,8 @@ class GradStorage:
 
         (On a GPU they are unflattened before: a table without them would have to be uploaded.)
         """
-        assert bucket.owned is not None
-        for slot, param in enumerate(bucket.params):
-            if slot not in bucket.owned.mine:
-                param.grad = self.grads[slot] = None
+        for slot in bucket.others:
+            bucket.params[slot].grad = self.grads[slot] = None
 
     def discard(self, bucket: Bucket) -> None:
         """Leave ``.grad`` as it is."""
@@ -238,11 +232,7 @@ class JointUnpack:
     def fits(buckets: Sequence[Bucket]) -> bool:
         """Whether none of these buckets has to be unpacked by itself."""
         return not any(
-            each.is_lazy
-            or each.storage.is_sparse
-            or each.owned
-            or each.kernels.joint_unflatten is None
-            for each in buckets
+            each.is_lazy or each.owned or each.kernels.joint_unflatten is None for each in buckets
         )
 
     def unpack(self, factor: Tensor | None) -> None:

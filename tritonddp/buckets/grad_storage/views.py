@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ class Views(GradStorage):
     gradient elsewhere (first backward, ``zero_grad(set_to_none=True)``) is copied in.
     """
 
+    views_of = attrgetter("flat.views")
     has_views = True
 
     def __init__(self, slots: int) -> None:
@@ -57,7 +59,7 @@ class Views(GradStorage):
             ):
                 if flag and not is_used:
                     param.grad = view
-        if bucket.owned is not None:
+        if bucket.others:
             self._drop_others(bucket)
 
     def discard(self, bucket: Bucket) -> None:

@@ -10,12 +10,14 @@ user's program. (Not the lines that have called that one: rank 0 may well time o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import PurePath
 from sys import _current_frames, _getframe
 from types import FrameType
 from typing import Any
+
+from tritonddp.coordination.agreement import HeaderField, SchemaMismatch, differ
 
 # The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
 # they run on the thread of the caller.
@@ -66,6 +68,27 @@ class CallSite:
             # (The name with the class is of Python 3.11.)
             self.name = f"called in {getattr(code, 'co_qualname', code.co_name)} ({line})"
         self.hash = sha256(line.encode()).digest()[:3]
+
+
+class _CallSiteField(HeaderField):
+    """The :class:`CallSite` of a backward; ``None`` if no call of one counts."""
+
+    size = 3
+
+    def encode(self, value: CallSite | None) -> bytes:
+        return bytes(3) if value is None else value.hash
+
+    def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
+        if differ(whole):
+            raise SchemaMismatch(
+                options={} if mine is None else {"backward()": mine.name},
+                advice="The module is replicated in place: all ranks have to call backward() in "
+                "the same line. Put what one rank does alone under no_sync(), or use "
+                "torch.autograd.grad: both stay on their rank.",
+            )
+
+
+CALL_SITE = _CallSiteField()
 
 
 class CallSites(dict[tuple[int, int], CallSite]):

@@ -1,0 +1,126 @@
+"""The weights of ranks in a mean: what gradients are multiplied by, before the sum and after it."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonddp.coordination.agreement import (
+    SOURCE,
+    Agreement,
+    Disagreement,
+    GradSource,
+    HeaderField,
+    differ,
+    in_words,
+)
+
+# Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
+# samples and some thousands of tokens both differ from it by a factor of 100 at most, and fp16 has
+# range enough for that.
+_FIRST_UNIT = 16.0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How much the gradients of a rank count."""
+
+    items: float  # how many items the loss is a mean or a sum of
+    is_sum: bool = False  # the loss is a sum, so that its gradients count as they are
+
+    @property
+    def scale(self) -> float:
+        """Factor of this rank's gradients. A sum over no items keeps its gradients: 1."""
+        return 1.0 if self.is_sum and not self.items else self.items
+
+
+# The weight of a rank without gradients.
+NOTHING = Weight(0.0)
+
+
+class Weights(HeaderField):
+    """The weight of a rank: a :class:`Weight`, or ``None`` if the mean is not weighted.
+
+    A rank without gradients sends 0: it does not know whether the other ranks weight theirs.
+
+    Args:
+        world_size: number of ranks.
+        divide_factor: what the sum is divided by, by default the number of ranks.
+
+    Attributes:
+        divisor: see ``divide_factor``.
+        is_mean: the sum is divided by the number of ranks.
+        unit: weights are divided by it before the sum: near the last weights that all ranks know.
+    """
+
+    size = 8  # fp64, NaN without a weight
+
+    def __init__(self, world_size: int, divide_factor: float | None = None) -> None:
+        self._ranks = world_size
+        self.divisor = world_size if divide_factor is None else divide_factor
+        self.is_mean = divide_factor is None
+        self.unit = _FIRST_UNIT
+
+    def set_unit(self, unit: float) -> None:
+        """Go on with the :attr:`unit` of an earlier run."""
+        self.unit = unit
+
+    def encode(self, value: Weight | None) -> bytes:
+        return struct.pack("<d", math.nan if value is None else value.items)
+
+    def decode(self, encoded: bytes) -> float:
+        weight: float = struct.unpack("<d", encoded)[0]
+        return weight
+
+    def is_steady(self, value: Weight | None) -> bool:
+        return value is None
+
+    def check(self, values: Mapping[int, float], whole: Mapping[int, float], mine: Any) -> None:
+        if differ({rank: math.isnan(each) for rank, each in whole.items()}):
+            words = {
+                rank: "no weight" if math.isnan(each) else f"weight {each:g}"
+                for rank, each in whole.items()
+            }
+            raise Disagreement(
+                f"the mean is weighted on some ranks only: {in_words(words)}. Run the backward "
+                "inside weighted(n) on every rank or on none"
+            )
+
+    def read(self, values: Mapping[int, float]) -> None:
+        # A power of two near the mean of the weights: to divide by it does not round, and the
+        # quotients do not overflow where gradients travel in fp16.
+        if weights := [each for each in values.values() if each > 0]:
+            self.unit = 2.0 ** round(math.log2(sum(weights) / len(weights)))
+
+    def factor(self, agreement: Agreement, headers: Tensor, over_present: bool) -> Tensor | None:
+        """Return the factor by which the sum over ranks has to be multiplied.
+
+        Args:
+            agreement: has sent the header of this rank.
+            headers: those of all ranks.
+            over_present: a mean without weights is that over the ranks that still have inputs.
+                (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
+
+        Returns:
+            fp64 ``(1,)``; ``None`` for 1.
+        """
+        sent, factor = agreement.sent.values, None
+        if over_present:
+            have_inputs = agreement.column(headers, SOURCE) != GradSource.JOINED
+            factor = (self._ranks / have_inputs.sum().to(torch.float64)).view(1)
+        if sent[self] is None:
+            return factor
+        weights = agreement.column(headers, self).to(torch.uint8).reshape(-1).view(torch.float64)
+        total = weights.sum().view(1)
+        # If all weights are zero, the mean shall be zero.
+        weighted = torch.where(total == 0, total, self._ranks * self.unit / total)
+        if sent[SOURCE].is_empty:  # the other ranks may use no weights
+            factor = torch.ones_like(total) if factor is None else factor
+            weighted = torch.where(total.isnan(), factor, weighted)
+        return weighted

@@ -1,0 +1,71 @@
+"""A rank asks all ranks to stop after the same reduction, by a byte of its header."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tritonddp.coordination.agreement import HeaderField
+from tritonddp.coordination.group import Group
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest(HeaderField):
+    """Whether a rank asks all to stop.
+
+    Attributes:
+        default: this rank asks in its next header.
+        is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
+            before, whose headers each rank has read by then.
+    """
+
+    default = False
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._asked_at = -1  # number of reductions when this rank asked all to stop
+        self.is_stopped = False
+
+    def request(self, reductions: int) -> None:
+        """Ask all ranks to stop, in the next header that is made: so many reductions have begun.
+
+        A signal handler may call it, and any thread: it takes no lock.
+        """
+        if self._asked_at < 0:
+            self._asked_at = reductions
+            self.default = not self.is_stopped
+
+    def should_stop(self, reductions: int) -> bool:
+        """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since."""
+        return self.is_stopped or (self._group.size == 1 and 0 <= self._asked_at < reductions)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this rank has asked all to stop, or knows that one has."""
+        return self._asked_at >= 0 or self.is_stopped
+
+    def encode(self, value: bool) -> bytes:
+        return bytes([value])
+
+    def decode(self, encoded: bytes) -> bool:
+        if encoded[0] > 1:
+            raise ValueError
+        return encoded[0] == 1
+
+    def is_steady(self, value: bool) -> bool:
+        return not value
+
+    def read(self, values: Mapping[int, Any]) -> None:
+        asking = [f"rank {rank}" for rank, asks in values.items() if asks]
+        if not asking:
+            return
+        if not self.is_stopped:
+            logger.info(
+                "rank %d: asked by %s, all ranks stop after the same reduction",
+                self._group.rank,
+                " and ".join(asking),
+            )
+        self.is_stopped = True
+        self.default = False
