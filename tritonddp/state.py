@@ -42,6 +42,7 @@ from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.diagnostics.unreduced import WatchLocalBackwards
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
+from tritonddp.features.call_sites import CALL_SITE, CallSites
 from tritonddp.features.check_finite import FiniteCheck
 from tritonddp.features.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
@@ -52,8 +53,7 @@ from tritonddp.features.weighted_mean import AccumulationWindow
 from tritonddp.reducer.autograd_driver import AutogradDriver
 from tritonddp.reducer.earlier_means import EarlierMeans
 from tritonddp.reducer.extension import Extension
-from tritonddp.reducer.graph.backward import SyncState
-from tritonddp.reducer.graph.call_site import CALL_SITE
+from tritonddp.reducer.graph.backward import FAILED, SyncState
 from tritonddp.reducer.reducer import Reducer
 
 _T = TypeVar("_T")
@@ -140,6 +140,7 @@ class DDPState:
     def _count_any_call(self, wrapper: nn.Module) -> None:
         self.group.join_forks(self)
         step_in_backward(self.core)  # perhaps no forward of the module will look for them
+        self.core.events.install(CallSites(self.sync))
         self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 
     def enter_group(self, wrapper: Any) -> None:
@@ -268,6 +269,13 @@ class DDPState:
 
     def finalize_manually(self, required: bool) -> None:
         """See :attr:`DistributedDataParallel.require_manual_backward_finalization`."""
+        backward = self.core.backward
+        if backward is not None and backward.phase is not FAILED:
+            raise RuntimeError(
+                f"{self.core.where()}: set_manual_finalization_required cannot be called after "
+                "forward while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
         self.core.finalize_manually(required)
         self.finalizes_manually = required
 

@@ -21,7 +21,8 @@ from training import descend, drawn, gradients, squares, train_step
 
 import tritonddp
 from tritonddp import DistributedDataParallel, ddp, replicate
-from tritonddp.reducer.graph.call_site import CallSites
+from tritonddp.features.call_sites import CallSites
+from tritonddp.reducer.graph.backward import SyncState
 
 
 class Encoder(nn.Module):
@@ -335,7 +336,7 @@ def test_what_cannot_be_replicated_is_named_and_left_as_it_was() -> None:
 
 def test_the_place_of_a_backward_is_found_from_a_thread_of_the_engine() -> None:
     """As on a GPU, where hooks run on threads of the engine."""
-    sites, found = CallSites(), []
+    sites, found = CallSites(SyncState()), []
 
     def on_gradient(_: Tensor) -> None:
         thread = threading.Thread(target=lambda: found.append(sites.find()))

@@ -40,7 +40,6 @@ from tritonddp.reducer.graph.backward import (
     Backward,
     Forward,
 )
-from tritonddp.reducer.graph.call_site import CALL_SITE
 from tritonddp.reducer.graph.participation import (
     accumulates,
     as_trainable,
@@ -205,7 +204,7 @@ class AutogradDriver:
 
         No forward may tell of a parameter that was added, or frozen and is trained now.
         """
-        if self.forwards.call_sites is not None:
+        if self.forwards.counts_any_call:
             self._others.watch(self.parameters.in_no_bucket())
 
     def wait_post_backward(self) -> None:
@@ -340,13 +339,11 @@ class AutogradDriver:
         if first_param is not None or current.use.suspected:
             is_inner = self._wait_for_inner(first_param is not None and local is None)
         is_alone = group.is_alone and self._needs_no_exchange()
-        site = self.forwards.call_site
         reduction = open_reduction(
             self.reducer,
             current,
             source,
             where=f"rank {group.rank}, step {self.counters.reductions + 1}",
-            values={} if site is None else {CALL_SITE: site},
             is_alone=is_alone,
             is_captured=is_captured,
         )
@@ -454,7 +451,7 @@ class AutogradDriver:
 
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
-        if self.forwards.call_sites is not None and not self.backward_runs:
+        if self.forwards.counts_any_call and not self.backward_runs:
             self.refresh_parameters()
             if not self.parameters.is_agreed:
                 self.reducer.adopt_parameters(in_backward=True)
@@ -495,7 +492,7 @@ class AutogradDriver:
         with self.launching:
             is_full = self.tracker.look(segment_index)
         if self.tracker.has_unannounced:
-            self._note_unannounced(reduction)
+            self.tracker.note_unannounced(reduction)
         if is_full:
             self.on_segment_ready(segment_index)
 
@@ -553,32 +550,8 @@ class AutogradDriver:
         """Handle gradients that came in another order, did not come, or were not announced."""
         if self.manager.is_provisional:
             self.use.note(self.use.ready_indices())
-        self._note_unannounced(reduction)
+        self.tracker.note_unannounced(reduction)
         self.tracker.learn()
-
-    def _note_unannounced(self, reduction: Reduction) -> None:
-        """Note gradients of inner backwards, which the engine has not announced.
-
-        Raises:
-            RuntimeError: a gradient came after its bucket had been launched.
-        """
-        use, tracker = self.use, self.tracker
-        too_late = [
-            index
-            for index, place in use.take_unannounced()
-            if place >= reduction.packed[tracker.segment_of[index]] - 1 >= 0
-        ]
-        if too_late:
-            tracker.learn()
-            bucket, _ = reduction.bucket_set.segments[tracker.segment_of[too_late[0]]]
-            raise RuntimeError(
-                f"{reduction.where}: the gradient of {reduction.bucket_set.names[too_late[0]]!r} "
-                f"arrived after its bucket {bucket.index} had been flattened or left out. It comes "
-                "from an inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
-                "earlier steps it did not, or the unused parameter was converted and back. From "
-                "the next step on such gradients are waited for; with use_reentrant=False they are "
-                "announced beforehand."
-            )
 
     def finalize_backward(self) -> None:
         """The backward has ended, and all its buckets are launched: wait for them.
@@ -739,13 +712,9 @@ class AutogradDriver:
     def reduced_parameters(self) -> set[Tensor]:
         """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
         self.prepare_request("compared")
-        self.reducer.check_pending()
         self.wait_post_backward()
-        if self.is_detached or self.counters.reductions == self.reducer.own_gradients_at:
-            return set()
-        pairs = zip(self.manager.current.params, self.use.local, strict=True)
-        owners = self.manager.factory.owners
-        return {param for param, is_local in pairs if not is_local and param not in owners}
+        found = self.reducer.reduced_parameters()
+        return set() if self.is_detached else found
 
     def check_finalized(self) -> None:
         """Raise a RuntimeError if a backward waits for ``finalize_backward()``."""
@@ -759,17 +728,7 @@ class AutogradDriver:
             )
 
     def finalize_manually(self, required: bool) -> None:
-        """Whether backwards end in ``finalize_backward()``, not by themselves.
-
-        Raises:
-            RuntimeError: a backward runs, or waits for that.
-        """
-        if self.backward is not None and self.backward.phase is not FAILED:
-            raise RuntimeError(
-                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
-                "while a backward pass is expected or in progress. Set "
-                "require_manual_backward_finalization before forward or after backward finalization"
-            )
+        """Whether backwards end in ``finalize_backward()``, not by themselves, from now on."""
         self.finalizes_manually = required
 
     def reduce_by(self, hook: CommHook) -> None:

@@ -390,6 +390,15 @@ class Reducer:
         for end in self.events.on_end:
             end(reduction)
 
+    def reduced_parameters(self) -> set[Tensor]:
+        """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
+        self.check_pending()
+        if self.counters.reductions == self.own_gradients_at:
+            return set()
+        current, owners = self.manager.current, self.manager.factory.owners
+        pairs = zip(current.params, current.use.local, strict=True)
+        return {param for param, is_local in pairs if not is_local and param not in owners}
+
     def _open_request(
         self,
         bucket_set: BucketSet,

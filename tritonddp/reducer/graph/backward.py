@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from gc import get_referents
 from operator import attrgetter
-from sys import _getframe
 from threading import get_ident
-from types import FrameType, NoneType
+from types import NoneType
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +31,6 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.group import Outstanding
-from tritonddp.reducer.graph.call_site import ENGINE, INSTALLED, MODE, CallSite, CallSites
 
 
 class SyncState:
@@ -82,10 +80,7 @@ class Forwards:
     an output, is reduced from there on (``AutogradDriver._reduce_after_all``).
 
     Attributes:
-        call_sites: of a module that is replicated in place, where a backward that goes through no
-            output of a forward is reduced too: see :meth:`count_any_call`. ``None`` for a wrapper.
-        call_site: where the last reduced backward was called. ``None`` for a wrapper, and inside
-            ``join()``, where ranks without inputs call none.
+        counts_any_call: of a module that is replicated in place: see :meth:`count_any_call`.
         seq: of the last forward whose outputs can be reduced; 0 before the first.
         was_local: the last forward ran inside ``no_sync``, and had no backward yet.
         by_call: the last reduced backward is so in place alone: it went through no output until
@@ -96,8 +91,7 @@ class Forwards:
     """
 
     def __init__(self) -> None:
-        self.call_sites: CallSites | None = None
-        self.call_site: CallSite | None = None
+        self.counts_any_call = False
         self.seq = 0
         self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         # How many forwards arm the reduction now, and did so before the last reduced backward.
@@ -106,11 +100,8 @@ class Forwards:
         self.ended_inside = 0
 
     def count_any_call(self) -> None:
-        """From now on every backward outside ``no_sync`` is reduced, whatever it goes through.
-
-        It has to be called in the same place on all ranks, see :class:`CallSites`.
-        """
-        self.call_sites = CallSites()
+        """From now on every backward outside ``no_sync`` is reduced, whatever it goes through."""
+        self.counts_any_call = True
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
         """A forward has run; see :class:`Forward`."""
@@ -153,7 +144,7 @@ class Forwards:
         if is_joined:
             is_wanted = forward is None or forward.syncs
         else:
-            counts = self.call_sites is not None if forward is None else forward.syncs
+            counts = self.counts_any_call if forward is None else forward.syncs
             is_wanted = self._armed > 0 or counts
         if 0 < seq <= self._prepared and not is_joined:
             reduced = True
@@ -165,21 +156,6 @@ class Forwards:
         if not reduced:
             return None
         self.was_armed, self._armed = self._armed, 0
-        if self.call_sites is not None:
-            # As CallSites.find(), but with no call in a steady step on the CPU.
-            frame: FrameType | None = _getframe()
-            while frame is not None and frame.f_code.co_name != ENGINE:
-                frame = frame.f_back
-            while frame is not None and (
-                INSTALLED in frame.f_code.co_filename
-                or frame.f_code.co_name == MODE
-                or frame.f_globals.get("__name__", "")[:6] == "torch."
-            ):
-                frame = frame.f_back
-            site = None
-            if frame is not None:
-                site = self.call_sites.get((id(frame.f_code), frame.f_lasti))
-            self.call_site = (site or self.call_sites.find(frame)) if join is None else None
         if forward is None:
             return ELSEWHERE
         was_reached, forward.reached = forward.reached, True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from sys import _getframe
+from sys import _current_frames, _getframe
 from types import FrameType
 from typing import Any, cast
 
@@ -19,7 +19,12 @@ from tritonddp._torch import (
     will_execute,
     without_overrides,
 )
-from tritonddp.reducer.graph.call_site import ENGINE, nodes_of_callers
+
+# The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
+# they run on the thread of the caller.
+ENGINE = "_engine_run_backward"
+# Its argument from which the backward starts.
+ROOTS = "t_outputs"
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
@@ -158,11 +163,30 @@ def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
                 stack.append(parent)
 
 
+def _nodes_of_callers() -> Iterator[Any]:
+    """The nodes at which the backwards that run begin, on all threads, as far as Python calls them.
+
+    (Two backwards may run at the same time, and on a GPU a hook does not know which one it is of.)
+    """
+    frame: FrameType | None
+    called: FrameType | None
+    for called in _current_frames().values():
+        frame = called
+        while frame is not None:
+            if frame.f_code.co_name == ENGINE:
+                for root in frame.f_locals.get(ROOTS, ()):  # a tensor, or an edge of the graph
+                    node = getattr(root, "node", None) or root.grad_fn
+                    if node is not None:
+                        yield node
+            frame = frame.f_back
+    called = None  # the frame of this call is one of them, and would hold itself, and the roots
+
+
 def runs_checkpoint() -> bool:
     """Whether the graph of the backward that runs has a node that is named after a checkpoint.
 
     Reentrant checkpoints run inner backwards: torch.utils.checkpoint.CheckpointFunction and its
     likes in other libraries. Walks the graph.
     """
-    nodes = _behind([current_autograd_node(), *nodes_of_callers()])
+    nodes = _behind([current_autograd_node(), *_nodes_of_callers()])
     return any("checkpoint" in type(node).__name__.lower() for node in nodes)

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from tritonddp._device import current_stream, join_streams
 from tritonddp._torch import captures_leaves, register_post_accumulate_grad_hook, will_execute
 from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.graph.participation import (
     accumulating_nodes,
     as_trainable,
@@ -278,6 +279,29 @@ class ReadyTracker:
             self._last[segment] = pending[-1 if is_first else len(pending) // 2]
             self._hook_end(self._last[segment])
         return not pending
+
+    def note_unannounced(self, reduction: Reduction) -> None:
+        """Note gradients of inner backwards, which the engine has not announced.
+
+        Raises:
+            RuntimeError: a gradient came after its bucket had been launched.
+        """
+        too_late = [
+            index
+            for index, place in self._use.take_unannounced()
+            if place >= reduction.packed[self.segment_of[index]] - 1 >= 0
+        ]
+        if too_late:
+            self.learn()
+            bucket, _ = reduction.bucket_set.segments[self.segment_of[too_late[0]]]
+            raise RuntimeError(
+                f"{reduction.where}: the gradient of {reduction.bucket_set.names[too_late[0]]!r} "
+                f"arrived after its bucket {bucket.index} had been flattened or left out. It comes "
+                "from an inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
+                "earlier steps it did not, or the unused parameter was converted and back. From "
+                "the next step on such gradients are waited for; with use_reentrant=False they are "
+                "announced beforehand."
+            )
 
     def learn(self) -> None:
         """Expect the order of this backward in the next one."""

@@ -10,7 +10,7 @@ user's program. (Not the lines that have called that one: rank 0 may well time o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import PurePath
 from sys import _current_frames, _getframe
@@ -18,37 +18,14 @@ from types import FrameType
 from typing import Any
 
 from tritonddp.coordination.agreement import HeaderField, SchemaMismatch, differ
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward, SyncState
+from tritonddp.reducer.graph.participation import ENGINE
 
-# The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
-# they run on the thread of the caller.
-ENGINE = "_engine_run_backward"
 # In the path of a file that belongs to an installed library, whose lines all programs share.
 INSTALLED = "-packages"
 # What a mode or a subclass of tensors runs between the program and ``backward()``.
 MODE = "__torch_function__"
-
-
-# Its argument from which the backward starts.
-ROOTS = "t_outputs"
-
-
-def nodes_of_callers() -> Iterator[Any]:
-    """The nodes at which the backwards that run begin, on all threads, as far as Python calls them.
-
-    (Two backwards may run at the same time, and on a GPU a hook does not know which one it is of.)
-    """
-    frame: FrameType | None
-    called: FrameType | None
-    for called in _current_frames().values():
-        frame = called
-        while frame is not None:
-            if frame.f_code.co_name == ENGINE:
-                for root in frame.f_locals.get(ROOTS, ()):  # a tensor, or an edge of the graph
-                    node = getattr(root, "node", None) or root.grad_fn
-                    if node is not None:
-                        yield node
-            frame = frame.f_back
-    called = None  # the frame of this call is one of them, and would hold itself, and the roots
 
 
 class CallSite:
@@ -91,30 +68,34 @@ class _CallSiteField(HeaderField):
 CALL_SITE = _CallSiteField()
 
 
-class CallSites(dict[tuple[int, int], CallSite]):
-    """The lines that were found so far, by the id of their code and the place in it.
+class CallSites(Extension):
+    """Tells the other ranks where each reduced backward is called.
 
     On a GPU hooks run on threads of the engine: then the main thread is looked at; if that runs no
     backward, nothing is known, on no rank.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sync: SyncState) -> None:
+        self._sync = sync
+        # The lines that were found so far, by the id of their code and the place in it.
+        self._found: dict[tuple[int, int], CallSite] = {}
         self._unknown = CallSite(None)
         self._main = threading.main_thread().ident or 0
 
-    def find(self, frame: FrameType | None = None) -> CallSite:
-        """The line that has called the backward that runs. To be called from a hook.
+    def on_begin(self, backward: Backward) -> None:
+        """Find the line. (Inside ``join()`` ranks without inputs call no backward.)"""
+        if backward.reduction is not None and self._sync.join is None:
+            backward.reduction.tell(CALL_SITE, self.find())
 
-        ``frame`` is that line, if it is known to be of the user's program.
-        """
-        frame = frame or _caller(_getframe(1)) or _caller(_current_frames().get(self._main))
+    def find(self) -> CallSite:
+        """The line that has called the backward that runs. To be called from a hook."""
+        frame = _caller(_getframe(1)) or _caller(_current_frames().get(self._main))
         if frame is None:
             return self._unknown
         key = id(frame.f_code), frame.f_lasti
-        if key not in self:
-            self[key] = CallSite(frame)
-        return self[key]
+        if key not in self._found:
+            self._found[key] = CallSite(frame)
+        return self._found[key]
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
