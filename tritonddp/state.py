@@ -259,7 +259,7 @@ class DDPState:
             yield self.metrics
         if self.group.size > 1:
             yield HookedSteps(core.events)
-            yield WatchLocalBackwards(core.manager, core.events, self.sync)
+        yield WatchLocalBackwards(core.manager, core.events, self.sync, self.group.size == 1)
         if given.skip_all_reduce_unused_params:
             yield SkipUnused(self.sync)
         if config.divide_factor not in (None, self.group.size):

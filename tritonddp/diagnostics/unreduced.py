@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
@@ -92,11 +93,12 @@ class UnreducedGradients(Extension):
     Args:
         manager: of the buckets.
         sync: settings of the next backward.
+        is_alone: there is one rank: no gradient should be reduced that is not. (But the gradients
+            that it reduces may be noted by a wrapper of the same module in a larger group.)
     """
 
-    def __init__(self, manager: BucketManager, sync: SyncState) -> None:
-        self._manager, self._sync = manager, sync
-        self._has_warned = False
+    def __init__(self, manager: BucketManager, sync: SyncState, is_alone: bool) -> None:
+        self._manager, self._sync, self._has_warned = manager, sync, is_alone
         self._local: Backward | None = None  # the local backward that runs
         self._origin = ""  # of its gradients
         # Of the last reduction, until a local backward follows: a parameter's index, the tensor
@@ -114,6 +116,7 @@ class UnreducedGradients(Extension):
                 around = [each for each in taken if each.owner() is self and each.origin is AROUND]
                 self.warn(around, "a reduced backward")
         elif self._sync.join is None:
+            WatchLocalBackwards.install_all()  # in wrappers that were made since
             self._local, adds = backward, self._adds_to_means()
             if backward.forward is not None:
                 self._origin = INSIDE if backward.forward.syncs else ADDED if adds else ""
@@ -189,20 +192,27 @@ class WatchLocalBackwards(Extension):
 
     live: ClassVar[WeakSet[WatchLocalBackwards]] = WeakSet()
 
-    def __init__(self, manager: BucketManager, events: Events, sync: SyncState) -> None:
-        self._manager, self._events, self._sync = manager, events, sync
+    def __init__(
+        self, manager: BucketManager, events: Events, sync: SyncState, is_alone: bool
+    ) -> None:
+        self._made = partial(UnreducedGradients, manager, sync, is_alone)
+        self._events = weakref.ref(events)
         WatchLocalBackwards.live.add(self)
 
     def on_local(self, backward: Backward) -> None:
         """Install it, and be called no more."""
-        for each in list(WatchLocalBackwards.live):
-            each.install()
+        self.install_all()
 
-    def install(self) -> None:
-        """Install :class:`UnreducedGradients` in this one's place."""
-        self._events.remove(self)
-        self._events.install(UnreducedGradients(self._manager, self._sync))
-        WatchLocalBackwards.live.discard(self)
+    @classmethod
+    def install_all(cls) -> None:
+        """Install :class:`UnreducedGradients` in all wrappers that have none."""
+        while cls.live:
+            cls.live.pop()._install()
+
+    def _install(self) -> None:
+        if (events := self._events()) is not None:
+            events.remove(self)
+            events.install(self._made())
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
