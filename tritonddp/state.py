@@ -219,7 +219,7 @@ class DDPState:
         core.events.install(self.logger)
         DDPState.live.add(self)
         # (In this order: a signal may come here. The ranks of a new group agree anew.)
-        if DDPState.stop_requests or (former is not None and former.is_known):
+        if DDPState.stop_requests or (former and (former.default or former.is_stopped)):
             self.request_stop()
 
     def request_stop(self) -> None:

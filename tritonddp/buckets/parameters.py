@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from tritonddp._torch import count_swaps, like, swaps, tensor_behind
 from tritonddp.buckets.grad_storage.sparse_rows import sparse_parameters
 from tritonddp.buckets.ignored import Ignored, parameters_of
-from tritonddp.coordination.agreement import schema_hash
+from tritonddp.coordination.agreement import Mismatch, schema_hash
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import TRAIN_THE_SAME, describe, verify_same
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
@@ -416,33 +416,28 @@ class ModuleParameters:
         return self.module_buffers.named(self.is_agreed)
 
     def verify(
-        self,
-        where: str,
-        requested: Sequence[tuple[str, Tensor]] | None = None,
-        options: Mapping[str, str] | None = None,
-        advice: str = "",
+        self, where: str, requested: Sequence[tuple[str, Tensor]] | None, error: Mismatch
     ) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward. ``options`` are
-        compared too, and ``advice`` says what to do if they differ.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward.
 
         Raises:
             RuntimeError: always, naming what differs.
         """
         kind = type(self.module).__name__
-        compared = {
+        options = {
             "new parameters": [name for name, _ in self.unplaced],
             "sparse gradients": self.names_of_sparse(),
             "wrapper": f"number {self.number} in its process group, of a {kind}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
-            **(options or {}),
+            **error.options,
         }
         params = self.params if requested is None else requested
         # Drop all these changes; at the next forward each rank checks again.
         self._held = []
-        description = describe(params, self.buffers(), compared)
-        advice = f"{advice} {TRAIN_THE_SAME}".lstrip()
+        description = describe(params, self.buffers(), options)
+        advice = f"{error.advice} {TRAIN_THE_SAME}".lstrip()
         verify_same(description, self._group, params[0][1].device, where, advice)
         raise RuntimeError(
             f"{where}: another rank has reduced something else at the same time: call the wrapped "

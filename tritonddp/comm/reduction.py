@@ -20,7 +20,7 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.sparse import exchange_rows
-from tritonddp.comm.weights import Weight, Weights
+from tritonddp.comm.weights import Weights
 from tritonddp.coordination.agreement import SCHEMA, SOURCE, Agreement, GradSource, HeaderField
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
@@ -124,10 +124,6 @@ class Reduction:
     def tell(self, field: HeaderField, value: Any) -> None:
         """Tell all ranks this value. Before the first bucket is packed."""
         self.values[field] = value
-
-    def weigh(self, weight: Weight | None) -> None:
-        """The gradients of this rank have this weight. Before the first bucket is packed."""
-        self.tell(self.weights, weight)
 
     def skip(self, indices: Collection[int]) -> None:
         """Do not send these buckets: not the first, and the same on all ranks."""
@@ -283,7 +279,7 @@ class Reduction:
         :meth:`drain` waits for them.
         """
         if not self.works:
-            self.weigh(None)
+            self.tell(self.weights, None)
             self.source, self.header = GradSource.BROKEN, b""
         self._launch_nan()
 
@@ -580,7 +576,7 @@ def open_reduction(
     """
     if used is not None:
         bucket_set.use.count(used)
-    join = reducer.sync.join
+    join, averages = reducer.sync.join, bucket_set.averages and reducer.weights.is_mean
     if join is not None and source is not GradSource.CHANGED:
         join.reduction_begins()
     return Reduction(
@@ -592,12 +588,7 @@ def open_reduction(
         source=source,
         where=where or reducer.where(),
         values={SCHEMA: schema or reducer.parameters.schema, **values},
-        over_present=(
-            join is not None
-            and join.mean_over_present
-            and bucket_set.averages
-            and reducer.weights.is_mean
-        ),
+        over_present=averages and join is not None and join.mean_over_present,
         packed=[0] * len(bucket_set.segments),
         pending=[0] * len(bucket_set.buckets),
         is_alone=is_alone,

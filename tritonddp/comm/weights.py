@@ -49,13 +49,8 @@ class Weights(HeaderField):
 
     A rank without gradients sends 0: it does not know whether the other ranks weight theirs.
 
-    Args:
-        world_size: number of ranks.
-        divide_factor: what the sum is divided by, by default the number of ranks.
-
     Attributes:
-        divisor: see ``divide_factor``.
-        is_mean: the sum is divided by the number of ranks.
+        divisor: of the sum over ranks; by default their number, and :attr:`is_mean` is true.
         unit: weights are divided by it before the sum: near the last weights that all ranks know.
     """
 
@@ -99,16 +94,10 @@ class Weights(HeaderField):
             self.unit = 2.0 ** round(math.log2(sum(weights) / len(weights)))
 
     def factor(self, agreement: Agreement, headers: Tensor, over_present: bool) -> Tensor | None:
-        """Return the factor by which the sum over ranks has to be multiplied.
+        """Return the factor of the sum over ranks, by their headers: fp64 ``(1,)``; ``None`` for 1.
 
-        Args:
-            agreement: has sent the header of this rank.
-            headers: those of all ranks.
-            over_present: a mean without weights is that over the ranks that still have inputs.
-                (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
-
-        Returns:
-            fp64 ``(1,)``; ``None`` for 1.
+        With ``over_present`` a mean without weights is over the ranks that still have inputs. The
+        ranks agree on that when a forward inside ``join()`` begins.
         """
         sent, factor = agreement.sent.values, None
         if over_present:

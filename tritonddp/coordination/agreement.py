@@ -61,10 +61,7 @@ class GradSource(enum.IntEnum):
 class Mismatch(Exception):
     """The ranks do not reduce the same.
 
-    Args:
-        message: names what differs. Empty if :meth:`ModuleParameters.verify` has to find it out.
-        options: what else that compares: values of this rank in words, by name.
-        advice: what to do if they differ.
+    ``options`` are what else they compare then, in words; ``advice`` is what to do about them.
     """
 
     sent: Sent | None = None  # what this rank has sent, if that was found in headers
@@ -92,13 +89,10 @@ class SchemaMismatch(Mismatch):
 class HeaderField:
     """One value in the header of each rank. Override what you need.
 
-    The fields of a wrapper are an argument of its :class:`Agreement`, on all ranks alike. A
-    reduction sets the value of this rank by ``Reduction.tell()``.
-
     Attributes:
         size: bytes of a value.
-        default: value in reductions that set none. It may change at any time, also in a signal
-            handler: the next header has the new one.
+        default: value of a reduction that does not :meth:`~Reduction.tell` one. It may change at
+            any time, also in a signal handler: the next header has the new one.
     """
 
     size = 1
@@ -141,8 +135,6 @@ def in_words(words: Mapping[int, str]) -> str:
 
 
 class _Schema(HeaderField):
-    """Hash of the trainable parameters, see :func:`schema_hash`."""
-
     size = 3
 
     def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
@@ -151,8 +143,6 @@ class _Schema(HeaderField):
 
 
 class _Source(HeaderField):
-    """Where the gradients come from."""
-
     def encode(self, value: GradSource) -> bytes:
         return bytes([value])
 
@@ -160,7 +150,8 @@ class _Source(HeaderField):
         return GradSource(encoded[0])
 
     def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
-        if set(whole.values()) not in _MATCHING and differ(whole):
+        others = {*whole.values()} - {GradSource.ELSEWHERE}
+        if differ(whole) and others not in ({GradSource.FORWARD}, {GradSource.AGAIN}):
             raise Disagreement(
                 "the ranks are at different places of their programs: "
                 f"{in_words({rank: each.words for rank, each in whole.items()})}. Every rank "
@@ -169,12 +160,7 @@ class _Source(HeaderField):
             )
 
 
-# Sources that go together.
-_MATCHING = (
-    {GradSource.ELSEWHERE, GradSource.FORWARD},
-    {GradSource.ELSEWHERE, GradSource.AGAIN},
-)
-# The fields of every header.
+# The fields of every header: hash of the trainable parameters, and where the gradients come from.
 SCHEMA, SOURCE = _Schema(), _Source()
 
 
@@ -201,13 +187,9 @@ class _Pending(NamedTuple):
 class Agreement:
     """Writes this rank's header in each reduction, and compares the headers of all ranks.
 
-    Args:
-        group: the ranks.
-        fields: see below.
-
     Attributes:
-        fields: of a header, in the order in which they are checked. :data:`SCHEMA` and
-            :data:`SOURCE` are among them.
+        fields: of a header, in the order in which they are checked: :data:`SCHEMA`, :data:`SOURCE`,
+            and those of features.
         size: bytes of a header.
         key: the last arguments of :meth:`open`. With the same arguments the header is the same.
         sent: what this rank has told last.
@@ -235,21 +217,15 @@ class Agreement:
         self._has_heard = False  # headers of all ranks have come
         self.all_broke_off = False
 
-    def open(self, told: dict[HeaderField, Any], defaults: list[Any]) -> None:
-        """A reduction begins whose header differs from the last one: make it.
-
-        Args:
-            told: values of this reduction.
-            defaults: of all fields, for those that it has no value of.
-        """
+    def open(self, values: dict[HeaderField, Any], defaults: list[Any]) -> None:
+        """Make the header of a reduction with these values, where it differs from the last one."""
         self.key = None  # an interrupt below leaves no key without its header
-        pairs = zip(self.fields, defaults, strict=True)
-        values = {field: told.get(field, default) for field, default in pairs}
-        mine = b"".join(field.encode(value) for field, value in values.items())
+        all_values = {**dict(zip(self.fields, defaults, strict=True)), **values}
+        mine = b"".join(field.encode(value) for field, value in all_values.items())
         before, behind = self.group.rank, self.group.size - self.group.rank - 1
-        self.sent = Sent(values, bytes(before * self.size) + mine + bytes(behind * self.size))
+        self.sent = Sent(all_values, bytes(before * self.size) + mine + bytes(behind * self.size))
         self.expected = b""
-        self.key = dict(told), defaults
+        self.key = dict(values), defaults
 
     def column(self, headers: Tensor, field: HeaderField) -> Tensor:
         """A field in the headers of all ranks: ``(world_size, field.size)``, a byte an element."""
@@ -370,26 +346,22 @@ class Agreement:
             SchemaMismatch: the elements are no headers: another rank has written gradients there.
             Unmatched: likewise, in a group whose ranks have exchanged headers before.
         """
-        what = "what came holds no headers"
-        silent = [
-            f"rank {rank}" for rank in ranks if not any(found[rank * self.size :][: self.size])
-        ]
+        size = self.size
+        silent = [f"rank {rank}" for rank in ranks if not any(found[rank * size :][:size])]
+        what = (
+            f"nothing came from {' and '.join(silent)}" if silent else "what came holds no headers"
+        )
         try:
             content = bytes(map(int, found))
             if [*content] == found and not (silent and self._has_heard):
                 return {
-                    field: {
-                        rank: field.decode(content[rank * self.size + place :][: field.size])
-                        for rank in ranks
-                    }
-                    for field, place in self._places.items()
+                    field: {r: field.decode(content[r * size + at :][: field.size]) for r in ranks}
+                    for field, at in self._places.items()
                 }
         except (ValueError, OverflowError):
             pass
         if not self._has_heard:
             raise SchemaMismatch
-        if silent:
-            what = f"nothing came from {' and '.join(silent)}"
         raise Unmatched(
             f"{what}. Another "
             "collective of the program has run in the place of this bucket: its order among "

@@ -41,11 +41,6 @@ class StopRequest(HeaderField):
         """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since."""
         return self.is_stopped or (self._group.size == 1 and 0 <= self._asked_at < reductions)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether this rank has asked all to stop, or knows that one has."""
-        return self._asked_at >= 0 or self.is_stopped
-
     def encode(self, value: bool) -> bytes:
         return bytes([value])
 

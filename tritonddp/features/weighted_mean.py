@@ -90,7 +90,7 @@ class AccumulationWindow(Extension):
         if self._sync.weight is not None or self.weight is not None:
             self._open(self._sync.weight, backward)
         if backward.reduction is not None:
-            backward.reduction.weigh(self.weight)
+            backward.reduction.tell(backward.reduction.weights, self.weight)
 
     def on_request(self, reduction: Reduction) -> None:
         weight: Weight | None = self._sync.weight
@@ -102,7 +102,7 @@ class AccumulationWindow(Extension):
                 "outside weighted(n)"
             )
         self.weight = weight or self.weight
-        reduction.weigh(self.weight)
+        reduction.tell(reduction.weights, self.weight)
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
         is_accumulated = reduction.source is GradSource.REQUEST

@@ -30,8 +30,8 @@ class Extension:
     def on_begin(self, backward: Backward) -> None:
         """A backward begins. If it is reduced, its reduction is not announced yet.
 
-        May call ``tell()``, ``weigh()``, ``skip()`` and ``hold()`` of its reduction. May raise:
-        then this rank sends NaN in the collectives of the reduction.
+        May call ``tell()``, ``skip()`` and ``hold()`` of its reduction. May raise: then this rank
+        sends NaN in the collectives of the reduction.
         """
 
     def on_local(self, backward: Backward) -> None:
@@ -40,7 +40,7 @@ class Extension:
     def on_request(self, reduction: Reduction) -> None:
         """Accumulated gradients are about to be reduced on request.
 
-        May call ``reduction.weigh()``. May raise before anything is sent, if all ranks do; or a
+        May call ``reduction.tell()``. May raise before anything is sent, if all ranks do; or a
         LocalError: then this rank sends NaN.
         """
 

@@ -479,7 +479,7 @@ class Reducer:
             raise RuntimeError(f"{where}, bucket 0: {error}") from None
         if self.manager.memory is not None:  # all ranks come here, and wait in verify()
             self.manager.memory.end()
-        self.parameters.verify(where, requested, error.options, error.advice)
+        self.parameters.verify(where, requested, error)
 
 
 def _named(
