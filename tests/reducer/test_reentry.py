@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, ranks
+from distributed import assert_same_bits, ranks, recorded_collectives
 from modules import mlp, normed
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -274,3 +274,19 @@ def test_a_backward_that_failed_on_all_ranks_leaves_the_reduction_armed() -> Non
     ddp.zero_grad()
     local.square().sum().backward()
     assert_gradients_alike(ddp)
+
+
+@ranks(2)
+def test_one_rank_may_run_a_forward_with_gradients_alone(rank: int) -> None:
+    """As an evaluation without ``torch.no_grad()``: a forward makes no collective.
+
+    Stock DDP rebuilds its buckets there, by a broadcast that the other ranks do not make.
+    """
+    ddp = wrap(net())
+    for step in range(3):
+        assert_right_step(ddp, batch(step))
+        with recorded_collectives() as calls:
+            if rank == 0:
+                ddp(batch(step))
+        assert not calls
+        dist.barrier()
