@@ -290,3 +290,18 @@ def test_one_rank_may_run_a_forward_with_gradients_alone(rank: int) -> None:
                 ddp(batch(step))
         assert not calls
         dist.barrier()
+
+
+@ranks(2, views=True)
+def test_gradients_stay_where_all_ranks_fail_before_any(view: bool) -> None:
+    """The others get NaN, and a rank that fails keeps what it has: also where that is a view."""
+    ddp = wrap(net(), view)
+    for step in range(3):
+        assert_right_step(ddp, batch(step))
+    kept = [param.grad.clone() for param in ddp.parameters()]
+    output = ddp(batch(3))
+    output.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    ddp(batch(4))
+    assert_same_bits([param.grad for param in ddp.parameters()], kept)

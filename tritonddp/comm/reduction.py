@@ -497,9 +497,6 @@ class Reduction:
                 :meth:`drain` make the collectives of the ranks that reduce.
         """
         sent = self.buckets[:1] if self.bucket_set.averages else self.buckets
-        for bucket in sent:
-            for param, view in bucket.in_buffer().items():  # about to be overwritten
-                param.grad = view.clone()
         self._launch_nan(until=len(sent))
         first = sent[0]
         try:

@@ -62,6 +62,12 @@ class Views(GradStorage):
         if bucket.others:
             self._drop_others(bucket)
 
+    def fill_nan(self, bucket: Bucket, header: bytes = b"") -> None:
+        """See the base class. Gradients leave the buffer first: they stay as they are."""
+        for param, view in bucket.in_buffer().items():
+            param.grad = view.clone()
+        super().fill_nan(bucket, header)
+
     def discard(self, bucket: Bucket) -> None:
         """See the base class."""
         super().discard(bucket)
