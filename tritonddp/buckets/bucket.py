@@ -121,7 +121,7 @@ class Bucket:
             ranks read.
         segments: the parts of the bucket that are flattened at once.
         nbytes: bytes sent: payload and trailer (used flags and headers).
-        used: for each packed slot, whether this rank has a gradient for it.
+        sent_flags: for each packed slot, whether this rank has a gradient for it.
         places: what follows the headers: a byte a rank for :meth:`note_not_finite`, if gradients
             are checked. (A message of a quantised bucket has flags by rank instead.)
         quantization: how its gradients are quantised; ``None`` if they are not.
@@ -160,7 +160,7 @@ class Bucket:
         self.gradient_dtype = gradient_dtype(params[0])
         self._wire_dtype = wire_dtype or self.gradient_dtype
         self.is_lazy = lazy
-        self.used = [False] * len(params)
+        self.sent_flags = [False] * len(params)
         self.checked, self._headers = checked, headers
         self.places = b"" if checked is None or quantization is not None else bytes(checked[1])
         self.shapes = [tuple(param.shape) for param in params]
@@ -263,7 +263,7 @@ class Bucket:
 
     def finish_trailer(self, header: bytes = b"") -> None:
         """Write used flags and headers, after all of several segments are packed."""
-        self.packed.write_trailer(self.used, header + self.places)
+        self.packed.write_trailer(self.sent_flags, header + self.places)
 
     def note_not_finite(self, which: Tensor | None = None) -> None:
         """These gradients, bool ``(n,)``, or all, are packed, and are not finite: tell all ranks.

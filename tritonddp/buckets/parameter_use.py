@@ -1,4 +1,8 @@
-"""Which parameters are used: the only record of it."""
+"""Which parameters this rank uses: the only record of it.
+
+What it says goes into the flags that a bucket sends (``Bucket.sent_flags``). Their sum is the number
+of ranks that use each parameter (``Bucket.rank_counts``).
+"""
 
 from __future__ import annotations
 

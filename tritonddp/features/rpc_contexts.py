@@ -236,7 +236,7 @@ class ContextBackward:
 
     def _refuse_unused(self) -> None:
         """``find_unused_parameters=False``: the next forward raises if any are unused."""
-        flags = [is_used for bucket in self.reduction.buckets for is_used in bucket.used]
+        flags = [is_used for bucket in self.reduction.buckets for is_used in bucket.sent_flags]
         rows = zip(self.reduction.bucket_set.names, self._params, flags, strict=True)
         unused = [name for name, p, is_used in rows if p.requires_grad and not is_used]
         if unused and not self.driver.deferred:

@@ -74,7 +74,7 @@ class StrictUnused(Extension):
         unused = {
             param
             for bucket in reduction.buckets
-            for param, is_used in zip(bucket.params, bucket.used, strict=True)
+            for param, is_used in zip(bucket.params, bucket.sent_flags, strict=True)
             if not is_used or bucket.index in reduction.skipped
         }
         if not unused:

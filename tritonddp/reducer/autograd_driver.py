@@ -752,9 +752,9 @@ class AutogradDriver:
 
 def _broke_off(reference: weakref.ref[AutogradDriver], _: object) -> None:
     """The engine has dropped the callback of a backward without calling it: it failed."""
-    reducer = reference()
-    if reducer is not None and reducer.backward is not None:
-        reducer.backward.fail()
-        reducer.tracker.stop()
-        for call in reducer.events.on_abort:
-            call(reducer.backward.reduction)
+    driver = reference()
+    if driver is not None and driver.backward is not None:
+        driver.backward.fail()
+        driver.tracker.stop()
+        for call in driver.events.on_abort:
+            call(driver.backward.reduction)

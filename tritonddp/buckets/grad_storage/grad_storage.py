@@ -86,7 +86,7 @@ class GradStorage:
         if NoneType in map(type, grads):
             self.wants_flags = True
             used = count_missing(used, segment.params, grads)
-        bucket.used[first:last] = used
+        bucket.sent_flags[first:last] = used
         bucket.counters.flattens += 1
         views = self.views_of(bucket)[first:last]
         # Whoever sets .data of a gradient (module.to(), for example) has moved the view itself.
@@ -148,7 +148,7 @@ class GradStorage:
     def overwrite_nan(self, bucket: Bucket) -> None:
         """Replace the packed gradients by NaN. Not for the first bucket, which has a header."""
         # (Some rank has to see it.)
-        used = bucket.used
+        used = bucket.sent_flags
         self._fill_nan(bucket, used if any(used) else [True] * len(used), b"")
 
     def _fill_nan(self, bucket: Bucket, used: Sequence[bool], header: bytes) -> None:

@@ -98,16 +98,16 @@ class SparseRows(GradStorage):
     ) -> None:
         """Announce ``scale * .grad``; see the base class."""
         grad = self.param.grad
-        bucket.used[:] = [used[0] and grad is not None]
+        bucket.sent_flags[:] = [used[0] and grad is not None]
         self._rows = self._dense = self._mean = None
-        if grad is not None and scale and (earlier or bucket.used[0]):
+        if grad is not None and scale and (earlier or bucket.sent_flags[0]):
             bucket.check_kind(0, grad)
             self._take(grad.detach(), scale)
         kind = Kind.ROWS if self._dense is None else Kind.DENSE
         mine = Announcement(kind, 0 if self._rows is None else len(self._rows[0]))
         bucket.counters.flattens += 1
         header += self._announce(mine) + bucket.places
-        bucket.kernels.flatten(segment.flat, [None], bucket.used, 1.0, header)
+        bucket.kernels.flatten(segment.flat, [None], bucket.sent_flags, 1.0, header)
 
     def _fill_nan(self, bucket: Bucket, used: Sequence[bool], header: bytes) -> None:
         self._rows = self._dense = None

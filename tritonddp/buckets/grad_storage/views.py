@@ -55,7 +55,7 @@ class Views(GradStorage):
             self.wants_flags = False
             flags = flat.flags.tolist() if flags is None else flags
             for flag, is_used, param, view in zip(
-                flags, bucket.used, bucket.params, views, strict=True
+                flags, bucket.sent_flags, bucket.params, views, strict=True
             ):
                 if flag and not is_used:
                     param.grad = view
