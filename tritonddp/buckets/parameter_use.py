@@ -1,7 +1,7 @@
 """Which parameters this rank uses: the only record of it.
 
-It gives the flags that a bucket sends (``Bucket.sent_flags``). Their sum over ranks is the number of
-ranks that use each parameter (``Bucket.rank_counts``).
+It gives the flags that a bucket sends (``Bucket.sent_flags``). Their sum over ranks says how many
+ranks use each parameter (``Bucket.rank_counts``).
 """
 
 from __future__ import annotations
