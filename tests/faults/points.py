@@ -81,7 +81,7 @@ POINTS = {
         step=0,
     ),
     "after the order of gradients": Point(
-        "plain", "tritonddp.buckets.manager:BucketManager.renew", "kill 1/2", step=0
+        "plain", "tritonddp.buckets.manager:BucketManager.rebuild_buckets", "kill 1/2", step=0
     ),
     "optimizer step": Point("plain", "optimizer", "kill 0/3, stop 1/2, loop 2/3, leave 0/2"),
     "no_sync": Point("no_sync", "microbatch", "kill 2/3, stop 0/2"),

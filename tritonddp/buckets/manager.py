@@ -42,7 +42,7 @@ class BucketManager:
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
         keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
-        leaving: parameters that were frozen, or that the module has no more: they leave after a
+        to_remove: parameters that were frozen, or that the module has no more: they leave after a
             reduction for which no rank had a gradient. (A program may have taken a layer out of the
             module and call it beside, or have put a tensor made from a parameter in its place.)
         former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
@@ -72,9 +72,9 @@ class BucketManager:
         self._order: list[int] | None = None  # parameter order for the next buckets
         self._is_restored = False  # the order was loaded from an earlier run
         self.schema = b""
-        self.leaving: set[Tensor] = set()
-        self._have_left: set[str] = set()
-        self._in_turns: set[str] = set()
+        self.to_remove: set[Tensor] = set()
+        self._removed: set[str] = set()
+        self._frozen_in_turns: set[str] = set()
         self.has_moved = False  # the buckets have been replaced at least once
         self.ready_order: list[str] = []
         self.former_counts: list[tuple[list[Parameter], Tensor]] | None = None
@@ -194,10 +194,10 @@ class BucketManager:
         self.schema = self._parameters.schema
         held = self._parameters.held
         stay = held if self._parameters.keeps_frozen else {p for _, p in self._parameters.trainable}
-        self.leaving = {
+        self.to_remove = {
             param
             for name, param in zip(self.current.names, self.current.params, strict=True)
-            if param not in held or (param not in stay and name not in self._in_turns)
+            if param not in held or (param not in stay and name not in self._frozen_in_turns)
         }
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:
@@ -246,29 +246,29 @@ class BucketManager:
         held = [number_of.pop(param) for param in params if param in number_of]
         return [*held, *number_of.values()]
 
-    def renew(self, reduced: Iterable[Bucket]) -> None:
+    def rebuild_buckets(self, reduced: Iterable[Bucket]) -> None:
         """After a reduction of these buckets: rebuild if the order has changed, or some leave."""
-        looked_at = reduced if self.leaving else ()
+        looked_at = reduced if self.to_remove else ()
         counted = ((bucket.params, bucket.rank_counts().tolist()) for bucket in looked_at)
         used = {param for params, counts in counted for param in compress(params, counts)}
-        stay, self.leaving = self.leaving & used, self.leaving - used
-        if self._order is not None or self.leaving:
-            self._renew()
-        self.leaving = stay
+        stay, self.to_remove = self.to_remove & used, self.to_remove - used
+        if self._order is not None or self.to_remove:
+            self._rebuild_in_order()
+        self.to_remove = stay
         self.move()
 
-    def _renew(self) -> None:
+    def _rebuild_in_order(self) -> None:
         names, params = self.current.names, self.current.params
         order, self._order = self._order or range(len(params)), None
-        kept = [(names[each], params[each]) for each in order if params[each] not in self.leaving]
+        kept = [(names[each], params[each]) for each in order if params[each] not in self.to_remove]
         if self._replace(kept):
-            left = self.leaving & self._parameters.held
-            self._have_left |= {n for n, p in zip(names, params, strict=True) if p in left}
+            left = self.to_remove & self._parameters.held
+            self._removed |= {n for n, p in zip(names, params, strict=True) if p in left}
 
-    def place(self) -> None:
+    def add_parameters(self) -> None:
         """All ranks have agreed on it: new buckets with the parameters that are in none."""
         added = self._parameters.unplaced
-        self._in_turns |= self._have_left.intersection(name for name, _ in added)
+        self._frozen_in_turns |= self._removed.intersection(name for name, _ in added)
         self._replace([*self._parameters.bucketed(), *added])
         if not self.is_provisional:
             self.move()
@@ -290,7 +290,7 @@ class BucketManager:
         if self.keeps_order:
             order = sorted(order, reverse=True)
         named = [self._parameters.params[number] for number in order]
-        self._in_turns = {name for name, param in named if not param.requires_grad}
+        self._frozen_in_turns = {name for name, param in named if not param.requires_grad}
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]
         if self._replace(named):

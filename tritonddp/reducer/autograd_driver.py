@@ -569,7 +569,7 @@ class AutogradDriver:
             if not reduction.is_captured:
                 for call in self.events.on_reduced_all:
                     call(reduction)
-                if manager.is_provisional or manager.leaving or self.use.suspected:
+                if manager.is_provisional or manager.to_remove or self.use.suspected:
                     ready = self.use.ready_indices() if manager.is_provisional else ()
                     self.reducer.complete(reduction, ready)
         except (RuntimeError, Mismatch) as error:

@@ -115,7 +115,9 @@ class Reducer:
             if reduction.source.is_empty:  # no backward of this rank could show what is missing
                 missing = ()
         manager.current.use.settle(missing)
-        manager.renew(each for each in reduction.buckets if each.index not in reduction.skipped)
+        manager.rebuild_buckets(
+            each for each in reduction.buckets if each.index not in reduction.skipped
+        )
 
     # Parameters that come and go
 
@@ -173,7 +175,7 @@ class Reducer:
                 if self._broadcast is not None and (new := parameters.new()):
                     self._send_values(new, in_backward, step)
             parameters.commit()
-            manager.place()
+            manager.add_parameters()
 
     def _send_values(
         self, named: Sequence[tuple[str, Parameter]], are_used: bool, step: str
