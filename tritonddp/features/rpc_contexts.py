@@ -260,8 +260,11 @@ class ContextBackward:
         return self.driver.order
 
     def has_failed(self) -> bool:
-        """Whether it has failed, and owes its collectives."""
-        return not self.driver.is_detached and self.backward.phase is FAILED
+        """Whether it has failed, and owes its collectives.
+
+        (As on a GPU, a thread of its engine may drop the callback a moment after the error.)
+        """
+        return not self.driver.is_detached and self.backward.has_failed(is_on_gpu=True)
 
     def abandon(self) -> None:
         """Nothing: :meth:`drain` launches.
