@@ -128,3 +128,16 @@ def test_no_hook_is_registered_for_buckets_that_are_under_way() -> None:
         net.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     net.finalize_backward()
     assert_same_bits(net.module[2].bias.grad, torch.full((4,), 2.0))
+
+
+@ranks(2)
+def test_an_unused_parameter_is_an_error_of_the_next_forward_here_too() -> None:
+    module = mlp(4, 4, 4)
+    module.unused = torch.nn.Linear(2, 2)
+    net = DistributedDataParallel(module, find_unused_parameters=False)
+    net.require_manual_backward_finalization = True
+    for _ in range(2):
+        net(filled(2, 4)).sum().backward()
+        net.finalize_backward()
+        with pytest.raises(RuntimeError, match="parameters without a gradient: they were unused"):
+            net(filled(2, 4))

@@ -82,9 +82,10 @@ class StrictUnused(Extension):
         # (One that was replaced meanwhile is not trained, though another one may have its name.)
         trainable = enumerate(self._parameters.trainable)
         found = {name: index for index, (name, param) in trainable if param in unused}
-        if found and not self._deferred:
-            message = unused_error(reduction.where, self._rank, found)
-            self._deferred.append(partial(_raise, message))
+        if found:
+            error = partial(_raise, unused_error(reduction.where, self._rank, found))
+            others = [each for each in self._deferred if getattr(each, "func", None) is not _raise]
+            self._deferred[:] = [*others, error]
 
 
 def _raise(message: str) -> NoReturn:

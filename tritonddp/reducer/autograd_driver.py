@@ -629,6 +629,7 @@ class AutogradDriver:
         """The last backward has failed: launch its remaining buckets."""
         backward = self.backward
         assert backward is not None
+        backward.fail()  # an inner one may have stopped unnoticed
         reduction = backward.reduction
         if reduction is None or reduction.is_captured:
             return
