@@ -345,6 +345,12 @@ graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
 # The autograd node that the engine runs on this thread, also while its hooks run.
 current_autograd_node = torch._C._current_autograd_node
 
+
+def python_function(kind: type) -> Any:
+    """The ``torch.autograd.Function`` whose nodes have this type; ``None`` for those of C++."""
+    return getattr(kind, "_forward_cls", None)
+
+
 # The dtype that a user has set for ``.grad`` of a leaf. Until torch 2.9 it is that of the leaf.
 grad_dtype_of = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 

@@ -420,8 +420,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             join.refuse("reduce_gradients()")
         core = self._ddp_state.core
         if gradients is not None:
-            core.prepare_request()
-            return core.reducer.reduce_given(gradients, params, self._trainable())
+            prepare, named = core.prepare_request, self._trainable()
+            return core.reducer.reduce_given(gradients, params, named, prepare)
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
         core.reduce_accumulated()

@@ -132,8 +132,8 @@ def test_no_hook_is_registered_for_buckets_that_are_under_way() -> None:
 
 @ranks(2)
 def test_an_unused_parameter_is_an_error_of_the_next_forward_here_too() -> None:
-    module = mlp(4, 4, 4)
-    module.unused = torch.nn.Linear(2, 2)
+    module = torch.nn.Linear(4, 4)
+    module.unused = torch.nn.Parameter(torch.ones(2))
     net = DistributedDataParallel(module, find_unused_parameters=False)
     net.require_manual_backward_finalization = True
     for _ in range(2):

@@ -70,7 +70,9 @@ class ParameterUse:
         self.expected, self._finds_unused = expected, finds_unused
         self.flags = list(map(or_, expected, self.local)) if self.has_local else list(expected)
         all_come = all(expected)
-        missing = () if all_come else {n for n, comes in enumerate(expected) if not comes}
+        missing = frozenset(
+            () if all_come else (n for n, comes in enumerate(expected) if not comes)
+        )
         if missing != self.missing:
             self.is_static = self.is_static and self.missing is None
             self.missing = missing

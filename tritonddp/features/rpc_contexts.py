@@ -239,13 +239,13 @@ class ContextBackward:
         flags = [is_used for bucket in self.reduction.buckets for is_used in bucket.sent_flags]
         rows = zip(self.reduction.bucket_set.names, self._params, flags, strict=True)
         unused = [name for name, p, is_used in rows if p.requires_grad and not is_used]
-        if unused and not self.driver.deferred:
+        if unused:
             error = RuntimeError(
                 f"{self.reduction.where}: the backward left parameters without a gradient, and "
                 f"find_unused_parameters=False makes this an error: {listed(unused)}. Leave "
                 "find_unused_parameters at its default"
             )
-            self.driver.deferred.append(partial(_raise, error))
+            self.driver.deferred.raise_later(error)
 
     def _leave(self) -> None:
         self.driver.group.outstanding.pop(self, None)

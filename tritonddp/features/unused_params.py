@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from tritonddp.coordination.agreement import (
     differ,
     schema_hash,
 )
+from tritonddp.reducer.deferred import Deferred
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
 
@@ -59,7 +59,7 @@ class StrictUnused(Extension):
         self,
         parameters: ModuleParameters,
         rank: int,
-        deferred: list[Callable[[], None]],
+        deferred: Deferred,
         sync: SyncState,
     ) -> None:
         self._parameters, self._rank = parameters, rank
@@ -83,13 +83,8 @@ class StrictUnused(Extension):
         trainable = enumerate(self._parameters.trainable)
         found = {name: index for index, (name, param) in trainable if param in unused}
         if found:
-            error = partial(_raise, unused_error(reduction.where, self._rank, found))
-            others = [each for each in self._deferred if getattr(each, "func", None) is not _raise]
-            self._deferred[:] = [*others, error]
-
-
-def _raise(message: str) -> NoReturn:
-    raise RuntimeError(message)
+            error = RuntimeError(unused_error(reduction.where, self._rank, found))
+            self._deferred.raise_later(error)
 
 
 class _Skipped(HeaderField):

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import NoneType
 from typing import NoReturn
 
 import torch
@@ -44,8 +45,8 @@ from tritonddp.reducer.graph.participation import (
     accumulates,
     as_trainable,
     is_of_others,
+    may_run_inner_backward,
     outer_call,
-    runs_checkpoint,
 )
 from tritonddp.reducer.graph.readiness import ReadyTracker, WatchedParameters
 from tritonddp.reducer.reducer import Reducer
@@ -139,7 +140,7 @@ class AutogradDriver:
             self.refresh_parameters()
 
     def _catch_up(self, graph_task: int = -1) -> bool:
-        """Do what was deferred to this rank's next entry, and recover from failed backwards.
+        """Recover from failed backwards, and do what was deferred to the next forward.
 
         Before a forward without gradients, wait for :attr:`post_backward` only.
 
@@ -156,9 +157,10 @@ class AutogradDriver:
         if self.is_detached:
             self.group.refuse_if_forked()
             return False
-        while self.deferred:
-            self.deferred.pop(0)()
+        self.check_finalized()
         self.group.recover(graph_task)
+        if graph_task == -1:
+            self.deferred.run()
         return True
 
     def flush(self, reduces: bool = False) -> None:
@@ -386,7 +388,8 @@ class AutogradDriver:
         if is_first and outer_call(self.manager.current.is_on_gpu):
             use.wait_for(range(len(use.expected)))
             return True
-        if use.suspected and not (use.inner or self.manager.is_provisional) and runs_checkpoint():
+        is_known = use.inner or self.manager.is_provisional
+        if use.suspected and not is_known and may_run_inner_backward():
             use.wait_for(use.suspected)
         return False
 
@@ -522,7 +525,7 @@ class AutogradDriver:
                 reduction.launch_ready(rest=True)
         if self.finalizes_manually and any(reduction.works):
             backward.waits_for_user(True)
-            self.deferred.append(self.check_finalized)
+            self.deferred.append(NoneType)  # so that the next entry looks
             self.group.outstanding.pop(self, None)  # nobody may call finalize_backward()
             self.wait_post_backward()
             return
@@ -720,8 +723,6 @@ class AutogradDriver:
     def check_finalized(self) -> None:
         """Raise a RuntimeError if a backward waits for ``finalize_backward()``."""
         if self.backward is not None and self.backward.is_unfinalized:
-            if self.check_finalized not in self.deferred:
-                self.deferred.append(self.check_finalized)
             raise RuntimeError(
                 f"{self.where()}: Expected to have finalized the prior backward pass before "
                 "starting a new one. Call finalize_backward() after backward() when "
@@ -744,9 +745,9 @@ class AutogradDriver:
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True
-        self.tracker.remove()
+        self.tracker.let_go()
         self._others.watch(())
-        self.deferred.append(self.group.refuse_if_forked)  # so that entries look
+        self.deferred.append(NoneType)  # so that entries look
         self.group.outstanding.pop(self, None)
         self.backward = None
 

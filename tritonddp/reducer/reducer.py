@@ -32,6 +32,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer import capture
+from tritonddp.reducer.deferred import Deferred
 from tritonddp.reducer.extension import Events
 from tritonddp.reducer.graph.backward import Forwards, SyncState
 
@@ -59,7 +60,7 @@ class Reducer:
         parameters, group, manager, agreement, weights, counters, sync: see above.
         events: callbacks of extensions.
         forwards: decides which backwards are reduced.
-        deferred: what this rank has to do, or to raise, at its next forward or backward.
+        deferred: what this rank has to do, or to raise, at its next forward.
         afterwards: see :meth:`call_afterwards`.
         own_gradients_at: reduction count at which ``.grad`` last held unreduced gradients of this
             rank.
@@ -83,7 +84,7 @@ class Reducer:
         self.where = manager.where
         self.events = Events()
         self.forwards = Forwards()
-        self.deferred: list[Callable[[], None]] = []
+        self.deferred = Deferred()
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
         self.own_gradients_at, self.stepped_at = 0, -1
@@ -296,10 +297,12 @@ class Reducer:
         gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None],
         params: Iterable[Tensor] | None,
         named: Sequence[tuple[str, Tensor]],
+        prepare: Callable[[], None],
     ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
         """The means of gradients; see ``DistributedDataParallel.reduce_gradients()``.
 
-        ``named`` are all parameters of the module that require gradients.
+        ``named`` are all parameters of the module that require gradients. ``prepare`` is called
+        immediately before the first collective: a rank that raises before makes none.
         """
         if not isinstance(gradients, Mapping | Sequence) or isinstance(gradients, str | bytes):
             raise TypeError(
@@ -307,6 +310,7 @@ class Reducer:
                 f"{gradients!r}"
             )
         if params is not None:  # ranks with different sizes would crash in the collective
+            prepare()
             named = _named(params, named)
             described = describe(named, [], {"gradients": "of reduce_gradients()"})
             device = self.manager.current.params[0].device
@@ -319,12 +323,15 @@ class Reducer:
                     f"gradients for {', '.join(unknown[:10])}, which are not trainable "
                     "parameters of the module"
                 )
-            means = self._means(named, [gradients.get(name) for name, _ in named])
+            means = self._means(named, [gradients.get(name) for name, _ in named], prepare)
             return {name: mean for (name, _), mean in zip(named, means, strict=True)}
-        return tuple(self._means(named, list(gradients)))
+        return tuple(self._means(named, list(gradients), prepare))
 
     def _means(
-        self, named: Sequence[tuple[str, Tensor]], gradients: Sequence[Tensor | None]
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        gradients: Sequence[Tensor | None],
+        prepare: Callable[[], None],
     ) -> list[Tensor | None]:
         """The means of ``gradients``, which belong to ``named``: the same on all ranks."""
         of_module, wire = self.parameters.sparse, self.manager.factory.wire
@@ -333,6 +340,7 @@ class Reducer:
         for (name, param), gradient in zip(named, gradients, strict=True):
             if gradient is not None:
                 _check_gradient(name, param, gradient, param in of_module)
+        prepare()
         weight = self.sync.weight
         # Stand-ins for the parameters, whose own .grad must stay as it is.
         stand_ins: list[tuple[str, Any]] = []

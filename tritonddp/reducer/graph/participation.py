@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import _current_frames, _getframe
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from tritonddp._modes import outside_modes
 from tritonddp._torch import (
     captures_leaves,
     current_autograd_node,
+    python_function,
     will_execute,
     without_overrides,
 )
@@ -182,11 +184,40 @@ def _nodes_of_callers() -> Iterator[Any]:
     called = None  # the frame of this call is one of them, and would hold itself, and the roots
 
 
-def runs_checkpoint() -> bool:
-    """Whether the graph of the backward that runs has a node that is named after a checkpoint.
+def may_run_inner_backward() -> bool:
+    """Whether a node of the backward that runs may run a backward of its own. Walks the graph.
 
-    Reentrant checkpoints run inner backwards: torch.utils.checkpoint.CheckpointFunction and its
-    likes in other libraries. Walks the graph.
+    As reentrant checkpoints do. Those are functions in Python whose backward calls something that
+    is named after it (``torch.autograd.backward``, ``loss.backward``, ``block.backward_pass``), by
+    itself or by other functions of its module. One that cannot be read may do anything.
     """
-    nodes = _behind([current_autograd_node(), *_nodes_of_callers()])
-    return any("checkpoint" in type(node).__name__.lower() for node in nodes)
+    kinds = {type(node) for node in _behind([current_autograd_node(), *_nodes_of_callers()])}
+    functions = filter(None, map(python_function, kinds))
+    seen: set[Any] = set()
+    return any(
+        _calls_backward(each.backward, seen) or _calls_backward(each.vjp, seen)
+        for each in functions
+    )
+
+
+def _calls_backward(function: Any, seen: set[Any]) -> bool:
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    seen.add(function)
+    names = list(_names_in(code))
+    if any(name.startswith("backward") for name in names):
+        return True
+    found = (function.__globals__.get(name) for name in names)
+    others = [each for each in found if isinstance(each, FunctionType) and each not in seen]
+    return any(
+        _calls_backward(each, seen) for each in others if each.__module__ == function.__module__
+    )
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)

@@ -236,6 +236,11 @@ class ReadyTracker:
         _remove_all(self._end_hooks.values())
         self._end_hooks.clear()
 
+    def let_go(self) -> None:
+        """Take all hooks away for good, and expect nothing."""
+        self.remove()
+        self.nodes = []
+
     def _expect(self, expected: Sequence[bool], awaited: Collection[int]) -> None:
         self._made_for = (), ()  # not valid until the end of this method
         usual = [index for index in self._order if expected[index]]
