@@ -278,9 +278,10 @@ class Reduction:
         So the collectives of the ranks match, and the others get NaN, not a mean without this rank.
         :meth:`drain` waits for them.
         """
-        if not self.works:
+        self.source = GradSource.BROKEN
+        if not self.works:  # then the other ranks hear of it
             self.tell(self.weights, None)
-            self.source, self.header = GradSource.BROKEN, b""
+            self.header = b""
         self._launch_nan()
 
     def _launch_nan(self, until: int | None = None) -> None:
