@@ -53,7 +53,7 @@ torch_minor = $(word 1,$(subst ., ,$(TORCH))).$(word 2,$(subst ., ,$(TORCH)))
 TRITON ?= $(or $(TRITON_FOR_$(TORCH)),$(TRITON_FOR_$(torch_minor)))
 
 # Tests start hundreds of processes: what they import is compiled once, whatever the shell says.
-test test-all test-ci: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-ci coverage tests-of: export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin

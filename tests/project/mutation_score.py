@@ -2,40 +2,50 @@
 
     python tests/project/mutation_score.py              plays each mutation against its tests
     python tests/project/mutation_score.py --changed    only those that the result file lacks
+    python tests/project/mutation_score.py --replay     only those that it names and the tree has
 
-A mutation negates a condition, drops a statement or swaps two arguments of a call, in the rooms
-that carry gradients. Which ones are played depends on their own text alone, so that another edit
-of the tree leaves them the same. Each is played, in a copy of the tree, against the quickest tests
-that reach its line (``make tests-of REFRESH=1`` has to have measured), until one of them fails or
-``SECONDS`` of tests are over. The results stand in ``mutation_score.json``: what was found once is
-found after tests were taken away, too.
+A mutation negates a condition, drops a statement or swaps two arguments of a call, where gradients
+are carried. Those are played that the result file names, and others up to ``COUNT``, chosen by
+their own text alone, so that another edit of the tree leaves them the same. Each is played, in a
+copy of the tree, against the quickest tests that reach its line (``make tests-of REFRESH=1`` has to
+have measured), until one of them fails or ``SECONDS`` of tests are over. The results stand in
+``mutation_score.json``: what was found once is found after tests were taken away, too.
 """
 
 import argparse
 import ast
-import hashlib
+import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as Xml
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import sha256
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from measured import FOLDER, PACKAGE, ROOT
 from tests_of import reaching
 
-ROOMS = ("reducer", "comm", "buckets", "coordination", "kernels")
-COUNT = 150
-SECONDS = 20.0  # of tests for each mutation, as long as they took when they were measured
-LIMIT = 240.0  # seconds of one process of tests: what waits for ever was found
+_ROOMS = ("reducer", "comm", "buckets", "coordination")
+PLACES = (*(f"{room}/**/*.py" for room in _ROOMS), "wrapper.py", "state.py")
+COUNT = 400
+SECONDS = 8.0  # of tests for each mutation, as long as they took when they were measured
+LIMIT = 60.0  # seconds of one process of tests: what waits for ever was found
+_GRACE = 2.0  # seconds for it to clean up
+_MISSED = ("", "no test")
 RESULTS = Path(__file__).with_suffix(".json")
+# A process of tests is forked from one that has imported these, and nothing of the package.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["hypothesis", "pytest", "torch"])
 
 
 class Mutation(NamedTuple):
@@ -80,31 +90,36 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
                 if isinstance(child, ast.If | ast.IfExp | ast.While):
                     negated = f"(not ({ast.unparse(child.test)}))"
                     yield mutation(function, "negate", child.test, negated)
-                if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+                if isinstance(child, ast.AugAssign) or _can_drop(child):
                     yield mutation(function, "drop", child, "pass")
-                if isinstance(child, ast.AugAssign):
-                    yield mutation(function, "drop", child, "pass")
-                if isinstance(child, ast.Call) and len(child.args) > 1 and _differ(*child.args[:2]):
-                    swapped = ast.Call(
-                        child.func, [child.args[1], child.args[0], *child.args[2:]], child.keywords
-                    )
+                if isinstance(child, ast.Call) and _can_swap(child):
+                    first, second, *rest = child.args
+                    swapped = ast.Call(child.func, [second, first, *rest], child.keywords)
                     yield mutation(function, "swap", child, ast.unparse(swapped))
             yield from walk(child, inner)
 
     return walk(ast.parse(source), "")
 
 
-def _differ(first: ast.expr, second: ast.expr) -> bool:
+def _can_drop(node: ast.AST) -> bool:
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return is_call and not ast.unparse(node).startswith("logger.")
+
+
+def _can_swap(call: ast.Call) -> bool:
+    """Its first two arguments, so that it may make a difference."""
+    if len(call.args) < 2 or ast.unparse(call.func) in ("min", "max"):
+        return False
+    first, second = call.args[:2]
     is_plain = not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred)
     return is_plain and ast.dump(first) != ast.dump(second)
 
 
-def chosen(count: int) -> list[Mutation]:
-    """Those whose names have the least hashes."""
-    files = (path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py")))
-    every = [mutation for path in files for mutation in mutations_of(path)]
-    every.sort(key=lambda mutation: hashlib.sha256(mutation.name.encode()).digest())
-    return every[:count]
+def existing() -> dict[str, Mutation]:
+    """All that can be made of the tree, by name; the least hash of a name first."""
+    paths = [path for place in PLACES for path in PACKAGE.glob(place)]
+    every = {each.name: each for path in paths for each in mutations_of(path)}
+    return dict(sorted(every.items(), key=lambda pair: sha256(pair[0].encode()).digest()))
 
 
 def quick_tests() -> dict[str, float]:
@@ -117,81 +132,102 @@ def quick_tests() -> dict[str, float]:
     return found
 
 
-def tests_for(mutation: Mutation, seconds: dict[str, float]) -> list[str]:
-    """The quickest that reach its line, ``SECONDS`` of them together, or the quickest one."""
+def tests_for(mutation: Mutation, seconds: dict[str, float], found_by: str) -> list[str]:
+    """The one that has found it, and the quickest that reach its line: ``SECONDS``, or one test."""
     reach = reaching(PACKAGE / mutation.file, mutation.line)
-    tests = sorted((test for test in reach if test in seconds), key=seconds.__getitem__)
-    taken, total = [], 0.0
-    for test in tests:
-        total += seconds[test]
-        if taken and total > SECONDS:
-            break
-        taken.append(test)
-    return taken
+    tests = [test for test in reach if test in seconds]
+    tests.sort(key=lambda test: (test != found_by, seconds[test]))
+    total = 0.0
+    return [each for each in tests if (total := total + seconds[each]) <= SECONDS] or tests[:1]
 
 
 def play(mutation: Mutation, tests: list[str], tree: Path) -> str:
-    """The test that finds it, ``"time"`` if they do not end, or ``""``."""
-    path = tree / "tritonddp" / mutation.file
+    """The test that finds it, ``"time"`` if they do not end, ``"exit"`` or ``""``."""
+    path = tree / PACKAGE.name / mutation.file
     original = path.read_bytes()
-    changed = original[: mutation.start] + mutation.new.encode() + original[mutation.end :]
-    path.write_bytes(changed)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    path.write_bytes(original[: mutation.start] + mutation.new.encode() + original[mutation.end :])
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_run, args=(tree, tests, theirs))
+    process.start()
+    theirs.close()
     try:
-        output, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return "time"
+        return ours.recv() if ours.poll(LIMIT) else "time"
+    except EOFError:
+        return "exit"
     finally:
+        process.join(_GRACE)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
         path.write_bytes(original)
-    failed = [
-        line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))
-    ]
-    return "" if process.returncode == 0 else (failed or ["exit"])[0]
+        # The next change may be of the same length and in the same second.
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def _run(tree: Path, tests: list[str], answer: Connection) -> None:
+    """The tests, in a process of their own; answers as soon as it is known."""
+    import pytest
+
+    os.setsid()
+    os.chdir(tree)
+    # What the tests and their processes import is compiled once, whatever the shell says.
+    os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="")
+    sys.dont_write_bytecode = False
+    sys.path.insert(0, str(tree))
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+    def tell(report: Any) -> None:
+        if report.failed:
+            answer.send(report.nodeid)
+
+    class First:
+        pytest_runtest_logreport = pytest_collectreport = staticmethod(tell)
+
+    if pytest.main(["-x", "-p", "no:cacheprovider", *tests], [First()]) == 0:
+        answer.send("")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--changed", action="store_true", help="what the result file lacks")
+    parser.add_argument("--changed", action="store_true", help="only what the result file lacks")
+    parser.add_argument("--replay", action="store_true", help="only what it names")
     arguments = parser.parse_args()
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results = dict(before) if arguments.changed else {}
+    every = existing()
+    wanted = sorted(every, key=lambda name: name not in before)
+    kept = sum(name in every for name in before)
+    wanted = wanted[: kept if arguments.replay else max(kept, COUNT)]
+    results = dict(before) if arguments.replay else {name: before[name] for name in wanted[:kept]}
     seconds = quick_tests()
-    todo = [each for each in chosen(arguments.count) if each.name not in results]
     trees: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(OMP_NUM_THREADS="1", TMPDIR=folder)
         for number in range(arguments.jobs):
-            tree = Path(folder) / str(number)
             ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", ".*_cache")
-            trees.put(Path(shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)))
+            trees.put(Path(shutil.copytree(ROOT, f"{folder}/{number}", True, ignored)))
 
-        def one(mutation: Mutation) -> None:
-            tests = tests_for(mutation, seconds)
+        def one(name: str) -> str:
+            tests = tests_for(every[name], seconds, before.get(name, ""))
             tree = trees.get()
-            found = play(mutation, tests, tree) if tests else "no test"
+            found = play(every[name], tests, tree) if tests else "no test"
             trees.put(tree)
-            results[mutation.name] = found
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-            print(f"{found or 'NOT FOUND':60.60} {mutation.name}", flush=True)
+            return found
 
+        todo = wanted[kept if arguments.changed else 0 :]
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(one, todo))
-    found = sum(found not in ("", "no test") for found in results.values())
-    lost = [name for name, by in before.items() if by and not results.get(name, by)]
-    print(
-        f"{found} of {len(results)} were found", *(f"no longer: {name}" for name in lost), sep="\n"
-    )
+            for name, results[name] in zip(todo, pool.map(one, todo), strict=True):
+                RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+                print(f"{results[name] or 'NOT FOUND':60.60} {name}", flush=True)
+    gone = [name for name in before if name not in every]
+    missed = [name for name in wanted if results[name] in _MISSED]
+    lost = [name for name in missed if before.get(name, "") not in _MISSED]
+    parts = {"does not exist any more": gone, "not found": missed, "no longer found": lost}
+    for title, names in parts.items():
+        for name in names:
+            print(f"{title}: {name}")
+    print(f"{len(wanted) - len(missed)} of {len(wanted)} were found")
     return bool(lost)
 
 

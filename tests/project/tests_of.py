@@ -17,13 +17,16 @@ _REFRESH = "make tests-of REFRESH=1 measures (half an hour, or longer on a busy 
 
 
 def lines_of(path: Path, line: int) -> range:
-    """Of the innermost statement at this line; of one that has a body, what is in that."""
+    """Of the innermost statement at this line, or its head; of a ``def`` what is in its body."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
-            body = getattr(node, "body", [node])
-            if line < body[0].lineno or body == [node]:
-                found = range(body[0].lineno, (body[-1].end_lineno or 0) + 1)
+            end = (node.end_lineno or 0) + 1
+            body = getattr(node, "body", [])
+            first = body[0].lineno if body else end
+            is_def = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if line < first:
+                found = range(first, end) if is_def else range(node.lineno, first)
     return found
 
 
