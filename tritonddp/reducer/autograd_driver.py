@@ -89,10 +89,9 @@ class AutogradDriver:
         self.group, self.parameters = reducer.group, reducer.parameters
         self.sync, self.agreement = reducer.sync, reducer.agreement
         self.manager, self.where = reducer.manager, reducer.where
-        self.forwards = reducer.forwards
+        self.forwards, self.deferred = reducer.forwards, reducer.deferred
         self.backward: Backward | None = None
         self.post_backward: list[torch.futures.Future] = []
-        self.deferred = reducer.deferred
         self.is_detached = False
         self.launching = threading.RLock()
         self.comm_hook: CommHook | None = None
@@ -193,10 +192,7 @@ class AutogradDriver:
             self.reducer.adopt_parameters()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
-        """Reduce all backwards outside ``no_sync``, whatever of the module has been called.
-
-        ``afterwards`` is called on all ranks when that is done.
-        """
+        """Reduce all backwards outside ``no_sync``; call ``afterwards`` when one is reduced."""
         self.forwards.count_any_call()
         self.reducer.call_afterwards(afterwards)
         self.watch_others()
