@@ -83,6 +83,10 @@ class ParameterUse:
         """These parameters may get a gradient that is not announced."""
         self.awaited = indices
 
+    def wait_for_all(self) -> None:
+        """Any parameter may: the engine has announced an inner backward only. None is suspected."""
+        self.awaited, self.suspected = range(len(self.expected)), set()
+
     def begin_local(self, expected: Sequence[bool]) -> None:
         """A backward begins that only accumulates."""
         self.expected, self.awaited = expected, ()

@@ -382,7 +382,7 @@ class AutogradDriver:
         """
         use = self.use
         if is_first and outer_call(self.manager.current.is_on_gpu):
-            use.wait_for(range(len(use.expected)))
+            use.wait_for_all()
             return True
         is_known = use.inner or self.manager.is_provisional
         if use.suspected and not is_known and may_run_inner_backward():
