@@ -452,23 +452,25 @@ def test_launches_that_cannot_be_compared_say_why(
     assert said in str(caught.value)
 
 
-def follower(monkeypatch: pytest.MonkeyPatch) -> tuple[recorder.Recorder, list[Any]]:
-    """A recorder without a launcher, and what it sends."""
+def follower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[recorder.Recorder, list[Any], torch.nn.Module]:
+    """A recorder without a launcher, what it sends, and the model whose backwards it counts."""
     made, sent = recorder.Recorder({}), []
     made._connection, made._left = object(), 100
     made._order = {"count": 100, "timed": 100, "parts": False, "each": True}
     monkeypatch.setattr(made, "_send", sent.append)
     monkeypatch.setattr(made, "_capture", lambda what, title: None)
-    return made, sent
+    model = torch.nn.Linear(1, 1)
+    model.require_backward_grad_sync = True  # type: ignore[assignment]
+    made._models.append(weakref.ref(model))
+    return made, sent, model
 
 
 def test_backwards_are_the_steps_of_a_script_without_an_optimizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, sent = follower(monkeypatch)
-    model = torch.nn.Linear(1, 1)
-    model.require_backward_grad_sync = True  # type: ignore[assignment]
-    made._models.append(weakref.ref(model))
+    made, sent, model = follower(monkeypatch)
     for is_reduced in (True, False, True, True):
         model.require_backward_grad_sync = is_reduced  # type: ignore[assignment]
         made._counting_backward(model(torch.ones(1)))
@@ -483,12 +485,9 @@ def test_backwards_before_an_optimizer_are_none_of_its_steps(
     has_optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where all microbatches reduce, or several losses."""
-    made, _ = follower(monkeypatch)
+    made, _, model = follower(monkeypatch)
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
     made._note_optimizers()
-    model = torch.nn.Linear(1, 1)
-    model.require_backward_grad_sync = True  # type: ignore[assignment]
-    made._models.append(weakref.ref(model))
     made._parameters = set(map(id, model.parameters()))
     optimizer = torch.optim.SGD((model if has_optimizer else torch.nn.Linear(1, 1)).parameters())
     for _ in range(3):
@@ -499,10 +498,7 @@ def test_backwards_before_an_optimizer_are_none_of_its_steps(
 
 
 def test_the_steps_of_an_optimizer_are_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, sent = follower(monkeypatch)
-    model = torch.nn.Linear(1, 1)
-    model.require_backward_grad_sync = True  # type: ignore[assignment]
-    made._models.append(weakref.ref(model))
+    made, sent, model = follower(monkeypatch)
     made._parameters = set(map(id, model.parameters()))
     optimizer, other = (torch.optim.SGD(of.parameters()) for of in (model, torch.nn.Linear(1, 1)))
     for _ in range(3):
@@ -517,10 +513,7 @@ def test_the_steps_of_an_optimizer_are_the_steps(monkeypatch: pytest.MonkeyPatch
 def test_an_optimizer_that_never_steps_leaves_the_backwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, sent = follower(monkeypatch)
-    model = torch.nn.Linear(1, 1)
-    model.require_backward_grad_sync = True  # type: ignore[assignment]
-    made._models.append(weakref.ref(model))
+    made, sent, model = follower(monkeypatch)
     made._parameters = set(map(id, model.parameters()))
     optimizer = torch.optim.SGD(model.parameters())
     made._optimizers.add(optimizer)
