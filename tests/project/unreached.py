@@ -86,7 +86,6 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
         "ContextBackward.drain": (ALL, ENGINE),
         "_arrives": (ALL, ENGINE),
         "_broke_off": (ALL, ENGINE),
-        "_raise": (ALL, ENGINE),
     },
     "integrations/fabric.py": {
         "": (1, LIGHTNING),

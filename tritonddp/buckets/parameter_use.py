@@ -45,6 +45,7 @@ class ParameterUse:
         suspected: see above.
         awaited: those that may get a gradient that is not announced, or a second one, in the
             backward that runs: they are sent at its end.
+        index_of: by the id of a parameter.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -61,7 +62,7 @@ class ParameterUse:
         self._settled: set[int] = set()  # missing ones whose gradients did not come
         self._finds_unused: bool | None = None  # the option find_unused_parameters
         self._params = params
-        self._index_of = dict(zip(map(id, params), count()))
+        self.index_of = dict(zip(map(id, params), count()))
 
     # A backward begins
 
@@ -111,7 +112,7 @@ class ParameterUse:
 
     def ready_indices(self) -> list[int]:
         """:attr:`ready`, as indices."""
-        found = map(self._index_of.get, map(id, self.ready))
+        found = map(self.index_of.get, map(id, self.ready))
         return [index for index in found if index is not None]
 
     def unannounced(self) -> list[tuple[int, int]]:
@@ -135,7 +136,7 @@ class ParameterUse:
 
     def has(self, param: Tensor) -> bool:
         """Whether the bucket set has this parameter."""
-        return id(param) in self._index_of
+        return id(param) in self.index_of
 
     def has_all(self) -> bool:
         """Whether the gradients of all parameters that require one are ready."""
@@ -192,7 +193,7 @@ class ParameterUse:
 
         The gradient of a new parameter may be of a local backward, if there was one.
         """
-        old = [*map(former._index_of.get, map(id, self._params))]
+        old = [*map(former.index_of.get, map(id, self._params))]
         self.has_local, self.is_static = former.has_local, former.is_static
         self.local = [
             self.has_local and param.grad is not None if index is None else former.local[index]

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import NoneType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -35,6 +35,7 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.reducer.autograd_driver import AutogradDriver
+from tritonddp.reducer.deferred import raise_error
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, Forward
 
@@ -215,7 +216,7 @@ class GraphGradients(Extension):
         """Raise the error of this backward, behind the ends of other wrappers in it."""
         failure, self._failure = self._failure, ""
         if failure:
-            queue_end_of_backward(partial(_raise, failure))
+            queue_end_of_backward(partial(raise_error, RuntimeError(failure)))
 
     def _learn(self, reduction: Reduction, sent: Collection[str]) -> None:
         """Note of each announced gradient whether autograd has handed it over unchanged."""
@@ -291,10 +292,6 @@ def _lies_as(param: Parameter, grad: Tensor) -> bool:
         return True
     order = dims_by_stride(grad.shape, grad.stride())
     return order is not None and order == dims_by_stride(param.shape, gradient_strides(param))
-
-
-def _raise(message: str) -> NoReturn:
-    raise RuntimeError(message)
 
 
 def _too_early(where: str, name: str, spoiled: Bucket) -> str:

@@ -35,6 +35,7 @@ from tritonddp.comm.reduction import open_reduction
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.failures import listed
 from tritonddp.reducer.autograd_driver import AutogradDriver
+from tritonddp.reducer.deferred import raise_error
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import (
     FAILED,
@@ -83,7 +84,7 @@ def watch(driver: AutogradDriver, output: Any, context: int, syncs: bool) -> Non
             try:
                 _begin(found, context, forward)
             except Exception as error:  # raised here, it would be the engine's "python_error"
-                queue_end_of_backward(partial(_raise, error))
+                queue_end_of_backward(partial(raise_error, error))
 
     # As stock DDP, look into the RRefs of this process.
     rrefs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, PyRRef) and leaf.is_owner()]
@@ -303,7 +304,3 @@ def _broke_off(reference: weakref.ref[Backward], _: object) -> None:
     """The engine has dropped the callback of a backward without calling it: it failed."""
     if (backward := reference()) is not None:
         backward.fail()
-
-
-def _raise(error: Exception) -> None:
-    raise error

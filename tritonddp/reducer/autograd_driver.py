@@ -599,9 +599,7 @@ class AutogradDriver:
             if isinstance(named, LocalError):
                 backward.moves_to(FAILED)
             else:
-                for call in self.events.on_abort:
-                    call(backward.reduction)
-                self._close(backward)
+                self._drop(backward)
             raise
 
     def _close(self, backward: Backward) -> None:

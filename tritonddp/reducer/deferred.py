@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 
 class Deferred(list[Callable[[], None]]):
@@ -11,8 +12,8 @@ class Deferred(list[Callable[[], None]]):
 
     def raise_later(self, error: RuntimeError) -> None:
         """Have the next forward raise this error, in the place of an earlier one."""
-        self[:] = [each for each in self if getattr(each, "func", None) is not _raise]
-        self.append(partial(_raise, error))
+        self[:] = [each for each in self if getattr(each, "func", None) is not raise_error]
+        self.append(partial(raise_error, error))
 
     def run(self) -> None:
         """Make the calls."""
@@ -20,5 +21,6 @@ class Deferred(list[Callable[[], None]]):
             self.pop(0)()
 
 
-def _raise(error: RuntimeError) -> None:
+def raise_error(error: Exception) -> NoReturn:
+    """Raise this error: for a callback."""
     raise error

@@ -140,7 +140,7 @@ class ReadyTracker:
         self._segments_of = bucket_set.segments_of
         # For each parameter, the index of its segment.
         self.segment_of = [index for index, each in enumerate(ranges) for _ in each]
-        self._index_of = dict(zip(map(id, params), count()))
+        self._index_of = self._use.index_of
         self._order = list(range(len(params)))  # the last known order of gradients, by indices
         # What the end hooks read: lists that are changed in place.
         self._usual: list[Tensor] = []  # the log that is expected
