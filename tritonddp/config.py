@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from tritonddp._arguments import check_flags, users_level
 from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.formats import ExactParams, Int8, WireFormat
+from tritonddp.buckets.formats import ExactParams, Int8, WireOptions
 from tritonddp.comm.transport import TransportChoice
 from tritonddp.compiled.forward import WRAPPER
 from tritonddp.coordination.failures import listed
@@ -56,7 +56,7 @@ class DDPConfig:
     """The checked arguments of the constructor, in the form that the other classes need."""
 
     given: Any  # some of the arguments as they were given, as attributes
-    wire: WireFormat  # in which form gradients are sent: dtype or quantised
+    wire: WireOptions  # in which form gradients are sent: dtype or quantised
     caps: BucketCaps
     device_ids: list[int] | None  # None where it has no effect
     output_device: int | None  # None where it has no effect
@@ -91,7 +91,7 @@ class DDPConfig:
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
         exact = None if compression is None else ExactParams(module, compression.exact)
-        wire = WireFormat.of(given.reduce_dtype, given.mixed_precision, compression, exact)
+        wire = WireOptions.of(given.reduce_dtype, given.mixed_precision, compression, exact)
         wire.check(group, devices)
         wire_options = wire.description(params)  # calls the user's function, if exact is one
         check_module(module, params, given.gradient_as_bucket_view, group)

@@ -36,6 +36,7 @@ from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host import connect, peers
 from tritonddp.coordination.host.memory import Memory
+from tritonddp.coordination.hosts import Hosts
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "copies": {},
@@ -484,7 +485,7 @@ def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     group = mock.MagicMock(size=2, rank=0)
     group.process_group = mock.MagicMock()
-    found = peers.Peers(group, connect.Neighbours({1: one}, [[0, 1]]), mock.Mock())
+    found = peers.Peers(group, connect.Neighbours({1: one}, Hosts.of([[0, 1]], 0)), mock.Mock())
     yield peers.WaitPoint(1, found), found.others[0], other
     found.close()
     other.close()

@@ -42,7 +42,7 @@ OPTIMIZER = "tritonddp.zero.zero_redundancy_optimizer"
 VALUES = "tritonddp.zero.values:OwnedValues"
 HOST = "tritonddp.coordination.host"
 SHARED = "tritonddp.comm.host.shared_broadcast:SharedBroadcast"
-CROSS_HOST = "tritonddp.comm.host.cross_host:CrossHost"
+BETWEEN_HOSTS = "tritonddp.comm.parts:PartsExchange"
 
 POINTS = {
     "before wrapping": Point("plain", "wrap", "kill 1/3, stop 1/2", step=-1),
@@ -132,8 +132,8 @@ POINTS = {
     ),
     "share of a sum": Point("shares", f"{MEMORY}.sum_share", "kill 2/4, stop 0/3", call=1),
     "word of a share": Point("shares", f"{MEMORY}._say_summed", "kill 1/3, loop 1/4", call=1),
-    "line between hosts": Point("hosts", f"{CROSS_HOST}.start", "kill 3/4, stop 1/4", call=1),
-    "sum over hosts": Point("hosts", f"{CROSS_HOST}.finish", "kill 0/4, stop 2/4", call=1),
+    "line between hosts": Point("hosts", f"{BETWEEN_HOSTS}.__init__", "kill 3/4, stop 1/4", call=1),
+    "sum over hosts": Point("hosts", f"{BETWEEN_HOSTS}.wait", "kill 0/4, stop 2/4", call=1),
     "making an optimizer": Point("sharded", "make", "kill 1/3", step=-1),
     "comparison of optimizers": Point(
         "sharded", f"{OPTIMIZER}:verify_same", "kill 0/2, stop 2/3", step=-1

@@ -17,12 +17,12 @@ from torch.nn import Parameter
 from tritonddp._device import record_use
 from tritonddp._torch import like
 from tritonddp.buckets.exchange import BucketExchange
+from tritonddp.buckets.wire_formats import WireFormat
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.kernels.dispatch import Kernels, gradient_dtype
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
-from tritonddp.kernels.quantized.buffer import Quantization
 
 if TYPE_CHECKING:
     from tritonddp.buckets.grad_storage.grad_storage import GradStorage
@@ -98,11 +98,11 @@ class Bucket:
     """Parameters whose gradients are reduced together, in one flat buffer.
 
     Args:
-        index, params, names, storage, quantization, owned: see below.
+        index, params, names, storage, owned: see below.
         kernels: for the gradients' device and dtype.
         counters: count launches.
         headers: bytes of the headers of all ranks, which are sent in this bucket.
-        wire_dtype: dtype in which gradients are sent; by default their own.
+        wire: see below; by default gradients are sent in their own dtype.
         lazy: the buffer has memory only from the first gradient of a backward to its end.
             Gradients that are views of it keep it alive until they are dropped.
         checked: this rank and the number of ranks, if all ranks shall know whose gradients are not
@@ -123,8 +123,9 @@ class Bucket:
         nbytes: bytes sent: payload and trailer (used flags and headers).
         sent_flags: for each packed slot, whether this rank has a gradient for it.
         places: what follows the headers: a byte a rank for :meth:`note_not_finite`, if gradients
-            are checked. (A message of a quantised bucket has flags by rank instead.)
-        quantization: how its gradients are quantised; ``None`` if they are not.
+            are checked. (A message has flags by rank instead.)
+        wire: the format in which gradients are sent.
+        quantization: that of ``wire``: how gradients are quantised; ``None`` if they are not.
         owned: each gradient is reduced to one rank: on the others ``.grad`` becomes ``None``. Or
             ``None``: to all ranks.
         others: the slots that other ranks own.
@@ -142,9 +143,8 @@ class Bucket:
         kernels: Kernels,
         counters: Counters,
         headers: int = 0,
-        wire_dtype: torch.dtype | None = None,
+        wire: WireFormat | None = None,
         lazy: bool = False,
-        quantization: Quantization | None = None,
         owned: Owned | None = None,
         checked: tuple[int, int] | None = None,
     ) -> None:
@@ -154,18 +154,19 @@ class Bucket:
         self.params = list(params)
         self.names = list(names)
         self.storage = storage
-        self.quantization = quantization
         self.kernels = kernels
         self.counters = counters
         self.gradient_dtype = gradient_dtype(params[0])
-        self._wire_dtype = wire_dtype or self.gradient_dtype
+        self.wire = wire or WireFormat(self.gradient_dtype)
         self.is_lazy = lazy
         self.sent_flags = [False] * len(params)
         self.checked, self._headers = checked, headers
-        self.places = b"" if checked is None or quantization is not None else bytes(checked[1])
+        self.places = b"" if checked is None or self.wire.is_message else bytes(checked[1])
         self.shapes = [tuple(param.shape) for param in params]
         self.strides = [gradient_strides(param) for param in params]
         self._layout = storage.layout(self, headers + len(self.places))
+        self.wire.begin(self._layout, params[0].device)
+        self.quantization = self.wire.quantization
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self.flat: Any = None
         # Of a buffer that was released: its reduced used flags, and its tables.
@@ -180,7 +181,7 @@ class Bucket:
 
         They are sent in their own dtype and are no views: an exchange may sum them in ``.grad``.
         """
-        casts = self._wire_dtype is not self.gradient_dtype
+        casts = self.wire.dtype is not self.gradient_dtype
         return self.kernels.are_large(self._layout) and not casts and not self.storage.has_views
 
     def allocate(self) -> None:
@@ -196,7 +197,7 @@ class Bucket:
 
     def _buffer(self, device: torch.device, memory: Tensor | None = None) -> Any:
         given = () if memory is None else (memory,)
-        flat = self.kernels.buffer(self._layout, self._wire_dtype, device, *given)
+        flat = self.kernels.buffer(self._layout, self.wire.dtype, device, *given)
         flat.headers = flat.headers[: self._headers]  # else with places of ranks behind them
         return flat
 
@@ -244,8 +245,8 @@ class Bucket:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Dtype in which most of the gradients are sent."""
-        return self._wire_dtype if self.quantization is None else torch.int8
+        """Dtype in which most of the gradients are sent, over lines between hosts."""
+        return self.wire.between_hosts
 
     @property
     def title(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from tritonddp.coordination.collectives import Work
+from tritonddp.coordination.hosts import Hosts
 
 if TYPE_CHECKING:
     from tritonddp.buckets.bucket import Bucket
@@ -99,6 +100,9 @@ class HostMemory(Protocol):
 
     def leave(self) -> None:
         """Move no more buckets."""
+
+    def connect(self, where: str) -> Hosts | None:
+        """Where several hosts have several ranks each: these. All ranks call this alike."""
 
     def move(self, current: BucketSet, wrapper: int, where: str) -> None:
         """Move those that have not moved yet, where that is possible: on all ranks alike."""

@@ -23,12 +23,13 @@ from tritonddp.buckets.grad_storage.sparse_rows import SparseRows
 from tritonddp.buckets.grad_storage.views import Views
 from tritonddp.buckets.ignored import parameters_of
 from tritonddp.buckets.residuals import Left, add_to
+from tritonddp.buckets.wire_formats import QuantizedBetweenHosts, QuantizedFormat, WireFormat
 from tritonddp.coordination.agreement import Agreement
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
-from tritonddp.kernels.dispatch import gradient_dtype, quantizing, select, select_quantized
+from tritonddp.coordination.hosts import Hosts
+from tritonddp.kernels.dispatch import gradient_dtype, select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
-from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals
 
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,8 +92,8 @@ class Int8:
 
 
 @dataclass(frozen=True)
-class WireFormat:
-    """The format in which gradients are sent.
+class WireOptions:
+    """In which formats gradients are sent, as the user wants it.
 
     Dense real gradients, fp64 too, are sent in ``reduce_dtype``, complex and sparse ones in their
     own dtype. ``compression`` does not apply to fp64, complex and sparse gradients, nor to buckets
@@ -110,7 +111,7 @@ class WireFormat:
         mixed_precision: MixedPrecision | None,
         compression: Int8 | None = None,
         exact: ExactParams | None = None,
-    ) -> WireFormat:
+    ) -> WireOptions:
         """From the constructor's arguments; those without a dtype have been checked already.
 
         Raises:
@@ -169,9 +170,9 @@ class WireFormat:
 
 @dataclass
 class BucketFactory:
-    """Makes buckets, all in one wire format."""
+    """Makes buckets, and chooses the wire format of each."""
 
-    wire: WireFormat
+    wire: WireOptions
     group: Group  # with one rank nothing is quantised
     agreement: Agreement  # knows how many bytes a header has
     counters: Counters  # count launches of the buckets
@@ -180,10 +181,12 @@ class BucketFactory:
     lazy: bool = False  # buckets have memory during backwards only
     check_finite: bool = False  # buckets have room to tell which gradients are not finite
     is_registered: bool = False  # dense gradients: in memory that the backend has registered
+    # Where several hosts have several ranks each, which exchange through memory: else None.
+    hosts: Hosts | None = None
     # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
     owners: Mapping[Tensor, int] = field(default_factory=dict)
     # Residuals (quantisation errors) of buckets that are being replaced.
-    kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
+    kept: dict[Tensor, list[Left]] = field(default_factory=dict, init=False)
     # Of registered memory. (A pool takes 20 MiB for its first MiB: one serves all buckets.)
     allocators: dict[torch.device, Callable[[int], Tensor]] = field(
         default_factory=dict, init=False
@@ -195,7 +198,7 @@ class BucketFactory:
         factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
         # A rank that makes another reduction than the others is found by the header in the first
         # bucket: so that is sent in the same way, unless gradients are the user's own.
-        return replace(factory, is_registered=False, owners={})
+        return replace(factory, is_registered=False, owners={}, hosts=None)
 
     def reduce_by(self, transport: Transport) -> None:
         """Buckets that are made from now on go by ``transport``."""
@@ -205,7 +208,7 @@ class BucketFactory:
         """Buckets that are made from now on are reduced to these ranks."""
         self.owners = owners
 
-    def keep(self, residuals: dict[Tensor, Left]) -> None:
+    def keep(self, residuals: dict[Tensor, list[Left]]) -> None:
         """Give the buckets that are made next these residuals, of buckets that they replace."""
         self.kept = residuals
 
@@ -230,14 +233,11 @@ class BucketFactory:
             rows = SparseRows(params[0], self.group.rank, self.group.size)
             args = (index, params, names, rows, kernels, self.counters, headers)
             return Bucket(*args, checked=checked)
-        quantization = self._quantization(params, names, headers)
-        storage, wire_dtype = GradStorage(len(params)), None
-        if quantization is not None:
-            kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
-        elif self.wire.casts(params[0]):
-            wire_dtype = self.wire.reduce_dtype
-        elif self.views:
+        wire = self._wire_format(params, names, headers)
+        storage = GradStorage(len(params))
+        if self.views and wire.quantization is None and not self.wire.casts(params[0]):
             storage = Views(len(params))
+        kernels = wire.kernels(kernels, device)
         if self.is_registered:
             kernels = replace(kernels, buffer=partial(self._registered_buffer, kernels.buffer))
         bucket = Bucket(
@@ -248,16 +248,14 @@ class BucketFactory:
             kernels,
             self.counters,
             headers=headers,
-            wire_dtype=wire_dtype,
+            wire=wire,
             lazy=self.lazy,
-            quantization=quantization,
             owned=self._owned(params),
             checked=checked,
         )
-        if quantization is not None:
-            for param in bucket.params:
-                if (left := self.kept.pop(param, None)) is not None:
-                    add_to(bucket, param, left)
+        for slot, param in enumerate(bucket.params):
+            for left in self.kept.pop(param, ()):
+                add_to(bucket, slot, left)
         return bucket
 
     def _owned(self, params: Sequence[Parameter]) -> Owned | None:
@@ -280,25 +278,28 @@ class BucketFactory:
         memory = self.allocators[device](layout.numel * dtype.itemsize)
         return make(layout, dtype, device, memory.zero_())
 
-    def _quantization(
+    def _wire_format(
         self, params: Sequence[Parameter], names: Sequence[str], headers: int
-    ) -> Quantization | None:
-        """How gradients of these parameters are quantised; ``None`` if they are not."""
-        wire, size, exact = self.wire, self.group.size, self.wire.exact
-        if wire.compression is None or size == 1 or exact is None:
-            return None
-        is_exact = exact.find(names, params)
-        if gradient_dtype(params[0]) not in _QUANTIZED or all(is_exact):
-            return None
-        numels = [param.numel() for param in params]
-        quantized = [not each for each in is_exact]
-        rank, device = self.group.rank, params[0].device
-        is_direct = size == 2 and select_quantized(device).is_direct
-        message = MessageLayout(numels, quantized, size, headers, is_direct)
-        residuals = (
-            Residuals.zeros(message, rank, device) if wire.compression.error_feedback else None
-        )
-        return Quantization(message, rank, residuals)
+    ) -> WireFormat:
+        """That of a bucket with these parameters."""
+        wire, group, exact = self.wire, self.group, self.wire.exact
+        param, device = params[0], params[0].device
+        own = gradient_dtype(param)
+        hosts = None if self.lazy or param in self.owners else self.hosts
+        if wire.compression is not None and group.size > 1 and exact is not None:
+            quantized = [not each for each in exact.find(names, params)]
+            if own in _QUANTIZED and any(quantized):
+                feedback = wire.compression.error_feedback
+                if hosts is not None:
+                    return QuantizedBetweenHosts(quantized, hosts, feedback)
+                numels = [each.numel() for each in params]
+                ranks = (group.size, group.rank)
+                return QuantizedFormat(numels, quantized, *ranks, headers, device, feedback)
+        if not wire.casts(param):
+            return WireFormat(own)
+        if hosts is None:
+            return WireFormat(wire.reduce_dtype or own)
+        return WireFormat(torch.promote_types(own, torch.float32), wire.reduce_dtype)
 
 
 def registered_memory(

@@ -21,7 +21,7 @@ from tritonddp.buckets.exchange import HostMemory, Transport
 from tritonddp.buckets.formats import BucketFactory
 from tritonddp.buckets.grad_storage.grad_storage import JointUnpack
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.buckets.residuals import residuals_of
+from tritonddp.buckets.residuals import Left, residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
@@ -146,8 +146,18 @@ class BucketManager:
 
     def move(self) -> None:
         """Move new buckets to memory of the host. All ranks call this at the same time."""
-        if self.memory is not None:
-            self.memory.move(self.current, self._parameters.number, self.where())
+        memory, factory = self.memory, self.factory
+        if memory is None:
+            return
+        # Between hosts of several ranks each, buckets have other wire formats.
+        hosts = memory.connect(self.where())
+        if hosts is not factory.hosts and (factory.wire.reduce_dtype or factory.wire.compression):
+            factory.hosts = hosts
+            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
+        memory.move(self.current, self._parameters.number, self.where())
+        if memory.refusal is not None and factory.hosts is not None:
+            factory.hosts = None
+            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
 
     def _build(
         self,
@@ -330,7 +340,10 @@ class BucketManager:
         self.has_moved = True
         former = self.current.use
         with torch.no_grad():
-            self.factory.keep({p: left for _, p, left in residuals_of(self.current.buckets)})
+            kept: dict[Tensor, list[Left]] = {}
+            for _, param, left in residuals_of(self.current.buckets):
+                kept.setdefault(param, []).append(left)
+            self.factory.keep(kept)
             self.current = self._build(named, self.factory, self._sparse(), self.current)
             # The remaining ones belong to gradients that are not quantised any more. They are
             # views, and would keep the residuals of whole buckets alive.

@@ -4,7 +4,8 @@ A *residual* is the error of quantisation that was not sent yet; error feedback 
 gradients. Residuals belong to blocks of 256 elements of a parameter, whatever its bucket. There are
 two kinds: of this rank's gradients, and of the sums of blocks, on the rank that owns the block.
 Which rank owns a block depends on the bucket. If a rank owns a block no longer, it adds its
-residual of the sum to that of its own gradients: the sum over ranks is the same.
+residual of the sum to that of its own gradients: the sum over ranks is the same. Between hosts of
+several ranks each, a rank has residuals of its share alone: of the sums over its host.
 """
 
 from __future__ import annotations
@@ -23,61 +24,88 @@ from tritonddp.kernels.quantized.buffer import BLOCK, Quantization
 
 @dataclass
 class Left:
-    """The residuals of one parameter, on this rank."""
+    """The residuals of one parameter, on this rank: of some of its blocks, one after the other."""
 
-    sent: Tensor  # (blocks, 256), fp32: of this rank's gradients
+    sent: Tensor  # (blocks, 256), fp32: of this rank's gradients, or of the sums over its host
+    first_sent: int  # number of the first such block among the parameter's blocks
     reduced: Tensor  # (owned blocks, 256), fp32: of the sums of the blocks that it owns
-    first: int  # number of the first owned block among the parameter's blocks
+    first: int  # number of the first owned block
     unit: float | None  # unit of weights of the residuals; None before the first reduction
 
 
 def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]]:
-    """Names, parameters and views of their residuals."""
+    """Names, parameters and views of their residuals. A parameter may come twice."""
     for bucket in buckets:
         quantization = bucket.quantization
         if quantization is None or quantization.residuals is None:
             continue
-        sent, reduced = quantization.residuals.sent, quantization.residuals.reduced
-        for slot, place, size, first, last, shift in _blocks_of(quantization):
-            own = reduced[shift + first : shift + last]
-            left = Left(sent[place : place + size], own, first, quantization.unit)
+        for slot, left in _left_in(quantization):
+            yield bucket.names[slot], bucket.params[slot], left
+        for slot, rest in quantization.unsent.items():
+            rows = _in_blocks(rest, bucket.params[slot])
+            left = Left(rows, 0, rows[:0], 0, quantization.unit)
             yield bucket.names[slot], bucket.params[slot], left
 
 
-def add_to(bucket: Bucket, param: Tensor, left: Left) -> None:
-    """Add ``left`` to the residuals of ``param`` in ``bucket``, if it is quantised there."""
-    quantization = bucket.quantization
+def add_to(bucket: Bucket, slot: int, left: Left) -> None:
+    """Add ``left`` to the residuals of the parameter in this slot, if it is quantised there.
+
+    Other ranks of the host may quantise some of its blocks. Their residuals go into this rank's
+    next gradient, see :func:`add_unsent`.
+    """
+    quantization, param = bucket.quantization, bucket.params[slot]
     if quantization is None or quantization.residuals is None:
         return
-    sent, reduced = quantization.residuals.sent, quantization.residuals.reduced
-    for slot, place, size, first, last, shift in _blocks_of(quantization):
-        if bucket.params[slot] is not param or len(left.sent) != size:
-            continue
-        if left.unit is not None:
-            quantization.rescale(left.unit)
-        sent[place : place + size].add_(left.sent)
-        # Of the blocks [left.first, end) this rank owns [first, last).
-        end = left.first + len(left.reduced)
-        first, last = (min(max(each, left.first), end) for each in (first, last))
-        before, mine, behind = left.reduced.split([first - left.first, last - first, end - last])
-        sent[place + left.first : place + first].add_(before)
-        sent[place + last : place + end].add_(behind)
-        reduced[shift + first : shift + last].add_(mine)
+    found = [mine for at, mine in _left_in(quantization) if at == slot]
+    if not found and quantization.share is None:
+        return
+    if left.unit is not None:
+        quantization.rescale(left.unit)
+    rows = torch.zeros(-(-param.numel() // BLOCK), BLOCK, device=param.device)
+    rows[left.first_sent :][: len(left.sent)] = left.sent
+    owned, end = left.reduced.clone(), left.first + len(left.reduced)
+    for mine in found:
+        first, last = max(mine.first, left.first), min(mine.first + len(mine.reduced), end)
+        if first < last:  # this rank owns these blocks now
+            taken = owned[first - left.first : last - left.first]
+            mine.reduced[first - mine.first : last - mine.first].add_(taken)
+            taken.zero_()
+    rows[left.first : end].add_(owned)
+    for mine in found:
+        taken = rows[mine.first_sent :][: len(mine.sent)]
+        mine.sent.add_(taken)
+        taken.zero_()
+    if rows.any():
+        rest, unsent = _in_shape(rows, 0, param), quantization.unsent
+        unsent[slot] = unsent[slot] + rest if slot in unsent else rest
 
 
-def _blocks_of(quantization: Quantization) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """For each quantised gradient: slot, place, number of blocks, first, last, shift.
+def add_unsent(bucket: Bucket) -> None:
+    """The bucket is packed: add the residuals that other ranks of the host shall send."""
+    unsent = bucket.quantization.unsent if bucket.quantization is not None else {}
+    for slot in [slot for slot in unsent if bucket.sent_flags[slot]]:
+        bucket.packed.views[slot].add_(unsent.pop(slot))
 
-    ``place`` is the number of its first block in the bucket. This rank owns its blocks ``[first,
-    last)``; block ``b`` is block ``shift + b`` of all that this rank owns.
-    """
-    message, rank = quantization.message, quantization.rank
-    for slot, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):
-        if message.quantized[slot]:
-            size, shift = -(-numel // BLOCK), place - rank * message.part_blocks
-            first = min(max(-shift, 0), size)
-            last = min(max(message.owned_blocks(rank) - shift, first), size)
-            yield slot, place, size, first, last, shift
+
+def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:
+    """For each quantised gradient: its slot, and views of its residuals."""
+    residuals, message, rank = quantization.residuals, quantization.message, quantization.rank
+    assert residuals is not None
+    for place, (slot, start, numel, _) in quantization.fragments:
+        # Block b of the fragment is block shift + b of all that this rank owns.
+        size, shift = -(-numel // BLOCK), place - rank * message.part_blocks
+        first = min(max(-shift, 0), size)
+        last = min(max(message.owned_blocks(rank) - shift, first), size)
+        yield (
+            slot,
+            Left(
+                residuals.sent[place : place + size],
+                start // BLOCK,
+                residuals.reduced[shift + first : shift + last],
+                start // BLOCK + first,
+                quantization.unit,
+            ),
+        )
 
 
 # In checkpoints
@@ -93,7 +121,8 @@ def state_of(buckets: Iterable[Bucket], unit: float) -> dict[str, dict[str, Tens
         if bucket.quantization is not None:
             bucket.quantization.rescale(unit)
         for name, param, left in residuals_of([bucket]):
-            state["sent"][name] = _in_shape(left.sent, 0, param)
+            sent, former = _in_shape(left.sent, left.first_sent, param), state["sent"].get(name)
+            state["sent"][name] = sent if former is None else former.add_(sent)
             if len(left.reduced):
                 state["reduced"][name] = _in_shape(left.reduced, left.first, param)
     return state
@@ -123,15 +152,17 @@ def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[s
 def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], unit: float) -> None:
     """Set the residuals to the sum of those in ``states``, checked, and in this unit of weights."""
     for bucket in buckets:
-        for name, param, left in residuals_of([bucket]):
+        for _, _, left in residuals_of([bucket]):
             left.sent.zero_()
             left.reduced.zero_()
+        if bucket.quantization is not None:
+            bucket.quantization.unsent.clear()
+        for slot, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
             for kind, saved in _saved(states, name):
                 rows = _in_blocks(saved, param)
-                if kind == "sent":
-                    add_to(bucket, param, Left(rows, rows[:0], 0, unit))
-                else:
-                    add_to(bucket, param, Left(torch.zeros_like(rows), rows, 0, unit))
+                none = rows[:0]
+                parts = (rows, 0, none, 0) if kind == "sent" else (none, 0, rows, 0)
+                add_to(bucket, slot, Left(*parts, unit))
 
 
 def _saved(states: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str, Tensor]]:

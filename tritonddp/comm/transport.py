@@ -38,7 +38,6 @@ class TransportChoice:
     is_registered: bool = False  # buckets lie in memory that the backend has registered
     shares_memory: bool = False  # ranks of a host may exchange through memory that they share
     is_required: bool = False  # they have to
-    is_quantized: bool = False  # gradients do not, as they are quantised
 
     @classmethod
     def of(
@@ -80,7 +79,6 @@ class TransportChoice:
             is_registered=transport == _REGISTERED,
             shares_memory=transport in (_AUTO, _PEER_MEMORY) and is_on_cpu,
             is_required=transport == _PEER_MEMORY,
-            is_quantized=compression is not None,
         )
 
     def of_wrapper(
@@ -88,7 +86,7 @@ class TransportChoice:
     ) -> tuple[ProcessGroupTransport, PeerMemory | None]:
         """The transport of its buckets; and what moves them to memory of the host, if they move."""
         by_group = ProcessGroupTransport(group, counters)
-        if not self.shares_memory or self.is_quantized or not group.sends_messages:
+        if not self.shares_memory or not group.sends_messages:
             return by_group, None
         return by_group, PeerMemory(group, by_group, counters, self.is_required)
 
@@ -98,7 +96,7 @@ class TransportChoice:
         So they do on one host, once the end of a reduced backward has connected the ranks.
         """
         peers = group.peers
-        is_one_host = isinstance(peers, Peers) and len(peers.hosts) == 1
+        is_one_host = isinstance(peers, Peers) and not peers.has_line
         return peers if self.shares_memory and is_one_host else None
 
 
@@ -144,7 +142,7 @@ class ProcessGroupTransport:
         return made if self._announced is None else list(map(self._announced, made))
 
     def _exchange(self, bucket: Bucket) -> BucketExchange:
-        if bucket.quantization is not None:
+        if bucket.wire.is_message:
             return self._quantized
         if bucket.owned is not None:
             return ReduceToOwners(self._group, self._counters)

@@ -49,7 +49,7 @@ class FiniteCheck(Extension):
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
         """Look at the gradients of this rank, as they are sent, and tell the other ranks."""
         numbers = bucket.packed.views
-        if bucket.storage.is_sparse or bucket.quantization is not None:  # not there as numbers
+        if bucket.storage.is_sparse or bucket.wire.is_message:  # not there as numbers
             if not reduction.scale:  # zeros are sent
                 return
             numbers = list(map(_values, bucket.params))
@@ -72,7 +72,7 @@ class FiniteCheck(Extension):
         reduction.agreement.check_pending()
         for bucket, each in zip(sent, flags, strict=True):
             # (Those of a quantised bucket are sums of bytes.)
-            if each.isnan().any() or (bucket.quantization and each.max() > self._group.size):
+            if each.isnan().any() or (bucket.wire.is_message and each.max() > self._group.size):
                 self._note(bucket)
 
     def _note(self, bucket: Bucket) -> None:

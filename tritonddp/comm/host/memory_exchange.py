@@ -10,8 +10,12 @@ Sums are numbered, the same on all ranks::
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
 cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
 the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
-twice. With several hosts of several ranks each, the ranks with the same share exchange it between
-the two shots: see ``cross_host.py``.
+twice.
+
+With several hosts of several ranks each, the ranks with the same share exchange it between the two
+shots, in the wire format of the bucket: see ``parts.py``. So of a bucket of ``n`` bytes on the wire
+each of H hosts sends ``2 (H - 1) / H * n`` bytes to the others: as much as a ring over hosts, and
+independent of its number of ranks.
 
 In two shots a bucket is reduced *in place*, unless sums of large gradients go into ``.grad``. The
 bucket's own buffer is in the shared memory, and each rank writes its share of the sum to the
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import get_ident
+from time import monotonic
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
@@ -33,8 +38,9 @@ from torch import Tensor
 
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
-from tritonddp.comm.host.cross_host import CrossHost
+from tritonddp.buckets.residuals import add_unsent
 from tritonddp.comm.host.rank_buffers import RankBuffers, Shares
+from tritonddp.comm.parts import ExchangeThread, PartsExchange, tags_of
 from tritonddp.coordination.agreement import Mismatch
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -50,6 +56,12 @@ from tritonddp.coordination.host.peers import (
     Peers,
     WaitPoint,
 )
+from tritonddp.coordination.hosts import Hosts
+from tritonddp.coordination.point_to_point import SHARES
+from tritonddp.kernels.messages import Messages
+
+# Seconds for which a rank keeps a line busy before it waits for what that brings.
+_FILLING = 1.0
 
 # From so many ranks, and bytes of a bucket, on: two shots. With gradients that are views of the
 # bucket from 2 ranks on, to save a second buffer.
@@ -62,7 +74,7 @@ def is_in_place(bucket: Bucket, peers: Peers) -> bool:
 
 
 def _has_shares(bucket: Bucket, peers: Peers) -> bool:
-    if len(peers.hosts) > 1:
+    if peers.has_line:
         return True
     pays = len(peers.others) + 1 >= _RANKS_OF_SHARES and bucket.owned is None
     return bucket.nbytes >= _BYTES_OF_SHARES and (pays or bucket.storage.has_views)
@@ -78,11 +90,13 @@ class HostSums:
         launched: number of the last sum.
         thread: id of the thread that has launched the last sum of two shots; ``None`` if there was
             none.
+        between_hosts: the thread for what hosts exchange.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group) -> None:
         self.launched = 0
         self.thread: int | None = None
+        self.between_hosts = ExchangeThread(group.process_group)
         self._with_shares: WeakSet[MemoryExchange] = WeakSet()
 
     @staticmethod
@@ -143,15 +157,32 @@ class HostSums:
         exchange.wait_for(PACKED, waits=False)
         self.sum_packed()
 
-    def finish_shares(self, last: int) -> None:
-        """Finish this rank's shares up to sum ``last``, in the same order on all hosts.
+    def finish_shares(self, last: MemoryExchange) -> None:
+        """Finish this rank's shares up to this sum, in the same order on all hosts.
 
         All ranks of this host have packed these buckets.
         """
         self.sum_packed()
+        if last.peers.has_line:
+            self._fill_line(last)
         for exchange in self._in_order():
-            if exchange.seq <= last:
+            if exchange.seq <= last.seq:
                 exchange.finish_share()
+
+    def _fill_line(self, last: MemoryExchange) -> None:
+        """Before this thread waits for other hosts: begin all shares, so that no line is idle.
+
+        The other ranks of this host are about to pack these buckets. (If one does not, ranks do not
+        reduce the same. What this thread waits for next tells that.)
+        """
+        end = monotonic() + _FILLING
+        of_wrapper = [each for each in self._in_order() if each.wrapper == last.wrapper]
+        while any(each.started < each.seq for each in of_wrapper):
+            if (left := end - monotonic()) <= 0:
+                return
+            last.peers.poll(1000 * left)
+            last.wait_for(PACKED, waits=False)
+            self.sum_packed()
 
 
 class Progress:
@@ -210,21 +241,24 @@ class MemoryExchange(WaitPoint):
         self.shares: Shares | None = None
         self.in_place: Shares | None = None
         self._future: torch.futures.Future[None] | None = None
-        self._cross_host: CrossHost | None = None
+        self._group = group.process_group
+        self._messages: Messages | None = None  # between hosts
+        self._between_hosts: PartsExchange | None = None  # that of the last sum
         self._sent_bytes = 0  # through the process group, in one sum
+        cuts = bucket.wire.cut(len(bucket.flat.data), len(memory))
         if _has_shares(bucket, peers):
-            at = peers.local_rank
             self._sums.add(self, peers)
-            self.shares = Shares(bucket.flat, memory, at, mine)
-            if len(peers.hosts) > 1:
-                partners, share = [ranks[at] for ranks in peers.hosts], self.shares.share
-                self._cross_host = CrossHost(group.process_group, partners, peers.host, share)
-                self._sent_bytes = self._cross_host.sent_bytes
+            at = peers.hosts.local_rank
+            self.shares = Shares(bucket.flat, memory, at, cuts[at], mine)
+            if peers.has_line:
+                data = memory[at].view(bucket.flat.data.dtype)
+                messages = self._messages = bucket.wire.messages(data, cuts[at], peers.hosts)
+                self._sent_bytes = _sent_bytes(messages, peers.hosts)
         if is_in_place(bucket, peers):
             self.in_place = self.shares
         else:
-            is_cut, into_grads = self.shares is not None, bucket.is_large()
-            self.buffers = RankBuffers(bucket.flat, memory, into_grads, is_cut, mine)
+            cut, into_grads = cuts if self.shares is not None else [], bucket.is_large()
+            self.buffers = RankBuffers(bucket.flat, memory, into_grads, cut, mine)
         if not bucket.is_large():
             self.sum_into = None  # type: ignore[method-assign,assignment]
 
@@ -245,6 +279,8 @@ class MemoryExchange(WaitPoint):
         counters.memory_exchanges += 1
         counters.sent_bytes += self._sent_bytes
         seq = sums.launched + 1
+        if bucket.quantization is not None:
+            add_unsent(bucket)
         if self.in_place is not None:
             self.in_place.begin(bucket.flat.data)
         message = MESSAGE.pack(PACKED, self.wrapper, bucket.index, seq, nbytes)
@@ -266,7 +302,7 @@ class MemoryExchange(WaitPoint):
                 if peer.packed.get(self.seq) != self.content:
                     self._refuse(peer)
             if self.shares is not None:
-                self._sums.finish_shares(self.seq)
+                self._sums.finish_shares(self)
                 self.wait_for(SUMMED)
             if self.in_place is not None:
                 self.in_place.end(bucket.flat.data)
@@ -307,7 +343,9 @@ class MemoryExchange(WaitPoint):
         self.wait_for(PACKED)
         if self.shares is not None and self.is_packed():
             # The others may still write to this buffer. Nobody needs the share of this rank, which
-            # must not be summed after this message.
+            # must not be summed after this message. (But other hosts have begun to send theirs.)
+            if self._messages is not None:
+                self._sums.finish_shares(self)
             self.started = self.seq
             if self.summed < self.seq:
                 self._say_summed()
@@ -319,7 +357,7 @@ class MemoryExchange(WaitPoint):
         for exchange in sorted(self._progress.exchanges, key=lambda each: each.seq):
             if exchange.shares is not None and exchange.summed < exchange.seq:
                 exchange.wait_for(PACKED)
-                self._sums.finish_shares(exchange.seq)  # the others wait for these
+                self._sums.finish_shares(exchange)  # the others wait for these
             exchange._forget()
         self._confirm()
 
@@ -338,12 +376,18 @@ class MemoryExchange(WaitPoint):
         """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
         if self.shares is None or not self.is_packed():  # of another bucket: wait() raises
             return
-        self.shares.sum(spreads=self.in_place is not None and self._cross_host is None)
+        self.shares.sum(spreads=self.in_place is not None and self._messages is None)
         self.started = self.seq
-        if self._cross_host is None:
+        if self._messages is None:
             self._say_summed()
         else:
-            self._cross_host.start(self.seq)
+            self._between_hosts = PartsExchange(
+                self._messages,
+                self._group,
+                self.peers.hosts.partners,
+                tags_of(self.seq, SHARES),
+                self._sums.between_hosts,
+            )
 
     def is_awaited(self) -> bool:
         """Whether another rank of this host has said that its share is there."""
@@ -352,9 +396,10 @@ class MemoryExchange(WaitPoint):
 
     def finish_share(self) -> None:
         """Wait for the sum of the share over hosts, and tell the others."""
-        if self.summed < self.started and self._cross_host is not None:
+        if self.summed < self.started and self._between_hosts is not None:
             self.peers.start_all()  # another host may wait for these before it sends this share
-            self._cross_host.finish()
+            self._between_hosts.wait()
+            self._between_hosts = None
             if self.in_place is not None:
                 self.in_place.spread()
             self._say_summed()
@@ -384,6 +429,12 @@ class MemoryExchange(WaitPoint):
         """A future that completes when the sum is in the bucket, for traces."""
         self._future = torch.futures.Future()
         return self._future
+
+
+def _sent_bytes(messages: Messages, hosts: Hosts) -> int:
+    """What this rank sends to other hosts in one exchange."""
+    sent = sum(part.nbytes for part in messages.sent) - messages.sent[hosts.host].nbytes
+    return sent + bool(messages.gathered) * messages.reduced.nbytes * (len(hosts.ranks) - 1)
 
 
 def _words(wrapper: int, bucket: int, nbytes: int) -> str:

@@ -33,6 +33,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Refusal, connect, first_failure
 from tritonddp.coordination.host.memory import Memory
 from tritonddp.coordination.host.peers import HANDED, Peers, WaitPoint
+from tritonddp.coordination.hosts import Hosts
 from tritonddp.kernels.flat_buffer import round_up
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # An environment variable: 0 disables this transport.
 _VARIABLE = "TRITONDDP_PEER_MEMORY"
+
+_AGREEMENT = "agreement to exchange through memory"
 
 # Alignment of buckets in shared memory, in bytes.
 _ALIGNMENT = 4096
@@ -90,6 +93,21 @@ class PeerMemory:
         """Move no more buckets: no rank waits for announcements any more."""
         self._transport.announce(None)
 
+    def connect(self, where: str) -> Hosts | None:
+        """Connect the ranks of each host. All ranks call this at the same time.
+
+        Returns:
+            Where there are several hosts of several ranks each: these.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+        if self.refusal is not None:
+            return None
+        with self._group.guard(where, _AGREEMENT):
+            peers = self._connect(where)
+        return peers.hosts if isinstance(peers, Peers) and peers.has_line else None
+
     def move(self, current: BucketSet, wrapper: int, where: str) -> None:
         """Move these buckets to memory that the other ranks can read, if all ranks can do that.
 
@@ -102,7 +120,7 @@ class PeerMemory:
         if self._moved() is current or self.refusal is not None:
             return
         self._moved = ref(current)
-        guard = self._group.guard(where, "agreement to exchange through memory")
+        guard = self._group.guard(where, _AGREEMENT)
         with guard, outside_modes(current.params):
             peers = self._connect(where)
             refusal = self._share(current, wrapper, peers) if isinstance(peers, Peers) else peers
@@ -126,8 +144,8 @@ class PeerMemory:
             if isinstance(found, Refusal):
                 self._group.peers = found
             else:
-                self._group.peers = Peers(self._group, found, HostSums())
-                has_line = len(found.hosts) > 1
+                self._group.peers = Peers(self._group, found, HostSums(self._group))
+                has_line = self._group.peers.has_line
                 if self._group.rank == 0:
                     logger.info(
                         "%s: gradients go through memory that the %d ranks of %s share, not "
@@ -146,8 +164,8 @@ class PeerMemory:
         found = [
             bucket
             for bucket in current.buckets
-            if not (bucket.is_lazy or bucket.storage.is_sparse or bucket.quantization is not None)
-            and not (bucket.owned and len(peers.hosts) > 1)
+            if not (bucket.is_lazy or bucket.storage.is_sparse or bucket.wire.is_message)
+            and not (bucket.owned and peers.has_line)
         ]
         starts = [0]
         for bucket in found:
@@ -183,7 +201,9 @@ class PeerMemory:
             for bucket, start in zip(found, starts, strict=False):
                 parts = [each[start:][: bucket.nbytes] for each in of_ranks]
                 way = MemoryExchange(progress, self._group, peers, parts, bucket, self._counters)
-                bucket.connect(way, None if way.in_place is not None else parts[peers.local_rank])
+                bucket.connect(
+                    way, None if way.in_place is not None else parts[peers.hosts.local_rank]
+                )
         return None
 
     def _hand_over(self, memory: Memory, wrapper: int, peers: Peers) -> tuple[str, list[Tensor]]:
@@ -207,7 +227,7 @@ class PeerMemory:
         of_ranks: dict[int, Memory | str] = {self._group.rank: memory}
         of_ranks.update((peer.rank, peer.handed.pop(wrapper)) for peer in peers.others)
         tensors = []
-        for rank in peers.hosts[peers.host]:
+        for rank in peers.hosts.ranks[peers.hosts.host]:
             each = of_ranks[rank]
             if isinstance(each, str):
                 return failure or each, []

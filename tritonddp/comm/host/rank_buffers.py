@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonddp.kernels.flat_buffer import FlatBuffer
+from tritonddp.kernels.messages import add_in_order
 
 # With more than two ranks, so many bytes are added at a time: they stay in the cache between two
 # additions.
@@ -31,7 +32,8 @@ class RankBuffers:
     Args:
         memory: of each rank, uint8 ``(nbytes,)``.
         into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
-        has_shares: each rank has added up one share of the buffer, and reads the others.
+        cuts: first element and end of the share of each rank, which it has added up; the others
+            read it. Empty where there are no shares.
         mine: first element and end of the gradients that this rank owns: only their sum is needed,
             and that of the trailer. ``None``: all of it.
 
@@ -46,12 +48,12 @@ class RankBuffers:
         flat: FlatBuffer,
         memory: Sequence[Tensor],
         into_grads: bool,
-        has_shares: bool,
+        cuts: Sequence[tuple[int, int]],
         mine: tuple[int, int] | None = None,
     ) -> None:
         layout = flat.layout
         self.packed = [each.view(flat.data.dtype) for each in memory]
-        self.has_shares = has_shares
+        self.cuts = cuts
         self.into_grads = into_grads
         self._flat = flat
         first = len(flat.payload) if self.into_grads else 0
@@ -82,7 +84,7 @@ class RankBuffers:
     def sum(self) -> None:
         """Write the sum into the bucket's buffer, after all have packed, or summed their shares."""
         for start, end, terms in self._parts:
-            _add(terms, self.result[start:end])
+            add_in_order(terms, self.result[start:end])
 
     def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None = None) -> None:
         """Write the sum, times ``factor``, into large gradients, after :meth:`sum`.
@@ -104,7 +106,7 @@ class RankBuffers:
             if len(terms) == 2:
                 torch.add(terms[0], terms[1], out=grad)
             elif terms:
-                _add(terms, grad)
+                add_in_order(terms, grad)
             else:
                 self._put_together(slot, grad)
             if number != 1:
@@ -117,14 +119,14 @@ class RankBuffers:
         dense = grad if is_in_order else grad.new_empty_strided(shape, strides)
         line = dense.as_strided((dense.numel(),), (1,))
         for start, end, terms in self._cuts[slot]:
-            _add(terms, line[start:end])
+            add_in_order(terms, line[start:end])
         if not is_in_order:
             grad.copy_(dense)
 
     def _parts_of(self, first: int, last: int) -> list[_Part]:
         """Cut elements ``[first, last)`` of the buffers into parts, relative to ``first``."""
-        if self.has_shares:
-            found = [(*_share(self.packed, rank), [each]) for rank, each in enumerate(self.packed)]
+        if self.cuts:
+            found = [(*cut, [each]) for cut, each in zip(self.cuts, self.packed, strict=True)]
         else:
             few, size = len(self.packed) == 2, _PIECE // self.packed[0].element_size()
             step = max(1, last - first if few else size)
@@ -137,12 +139,6 @@ class RankBuffers:
         ]
 
 
-def _share(packed: Sequence[Tensor], rank: int) -> tuple[int, int]:
-    """First element of a rank's share of these buffers, and end."""
-    numel, count = len(packed[rank]), len(packed)
-    return numel * rank // count, numel * (rank + 1) // count
-
-
 class Shares:
     """The share of one rank, which sums it in place, in the memory of one bucket.
 
@@ -150,10 +146,8 @@ class Shares:
         flat: the bucket's buffer.
         memory: of each rank of the host, uint8 ``(nbytes,)``.
         rank: index of this rank in ``memory``.
+        cut: first element and end of its share.
         mine: see :class:`RankBuffers`: that is the share. The last rank has the trailer too.
-
-    Attributes:
-        share: of this rank, in its memory.
     """
 
     def __init__(
@@ -161,16 +155,16 @@ class Shares:
         flat: FlatBuffer,
         memory: Sequence[Tensor],
         rank: int,
+        cut: tuple[int, int],
         mine: tuple[int, int] | None = None,
     ) -> None:
         packed = [each.view(flat.data.dtype) for each in memory]
         self._packed, end = packed[rank], len(packed[rank])
-        parts = [(*_share(packed, rank), True)]
+        parts = [(*cut, True)]
         if mine is not None:
             parts = [(*mine, False)]
             if rank == len(packed) - 1:
                 parts.append((len(flat.payload), end, True))
-        self.share = self._packed[parts[0][0] : parts[0][1]]
         step = _PIECE // flat.data.element_size()
         # Terms; the one that becomes the sum; and where the other ranks need that.
         self._pieces: list[tuple[list[Tensor], Tensor, list[Tensor]]] = []
@@ -199,7 +193,7 @@ class Shares:
         With ``spreads``, write it to the memory of the other ranks while it is in the cache.
         """
         for terms, target, others in self._pieces:
-            _add(terms, target)
+            add_in_order(terms, target)
             for other in others if spreads else ():
                 other.copy_(target)
 
@@ -208,20 +202,3 @@ class Shares:
         for _, target, others in self._pieces:
             for other in others:
                 other.copy_(target)
-
-
-def _add(terms: Sequence[Tensor], target: Tensor) -> None:
-    """Write the sum of ``terms``, in order, into ``target``, which may be one of them."""
-    first, *others = terms
-    if not others:
-        target.copy_(first)
-        return
-    second, *others = others
-    if not others:
-        torch.add(first, second, out=target)
-        return
-    *others, last = others
-    total = torch.add(first, second)
-    for other in others:
-        total.add_(other)
-    torch.add(total, last, out=target)

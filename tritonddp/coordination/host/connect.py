@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.hosts import Hosts
 from tritonddp.coordination.posts import plain
 from tritonddp.coordination.verify import all_gather_bytes
 
@@ -45,7 +46,7 @@ class Neighbours:
     """The other ranks of this host, connected."""
 
     connections: dict[int, socket.socket]  # a socket for each (SOCK_SEQPACKET), by rank
-    hosts: list[list[int]]  # the ranks of each, in order; as many on each host
+    hosts: Hosts
 
 
 def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
@@ -99,7 +100,7 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
         for connection in found.values():
             connection.close()
         return Refusal(reason, is_failure=True)
-    return Neighbours(found, list(hosts.values()))
+    return Neighbours(found, Hosts.of(hosts.values(), group.rank))
 
 
 def first_failure(failure: str, group: Group) -> str:

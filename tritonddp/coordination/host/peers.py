@@ -156,8 +156,8 @@ class Peers:
     There is one object for a group.
 
     Attributes:
-        hosts: the ranks of each host, in their order.
-        host, local_rank: index of this rank's host in ``hosts``, and of this rank on its host.
+        hosts: the ranks of each host.
+        has_line: there are several hosts.
         direct_sends: functions that send a message to each peer, if its socket buffer has room.
         sends: ``direct_sends``; or, while messages are unsent, a function that queues behind them.
         background: other work to do while this rank waits.
@@ -165,8 +165,7 @@ class Peers:
 
     def __init__(self, group: Group, found: Neighbours, background: Background) -> None:
         self.hosts = found.hosts
-        self.host = next(at for at, ranks in enumerate(found.hosts) if group.rank in ranks)
-        self.local_rank = found.hosts[self.host].index(group.rank)
+        self.has_line = len(found.hosts.ranks) > 1
         # The connections, in the order of ranks.
         self.others = [Peer(rank, each) for rank, each in sorted(found.connections.items())]
         self.direct_sends = [peer.send_now for peer in self.others]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,27 @@ class Piece(NamedTuple):
     numel: int  # at least 1
     part: int
     place: int  # number of its first block in the part, or of its first exact element
+
+
+class Fragment(NamedTuple):
+    """Consecutive elements of one slot of a bucket that lie in one share of its flat buffer."""
+
+    slot: int  # the number of slots for the trailer
+    start: int  # element of the slot, in memory order: a multiple of 256 if it is quantised
+    numel: int  # at least 1
+    offset: int  # in the flat buffer
+
+
+def fragments_of(layout: Layout, first: int, last: int) -> list[Fragment]:
+    """What lies in elements ``[first, last)`` of a flat buffer."""
+    starts = [*layout.offsets, layout.flags_offset]
+    numels = [*layout.numels, layout.numel - layout.flags_offset]
+    found = []
+    for slot, (offset, numel) in enumerate(zip(starts, numels, strict=True)):
+        begin, end = max(first, offset), min(last, offset + numel)
+        if begin < end:
+            found.append(Fragment(slot, begin - offset, end - begin, begin))
+    return found
 
 
 class MessageLayout:
@@ -158,19 +179,35 @@ class Residuals:
 
 @dataclass
 class Quantization:
-    """How the gradients of one bucket are quantised. It belongs to the bucket."""
+    """How the gradients of one bucket are quantised. It belongs to the bucket.
 
-    message: MessageLayout
-    rank: int  # this rank
+    Either each rank quantises its gradients, or, where several hosts have several ranks each, the
+    sum over its host of one *share* of the bucket.
+    """
+
+    message: MessageLayout  # its slots are those of the bucket, or the fragments of the share
+    rank: int  # index of this rank among those that send each other messages
     residuals: Residuals | None  # None without error feedback
     unit: float | None = None  # unit of weights of the residuals, once known: see rescale()
+    share: Sequence[Fragment] | None = None
+    # By slot of the bucket: residuals of blocks that other ranks of the host quantise now. They are
+    # added to this rank's next gradient.
+    unsent: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def fragments(self) -> Iterator[tuple[int, Fragment]]:
+        """What is quantised, each with its place in the message."""
+        message = self.message
+        for at, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):
+            if message.quantized[at]:
+                yield place, Fragment(at, 0, numel, 0) if self.share is None else self.share[at]
 
     def rescale(self, unit: float) -> None:
         """Weights are divided by ``unit`` from now on: convert the residuals to it."""
         before, self.unit = self.unit, unit
         if before not in (unit, None) and self.residuals is not None:
-            self.residuals.sent.mul_(before / unit)
-            self.residuals.reduced.mul_(before / unit)
+            for each in (self.residuals.sent, self.residuals.reduced, *self.unsent.values()):
+                each.mul_(before / unit)
 
 
 class QuantizedBuffer(FlatBuffer):
@@ -185,7 +222,9 @@ class QuantizedBuffer(FlatBuffer):
     message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
     ``data``, in which the mean is computed.
 
-    The quantisation is that of its bucket; its rank and residuals are attributes, too. The offsets
+    The quantisation is that of its bucket; its rank and residuals are attributes, too. If the
+    buffer is a share, there are no flags that say which residuals to send: those of a block whose
+    values are all zero are not sent. The offsets
     of the layout are computed anew.
 
     Attributes:
@@ -217,6 +256,7 @@ class QuantizedBuffer(FlatBuffer):
         self.dtype = dtype
         self.rank = quantization.rank
         self.residuals = quantization.residuals
+        self.is_share = quantization.share is not None
         received = message.world_size * message.stride
         self.received = torch.zeros(received, dtype=torch.uint8, device=device)
         if message.is_direct:
