@@ -195,7 +195,7 @@ def test_what_follows_from_the_lines(refusal, lines, expected, unexpected):
     [(1e12, "Keep the default"), (1e9, "Try reduce_dtype"), (12.5e6, 'Try compression="int8"')],
 )
 def test_the_advice_follows_from_the_rate(rate, expected):
-    lines = Lines(1, 2, between=rate)
+    lines = Lines(1, 2, across=rate)
     text = " ".join(doctor_ranks.consequences(GROUP, lines, 2, (100e6, 50)))
     assert expected in text
     assert "100,000,000 parameters and a backward of 50 ms" in text

@@ -101,9 +101,9 @@ def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None
                 tell(f"each rank sends {as_rate(within)}")
             with _stage("between hosts", is_shown) as tell:
                 # All ranks at the same time, so that they share the line of their host.
-                between = lines.ranks * _measure(group, _part(of_hosts.T, timeout), device).rate
-                tell(f"each host sends {as_rate(between)}")
-            lines = replace(lines, within=within, between=between)
+                across = lines.ranks * _measure(group, _part(of_hosts.T, timeout), device).rate
+                tell(f"each host sends {as_rate(across)}")
+            lines = replace(lines, within=within, across=across)
     dist.destroy_process_group()
     if is_shown:
         print("what follows for training")

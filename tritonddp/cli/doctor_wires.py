@@ -28,7 +28,7 @@ class Lines:
     ranks: int  # of each host
     hosts: int
     within: float = math.inf  # of a rank, to other ranks of its host
-    between: float = math.inf  # of all ranks of a host, to other hosts
+    across: float = math.inf  # of all ranks of a host, to other hosts
     on_gpu: bool = False
     shares_memory: bool = False  # hosts sum in memory, then exchange their sums
 
@@ -43,8 +43,8 @@ class Lines:
 
     def times(self, wire: str, parameters: float, backward: float) -> tuple[float, float, float]:
         """Seconds of the exchange, of quantizing, and exposed; ``backward`` is in seconds too."""
-        within, between = self.bytes_sent(wire)
-        exchange = parameters * max(within / self.within, between / self.between)
+        within, across = self.bytes_sent(wire)
+        exchange = parameters * max(within / self.within, across / self.across)
         few = wire == "int8" or (wire == "bf16" and not self.on_gpu)
         device = "cuda" if self.on_gpu else "cpu"
         caps = BucketCaps.of(None, None, device_type=device, few_bytes=few)
