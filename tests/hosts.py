@@ -31,18 +31,20 @@ def hosts_or_skip(count: int, rate: float | None = None) -> Iterator[list[namesp
         yield hosts
 
 
-def outputs(hosts: Sequence[namespaces.Host], *arguments: str | Path) -> list[str]:
-    """Run a script as one rank on each host; what each printed, when all have succeeded."""
+def outputs(
+    hosts: Sequence[namespaces.Host], *arguments: str | Path, ranks_per_host: int = 1
+) -> list[str]:
+    """Run a script as ranks on each host; what each printed, when all have succeeded."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     processes = [
         host.start(
             [sys.executable, *map(str, arguments)],
-            env=environment | namespaces.rank_environment(hosts, rank),
+            env=environment | namespaces.rank_environment(hosts, rank, ranks_per_host),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, host in enumerate(hosts)
+        for rank, host in enumerate(each for each in hosts for _ in range(ranks_per_host))
     ]
     deadline = time.monotonic() + 400
     found = []

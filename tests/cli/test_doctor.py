@@ -15,7 +15,7 @@ from hosts import ROOT, hosts_or_skip, outputs
 from versions import needs_quiet_gloo
 
 from tritonddp.cli import doctor, doctor_ranks
-from tritonddp.cli.doctor_ranks import Line
+from tritonddp.cli.doctor_wires import Lines
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Refusal
 
@@ -67,7 +67,7 @@ def test_what_leaves_memory_off_is_the_reason_that_is_told():
     code, lines = report(TRITONDDP_PEER_MEMORY="0")
     assert code == 0
     assert "TRITONDDP_PEER_MEMORY is 0" in value(lines, "transport")
-    assert any(line.startswith("- A million parameters in fp32 take") for line in lines)
+    assert any(re.match(r"    int8: exposed .* to quantize", line) for line in lines)
 
 
 @pytest.mark.long
@@ -129,6 +129,40 @@ def test_cards_are_told(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert value(lines, "cuda:1") == "NVIDIA X, 80 GiB, compute capability 9.0"
     assert value(lines, "NCCL") == "2.28.9"
+    assert "NVLink" in value(lines, "links") or "not known" in value(lines, "links")
+
+
+ISLANDS = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV4\tSYS\tPIX\t0-15
+GPU1\tNV4\t X \tSYS\tPIX\t0-15
+GPU2\tSYS\tSYS\t X \tNODE\t16-31
+NIC0\tPIX\tPIX\tNODE\t X
+
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (ISLANDS, "NVLink between some cards"),
+        (ISLANDS.replace("SYS", "NV4"), "NVLink between all cards"),
+        (ISLANDS.replace("NV4", "PHB"), "no NVLink (nvidia-smi: PHB, SYS)"),
+        ("No devices were found\n", "not known: `nvidia-smi topo -m` does not tell"),
+        (None, "not known: `nvidia-smi topo -m` does not tell"),
+    ],
+)
+def test_links_are_those_between_cards(monkeypatch, tmp_path, shown, expected):
+    """With a faked nvidia-smi, or none."""
+    if shown is not None:
+        (tmp_path / "shown").write_text(shown)
+        command = tmp_path / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/shown\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._links() == expected
 
 
 @ranks(2)
@@ -141,21 +175,84 @@ def test_ranks_of_other_versions_are_an_error(rank):
 
 
 @pytest.mark.parametrize(
-    ("refusal", "hosts", "rate", "said", "unsaid"),
+    ("refusal", "lines", "expected", "unexpected"),
     [
-        (None, 1, 1e9, "nothing to set", "int8"),
-        (None, 2, 12.5e6, "take 480 ms to exchange", "leave it off"),
-        (GROUP, 2, 118e6, 'try compression="int8"', "leave it off"),
-        (GROUP, 2, 1e9, "leave it off", "try"),
-        (Refusal("x", is_failure=True), 1, 1e9, "cannot share memory", "try"),
+        (None, Lines(4, 1, 1e9, 1e9, shares_memory=True), "nothing to set", "exposed"),
+        (None, Lines(2, 2, 1e9, 25e6, shares_memory=True), "For your model", "Try"),
+        (GROUP, None, "different numbers of ranks", "exposed"),
+        (Refusal("x", is_failure=True), Lines(4, 1, 1e9, 1e9), "cannot share memory", "Try"),
     ],
 )
-def test_what_follows_from_the_line(refusal, hosts, rate, said, unsaid):
-    line = Line(latency=1e-4, nbytes=1 << 24, seconds=0.1, rate=rate)
-    told = " ".join(doctor_ranks.consequences(refusal, line, 4, hosts))
-    assert said in told
-    assert unsaid not in told
-    assert "1/4 of the optimizer's state" in told
+def test_what_follows_from_the_lines(refusal, lines, expected, unexpected):
+    text = " ".join(doctor_ranks.consequences(refusal, lines, 4))
+    assert expected in text
+    assert unexpected not in text
+    assert "1/4 of the optimizer's state" in text
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(1e12, "Keep the default"), (1e9, "Try reduce_dtype"), (12.5e6, 'Try compression="int8"')],
+)
+def test_the_advice_follows_from_the_rate(rate, expected):
+    lines = Lines(1, 2, across=rate)
+    text = " ".join(doctor_ranks.consequences(GROUP, lines, 2, (100e6, 50)))
+    assert expected in text
+    assert "100,000,000 parameters and a backward of 50 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "fp32", "int8"),
+    [
+        (Lines(8, 1, on_gpu=True), (7, 7), (1.75, 1.75)),  # int8 among all ranks
+        (Lines(8, 2, on_gpu=True), (7.5, 7.5), (7, 1)),  # int8 between hosts
+        (Lines(2, 2, shares_memory=True), (4, 4), (4, 1)),
+        (Lines(1, 4), (6, 6), (1.5, 1.5)),
+    ],
+)
+def test_bytes_a_parameter_within_hosts_and_between_hosts(lines, fp32, int8):
+    """Of the table in docs/try.md, with 1/64 more for the scales of int8."""
+    within, between = int8
+    within = within if lines.hosts > 1 < lines.ranks else within * 65 / 64
+    assert lines.bytes_sent("fp32") == pytest.approx(fp32)
+    assert lines.bytes_sent("bf16") == pytest.approx([each / 2 for each in fp32])
+    assert lines.bytes_sent("int8") == pytest.approx((within, between * 65 / 64))
+
+
+def test_the_last_bucket_is_exposed_and_the_rest_hides_behind_the_backward():
+    gpus = Lines(2, 1, within=1e9, on_gpu=True)  # 100 million parameters: 400 MB, 400 ms
+    assert gpus.times("fp32", 100e6, 0.0) == pytest.approx((0.4, 0, 0.4))
+    assert gpus.times("fp32", 100e6, 0.3) == pytest.approx((0.4, 0, 0.1))
+    last = 4 * 2**20 / 400e6  # a bucket of 4 MiB
+    assert gpus.times("fp32", 100e6, 0.5) == pytest.approx((0.4, 0, 0.4 * last))
+    assert gpus.times("fp32", 1e3, 0.5) == pytest.approx((4e-6, 0, 4e-6))  # one bucket
+
+
+def test_to_quantize_takes_a_cpu_time_and_ranks_of_a_host_share_it():
+    one, two = (Lines(ranks, 2, 1e12, 1e12).times("int8", 100e6, 9.0) for ranks in (1, 2))
+    assert (one[1], two[1]) == pytest.approx((0.8, 0.4))
+    assert one[2] == pytest.approx(0.8, rel=1e-2)
+    assert Lines(1, 2, 1e12, 1e12, on_gpu=True).times("int8", 100e6, 9.0)[1] == 0
+
+
+def test_a_backward_without_parameters_is_refused(capsys):
+    assert in_process("--backward-ms", "3") == 2
+    assert "--backward-ms needs --parameters" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        in_process("--parameters", "0")
+
+
+@ranks(4)
+def test_parts_of_the_ranks_are_measured_at_the_same_time(rank):
+    group = Group(dist.group.WORLD)
+    columns = torch.arange(4).view(2, 2).T
+    part = doctor_ranks._part(columns, 60.0)
+    assert dist.get_process_group_ranks(part.process_group) == [rank % 2, rank % 2 + 2]
+    line = doctor_ranks._measure(group, part, torch.device("cpu"))
+    assert line.rate == pytest.approx(line.nbytes / line.seconds)  # 2 (n - 1) / n is 1
+    figures = torch.tensor([line.seconds, -line.seconds])
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    assert figures[0] == -figures[1]  # both parts waited for the slower one
 
 
 @pytest.mark.long
@@ -166,4 +263,22 @@ def test_between_two_hosts_the_rate_is_that_of_the_line():
     assert value(lines, "group") == "2 ranks on 2 hosts, gloo, cpu"
     assert "no two ranks share a host and a user" in value(lines, "transport")
     assert 30 < float(re.findall(r"sends ([\d.]+) Mbit/s", value(lines, "line"))[0]) <= 102
-    assert any('try compression="int8"' in line for line in lines)
+    assert any('(compression="int8")' in line for line in lines)
+
+
+@pytest.mark.long
+def test_of_two_hosts_with_two_ranks_each_both_lines_are_measured():
+    words = "--parameters", "10.5e6", "--backward-ms", "100"
+    with hosts_or_skip(2, 200e6) as hosts:
+        texts = outputs(
+            hosts, "-m", "tritonddp", "doctor", "--device", "cpu", *words, ranks_per_host=2
+        )
+    lines = texts[0].splitlines()
+    assert value(lines, "group") == "4 ranks on 2 hosts, gloo, cpu"
+    assert "gloo between" in value(lines, "transport")
+    assert re.search(r"each rank sends [\d.]+ Gbit/s", value(lines, "within a host"))
+    between = re.findall(r"each host sends ([\d.]+) Mbit/s", value(lines, "between hosts"))
+    assert 100 < float(between[0]) <= 204
+    assert any('Try compression="int8"' in line for line in lines)
+    assert "ranks" in texts[2].splitlines()  # a report for a host
+    assert not texts[1]

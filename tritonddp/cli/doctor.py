@@ -2,6 +2,7 @@
 
     tritonddp doctor                          a rank for each card, or 2 ranks on the CPU
     torchrun ... -m tritonddp doctor          the ranks that torchrun starts, on any number of hosts
+    ... --parameters 124e6 --backward-ms 336  what fp32, bf16 and int8 would make this model wait
 
 Each line appears when it is known; the name of what is looked at appears before.
 """
@@ -12,9 +13,11 @@ import argparse
 import os
 import platform
 import shutil
+import subprocess
+import sys
 
 import tritonddp
-from tritonddp.cli.terminal import cpu_model, whole
+from tritonddp.cli.terminal import cpu_model, positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help=device)
     seconds = "seconds until a rank that does not answer is an error (default: 60)"
     add("--timeout", type=whole(1), default=60, metavar="S", help=seconds)
+    add("--parameters", type=positive, default=0.0, metavar="N", help="of the model, as in 124e6")
+    backward = "milliseconds of a backward on one rank, which `tritonddp compare` shows"
+    add("--backward-ms", type=positive, default=0.0, metavar="T", help=backward)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the report; returns 0, or 1 if something is broken."""
+    if arguments.backward_ms and not arguments.parameters:
+        print("tritonddp doctor: error: --backward-ms needs --parameters", file=sys.stderr)
+        return 2
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     is_first = not is_launched or os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first:  # one report for a host
@@ -52,13 +61,14 @@ def main(arguments: argparse.Namespace) -> int:
         if not _show_machine(device):
             return 1
         print("ranks", flush=True)
+    model = arguments.parameters, arguments.backward_ms
     if ranks == 1:
         show("group", "1 rank: nothing is exchanged, so no line is measured")
         return 0
     if is_launched:
-        doctor_ranks.main(device, arguments.timeout)
+        doctor_ranks.main(device, arguments.timeout, model)
         return 0
-    return _launch(ranks, device, arguments.timeout)
+    return _launch(ranks, [device, *map(str, (arguments.timeout, *model))])
 
 
 def _show_machine(device: str) -> bool:
@@ -89,6 +99,8 @@ def _show_machine(device: str) -> bool:
         card = torch.cuda.get_device_properties(index)
         memory, capability = as_bytes(card.total_memory), f"{card.major}.{card.minor}"
         show(f"cuda:{index}", f"{card.name}, {memory}, compute capability {capability}")
+    if has_cards and torch.cuda.device_count() > 1:
+        show("links", _links())
     if not has_cards and shutil.which("nvidia-smi"):
         show(
             "cuda",
@@ -105,6 +117,25 @@ def _show_machine(device: str) -> bool:
     return True
 
 
+def _links() -> str:
+    """What connects the cards of this host. torch does not tell; nvidia-smi does."""
+    command = ["nvidia-smi", "topo", "-m"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        shown = ""
+    # One row for each card: its name, its connection with each card, those with network cards, ...
+    rows = [line.split() for line in shown.splitlines() if line.startswith("GPU")]
+    kinds = {kind for row in rows for kind in row[1 : 1 + len(rows)]} - {"X"}
+    others = ", ".join(sorted(kind for kind in kinds if not kind.startswith("NV")))
+    if not kinds:
+        return "not known: `nvidia-smi topo -m` does not tell"
+    if not others:
+        return "NVLink between all cards"
+    some = any(kind.startswith("NV") for kind in kinds)
+    return "NVLink between some cards" if some else f"no NVLink (nvidia-smi: {others})"
+
+
 def _triton_version() -> str:
     try:
         import triton
@@ -113,7 +144,7 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
-def _launch(ranks: int, device: str, timeout: int) -> int:
+def _launch(ranks: int, of_ranks: list[str]) -> int:
     """Start the ranks of this host as torchrun does, and wait for them; returns the exit code."""
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -124,7 +155,7 @@ def _launch(ranks: int, device: str, timeout: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, with a warning
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what has failed is said below
     words = ["--standalone", "--nproc-per-node", str(ranks), "-m", doctor_ranks.__name__]
-    arguments = torch.distributed.run.get_args_parser().parse_args([*words, device, str(timeout)])
+    arguments = torch.distributed.run.get_args_parser().parse_args([*words, *of_ranks])
     show("start", f"{ranks} processes, which import torch")
     try:
         torch.distributed.run.run(arguments)

@@ -1,6 +1,6 @@
 """What the ranks of ``tritonddp doctor`` find together: transport, speed of the line, what follows.
 
-    torchrun ... -m tritonddp.cli.doctor_ranks DEVICE TIMEOUT
+    torchrun ... -m tritonddp.cli.doctor_ranks DEVICE TIMEOUT PARAMETERS BACKWARD_MS
 
 The first rank of each host shows it. A rank that fails says so, and at what.
 """
@@ -12,9 +12,9 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from os import _exit as exit_now  # public, for all its underscore
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 import tritonddp
 from tritonddp._device import settle
+from tritonddp.cli.doctor_wires import WIRES, Lines
+from tritonddp.coordination.collectives import all_gather
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Refusal
 from tritonddp.coordination.verify import verify_same
@@ -36,8 +38,8 @@ _LARGE, _LONGEST = 16 << 20, 2.0
 # Bytes of the first try: more than what token buckets of slow lines let through for free.
 _TRY = 1 << 20
 _SMALL, _ROUNDS = 10, 5  # small all-reduces in a sample; rounds
-# Lines on which int8 pays, in bytes per second of a rank: see docs/fewer-bytes.md.
-_INT8_PAYS = 1e9 / 8
+# A format that saves less than this share of the step is not worth its rounding.
+_LEAST_SAVED = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,19 @@ class Line:
     rate: float  # bytes per second that each rank sends in it
 
 
-def main(device: str, timeout: float) -> None:
-    """Take part as the rank that torchrun's variables name; ends the process if something fails."""
+def main(device: str, timeout: float, model: Sequence[float] = (0, 0)) -> None:
+    """Take part as the rank that torchrun's variables name; ends the process if something fails.
+
+    ``model``: its parameters, or 0 if they are not known, and milliseconds of its backward.
+    """
     try:
-        _take_part(device, timeout)
+        _take_part(device, timeout, model)
     except Exception as error:  # whatever it is, the report says it
         print(f"\nbroken: rank {os.environ['RANK']}: {error}", flush=True)
         exit_now(1)  # threads of a group that has failed may not let the interpreter end
 
 
-def _take_part(device_type: str, timeout: float) -> None:
+def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None:
     local, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), device_type == "cuda"
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     is_shown, backend = local == 0, "nccl" if on_gpu else "gloo"
@@ -69,8 +74,10 @@ def _take_part(device_type: str, timeout: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         assert dist.group.WORLD is not None
         group = Group(dist.group.WORLD)
-        hosts = group.size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         check_versions(_versions(), group, device)
+        own = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", 1))], device=device)
+        per_host = [int(each) for each in all_gather(own, group.process_group)]
+        hosts = round(sum(1 / each for each in per_host))
         tell(f"{group.size} ranks on {hosts} host{'s' * (hosts > 1)}, {backend}, {device_type}")
     with _stage("transport", is_shown) as tell:
         refusal = _refusal(device)
@@ -79,15 +86,28 @@ def _take_part(device_type: str, timeout: float) -> None:
         else:
             tell(f"the process group ({backend}): {refusal.why}")
     with _stage("line", is_shown) as tell:
-        line = _measure(group, device)
+        line = _measure(group, group, device)
         tell(
             f"an all-reduce of 1 element takes {as_time(line.latency)}, of {as_bytes(line.nbytes)} "
             f"{as_time(line.seconds)}: each rank sends {as_rate(line.rate)}"
         )
+    lines = None  # not known
+    if len(set(per_host)) == 1:
+        lines = Lines(per_host[0], hosts, line.rate, line.rate, on_gpu, refusal is None)
+        if lines.ranks > 1 and hosts > 1:
+            of_hosts = torch.arange(group.size).view(hosts, -1)
+            with _stage("within a host", is_shown) as tell:
+                within = _measure(group, _part(of_hosts, timeout), device).rate
+                tell(f"each rank sends {as_rate(within)}")
+            with _stage("between hosts", is_shown) as tell:
+                # All ranks at the same time, so that they share the line of their host.
+                across = lines.ranks * _measure(group, _part(of_hosts.T, timeout), device).rate
+                tell(f"each host sends {as_rate(across)}")
+            lines = replace(lines, within=within, across=across)
     dist.destroy_process_group()
     if is_shown:
         print("what follows for training")
-        for sentence in consequences(refusal, line, group.size, hosts):
+        for sentence in consequences(refusal, lines, group.size, model):
             print(f"- {sentence}", flush=True)
 
 
@@ -140,20 +160,32 @@ def _refusal(device: torch.device) -> Refusal | None:
     return Refusal(on_gpu if device.type == "cuda" else on_cpu)
 
 
-def _measure(group: Group, device: torch.device) -> Line:
-    """Time all-reduces in interleaved rounds; each figure is a median. Collective."""
+def _part(ranks: Tensor, timeout: float) -> Group:
+    """The group of this rank among those of ``ranks``, one in each row. Collective."""
+    limit = timedelta(seconds=timeout)
+    part, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
+    assert part is not None
+    return Group(part)
+
+
+def _measure(group: Group, part: Group, device: torch.device) -> Line:
+    """Time all-reduces in interleaved rounds; each figure is a median. Collective.
+
+    Args:
+        part: of ``group``, this rank's. All parts exchange at the same time.
+    """
     one = torch.zeros(1, device=device)
 
-    def all_reduce(tensor: Tensor) -> None:
-        group.all_reduce(tensor, _WHERE, f"all-reduce of {tensor.nbytes} bytes")
+    def all_reduce(tensor: Tensor, ranks: Group) -> None:
+        ranks.all_reduce(tensor, _WHERE, f"all-reduce of {tensor.nbytes} bytes")
 
     def seconds_of(tensor: Tensor, times: int = 1) -> float:
         """What an all-reduce takes the slowest rank; all ranks begin together."""
-        all_reduce(one)
+        all_reduce(one, group)
         settle(device)
         start = time.perf_counter()
         for _ in range(times):
-            all_reduce(tensor)
+            all_reduce(tensor, part)
         settle(device)
         taken = torch.tensor((time.perf_counter() - start) / times, device=device)
         group.all_reduce(taken, _WHERE, "exchange of times", dist.ReduceOp.MAX)
@@ -165,30 +197,23 @@ def _measure(group: Group, device: torch.device) -> Line:
     whole = torch.zeros(min(_LARGE, max(_TRY, int(_TRY * _LONGEST / least))) // 4, device=device)
     samples = [(seconds_of(one, _SMALL), seconds_of(whole)) for _ in range(_ROUNDS)]
     latency, seconds = map(statistics.median, zip(*samples, strict=True))
-    sent = 2 * (group.size - 1) / group.size * whole.nbytes
+    sent = 2 * (part.size - 1) / part.size * whole.nbytes
     return Line(latency, whole.nbytes, seconds, sent / seconds)
 
 
-def consequences(refusal: Refusal | None, line: Line, ranks: int, hosts: int) -> Iterator[str]:
+def consequences(
+    refusal: Refusal | None, lines: Lines | None, ranks: int, model: Sequence[float] = (0, 0)
+) -> Iterator[str]:
     """Sentences on what follows for training, with the option to set."""
-    if refusal is None and hosts == 1:
+    if refusal is None and lines is not None and lines.hosts == 1:
         yield (
-            "Gradients do not leave this host: nothing to set. compression= would be slower, since "
-            "what is quantised goes by gloo."
+            "Gradients do not leave this host: nothing to set. bf16 and int8 would not be faster: "
+            "on the CPUs of one host to round gradients takes longer than to exchange them."
         )
+    elif lines is None:
+        yield "Hosts have different numbers of ranks: no estimate of what training waits for."
     else:
-        million = as_time(2 * (ranks - 1) / ranks * 4e6 / line.rate)
-        yield (
-            f"A million parameters in fp32 take {million} to exchange; training waits for what is "
-            "longer than the backward."
-        )
-        if line.rate <= _INT8_PAYS:
-            yield (
-                'The line is slow: if training waits for it, try compression="int8" (a quarter of '
-                "the bytes) or reduce_dtype=torch.bfloat16 (half)."
-            )
-        else:
-            yield 'compression="int8" pays on lines below 1 Gbit/s: leave it off.'
+        yield from _wires(lines, model[0], model[1] / 1e3)
     if refusal is not None and refusal.is_failure:
         yield (
             "Ranks of a host cannot share memory for gradients and take gloo, which is slower: see "
@@ -198,6 +223,30 @@ def consequences(refusal: Refusal | None, line: Line, ranks: int, hosts: int) ->
         f"tritonddp.ZeroRedundancyOptimizer would keep 1/{ranks} of the optimizer's state on each "
         "rank, if memory is short."
     )
+
+
+def _wires(lines: Lines, given: float, backward: float) -> Iterator[str]:
+    """What each format leaves exposed, and which one to take; ``given``: parameters, 0 if none."""
+    parameters, exposed = given or 1e6, {}
+    rows = [
+        f"What training waits for (exposed) with {parameters:,.0f} parameters and a backward of "
+        f"{1e3 * backward:g} ms. Calculated from the rates above, not measured:"
+    ]
+    for wire, (option, _) in WIRES.items():
+        exchange, quantizing, exposed[wire] = lines.times(wire, parameters, backward)
+        more = f" and {as_time(quantizing)} to quantize" if quantizing else ""
+        times = f"exposed {as_time(exposed[wire])} of an exchange of {as_time(exchange)}{more}"
+        rows.append(f"{wire}: {times} ({option})")
+    yield "\n    ".join(rows)
+    best = min(exposed, key=exposed.__getitem__)
+    saved = exposed["fp32"] - exposed[best]
+    if not given:
+        yield "For your model: tritonddp doctor --parameters N --backward-ms T."
+    elif saved < _LEAST_SAVED * (backward + exposed["fp32"]):
+        yield f"Keep the default: fewer bytes would save less than {_LEAST_SAVED:.0%} of a step."
+    else:
+        text = f"Try {WIRES[best][0]}: it would save up to {as_time(saved)} a step"
+        yield f"{text}, and it rounds gradients (docs/fewer-bytes.md)."
 
 
 def as_bytes(nbytes: float) -> str:
@@ -220,4 +269,4 @@ def as_rate(bytes_per_second: float) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), [float(each) for each in sys.argv[3:]])

@@ -26,6 +26,14 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def positive(text: str) -> float:
+    """The type of an argument: finite numbers above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
 def ranks(text: str) -> str:
     """The type of ``--nproc-per-node``: a number, or a word of torchrun's (``gpu``, ``auto``)."""
     if not text.isalpha() and not (text.isdecimal() and int(text) > 0):
