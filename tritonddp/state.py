@@ -235,7 +235,8 @@ class DDPState:
     def _bucket_manager(self, agreement: Agreement) -> BucketManager:
         config, group, counters = self.config, self.group, self.counters
         given = config.given
-        transport, memory = config.transport.of_wrapper(group, counters)
+        quantizes = config.wire.compression is not None and group.size > 1
+        transport, memory = config.transport.of_wrapper(group, counters, self.device, quantizes)
         # Of one rank gradients stay where autograd has put them, and buckets need no memory.
         is_alone = group.is_alone and not AutogradDriver.exchanges_alone
         factory = BucketFactory(

@@ -164,8 +164,8 @@ class Bucket:
         self.places = b"" if checked is None or self.wire.is_message else bytes(checked[1])
         self.shapes = [tuple(param.shape) for param in params]
         self.strides = [gradient_strides(param) for param in params]
-        self._layout = storage.layout(self, headers + len(self.places))
-        self.wire.begin(self._layout, params[0].device)
+        layout = storage.layout(self, headers + len(self.places))
+        self._layout = self.wire.begin(layout, params[0].device)
         self.quantization = self.wire.quantization
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self.flat: Any = None

@@ -43,8 +43,9 @@ class WireFormat:
         """Those of a bucket in this format, from the usual ones of its device and dtype."""
         return kernels
 
-    def begin(self, layout: Layout, device: torch.device) -> None:
-        """The flat buffer of the bucket has this layout."""
+    def begin(self, layout: Layout, device: torch.device) -> Layout:
+        """Prepare for a flat buffer of this layout; returns the layout, perhaps with padding."""
+        return layout
 
     def cut(self, numel: int, ranks: int) -> list[tuple[int, int]]:
         """First element and end of the share of each rank of a host, of a flat buffer."""
@@ -104,9 +105,10 @@ class QuantizedBetweenHosts(WireFormat):
         """See the base class: each gradient begins a block."""
         return replace(kernels, alignment=BLOCK)
 
-    def begin(self, layout: Layout, device: torch.device) -> None:
-        """See the base class."""
+    def begin(self, layout: Layout, device: torch.device) -> Layout:
+        """See the base class: all shares have as many elements, as NCCL needs it."""
         hosts = self._hosts
+        layout = replace(layout, numel=round_up(layout.numel, len(hosts.ranks[0]) * BLOCK))
         share = self.cut(layout.numel, len(hosts.ranks[0]))[hosts.local_rank]
         fragments = fragments_of(layout, *share)
         numels = [each.numel for each in fragments]
@@ -115,11 +117,7 @@ class QuantizedBetweenHosts(WireFormat):
         message = MessageLayout(numels, quantized, len(hosts.ranks), 0, is_direct)
         residuals = Residuals.zeros(message, hosts.host, device) if self._feedback else None
         self.quantization = Quantization(message, hosts.host, residuals, share=fragments)
-
-    def cut(self, numel: int, ranks: int) -> list[tuple[int, int]]:
-        """See the base class: blocks are not cut."""
-        size = round_up(-(-numel // ranks), BLOCK)
-        return [(min(size * r, numel), min(size * (r + 1), numel)) for r in range(ranks)]
+        return layout
 
     def messages(self, data: Tensor, share: tuple[int, int], hosts: Hosts) -> Messages:
         """See the base class."""

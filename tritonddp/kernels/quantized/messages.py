@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tritonddp.kernels.dispatch import select_quantized
@@ -56,6 +57,11 @@ class ShareMessages(QuantizedMessages):
         layout = Layout.of([each.shape for each in self._values], [(1,)] * len(self._values), 1)
         super().__init__(QuantizedBuffer(quantization, layout, data.dtype, data.device))
         self._used = [True] * len(self._values)
+
+    def compile(self) -> None:
+        """Compile what a step needs, and make the tables of the kernels."""
+        self._kernels.compile(self.flat, torch.float32, False, False)
+        self._kernels.tables(self.flat)
 
     def encode(self) -> None:
         """See ``Messages``."""

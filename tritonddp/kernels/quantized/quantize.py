@@ -48,6 +48,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    SHARE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -111,6 +112,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         residual = residuals + (part * part_blocks + place) * 256 + places
         used = tl.load(dynamic + slots + slot) != 0
         own = blocks * 256 < tl.where(used, count, 0)
+        if SHARE:
+            own = own & (tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) != 0)
         x = x + tl.load(residual, mask=own[:, None], other=0.0)
     code, block_scale, number = encode(x)
     if FEEDBACK:
@@ -208,7 +211,7 @@ def _prepare(
     chunks = (tables.quantized_chunks, tables.num_chunks)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes, layout.stride)
     source = TRITON_DTYPES[dtype or tables.usual_dtype]
-    kind = (flat.residuals is not None, aligned)
+    kind = (flat.residuals is not None, flat.is_share, aligned)
     return _launch.bind(
         programs,
         (tables.chunks, tables.dynamic, flat.message, sent),
