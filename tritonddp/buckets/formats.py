@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.hosts import Hosts
 from tritonddp.kernels.dispatch import gradient_dtype, select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
+from tritonddp.kernels.quantized.code import INT8, BlockCode
 
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,8 +54,11 @@ class Int8:
 
     Args:
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
-            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
-            It belongs in checkpoints: see :meth:`DistributedDataParallel.comm_state_dict`.
+            next one: at most ``4 + 4 / world_size`` bytes an element; with H hosts of G ranks each,
+            ``(4 + 4 / H) / G``. Without it errors accumulate. It belongs in checkpoints: see
+            :meth:`DistributedDataParallel.comm_state_dict`. With ``"sums"`` what the second
+            rounding, of the sums, leaves out is kept alone, which takes the second term of these
+            bytes. (Two ranks, or two hosts, on CPUs have no second rounding.)
         exact: further parameters that are not quantised: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter.
 
@@ -67,11 +71,13 @@ class Int8:
         model = tritonddp.DistributedDataParallel(module, compression=wire)
     """
 
-    error_feedback: bool = True
+    error_feedback: bool | Literal["sums"] = True
     exact: Any = None
+    code: ClassVar[BlockCode] = INT8
 
     def __post_init__(self) -> None:
-        check_flags({"error_feedback": self.error_feedback})
+        if self.error_feedback != "sums":
+            check_flags({"error_feedback": self.error_feedback})
         if self.exact is not None and not callable(self.exact):
             object.__setattr__(self, "exact", _patterns_of(self.exact))
 
@@ -157,8 +163,8 @@ class WireOptions:
         names = [name for name, _ in params]
         found = self.exact.find(names, [param for _, param in params])
         return {
-            "compression": "int8",
-            "error_feedback": bool(self.compression.error_feedback),
+            "compression": self.compression.code.name,
+            "error_feedback": self.compression.error_feedback or False,
             "exact": list(compress(names, found)),
         }
 
@@ -289,12 +295,14 @@ class BucketFactory:
         if wire.compression is not None and group.size > 1 and exact is not None:
             quantized = [not each for each in exact.find(names, params)]
             if own in _QUANTIZED and any(quantized):
-                feedback = wire.compression.error_feedback
+                how = (wire.compression.code, wire.compression.error_feedback)
                 if hosts is not None:
-                    return QuantizedBetweenHosts(quantized, hosts, feedback)
+                    # NCCL sends all bytes within a host, too; memory of the CPU sends none.
+                    low = wire.reduce_dtype if param.is_cuda else None
+                    return QuantizedBetweenHosts(quantized, hosts, low or torch.float32, *how)
                 numels = [each.numel() for each in params]
                 ranks = (group.size, group.rank)
-                return QuantizedFormat(numels, quantized, *ranks, headers, device, feedback)
+                return QuantizedFormat(numels, quantized, *ranks, headers, device, *how)
         if not wire.casts(param):
             return WireFormat(own)
         if hosts is None:

@@ -12,13 +12,8 @@ from tritonddp.coordination.hosts import Hosts
 from tritonddp.kernels.dispatch import Kernels, quantizing, select_quantized
 from tritonddp.kernels.flat_buffer import Layout, round_up
 from tritonddp.kernels.messages import CastMessages, Messages, PlainMessages
-from tritonddp.kernels.quantized.buffer import (
-    BLOCK,
-    MessageLayout,
-    Quantization,
-    Residuals,
-    fragments_of,
-)
+from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals, fragments_of
+from tritonddp.kernels.quantized.code import BLOCK, BlockCode
 from tritonddp.kernels.quantized.messages import ShareMessages
 
 
@@ -64,6 +59,8 @@ class QuantizedFormat(WireFormat):
 
     Args:
         quantized: for each gradient, whether it is quantised.
+        code: of the blocks.
+        feedback: the ``error_feedback`` of :class:`tritonddp.Int8`.
     """
 
     is_message = True
@@ -76,13 +73,13 @@ class QuantizedFormat(WireFormat):
         rank: int,
         headers: int,
         device: torch.device,
-        feedback: bool,
+        code: BlockCode,
+        feedback: bool | str,
     ) -> None:
-        super().__init__(torch.float32, torch.int8)
+        super().__init__(torch.float32, code.dtype)
         is_direct = ranks == 2 and select_quantized(device).is_direct
-        message = MessageLayout(numels, quantized, ranks, headers, is_direct)
-        residuals = Residuals.zeros(message, rank, device) if feedback else None
-        self.quantization = Quantization(message, rank, residuals)
+        message = MessageLayout(numels, quantized, ranks, headers, is_direct, code)
+        self.quantization = Quantization(message, rank, _residuals(message, rank, device, feedback))
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
         """See the base class."""
@@ -91,15 +88,25 @@ class QuantizedFormat(WireFormat):
 
 
 class QuantizedBetweenHosts(WireFormat):
-    """Ranks of a host sum in fp32; ranks with the same share send each other quantised sums.
+    """Ranks of a host sum numbers; ranks with the same share send each other quantised sums.
 
     Args:
         quantized: for each gradient, whether it is quantised.
+        dtype: of the sum within a host.
+        code, feedback: see :class:`QuantizedFormat`.
     """
 
-    def __init__(self, quantized: Sequence[bool], hosts: Hosts, feedback: bool) -> None:
-        super().__init__(torch.float32, torch.int8)
-        self._quantized, self._hosts, self._feedback = [*quantized, False], hosts, feedback
+    def __init__(
+        self,
+        quantized: Sequence[bool],
+        hosts: Hosts,
+        dtype: torch.dtype,
+        code: BlockCode,
+        feedback: bool | str,
+    ) -> None:
+        super().__init__(dtype, code.dtype)
+        self._quantized, self._hosts = [*quantized, False], hosts
+        self._code, self._feedback = code, feedback
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
         """See the base class: each gradient begins a block."""
@@ -114,8 +121,8 @@ class QuantizedBetweenHosts(WireFormat):
         numels = [each.numel for each in fragments]
         quantized = [self._quantized[each.slot] for each in fragments]
         is_direct = len(hosts.ranks) == 2 and select_quantized(device).is_direct
-        message = MessageLayout(numels, quantized, len(hosts.ranks), 0, is_direct)
-        residuals = Residuals.zeros(message, hosts.host, device) if self._feedback else None
+        message = MessageLayout(numels, quantized, len(hosts.ranks), 0, is_direct, self._code)
+        residuals = _residuals(message, hosts.host, device, self._feedback)
         self.quantization = Quantization(message, hosts.host, residuals, share=fragments)
         return layout
 
@@ -123,3 +130,11 @@ class QuantizedBetweenHosts(WireFormat):
         """See the base class."""
         assert self.quantization is not None
         return ShareMessages(self.quantization, data)
+
+
+def _residuals(
+    message: MessageLayout, rank: int, device: torch.device, feedback: bool | str
+) -> Residuals | None:
+    if not feedback:
+        return None
+    return Residuals.zeros(message, rank, device, sums_only=feedback == "sums")
