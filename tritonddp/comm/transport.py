@@ -157,8 +157,7 @@ class ProcessGroupTransport:
     def _exchange(self, bucket: Bucket) -> BucketExchange:
         if bucket.wire.is_message:
             return self._quantized
-        if isinstance(bucket.wire, QuantizedBetweenHosts):
-            assert self.hosts is not None
+        if self.hosts is not None and isinstance(bucket.wire, QuantizedBetweenHosts):
             return self.hosts.serving(bucket)
         if bucket.owned is not None:
             return ReduceToOwners(self._group, self._counters)

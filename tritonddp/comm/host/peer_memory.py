@@ -143,10 +143,10 @@ class PeerMemory:
     def _connect(self) -> Peers | Refusal:
         if self._group.peers is None:
             found = connect(self._group, _refusal())
-            is_refusal = isinstance(found, Refusal)
-            self._group.peers = (
-                found if is_refusal else Peers(self._group, found, HostSums(self._group))
-            )
+            if isinstance(found, Refusal):
+                self._group.peers = found
+            else:
+                self._group.peers = Peers(self._group, found, HostSums(self._group))
         connected: Peers | Refusal = self._group.peers
         return connected
 

@@ -8,7 +8,8 @@ Same names, signatures and bits as the Triton kernels in this folder. A block of
 in fp32; ``code.py`` has the limit. No number has more than 8 significant bits, so ``number *
 scale`` is exact, and a device gets the same sum with a fused multiply-add as with two operations.
 It does not overflow either. If the scale would be subnormal, it is 0, and the block is all zeros,
-since its numbers could not be told apart. A block that holds NaN or Inf has the scale NaN, and numbers that are 0.
+since its numbers could not be told apart. A block that holds NaN or Inf has the scale NaN, and
+numbers that are 0.
 """
 
 from __future__ import annotations
