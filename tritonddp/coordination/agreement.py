@@ -347,15 +347,16 @@ class Agreement:
             Unmatched: likewise, in a group whose ranks have exchanged headers before.
         """
         size = self.size
-        silent = [f"rank {rank}" for rank in ranks if not any(found[rank * size :][:size])]
+        silent = [f"rank {r}" for r in ranks if not any(found[r * size : (r + 1) * size])]
         what = (
             f"nothing came from {' and '.join(silent)}" if silent else "what came holds no headers"
         )
         try:
             content = bytes(map(int, found))
             if [*content] == found and not (silent and self._has_heard):
+                rows = {rank: content[rank * size : (rank + 1) * size] for rank in ranks}
                 return {
-                    field: {r: field.decode(content[r * size + at :][: field.size]) for r in ranks}
+                    field: {r: field.decode(row[at : at + field.size]) for r, row in rows.items()}
                     for field, at in self._places.items()
                 }
         except (ValueError, OverflowError):
