@@ -304,6 +304,10 @@ class QuantizedBuffer(FlatBuffer):
         if trailer:
             self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
 
+    def own_header(self, rank: int, world_size: int) -> Tensor:
+        """See :meth:`FlatBuffer.own_header`. Each part has a copy."""
+        return self.outgoing.trailers[:, len(self.flags) :]
+
     @property
     def memory(self) -> list[Tensor]:
         kept = [each for each in (self.left_out, self.sums_left_out) if each is not None]
