@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -89,14 +89,21 @@ def quantizing_everything() -> Any:
     return mock.patch.object(ExactParams, "find", found)
 
 
+@dataclass(frozen=True)
+class Found:
+    """What one wire made of one seed."""
+
+    errors: dict[str, float]  # means over the steps, of the gradient and of its tensors; of the sum
+    loss: float  # on the held-out data, in nats per character, at the end
+    sent_bytes: int  # of a rank in the last step
+    parameters: int
+
+
 class Contender:
     """One wire in the training of one seed.
 
     Attributes:
         local: the last local gradients, all in one row, in the order of the parameters.
-        errors: per step: of the whole gradient, and the mean over its tensors.
-        loss: on the held-out data, in nats per character, at the end.
-        sent_bytes: of a rank in the last step.
     """
 
     def __init__(self, wire: str, seed: int, steps: int, group: dist.ProcessGroup) -> None:
@@ -110,9 +117,9 @@ class Contender:
         self.ddp = DistributedDataParallel(module, process_group=group, **WIRES[wire])
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=LR)
         self.schedule = warmup_and_cosine(self.optimizer, steps)
-        self.errors: list[tuple[float, float]] = []
+        self._errors: list[tuple[float, float]] = []
         self._sums = torch.zeros(2, len(self.local))  # over the steps: of errors, of gradients
-        self.loss, self.sent_bytes = 0.0, 0
+        self._sent_bytes = 0
 
     @staticmethod
     def _keep(row: Tensor, grad: Tensor) -> None:
@@ -122,18 +129,18 @@ class Contender:
         counters = self.ddp.reducer.counters
         sent_before = counters.sent_bytes
         batch_loss(self.ddp.train()(inputs), targets).backward()
-        self.sent_bytes = counters.sent_bytes - sent_before
+        self._sent_bytes = counters.sent_bytes - sent_before
 
     def compare(self, exact: Tensor) -> None:
         """Compare the averaged gradient with ``exact``, the mean of local gradients in fp32."""
         grads = [param.grad for param in self.ddp.parameters() if param.grad is not None]
         found = torch.cat([grad.flatten() for grad in grads])
         away, norms = (
-            torch.stack(torch._foreach_norm(list(each.split(self._sizes))))
+            torch.stack([part.norm() for part in each.split(self._sizes)])
             for each in (found - exact, exact)
         )
         whole = away.norm() / norms.norm()
-        self.errors.append((whole.item(), (away / norms.clamp_min(1e-30)).mean().item()))
+        self._errors.append((whole.item(), (away / norms.clamp_min(1e-30)).mean().item()))
         self._sums += torch.stack([found - exact, exact])
 
     def update(self) -> None:
@@ -141,12 +148,12 @@ class Contender:
         self.optimizer.zero_grad()
         self.schedule.step()
 
-    @property
-    def found(self) -> dict[str, float]:
-        """What the table shows, for one seed."""
-        whole, tensors = map(mean, zip(*self.errors, strict=True))
+    def found(self, task: Task, device: torch.device) -> Found:
+        whole, tensors = map(mean, zip(*self._errors, strict=True))
         away, total = (each.norm().item() for each in self._sums)
-        return {"whole": whole, "tensors": tensors, "sum": away / total}
+        errors = {"whole": whole, "tensors": tensors, "sum": away / total}
+        loss = evaluate(task, self.ddp, device)[0]
+        return Found(errors, loss, self._sent_bytes, len(self.local))
 
 
 def main() -> None:
@@ -167,13 +174,13 @@ def main() -> None:
             losses = {wire: [each[wire].loss for each in by_seed] for wire in options.wires}
             found = {
                 "target": task.target,
-                "parameters": len(by_seed[0][options.wires[0]].local),
+                "parameters": by_seed[0][options.wires[0]].parameters,
                 "steps": options.steps,
                 "batch_size": BATCH,
                 "optimizer": f"AdamW, {LR:g}",
                 "held_out_targets": task.held_out_targets.numel(),
                 "sent_bytes": {wire: by_seed[0][wire].sent_bytes for wire in options.wires},
-                "errors": {wire: [each[wire].found for each in by_seed] for wire in options.wires},
+                "errors": {wire: [each[wire].errors for each in by_seed] for wire in options.wires},
                 "comparisons": compared(losses),
                 "losses": losses,  # wire, seed
             }
@@ -184,7 +191,7 @@ def main() -> None:
 
 def train(
     task: Task, seed: int, steps: int, wires: Sequence[str], ranks: Ranks
-) -> dict[str, Contender]:
+) -> dict[str, Found]:
     """Train all wires side by side.
 
     Raises:
@@ -204,9 +211,7 @@ def train(
             each.update()
     if difference := first_difference(_parameters(contenders)):
         raise RuntimeError(f"seed {seed}: the ranks do not hold the same bits of {difference}")
-    for each in contenders.values():
-        each.loss = evaluate(task, each.ddp, ranks.device)[0]
-    return contenders
+    return {wire: each.found(task, ranks.device) for wire, each in contenders.items()}
 
 
 def _parameters(contenders: dict[str, Contender]) -> Iterator[tuple[str, Tensor]]:
