@@ -83,9 +83,9 @@ EMBEDDINGS = {"gpt2_small": 2}
 PAYS, SEARCHED, SPEEDS = 0.98, [10 ** (step / 50) for step in range(151)], (1.0, 4.0)
 
 # Sizes for int8 in MiB of fp32, and messages of which a collective has half of its bandwidth, in
-# MiB. 0: LATENCY alone. 8: about what all-reduces of eight GPUs show (NVIDIA/nccl#1453,
-# kvcache-ai/Mooncake#3484). 64: all-to-all loses efficiency below that (LoongForge#223), read as
-# pessimistically as can be.
+# MiB. 0: LATENCY alone. 0.5: a collective of eight GPUs at 7.3 GB/s (NVIDIA/nccl#644). 8: those of
+# eight H20 by NVLink (kvcache-ai/Mooncake#3484), taken for slow buses too. 64: all-to-all loses
+# efficiency below that (LoongForge#223), read as pessimistically as can be.
 SIZES = {
     "4, 8, 16, 25 (default)": OURS_INT8,
     "1, 1, 2, 4, 8, 16, 25 (before)": BucketCaps.of(None, (1, 1, 2, 4, 8, 16, 25)),
@@ -96,7 +96,7 @@ SIZES = {
     "those of fp32": OURS,
     "those of fp32, four times": BucketCaps((16 * MIB, 100 * MIB), tapers=True),
 }
-HALVES = (0, 8, 64)
+HALVES = (0.0, 0.5, 8.0, 64.0)
 
 Buckets = Sequence[Sequence[int]]
 

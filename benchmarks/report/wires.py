@@ -129,5 +129,5 @@ def sizes(result: Result) -> Blocks:
         one = row.ratio
         shown = f"{one.mean:.3f} ({one.low:.2f} to {one.high:.2f})"
         cells.setdefault(row.sizes, []).append(shown)
-    named = [f"half at {half} MiB" if half else "latency alone" for half in halves]
+    named = [f"half at {half:g} MiB" if half else "latency alone" for half in halves]
     yield Table(("bucket sizes in int8", *named), [(name, *each) for name, each in cells.items()])

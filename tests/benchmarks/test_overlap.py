@@ -56,7 +56,7 @@ def test_embeddings_in_fp32_leave_int8_of_gpt2_no_gain_over_bf16() -> None:
 
 
 @pytest.mark.parametrize("half", overlap.HALVES)
-def test_the_sizes_for_int8_are_no_worse_than_growing_from_1_mib(half: int) -> None:
+def test_the_sizes_for_int8_are_no_worse_than_growing_from_1_mib(half: float) -> None:
     (before,) = (each for each in overlap.SIZES if each.endswith("(before)"))
     found = overlap.of_sizes([*overlap.STEP], overlap.BUS)
     (one,) = (each for each in found if (each["sizes"], each["half"]) == (before, half))
