@@ -49,7 +49,7 @@ errors = Rows(
         ("held-out loss", lambda one: f"{one.mean:.4f}"),
         (
             "loss against fp32",
-            lambda one: "-" if one.verdict is None else f"{100 * one.away:+.2f} %",
+            lambda one: "-" if one.verdict is None else f"{100 * one.away:+.3f} %",
         ),
         ("spread of fp32's seeds", lambda one: _AGAINST_SPREAD[one.verdict]),
     ),
