@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.base.results import Record, Result, Results, interval
-from benchmarks.report import verdicts
+from benchmarks.report import verdicts, wires
 from benchmarks.report.table import (
     Blocks,
     Cell,
@@ -524,6 +524,12 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
     "network_hosts": ("Slow lines, two ranks a host", (), (network,)),
     "network_wire": ("Fewer bytes on slow lines", (), (network_wire,)),
     "convergence": ("Convergence", (), (convergence,)),
+    "convergence_errors": ("Errors of gradients, by wire", (), (wires.errors,)),
+    "overlap": (
+        "Wires on one host of eight GPUs: a model, not a measurement",
+        (),
+        (wires.modeled, wires.pays, wires.sizes, wires.against_stock),
+    ),
     "memory": ("Peak memory above the unwrapped model", (), (memory,)),
     "host": ("Host cost", (), (host,)),
     "kernels": ("Flatten and unflatten", (), (kernels,)),
@@ -580,6 +586,17 @@ _ON_PAGES: tuple[tuple[str, str, Show], ...] = (
             *("times as fast as stock", "95% interval", "target"),
         ),
     ),
+    (
+        "convergence_errors",
+        "convergence_errors",
+        _part(
+            wires.errors,
+            lambda _: True,
+            *("wire", "error of a gradient", "mean over its tensors"),
+            *("error of the sum of all steps", "loss against fp32", "spread of fp32's seeds"),
+        ),
+    ),
+    ("wires_on_gpus", "overlap", wires.on_page),
     (
         "compiled",
         "compiled",
