@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recording.device import recording
 from recording.programs import PROGRAMS, Program, Run
-from tritonddp.buckets.wire_formats import QuantizedBetweenHosts, QuantizedFormat
+from tritonddp.buckets.wire_formats import QuantizedFormat, QuantizedInterHost
 from tritonddp.coordination import hosts
 
 STEPS = 6
@@ -43,7 +43,7 @@ def test_between_hosts_gradients_are_those_of_fp32_but_for_rounding(size: int) -
     exact.step()
     assert not recorder.races, recorder.report()
     kinds = {type(bucket.wire) for bucket in buckets if bucket.quantization is not None}
-    assert kinds == {QuantizedBetweenHosts if size > 1 else QuantizedFormat}
+    assert kinds == {QuantizedInterHost if size > 1 else QuantizedFormat}
     mine, theirs = gradients(run), gradients(exact)
     assert all(torch.equal(mine, each) for each in gather(mine))
     assert 0 < (mine - theirs).norm() < 0.02 * theirs.norm()

@@ -23,7 +23,7 @@ from tritonddp.buckets.grad_storage.sparse_rows import SparseRows
 from tritonddp.buckets.grad_storage.views import Views
 from tritonddp.buckets.ignored import parameters_of
 from tritonddp.buckets.residuals import Left, add_to
-from tritonddp.buckets.wire_formats import QuantizedBetweenHosts, QuantizedFormat, WireFormat
+from tritonddp.buckets.wire_formats import QuantizedFormat, QuantizedInterHost, WireFormat
 from tritonddp.coordination.agreement import Agreement
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -49,8 +49,12 @@ class Int8:
     ``compression="int8"`` is ``compression=Int8()``. Gradients in fp64, complex and sparse ones
     travel as without compression. A block of 256 elements that has a NaN or an infinity is NaN
     afterwards. Parameters of one dimension or of fewer than 1,024 elements, and weights of
-    embeddings, are never quantised: they travel in fp32. So do all gradients that
-    :meth:`DistributedDataParallel.reduce_gradients` averages, which logs that once.
+    embeddings that no other layer shares, are never quantised: they travel in fp32. So do all
+    gradients that :meth:`DistributedDataParallel.reduce_gradients` averages, which logs that once.
+
+    On several hosts of several ranks each (as many on each), the ranks of a host sum first, on GPUs
+    in ``reduce_dtype`` if that is given, and hosts send each other the quantised sums. Otherwise
+    all ranks send each other quantised gradients.
 
     Args:
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
@@ -210,6 +214,10 @@ class BucketFactory:
         """Buckets that are made from now on go by ``transport``."""
         self.transport = transport
 
+    def use_hosts(self, hosts: Hosts | None) -> None:
+        """Buckets that are made from now on are for these hosts of several ranks, if any."""
+        self.hosts = hosts
+
     def own(self, owners: Mapping[Tensor, int]) -> None:
         """Buckets that are made from now on are reduced to these ranks."""
         self.owners = owners
@@ -299,7 +307,7 @@ class BucketFactory:
                 if hosts is not None:
                     # NCCL sends all bytes within a host, too; memory of the CPU sends none.
                     low = wire.reduce_dtype if param.is_cuda else None
-                    return QuantizedBetweenHosts(quantized, hosts, low or torch.float32, *how)
+                    return QuantizedInterHost(quantized, hosts, low or torch.float32, *how)
                 numels = [each.numel() for each in params]
                 ranks = (group.size, group.rank)
                 return QuantizedFormat(numels, quantized, *ranks, headers, device, *how)
@@ -346,7 +354,8 @@ class ExactParams:
     """Finds the exact parameters of a module: their gradients are sent in fp32, not quantised.
 
     These are: parameters with one dimension (biases, scales of norms), those with fewer than 1,024
-    elements, the weights of embeddings, in whose gradients many rows are zero, and those that the
+    elements, the weights of embeddings, in whose gradients many rows are zero (but not of those
+    that another layer shares, as a head does, by which all rows get gradients), and those that the
     user asks for by ``wanted``.
 
     ``wanted`` are names, as ``module.named_parameters()`` gives them, or patterns of names
@@ -371,11 +380,12 @@ class ExactParams:
 
     def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
         """For each of these parameters, whether its gradient is exact."""
-        embeddings = {
-            layer.weight
-            for layer in self._module.modules()
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-        }
+        embeddings: set[Tensor] = set()
+        others: set[Tensor] = set()
+        for layer in self._module.modules():
+            is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+            (embeddings if is_embedding else others).update(layer.parameters(recurse=False))
+        embeddings -= others
         return [
             param.dim() < 2
             or param.numel() < _SMALL

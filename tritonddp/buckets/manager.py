@@ -152,11 +152,11 @@ class BucketManager:
         # Between hosts of several ranks each, buckets have other wire formats.
         hosts = memory.connect(self.where())
         if hosts is not factory.hosts and (factory.wire.reduce_dtype or factory.wire.compression):
-            factory.hosts = hosts
+            factory.use_hosts(hosts)
             self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
         memory.move(self.current, self._parameters.number, self.where())
         if memory.refusal is not None and factory.hosts is not None:
-            factory.hosts = None
+            factory.use_hosts(None)
             self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
 
     def _build(

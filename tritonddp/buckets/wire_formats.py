@@ -21,8 +21,8 @@ class WireFormat:
     """Gradients are sent in one dtype; between hosts perhaps in another.
 
     Attributes:
-        dtype: of the flat buffer.
-        between_hosts: dtype of the messages between hosts of several ranks each.
+        flat_dtype: of the flat buffer.
+        inter_host: dtype of the messages between hosts of several ranks each.
         quantization: how gradients are quantised; ``None`` if they are not.
         is_message: what is packed is a message with flags of each rank, not numbers that a
             collective sums.
@@ -31,8 +31,8 @@ class WireFormat:
     quantization: Quantization | None = None
     is_message = False
 
-    def __init__(self, dtype: torch.dtype, between_hosts: torch.dtype | None = None) -> None:
-        self.dtype, self.between_hosts = dtype, between_hosts or dtype
+    def __init__(self, dtype: torch.dtype, inter_host: torch.dtype | None = None) -> None:
+        self.flat_dtype, self.inter_host = dtype, inter_host or dtype
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
         """Those of a bucket in this format, from the usual ones of its device and dtype."""
@@ -49,9 +49,9 @@ class WireFormat:
     def messages(self, data: Tensor, share: tuple[int, int], hosts: Hosts) -> Messages:
         """What hosts send each other to sum this share of the flat buffer ``data``."""
         values, ranks = data[slice(*share)], (len(hosts.ranks), hosts.host)
-        if self.between_hosts is self.dtype:
+        if self.inter_host is self.flat_dtype:
             return PlainMessages(values, *ranks)
-        return CastMessages(values, self.between_hosts, *ranks)
+        return CastMessages(values, self.inter_host, *ranks)
 
 
 class QuantizedFormat(WireFormat):
@@ -87,7 +87,7 @@ class QuantizedFormat(WireFormat):
         return quantizing(kernels, device, self.quantization)
 
 
-class QuantizedBetweenHosts(WireFormat):
+class QuantizedInterHost(WireFormat):
     """Ranks of a host sum numbers; ranks with the same share send each other quantised sums.
 
     Args:

@@ -18,7 +18,7 @@ from tritonddp._torch import backend_name
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange, HostMemory
 from tritonddp.buckets.formats import registering
-from tritonddp.buckets.wire_formats import QuantizedBetweenHosts
+from tritonddp.buckets.wire_formats import QuantizedInterHost
 from tritonddp.comm.all_reduce import AllReduce, ReduceToOwners
 from tritonddp.comm.host.peer_memory import PeerMemory
 from tritonddp.comm.quantized import QuantizedAllReduce
@@ -157,7 +157,7 @@ class ProcessGroupTransport:
     def _exchange(self, bucket: Bucket) -> BucketExchange:
         if bucket.wire.is_message:
             return self._quantized
-        if self.hosts is not None and isinstance(bucket.wire, QuantizedBetweenHosts):
+        if self.hosts is not None and isinstance(bucket.wire, QuantizedInterHost):
             return self.hosts.serving(bucket)
         if bucket.owned is not None:
             return ReduceToOwners(self._group, self._counters)

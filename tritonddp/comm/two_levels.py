@@ -29,7 +29,7 @@ from tritonddp.kernels.quantized.messages import ShareMessages
 
 
 class TwoLevels(Collective):
-    """Sums buckets whose wire format is ``QuantizedBetweenHosts``. One object serves all.
+    """Sums buckets whose wire format is ``QuantizedInterHost``. One object serves all.
 
     Of each bucket::
 
@@ -59,11 +59,11 @@ class TwoLevels(Collective):
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Work:
         share, messages = self._shares[bucket]
-        flat, data, (scatter, between, gather) = messages.flat, bucket.flat.data, self._groups
+        flat, data, (scatter, inter, gather) = messages.flat, bucket.flat.data, self._groups
         for nbytes, group in (
             (data.nbytes, scatter),
-            (flat.received.nbytes, between),
-            (flat.gathered.nbytes, between),
+            (flat.received.nbytes, inter),
+            (flat.gathered.nbytes, inter),
             (data.nbytes, gather),
         ):
             self._counters.collective(nbytes, group.size())
@@ -72,13 +72,11 @@ class TwoLevels(Collective):
         with self._streams.behind_current(data.device, data, *flat.memory):
             summed.wait()  # the stream waits, not the host
             messages.encode()
-            first = dist.all_to_all_single(
-                flat.received, flat.message, group=between, async_op=True
-            )
+            first = dist.all_to_all_single(flat.received, flat.message, group=inter, async_op=True)
             assert first is not None
             first.wait()
             messages.reduce()
-            all_gather_single(flat.gathered, flat.reduced, between).wait()
+            all_gather_single(flat.gathered, flat.reduced, inter).wait()
             messages.decode()
             return all_gather_single(data, share, gather)
 
@@ -87,7 +85,7 @@ class HostGroups(NamedTuple):
     """Process groups of a rank, where several hosts have several GPUs each."""
 
     scatter: dist.ProcessGroup  # of its host
-    between: dist.ProcessGroup  # of the ranks with the same place on each host
+    inter: dist.ProcessGroup  # of the ranks with the same place on each host
     gather: dist.ProcessGroup  # of its host
 
     @classmethod
@@ -96,7 +94,7 @@ class HostGroups(NamedTuple):
         if group.host_groups is None:
             own = hosts.ranks[hosts.host]
             ranks = (own, hosts.partners, own)
-            group.host_groups = cls(*(subgroup(group, each, device) for each in ranks))
+            group.keep_host_groups(cls(*(subgroup(group, each, device) for each in ranks)))
         found: HostGroups = group.host_groups
         return found
 

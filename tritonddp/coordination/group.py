@@ -167,12 +167,12 @@ class Group:
 
     @property
     def host_groups(self) -> Any:
-        """What :meth:`tritonddp.comm.two_levels.HostGroups.of` has made; ``None`` before."""
+        """What :meth:`keep_host_groups` was given; ``None`` before."""
         return self._shared.host_groups
 
-    @host_groups.setter
-    def host_groups(self, found: Any) -> None:
-        self._shared.host_groups = found
+    def keep_host_groups(self, made: Any) -> None:
+        """Keep process groups of a host and between hosts, for all wrappers in the group."""
+        self._shared.host_groups = made
 
     def new_counters(self) -> Counters:
         """The counters of a wrapper in the group."""
