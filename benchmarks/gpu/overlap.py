@@ -14,8 +14,9 @@ last all-reduce but one, and the last behind the last (*two*).
 
 Wires: bf16 sends half of the bytes. int8 has an all-to-all of half the bytes of an all-reduce in
 fewer bytes, a sum, and an all-gather; the line is idle during the sum. It has its own bucket sizes,
-and sends gradients of one dimension and of embeddings in fp32. All kernels take the bytes that they
-read and write at MEMORY bandwidth, launches left out: taken from bandwidth, not measured.
+and sends gradients of one dimension, and of embeddings that are no head, in fp32. All kernels take
+the bytes that they read and write at MEMORY bandwidth, launches left out: taken from bandwidth, not
+measured.
 
 What bucket sizes are worth is decided by this; what it leaves out: the host (a bucket costs it
 120 us here and 52 in stock, on an H200), slow ranks, messages that are slower for being small (but
@@ -74,9 +75,7 @@ QUANTIZED = 1 + 4 / 256  # bytes of an element in int8, with its share of a scal
 
 OURS, STOCK = BucketCaps.for_nccl(), BucketCaps.of(None, None)
 OURS_INT8 = BucketCaps.of(None, None, device_type="cuda", few_bytes=True)
-# Of the published GPT-2, whose first parameters are embeddings, int8 sends these in fp32.
-WIRES, EVERYTHING = ("fp32", "bf16", "int8"), "int8, embeddings too"
-EMBEDDINGS = {"gpt2_small": 2}
+WIRES = ("fp32", "bf16", "int8")
 
 # A wire pays if a step is shorter than with all wires before it by 2 % at least; looked for on
 # buses from 1 to 1000 GB/s. Speeds: as measured, and an assumption of what bf16 autocast makes.
@@ -108,7 +107,6 @@ class Gradients:
     sizes: list[int]  # bytes of each, in fp32
     ready: list[float]  # when it is there, as a share of the backward
     exact: list[bool]  # int8 sends it in fp32
-    small: list[bool]  # the same if embeddings were quantized
 
     @classmethod
     def of(cls, name: str, make: Callable[[], nn.Module]) -> Gradients:
@@ -120,10 +118,10 @@ class Gradients:
         # The head of GPT-2 has no parameter of its own.
         passed = [*itertools.accumulate(costs[::-1])]
         ready = [each / passed[-1] for each in passed[-len(sizes) :]]
-        small = ExactParams(model).find(*zip(*model.named_parameters(), strict=True))
-        embeddings = EMBEDDINGS.get(name, 0)
-        exact = [True] * embeddings + small[embeddings:]
-        return cls(sizes[::-1], ready, exact[::-1], small[::-1])
+        exact = ExactParams(model).find(*zip(*model.named_parameters(), strict=True))
+        if name == "gpt2_small":  # an embedding of positions; that of tokens is the head, too
+            exact[1] = True
+        return cls(sizes[::-1], ready, exact[::-1])
 
 
 def _costs(model: nn.Module, name: str) -> list[float]:
@@ -166,9 +164,8 @@ def traffic(name: str, wire: str, ranks: int) -> list[list[float]]:
     exact = (4.0, 8.0, 4 + 4 / ranks, 8.0)
     int8 = (size, 12 + size, size + (size + 8) / ranks, size + 4)
     found = []
-    for nbytes, is_exact, is_small in zip(of.sizes, of.exact, of.small, strict=True):
-        stays = is_exact if wire == "int8" else is_small
-        of_element = plain.get(wire) or (exact if stays else int8)
+    for nbytes, is_exact in zip(of.sizes, of.exact, strict=True):
+        of_element = plain.get(wire) or (exact if is_exact else int8)
         found.append([nbytes / 4 * each for each in of_element])
     return found
 
@@ -238,7 +235,7 @@ def step(
     **more: Any,
 ) -> float:
     """Seconds of forward and backward with copies; ``caps`` of ``None`` are the default ones."""
-    caps = caps or (OURS_INT8 if wire.startswith("int8") else OURS)
+    caps = caps or (OURS_INT8 if wire == "int8" else OURS)
     cut = buckets(name, caps)
     return STEP[name] / speed + exposed(name, cut, "two", bus, wire=wire, speed=speed, **more)
 
@@ -248,7 +245,7 @@ def of_wires(
 ) -> Iterator[dict[str, Any]]:
     """Seconds of a step, and what of it is exposed, by model, wire and bus."""
     for name in filter(STEP.__contains__, models):
-        for wire in (*WIRES, *([EVERYTHING] if name in EMBEDDINGS else ())):
+        for wire in WIRES:
             for bus in buses:
                 seconds = step(name, wire, bus, speed, **more)
                 late = seconds - STEP[name] / speed
@@ -257,7 +254,7 @@ def of_wires(
 
 def pays_from(name: str, wire: str, speed: float, **more: Any) -> float | None:
     """The fastest bus, in GB/s, from which on downwards ``wire`` pays; ``None`` if nowhere."""
-    before = WIRES[: WIRES.index(wire.partition(",")[0])]
+    before = WIRES[: WIRES.index(wire)]
     found = None
     for bus in SEARCHED:
         best = min(step(name, each, bus, speed, **more) for each in before)
@@ -270,8 +267,7 @@ def pays_from(name: str, wire: str, speed: float, **more: Any) -> float | None:
 def of_pays(models: Sequence[str], **more: Any) -> Iterator[dict[str, Any]]:
     for name in filter(STEP.__contains__, models):
         for speed in SPEEDS:
-            wires = (*WIRES[1:], *([EVERYTHING] if name in EMBEDDINGS else ()))
-            found = {wire: pays_from(name, wire, speed, **more) for wire in wires}
+            found = {wire: pays_from(name, wire, speed, **more) for wire in WIRES[1:]}
             yield {"model": name, "speed": speed, "from": found}
 
 

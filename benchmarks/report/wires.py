@@ -108,7 +108,7 @@ def pays(result: Result) -> Blocks:
         (
             row.model,
             "as measured" if row.speed == 1 else f"{row.speed:g} times as fast",
-            *(or_dash(row["from"][wire], _bus) if wire in row["from"] else "" for wire in wires),
+            *(or_dash(row["from"][wire], _bus) for wire in wires),
         )
         for row in found
     ]

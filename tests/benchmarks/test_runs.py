@@ -246,7 +246,7 @@ def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
         ("step.step", "--rounds 0", "should be at least 1"),
         ("step.compare", "--base no-such-revision", "'no-such-revision' names no commit of"),
         ("network.network", "--rates 1gb", "neither a rate such as 1gbit nor none"),
-        ("network.network", "--hosts 1", "--hosts must be from 2 to 250"),
+        ("network.network", "--hosts 1", "neither a number from 2 to 250 nor as 2x4"),
         ("report.report", "--check --from local", "--from goes with --figures"),
     ],
 )
