@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritonddp.buckets.formats import Int8
+    from tritonddp.buckets.formats import Int4, Int8
     from tritonddp.in_place import ddp, replicate
     from tritonddp.integrations.replacement import instead_of_stock, replace_stock
     from tritonddp.integrations.signals import stop_on_signal
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedDataParallel",
+    "Int4",
     "Int8",
     "ZeroRedundancyOptimizer",
     "__version__",
@@ -31,6 +32,7 @@ __version__ = "0.3.0"
 
 _MODULES = {
     "DistributedDataParallel": "tritonddp.wrapper",
+    "Int4": "tritonddp.buckets.formats",
     "Int8": "tritonddp.buckets.formats",
     "ZeroRedundancyOptimizer": "tritonddp.zero.zero_redundancy_optimizer",
     "ddp": "tritonddp.in_place",

@@ -342,7 +342,7 @@ class DDPState:
             )
         if factory.wire.compression is not None:
             raise RuntimeError(
-                "compression='int8' and a communication hook both decide how gradients are sent: "
+                "compression and a communication hook both decide how gradients are sent: "
                 "leave one of them out"
             )
         if self.core.comm_hook is not None:

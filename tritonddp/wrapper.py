@@ -99,9 +99,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
             its dtype (``grad_dtype``), and is a copy, also with ``gradient_as_bucket_view``. By
             default each gradient travels in its own dtype, as complex and sparse ones always do.
-        compression: ``"int8"``: gradients travel in 8 bits an element. :class:`tritonddp.Int8` has
-            the details, and its options. It pays on lines of about 1 Gbit/s and slower:
-            ``docs/fewer-bytes.md``.
+        compression: ``"int8"`` or ``"int4"``: gradients travel in 8 or 4 bits an element, on
+            several hosts of several ranks each between hosts alone. :class:`tritonddp.Int8` has the
+            details, and its options; ``docs/fewer-bytes.md``, on which lines it pays.
         check_finite: ``"raise"`` or ``"warn"``: gradients that are NaN or infinite on a rank, or
             beyond the dtype in which they travel, are a ``FloatingPointError`` or a
             ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of

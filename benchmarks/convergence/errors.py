@@ -41,7 +41,7 @@ from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.convergence.convergence import compared
 from benchmarks.report import wires as tables
 from benchmarks.report.table import text
-from tritonddp import DistributedDataParallel, Int8
+from tritonddp import DistributedDataParallel, Int4, Int8
 from tritonddp.buckets.formats import ExactParams
 from tritonddp.coordination.host import connect
 
@@ -64,12 +64,14 @@ _QUANTIZED: dict[str, Any] = {
     "int8 of everything, without feedback": {
         "compression": Int8(error_feedback=False, exact=nothing)
     },
+    "int4": {"compression": Int4()},
+    "int4 without feedback": {"compression": Int4(error_feedback=False)},
 }
 ONE_LEVEL = {"transport": "process_group"}
 WIRES: dict[str, dict[str, Any]] = {
     "fp32": ONE_LEVEL,
     **{wire: ONE_LEVEL | options for wire, options in _QUANTIZED.items()},
-    **{f"two levels: {wire}": _QUANTIZED[wire] for wire in list(_QUANTIZED)[1:4]},
+    **{f"two levels: {wire}": _QUANTIZED[wire] for wire in list(_QUANTIZED) if wire[:3] == "int"},
 }
 
 

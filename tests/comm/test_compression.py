@@ -265,7 +265,7 @@ def test_options_of_the_format_are_checked_when_it_is_made() -> None:
 @ranks(2)
 def test_a_communication_hook_beside_it_is_refused_by_name() -> None:
     ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
-    with pytest.raises(RuntimeError, match="compression='int8' and a communication hook"):
+    with pytest.raises(RuntimeError, match="compression and a communication hook"):
         ddp.register_comm_hook(None, lambda state, bucket: None)
     ddp(torch.randn(4, 64)).sum().backward()
 

@@ -16,6 +16,7 @@ from tritonddp.kernels.quantized.buffer import (
     QuantizedBuffer,
     Residuals,
 )
+from tritonddp.kernels.quantized.code import INT8, BlockCode
 
 CPU = torch.device("cpu")
 
@@ -28,6 +29,7 @@ def quantized_buffers(
     header: int = 3,
     device: torch.device = CPU,
     is_direct: bool = False,
+    code: BlockCode = INT8,
 ) -> list[QuantizedBuffer]:
     """The buffer of each rank for gradients like these, with ``header`` bytes for each rank's."""
     layouts = [
@@ -40,7 +42,7 @@ def quantized_buffers(
         for _ in range(world_size)
     ]
     numels, headers = layouts[0].numels, layouts[0].headers
-    message = MessageLayout(numels, quantized, world_size, headers, is_direct)
+    message = MessageLayout(numels, quantized, world_size, headers, is_direct, code)
     flats = []
     for rank, layout in enumerate(layouts):
         residuals = Residuals.zeros(message, rank, device) if feedback else None

@@ -30,7 +30,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.hosts import Hosts
 from tritonddp.kernels.dispatch import gradient_dtype, select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
-from tritonddp.kernels.quantized.code import INT8, BlockCode
+from tritonddp.kernels.quantized.code import INT4, INT8, BlockCode
 
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -94,11 +94,26 @@ class Int8:
         """
         if compression is None or isinstance(compression, cls):
             return compression
-        if isinstance(compression, str) and compression == "int8":
-            return cls()
+        if isinstance(compression, str) and compression in _BY_NAME:
+            return _BY_NAME[compression]()
         raise ValueError(
-            f"compression should be 'int8', a tritonddp.Int8 or None, got {compression!r}"
+            "compression should be 'int8', 'int4', a tritonddp.Int8, a tritonddp.Int4 or None, got "
+            f"{compression!r}"
         )
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    """Gradients travel in 4 bits an element and one fp32 scale for 256: for ``compression``.
+
+    ``compression="int4"`` is ``compression=Int4()``. For all else see :class:`Int8`. A gradient is
+    rounded to 15 values, so do not leave out error feedback.
+    """
+
+    code: ClassVar[BlockCode] = INT4
+
+
+_BY_NAME = {each.code.name: each for each in (Int8, Int4)}
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,7 @@ class WireOptions:
             backend = backend_name(group, device)
             if backend != wanted:
                 raise RuntimeError(
-                    f"compression='int8' needs {wanted} for {device.type!r}, but the "
+                    f"compression needs {wanted} for {device.type!r}, but the "
                     f"process group has {backend}: use a group with {wanted}, or no compression"
                 )
 

@@ -66,7 +66,7 @@ class TransportChoice:
             if compression is not None:
                 raise ValueError(
                     "transport='registered_memory' is for buckets that NCCL sums, and "
-                    "compression='int8' has them summed otherwise: leave one of them out"
+                    "compression has them summed otherwise: leave one of them out"
                 )
         if transport == _PEER_MEMORY and not is_on_cpu:
             raise ValueError(

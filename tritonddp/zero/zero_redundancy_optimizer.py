@@ -556,7 +556,7 @@ def _check(state: DDPState, named: Sequence[tuple[str, Tensor]]) -> None:
     sparse = [name for name, param in named if param in state.parameters.sparse]
     in_backward = [name for name, param in named if optimizers_in_backward(param)]
     reasons = {
-        "compression='int8' has no owners: use reduce_dtype": wire.compression is not None,
+        "compression has no owners: use reduce_dtype": wire.compression is not None,
         "a communication hook reduces the gradients": core.comm_hook is not None,
         "the wrapper has mixed_precision: use torch.autocast": state.low_precision is not None,
         f"gradients of {listed(sparse)} are sparse: use sparse=False": bool(sparse),

@@ -38,6 +38,22 @@ class BlockCode:
         return self.limit, self.nbytes, functions.write, functions.read
 
 
+def _write_pairs(codes: Tensor, numbers: Tensor) -> None:
+    """Two numbers a byte, the first one in its lower half."""
+    pairs = numbers.to(torch.int8).view(-1, BLOCK // 2, 2)
+    upper = pairs[..., 1].bitwise_left_shift(4)
+    codes.copy_(pairs[..., 0].bitwise_and(0xF).bitwise_or_(upper).view(torch.uint8))
+
+
+def _read_pairs(numbers: Tensor, codes: Tensor) -> None:
+    pairs, signed = numbers.view(-1, BLOCK // 2, 2), codes.view(torch.int8)
+    pairs[..., 0].copy_(signed.bitwise_left_shift(4).bitwise_right_shift_(4))
+    pairs[..., 1].copy_(signed.bitwise_right_shift(4))
+
+
 INT8 = BlockCode(
     "int8", 127.0, BLOCK, torch.int8, Tensor.copy_, Tensor.copy_, f"{__package__}.int8"
+)
+INT4 = BlockCode(
+    "int4", 7.0, BLOCK // 2, torch.uint8, _write_pairs, _read_pairs, f"{__package__}.int4"
 )
