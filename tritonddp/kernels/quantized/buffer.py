@@ -222,9 +222,7 @@ class QuantizedBuffer(FlatBuffer):
     message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
     ``data``, in which the mean is computed.
 
-    The quantisation is that of its bucket; its rank and residuals are attributes, too. If the
-    buffer is a share, there are no flags that say which residuals to send: those of a block whose
-    values are all zero are not sent. The offsets
+    The quantisation is that of its bucket; its rank and residuals are attributes, too. The offsets
     of the layout are computed anew.
 
     Attributes:
@@ -256,7 +254,6 @@ class QuantizedBuffer(FlatBuffer):
         self.dtype = dtype
         self.rank = quantization.rank
         self.residuals = quantization.residuals
-        self.is_share = quantization.share is not None
         received = message.world_size * message.stride
         self.received = torch.zeros(received, dtype=torch.uint8, device=device)
         if message.is_direct:

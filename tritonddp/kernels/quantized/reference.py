@@ -66,7 +66,6 @@ class _Chunk:
         self.scales = flat.outgoing.scales[part, rows]
         self.residual = None
         self.residuals: Sequence[Tensor] = ()
-        self.is_share = flat.is_share
         if flat.residuals is not None:
             self.residual = flat.residuals.sent[part * flat.message_layout.part_blocks :][rows]
             self.residuals = self.without_gaps(self.residual.view(-1).split(self.sizes))
@@ -112,7 +111,7 @@ def quantize(
 
     The residuals ``residuals.sent`` are added to quantised gradients, and become the new errors.
     The residual of a slot that is not ``used``, or of a block that becomes NaN, is not sent, and
-    stays as it is; nor, in a share, that of a block of zeros.
+    stays as it is.
 
     Arguments are those of ``reference.flatten``. Gradients are not of fp64, and the factor is
     applied in fp32. A part of a buffer writes no trailer.
@@ -231,20 +230,15 @@ def _quantize_chunk(
         fragments = chunk.without_gaps(fragments)
     residual, kept = chunk.residual, None
     unused = [piece for piece in chunk.pieces if not used[piece.slot]]
-    residuals = () if unused or chunk.is_share else chunk.residuals
+    residuals = () if unused else chunk.residuals
     is_added = _gather(line, fragments, chunk.pieces, sources, scale, residuals)
-    if residual is not None:
-        if chunk.is_share:
-            silent = ~values.any(1)
-            kept = silent if silent.any() else None
-        elif unused:
-            kept = torch.zeros(len(values), dtype=torch.bool, device="cpu")
-            for piece in unused:
-                kept[chunk.rows_of(piece)] = True
-        if kept is not None:
-            values.add_(residual.masked_fill(kept[:, None], 0))
-        elif not is_added:
-            values.add_(residual)
+    if unused and residual is not None:
+        kept = torch.zeros(len(values), dtype=torch.bool, device="cpu")
+        for piece in unused:
+            kept[chunk.rows_of(piece)] = True
+        values.add_(residual.masked_fill(kept[:, None], 0))
+    elif residual is not None and not is_added:
+        values.add_(residual)
     _encode(values, other, chunk.numbers, chunk.scales, residual, kept)
 
 
