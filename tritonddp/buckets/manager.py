@@ -24,6 +24,7 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.buckets.residuals import Left, residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.hosts import Hosts
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,8 @@ class BucketManager:
             self.memory = None
         self.factory.reduce_by(transport)
         self.current.reduce_by(transport)
+        if self.factory.hosts is not None:
+            self._between(None)
 
     def own(self, owners: Mapping[Tensor, int]) -> None:
         """From now on reduce the gradients of these parameters to one rank each, their owner.
@@ -152,12 +155,15 @@ class BucketManager:
         # Between hosts of several ranks each, buckets have other wire formats.
         hosts = memory.connect(self.where())
         if hosts is not factory.hosts and (factory.wire.reduce_dtype or factory.wire.compression):
-            factory.hosts = hosts
-            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
+            self._between(hosts)
         memory.move(self.current, self._parameters.number, self.where())
         if memory.refusal is not None and factory.hosts is not None:
-            factory.hosts = None
-            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
+            self._between(None)
+
+    def _between(self, hosts: Hosts | None) -> None:
+        """Buckets in the wire formats between these hosts, or in those of one level."""
+        self.factory.hosts = hosts
+        self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
 
     def _build(
         self,
