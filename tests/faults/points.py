@@ -132,6 +132,11 @@ POINTS = {
     ),
     "share of a sum": Point("shares", f"{MEMORY}.sum_share", "kill 2/4, stop 0/3", call=1),
     "word of a share": Point("shares", f"{MEMORY}._say_summed", "kill 1/3, loop 1/4", call=1),
+    "gradients between hosts": Point(
+        "hosts",
+        "gradient of a layer in the middle",
+        "raise 1/4 int8, interrupt 4/6 int8, nan 2/4 int8, nan 3/6, raise 0/4",
+    ),
     "sum of a host": Point("hosts", f"{MEMORY}.sum_share", "kill 1/4 int8, stop 2/4 int8", call=1),
     "line between hosts": Point(
         "hosts", f"{BETWEEN_HOSTS}.__init__", "kill 3/4, stop 1/4, kill 2/4 int8", call=1
