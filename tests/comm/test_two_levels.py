@@ -487,6 +487,61 @@ def test_a_backward_that_breaks_off_on_one_rank_leaves_nan_to_none_but_its_step(
 
 
 @pytest.mark.parametrize("options", ["int8", "bf16"])
+@pytest.mark.parametrize("odd", [(1,), (2, 3)])
+@ranks(4)
+def test_one_more_backward_on_some_ranks_is_an_error_on_all(
+    rank: int, odd: tuple[int, ...], options: str
+) -> None:
+    with on_hosts(2):
+        ddp = wrapped(Net(), **OPTIONS[options])
+
+        def loss_of(step: int) -> Tensor:
+            ddp.zero_grad()
+            seed(rank, step)
+            return ddp(rank, step)
+
+        for step in range(2):
+            loss_of(step).backward()
+        loss = loss_of(2)
+        loss.backward(retain_graph=True)
+        if rank not in odd:
+            loss = loss_of(3)
+        with pytest.raises(RuntimeError, match=rf"rank {odd[-1]}: one more backward"):
+            loss.backward()
+        for step in range(4, 6):
+            loss_of(step).backward()
+            assert_gradients_alike(ddp, f"step {step}")
+        assert all(each is None or each.isfinite().all() for each in gradients(ddp))
+
+
+@pytest.mark.parametrize("options", ["int8", "bf16"])
+@ranks(4)
+def test_a_host_that_reduces_another_module_is_an_error_on_all_ranks(
+    rank: int, options: str
+) -> None:
+    """One with buckets of the same sizes: else gloo ends a process."""
+    with on_hosts(2):
+        pair = [wrapped(Net(), **OPTIONS[options]) for _ in range(2)]
+
+        def train(ddp: Any, step: int) -> None:
+            ddp.zero_grad()
+            seed(rank, step)
+            ddp(rank, step).backward()
+
+        for step in range(3):
+            for ddp in pair:
+                train(ddp, step)
+        for ddp in pair if rank < 2 else pair[::-1]:
+            with pytest.raises(RuntimeError, match="'number 0 in its process group"):
+                train(ddp, 3)
+        for step in range(4, 6):
+            for ddp in pair:
+                train(ddp, step)
+                assert_gradients_alike(ddp, f"step {step}")
+                assert all(each is None or each.isfinite().all() for each in gradients(ddp))
+
+
+@pytest.mark.parametrize("options", ["int8", "bf16"])
 @ranks(4)
 def test_ranks_with_fewer_inputs_inside_join(rank: int, options: str) -> None:
     """What is left out of earlier steps is sent, also where a rank only follows the others."""
