@@ -128,7 +128,7 @@ class BucketManager:
         self.factory.reduce_by(transport)
         self.current.reduce_by(transport)
         if self.factory.hosts is not None:
-            self._between(None)
+            self._rebuild_for(None)
 
     def own(self, owners: Mapping[Tensor, int]) -> None:
         """From now on reduce the gradients of these parameters to one rank each, their owner.
@@ -155,12 +155,12 @@ class BucketManager:
         # Between hosts of several ranks each, buckets have other wire formats.
         hosts = memory.connect(self.where())
         if hosts is not factory.hosts and (factory.wire.reduce_dtype or factory.wire.compression):
-            self._between(hosts)
+            self._rebuild_for(hosts)
         memory.move(self.current, self._parameters.number, self.where())
         if memory.refusal is not None and factory.hosts is not None:
-            self._between(None)
+            self._rebuild_for(None)
 
-    def _between(self, hosts: Hosts | None) -> None:
+    def _rebuild_for(self, hosts: Hosts | None) -> None:
         """Buckets in the wire formats between these hosts, or in those of one level."""
         self.factory.hosts = hosts
         self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
