@@ -38,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"reduce_dtype": torch.bfloat16},
     "fp16": {"reduce_dtype": torch.float16},
 }
+INT8 = pytest.param("int8", marks=pytest.mark.quick)
+CASES = [INT8, *(each for each in OPTIONS if each != "int8")]
 
 
 class Net(nn.Module):
@@ -238,21 +240,31 @@ def beside_the_twin(options: str, hosts: int, per_host: int, steps: int, **more:
         assert is_in_two_levels(ddp)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", CASES)
 @ranks(4)
 def test_two_hosts_of_two_ranks_have_the_bits_of_the_twin(options: str) -> None:
     beside_the_twin(options, 2, 2, steps=5)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize(
+    ("hosts", "options"),
+    [pytest.param(3, "int8", marks=pytest.mark.quick), (2, "int8")]
+    + [(hosts, each) for hosts in (2, 3) for each in OPTIONS if each != "int8"],
+)
 @ranks(6)
 def test_six_ranks_have_the_bits_of_the_twin(hosts: int, options: str) -> None:
     beside_the_twin(options, hosts, 6 // hosts, steps=5)
 
 
-@pytest.mark.parametrize("options", ["int8", "bf16"])
-@pytest.mark.parametrize("how", ["views", "large", "bf16 model", "bf16 model, views", "one bucket"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        pytest.param("large", "int8", marks=pytest.mark.quick),
+        pytest.param("bf16 model, views", "int8", marks=pytest.mark.quick),
+        *[(how, "int8") for how in ("views", "bf16 model", "one bucket")],
+        *[(how, "bf16") for how in ("views", "large", "bf16 model", "one bucket")],
+    ],
+)
 @ranks(4)
 def test_gradients_of_all_kinds_have_the_bits_of_the_twin(how: str, options: str) -> None:
     more: dict[str, dict[str, Any]] = {
@@ -449,7 +461,7 @@ def _bytes_of_a_host(per_host: int, options: str) -> None:
         assert expected <= of_host < 1.01 * expected, (of_host, expected)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, "fp32"])
+@pytest.mark.parametrize("options", [*CASES, "fp32"])
 @ranks(6)
 def test_a_rank_may_have_an_empty_share(options: str) -> None:
     with on_hosts(6 if options == "fp32" else 3):
@@ -497,7 +509,7 @@ def test_a_backward_that_breaks_off_on_one_rank_leaves_nan_to_none_but_its_step(
             assert all(each.isfinite().all() for each in sent)
 
 
-@pytest.mark.parametrize("options", ["int8", "bf16"])
+@pytest.mark.parametrize("options", [INT8, "bf16"])
 @pytest.mark.parametrize("odd", [(1,), (2, 3)])
 @ranks(4)
 def test_one_more_backward_on_some_ranks_is_an_error_on_all(
@@ -525,7 +537,7 @@ def test_one_more_backward_on_some_ranks_is_an_error_on_all(
         assert all(each is None or each.isfinite().all() for each in gradients(ddp))
 
 
-@pytest.mark.parametrize("options", ["int8", "bf16"])
+@pytest.mark.parametrize("options", [INT8, "bf16"])
 @ranks(4)
 def test_a_host_that_reduces_another_module_is_an_error_on_all_ranks(
     rank: int, options: str
@@ -552,7 +564,7 @@ def test_a_host_that_reduces_another_module_is_an_error_on_all_ranks(
                 assert all(each is None or each.isfinite().all() for each in gradients(ddp))
 
 
-@pytest.mark.parametrize("options", ["int8", "bf16"])
+@pytest.mark.parametrize("options", [INT8, "bf16"])
 @ranks(4)
 def test_ranks_with_fewer_inputs_inside_join(rank: int, options: str) -> None:
     """What is left out of earlier steps is sent, also where a rank only follows the others."""
@@ -603,9 +615,15 @@ def runs(
     return found
 
 
-@pytest.mark.parametrize("make", [Net, InOrder])
-@pytest.mark.parametrize("options", [*OPTIONS, "fp32"])
-@ranks(4, 6)
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [
+        pytest.param("int8", Net, marks=pytest.mark.quick),
+        pytest.param("int8", InOrder, marks=pytest.mark.quick),
+        *[(each, Net) for each in (*OPTIONS, "fp32") if each != "int8"],
+    ],
+)
+@ranks(4)
 def test_a_new_wrapper_with_the_state_goes_on_with_the_same_bits(
     options: str, make: type[nn.Module]
 ) -> None:
