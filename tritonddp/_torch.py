@@ -657,6 +657,12 @@ def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) 
     return gather(output, tensor, group=group, async_op=True)
 
 
+def reduce_scatter_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    """``reduce_scatter_tensor``, whose name torch 2.13 deprecates; returns the work."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, tensor, group=group, async_op=True)
+
+
 # What a process of a DataLoader runs; it is looked up there when the process starts.
 loading_loop = partial(getattr, _loading, "_worker_loop")
 set_loading_loop = partial(setattr, _loading, "_worker_loop")

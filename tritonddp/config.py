@@ -27,6 +27,7 @@ from tritonddp.comm.transport import TransportChoice
 from tritonddp.compiled.forward import WRAPPER
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
+from tritonddp.diagnostics.scalars import names_of
 from tritonddp.features.check_finite import check_mode
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
@@ -120,6 +121,8 @@ class DDPConfig:
         options |= {name: arguments[name] for name in plain if arguments[name] is not None}
         if arguments["metrics"]:
             options["metrics"] = True
+        if scalars := names_of(given.scalars):
+            options["scalars"] = scalars
         if divide_factor is not None:
             options["gradient_divide_factor"] = divide_factor
         if not syncs_buffers:

@@ -37,6 +37,8 @@ _METHODS = (
     "reduce_gradients",
     "check_sync",
     "metrics",
+    "add_scalars",
+    "reduced_scalars",
     "comm_state_dict",
     "load_comm_state_dict",
     "register_comm_hook",
@@ -121,7 +123,7 @@ class ReplicatedModule:
 
 def _of_wrapper(name: str) -> Callable[..., Any]:
     @wraps(getattr(DistributedDataParallel, name))
-    def method(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    def method(module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
         return getattr(ddp(module), name)(*arguments, **options)
 
     return method
@@ -184,9 +186,10 @@ def replicate(
 
     The module's class becomes a subclass with the same name and these methods: ``no_sync``,
     ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``, ``check_sync``,
-    ``metrics``, ``comm_state_dict``, ``load_comm_state_dict``,
-    ``register_comm_hook``, ``finalize_backward``, ``should_stop`` and ``request_stop``. :func:`ddp`
-    has all that the wrapper has. Copies and pickles are plain modules.
+    ``metrics``, ``add_scalars``, ``reduced_scalars``, ``comm_state_dict``,
+    ``load_comm_state_dict``, ``register_comm_hook``, ``finalize_backward``, ``should_stop`` and
+    ``request_stop``. :func:`ddp` has all that the wrapper has. Copies and pickles are plain
+    modules.
 
     Args:
         module: as for :class:`DistributedDataParallel`.

@@ -40,6 +40,7 @@ from tritonddp.coordination.verify import (
 from tritonddp.diagnostics import hang
 from tritonddp.diagnostics.hooked_steps import HookedSteps
 from tritonddp.diagnostics.logging_data import Logger
+from tritonddp.diagnostics.scalars import Scalars
 from tritonddp.diagnostics.unreduced import WatchLocalBackwards
 from tritonddp.features.buffer_sync import BufferHook, BufferSync
 from tritonddp.features.call_sites import CALL_SITE, CallSites
@@ -90,6 +91,7 @@ class DDPState:
     buffer_sync: BufferSync = field(init=False)  # synchronises buffers before forwards
     core: AutogradDriver = field(init=False)  # reduces gradients
     metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
+    scalars: Scalars = field(init=False)  # summed with the gradients, if there are names
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
     logger: Logger = field(init=False)  # configuration and statistics
     stop: StopRequest = field(init=False)  # a rank has asked all ranks to stop
@@ -189,7 +191,11 @@ class DDPState:
         self.traced = Traced(wrapper, wrapper._pre_forward)
         weights, self.stop = Weights(group.size, config.divide_factor), StopRequest(group)
         skipped = [SKIPPED] if config.given.skip_all_reduce_unused_params else []
-        agreement = Agreement(group, [SCHEMA, *skipped, CALL_SITE, SOURCE, weights, self.stop])
+        names = config.options.get("scalars", ())
+        self.scalars = Scalars(names, group.rank, self.device, self.sync)
+        late = [self.scalars.field] if names else []
+        fields = [SCHEMA, *skipped, CALL_SITE, SOURCE, weights, self.stop, *late]
+        agreement = Agreement(group, fields)
         reducer = Reducer(
             self.parameters,
             group,
@@ -235,7 +241,8 @@ class DDPState:
     def _bucket_manager(self, agreement: Agreement) -> BucketManager:
         config, group, counters = self.config, self.group, self.counters
         given = config.given
-        transport, memory = config.transport.of_wrapper(group, counters)
+        quantizes = config.wire.compression is not None and group.size > 1
+        transport, memory = config.transport.of_wrapper(group, counters, self.device, quantizes)
         # Of one rank gradients stay where autograd has put them, and buckets need no memory.
         is_alone = group.is_alone and not AutogradDriver.exchanges_alone
         factory = BucketFactory(
@@ -266,6 +273,8 @@ class DDPState:
             yield EarlierMeans(lambda: parameters.params, "gradient_divide_factor")
         if given.check_finite is not None:
             yield FiniteCheck(given.check_finite, self.group)
+        if "scalars" in config.options:
+            yield self.scalars
 
     def finalize_manually(self, required: bool) -> None:
         """See :attr:`DistributedDataParallel.require_manual_backward_finalization`."""

@@ -37,6 +37,7 @@ from tritonddp.compiled.forward import in_one_graph
 from tritonddp.config import process_group_of, suggesting
 from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import check_sync
+from tritonddp.diagnostics.scalars import ReducedScalar
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import OPTIMIZERS_IN_BACKWARD, step_in_backward
 from tritonddp.features.sliced import localize
@@ -119,6 +120,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             number of ranks, also inside :meth:`join`. ``1`` sums: for losses whose parts add up
             over the ranks (``docs/batches.md``). Gradients that are in ``.grad`` before a backward,
             reduced already, are added as they are.
+        scalars: names of numbers to log, such as ``("loss", "tokens")``: for :meth:`add_scalars`.
 
     Attributes:
         module: the wrapped module.
@@ -170,6 +172,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         transport: str = "auto",
         metrics: bool = False,
         gradient_divide_factor: float | None = None,
+        scalars: Sequence[str] = (),
     ) -> None:
         given = SimpleNamespace(**locals())
         if not isinstance(module, nn.Module):
@@ -516,6 +519,42 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 f"rank {state.group.rank}: metrics() needs metrics=True when the module is wrapped"
             )
         return state.metrics.metrics()
+
+    def add_scalars(self, /, **values: float | Tensor) -> None:
+        """Add numbers for a log, which the next reduced backward sums over the ranks.
+
+        No collective is added, and the host does not wait for a GPU. Call it before that backward,
+        on every rank. Calls add up, as gradients do under :meth:`no_sync`. Inside :meth:`weighted`
+        each call has that weight in the mean.
+
+        Args:
+            values: for each name of the argument ``scalars`` a real number, or a tensor of one.
+
+        Raises:
+            RuntimeError: in ``backward()``, on a GPU in the next one: only some ranks have called.
+            TypeError: a value is not a real number.
+            ValueError: a name is missing or unknown.
+
+        Example::
+
+            model = tritonddp.DistributedDataParallel(module, scalars=("loss", "tokens"))
+            loss = loss_function(model(inputs), targets)
+            model.add_scalars(loss=loss, tokens=len(inputs))
+            loss.backward()
+            scalars = model.reduced_scalars()
+            print(scalars["loss"].mean, scalars["tokens"].sum)  # over all ranks
+        """
+        self._ddp_state.scalars.add(values)
+
+    def reduced_scalars(self) -> dict[str, ReducedScalar]:
+        """Return the last sums and means over the ranks of what :meth:`add_scalars` was given.
+
+        Returns:
+            By name, ``sum`` and ``mean``: fp64 tensors of shape ``()``, on the device of the module
+            and alike on all ranks. The mean is over all calls on all ranks; ranks without inputs
+            inside :meth:`join` make none. Without any call the sum is 0, and the mean NaN.
+        """
+        return self._ddp_state.scalars.reduced()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """State to save with the module, so that a new wrapper continues with the same bits.

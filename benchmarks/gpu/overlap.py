@@ -1,29 +1,38 @@
 """A model of what several cards leave exposed: no GPU, and no measurement of one.
 
-    python benchmarks/gpu/overlap.py [--models NAME ...] [--bus 450 200 150 50 12] [--ranks 8]
+    python benchmarks/gpu/overlap.py [--models NAME ...] [--bus 450 200 50 20 10 5 2] [--ranks 8]
         [--speed 1.0] [--out FILE]
 
 A backward makes its gradients (sizes and order of the model, in time as its layers are multiplied).
-A bucket is gathered when its last gradient is there, its all-reduce begins when the one before it
-has ended, and takes LATENCY + 2 (n - 1) / n bytes / bus. Then its gradients are copied back, after
-the backward and in its stream, unless they are views. *Exposed* is what the end of all that lies
-behind the last gradient. Inputs stand below.
+A bucket is gathered when its last gradient is there, in the stream of the backward, which that
+delays. Its all-reduce begins when the one before it has ended, and takes LATENCY +
+2 (n - 1) / n bytes / bus. Then its gradients are copied back, after the backward and in its stream,
+unless they are views. *Exposed* is what all that adds to the bare backward. Inputs stand below.
 
-Stock gathers gradients one by one and copies back bucket by bucket (*each*). Ours copies back all
-buckets but the last behind the last all-reduce but one, and the last behind the last (*two*).
+Stock copies back bucket by bucket (*each*). Ours copies back all buckets but the last behind the
+last all-reduce but one, and the last behind the last (*two*).
+
+Wires: bf16 sends half of the bytes. int8 has an all-to-all of half the bytes of an all-reduce in
+fewer bytes, a sum, and an all-gather; the line is idle during the sum. It has its own bucket sizes,
+and sends gradients of one dimension, and of embeddings that are no head, in fp32. All kernels take
+the bytes that they read and write at MEMORY bandwidth, launches left out: taken from bandwidth, not
+measured.
+
 What bucket sizes are worth is decided by this; what it leaves out: the host (a bucket costs it
-120 us here and 52 in stock, on an H200), slow ranks, messages that are slower for being small,
-kernels of NCCL that take multiprocessors and bandwidth from the backward.
+120 us here and 52 in stock, on an H200), slow ranks, messages that are slower for being small (but
+in the table of sizes for int8), kernels of NCCL that take multiprocessors and bandwidth from the
+backward.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
@@ -33,9 +42,13 @@ from torch import Tensor, nn
 
 from benchmarks.base import command
 from benchmarks.base.command import Output
+from benchmarks.base.results import Result
+from benchmarks.models.architectures import ViTBase
 from benchmarks.models.cases import CASES
-from benchmarks.report.table import Table, ms, text
-from tritonddp.buckets.assignment import BucketCaps
+from benchmarks.report import wires
+from benchmarks.report.table import text
+from tritonddp.buckets.assignment import MIB, BucketCaps
+from tritonddp.buckets.formats import ExactParams
 
 # Seconds of the unwrapped model's backward, medians of benchmarks/results/gpu-h200/gpu.json: small
 # batches, fp32. With --speed 2 all take half as long.
@@ -45,13 +58,45 @@ BACKWARD = {
     "resnet50": 8.49e-3,
     "llama3_8b_layer": 19.17e-3,
     "gpt2_small": 18.35e-3,
+    "vit_b16": 19.39e-3,
     "many_small": 31.37e-3,
 }
-LATENCY = 30e-6  # seconds of an all-reduce of nothing between 8 cards, about
+# Forward and backward, from the same file, without an optimizer: where wires are compared.
+STEP = {
+    "resnet50": 16.88e-3,
+    "vit_b16": 27.93e-3,
+    "gpt2_small": 27.97e-3,
+    "llama3_8b_layer": 30.31e-3,
+}
+LATENCY = 30e-6  # seconds of a collective of nothing between 8 cards, about
 MEMORY = 4.0e12  # bytes a second, read and written, of a copy on an H200
-BUS = (450.0, 200.0, 150.0, 50.0, 12.0)  # GB/s: NVLink, PCIe and one or two network cards, one
+BUS = (450.0, 200.0, 50.0, 20.0, 10.0, 5.0, 2.0)  # GB/s: NVLink, PCIe, through host memory
+QUANTIZED = 1 + 4 / 256  # bytes of an element in int8, with its share of a scale
 
 OURS, STOCK = BucketCaps.for_nccl(), BucketCaps.of(None, None)
+OURS_INT8 = BucketCaps.of(None, None, device_type="cuda", few_bytes=True)
+WIRES = ("fp32", "bf16", "int8")
+
+# A wire pays if a step is shorter than with all wires before it by 2 % at least; looked for on
+# buses from 1 to 1000 GB/s. Speeds: as measured, and an assumption of what bf16 autocast makes.
+PAYS, SEARCHED, SPEEDS = 0.98, [10 ** (step / 50) for step in range(151)], (1.0, 4.0)
+
+# Sizes for int8 in MiB of fp32, and messages of which a collective has half of its bandwidth, in
+# MiB. 0: LATENCY alone. 0.5: a collective of eight GPUs at 7.3 GB/s (NVIDIA/nccl#644). 8: those of
+# eight H20 by NVLink (kvcache-ai/Mooncake#3484), taken for slow buses too. 64: all-to-all loses
+# efficiency below that (LoongForge#223), read as pessimistically as can be.
+SIZES = {
+    "4, 8, 16, 25 (default)": OURS_INT8,
+    "1, 1, 2, 4, 8, 16, 25 (before)": BucketCaps.of(None, (1, 1, 2, 4, 8, 16, 25)),
+    "4, 25": BucketCaps.of(None, (4, 25)),
+    "25 each": BucketCaps.of(None, (25,)),
+    "100 each": BucketCaps.of(None, (100,)),
+    "4, doubling without end": BucketCaps.of(None, tuple(2.0**n for n in range(2, 20))),
+    "those of fp32": OURS,
+    "those of fp32, four times": BucketCaps((16 * MIB, 100 * MIB), tapers=True),
+}
+HALVES = (0.0, 0.5, 8.0, 64.0)
+
 Buckets = Sequence[Sequence[int]]
 
 
@@ -61,6 +106,7 @@ class Gradients:
 
     sizes: list[int]  # bytes of each, in fp32
     ready: list[float]  # when it is there, as a share of the backward
+    exact: list[bool]  # int8 sends it in fp32
 
     @classmethod
     def of(cls, name: str, make: Callable[[], nn.Module]) -> Gradients:
@@ -72,7 +118,10 @@ class Gradients:
         # The head of GPT-2 has no parameter of its own.
         passed = [*itertools.accumulate(costs[::-1])]
         ready = [each / passed[-1] for each in passed[-len(sizes) :]]
-        return cls(sizes[::-1], ready)
+        exact = ExactParams(model).find(*zip(*model.named_parameters(), strict=True))
+        if name == "gpt2_small":  # an embedding of positions; that of tokens is the head, too
+            exact[1] = True
+        return cls(sizes[::-1], ready, exact[::-1])
 
 
 def _costs(model: nn.Module, name: str) -> list[float]:
@@ -96,12 +145,29 @@ def _costs(model: nn.Module, name: str) -> list[float]:
 
 @cache
 def gradients(name: str) -> Gradients:
-    return Gradients.of(name, CASES[name].make_model)
+    return Gradients.of(name, ViTBase if name == "vit_b16" else CASES[name].make_model)
 
 
 def buckets(name: str, caps: BucketCaps) -> Buckets:
     sizes = gradients(name).sizes
     return sorted(caps.cut(range(len(sizes)), sizes), key=lambda bucket: bucket[-1])
+
+
+def traffic(name: str, wire: str, ranks: int) -> list[list[float]]:
+    """Bytes of each gradient: in a collective, gathered, summed by a kernel, copied back.
+
+    But for the first they are read or written in the memory of a rank. int8 also reads and writes
+    its residuals, in fp32, when it gathers and when it sums the part of a rank.
+    """
+    of, size = gradients(name), QUANTIZED
+    plain = {"fp32": (4.0, 8.0, 0.0, 8.0), "bf16": (2.0, 6.0, 0.0, 6.0)}
+    exact = (4.0, 8.0, 4 + 4 / ranks, 8.0)
+    int8 = (size, 12 + size, size + (size + 8) / ranks, size + 4)
+    found = []
+    for nbytes, is_exact in zip(of.sizes, of.exact, strict=True):
+        of_element = plain.get(wire) or (exact if is_exact else int8)
+        found.append([nbytes / 4 * each for each in of_element])
+    return found
 
 
 def exposed(
@@ -111,39 +177,41 @@ def exposed(
     bus: float,
     ranks: int = 8,
     speed: float = 1.0,
-    gathers: bool = True,
+    wire: str = "fp32",
+    half: float = 0.0,
 ) -> float:
-    """Seconds behind the last gradient.
+    """Seconds that a step takes beyond the bare backward.
 
     Args:
         cut: indices of gradients in the order of the backward, by bucket.
         plan: the way back: ``"each"``, ``"two"`` or ``"views"``.
         bus: GB/s.
-        gathers: a bucket at a time; else each gradient when it comes, as stock does.
+        half: MiB of a message with which a collective has half of the bandwidth of a large one.
     """
-    sizes, ready = gradients(name).sizes, gradients(name).ready
+    ready, costs = gradients(name).ready, traffic(name, wire, ranks)
     backward = BACKWARD[name] / speed
-    line, ends = 0.0, []
+    late, line, ends = 0.0, 0.0, []
     for bucket in cut:
-        nbytes = sum(sizes[index] for index in bucket)
-        copied = nbytes if gathers else sizes[bucket[-1]]
-        there = backward * ready[bucket[-1]] + 2 * copied / MEMORY
-        line = max(line, there) + LATENCY + 2 * (ranks - 1) / ranks * nbytes / (bus * 1e9)
-        ends.append((line, nbytes))
+        sent, gathered, summed, back = map(sum, zip(*(costs[each] for each in bucket), strict=True))
+        late += gathered / MEMORY
+        line = max(line, backward * ready[bucket[-1]] + late)
+        line += LATENCY * (2 if summed else 1) + summed / MEMORY
+        line += 2 * (ranks - 1) / ranks * (sent + half * MIB) / (bus * 1e9)
+        ends.append((line, back))
     groups = {"each": [[end] for end in ends], "two": [ends[:-1], ends[-1:]]}
-    end = max(backward, line) if plan == "views" else backward
+    end = max(backward + late, line) if plan == "views" else backward + late
     for group in filter(None, groups.get(plan, [])):
-        end = max(end, group[-1][0]) + 2 * sum(nbytes for _, nbytes in group) / MEMORY
+        end = max(end, group[-1][0]) + sum(nbytes for _, nbytes in group) / MEMORY
     return end - backward
 
 
-def of_stock(name: str, caps: BucketCaps, mode: str, bus: float, **more: float) -> float:
+def of_stock(name: str, caps: BucketCaps, mode: str, bus: float, **more: Any) -> float:
     """Seconds that stock leaves exposed; ``mode``: copies or views."""
     plan = "views" if mode == "views" else "each"
-    return exposed(name, buckets(name, caps), plan, bus, gathers=False, **more)
+    return exposed(name, buckets(name, caps), plan, bus, **more)
 
 
-def rows(models: Sequence[str], buses: Sequence[float], **more: float) -> Iterator[dict[str, Any]]:
+def rows(models: Sequence[str], buses: Sequence[float], **more: Any) -> Iterator[dict[str, Any]]:
     for name in models:
         cut = buckets(name, OURS)
         for bus in buses:
@@ -158,23 +226,66 @@ def rows(models: Sequence[str], buses: Sequence[float], **more: float) -> Iterat
             yield {"model": name, "bus": bus, "buckets": count, "seconds": found}
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> Iterator[Table | str]:
-    yield "A MODEL, not a measurement: exposed behind the last gradient, ms (ours / stock's)"
-    shown = [
-        (
-            row["model"],
-            f"{row['bus']:g}",
-            "{ours} / {stock}".format(**row["buckets"]),
-            *(ms(each["stock copies"]), ms(each["ours two"])),
-            f"{each['ours two'] / each['stock copies']:.2f}",
-            *(ms(each["stock views"]), ms(each["ours views"])),
-            f"{each['ours views'] / each['stock views']:.2f}",
-        )
-        for row in found
-        for each in [row["seconds"]]
-    ]
-    header = ("model", "bus, GB/s", "buckets", "stock copies", "ours copies", "ratio")
-    yield Table((*header, "stock views", "ours views", "ratio"), shown)
+def step(
+    name: str,
+    wire: str,
+    bus: float,
+    speed: float = 1.0,
+    caps: BucketCaps | None = None,
+    **more: Any,
+) -> float:
+    """Seconds of forward and backward with copies; ``caps`` of ``None`` are the default ones."""
+    caps = caps or (OURS_INT8 if wire == "int8" else OURS)
+    cut = buckets(name, caps)
+    return STEP[name] / speed + exposed(name, cut, "two", bus, wire=wire, speed=speed, **more)
+
+
+def of_wires(
+    models: Sequence[str], buses: Sequence[float], speed: float = 1.0, **more: Any
+) -> Iterator[dict[str, Any]]:
+    """Seconds of a step, and what of it is exposed, by model, wire and bus."""
+    for name in filter(STEP.__contains__, models):
+        for wire in WIRES:
+            for bus in buses:
+                seconds = step(name, wire, bus, speed, **more)
+                late = seconds - STEP[name] / speed
+                yield {"model": name, "wire": wire, "bus": bus, "step": seconds, "exposed": late}
+
+
+def pays_from(name: str, wire: str, speed: float, **more: Any) -> float | None:
+    """The fastest bus, in GB/s, from which on downwards ``wire`` pays; ``None`` if nowhere."""
+    before = WIRES[: WIRES.index(wire)]
+    found = None
+    for bus in SEARCHED:
+        best = min(step(name, each, bus, speed, **more) for each in before)
+        if step(name, wire, bus, speed, **more) > PAYS * best:
+            break
+        found = bus
+    return found
+
+
+def of_pays(models: Sequence[str], **more: Any) -> Iterator[dict[str, Any]]:
+    for name in filter(STEP.__contains__, models):
+        for speed in SPEEDS:
+            found = {wire: pays_from(name, wire, speed, **more) for wire in WIRES[1:]}
+            yield {"model": name, "speed": speed, "from": found}
+
+
+def of_sizes(
+    models: Sequence[str], buses: Sequence[float], speed: float = 1.0, **more: Any
+) -> Iterator[dict[str, Any]]:
+    """Steps in int8 by bucket sizes, as shares of those in the default ones."""
+    places = list(itertools.product(filter(STEP.__contains__, models), buses))
+    for sizes, half in itertools.product(SIZES, HALVES):
+        ratios = []
+        for name, bus in places:
+            own, default = (
+                step(name, "int8", bus, speed, half=half, caps=caps, **more)
+                for caps in (SIZES[sizes], OURS_INT8)
+            )
+            ratios.append(own / default)
+        shown = {"mean": mean(ratios), "low": min(ratios), "high": max(ratios)}
+        yield {"sizes": sizes, "half": half, "ratio": shown}
 
 
 def main() -> None:
@@ -185,9 +296,18 @@ def main() -> None:
     options = parser.parse_args()
     more = {"ranks": options.ranks, "speed": options.speed}
     output = Output("overlap", options.out, latency=LATENCY, memory=MEMORY, **more)
-    found = list(rows(options.models, options.bus, **more))
-    output.write({"rows": found})
-    output.say(*text(table(found)))
+    output.write(
+        {
+            "rows": list(rows(options.models, options.bus, **more)),
+            "wires": list(of_wires(options.models, options.bus, **more)),
+            "pays": list(of_pays(options.models, ranks=options.ranks)),
+            "sizes": list(of_sizes(options.models, options.bus, **more)),
+        }
+    )
+    result = Result(output.content)
+    for table in (wires.against_stock, wires.modeled, wires.pays, wires.sizes):
+        output.say("", *text(table(result)))
+    output.end()
 
 
 if __name__ == "__main__":

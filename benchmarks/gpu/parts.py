@@ -125,7 +125,7 @@ def _trained(rehearse: bool, cards: int, small: str) -> Iterator[Part]:
     yield _script("step-training", title, 90, 80, "gpu/training.py", 1).with_arguments("", small)
     if rehearse or cards == 1:
         part = _script("step-simulated", f"{title}, SIMULATED", 80, 70, "gpu/simulated.py", 1)
-        yield part.with_arguments("", f"{small} --bus 450")
+        yield part.with_arguments("", f"{small} --bus 450 --wires")
     for ranks, limit in WORLDS.items():
         if ranks <= (2 if rehearse else cards):
             name, what = f"step-cards-{ranks}", f"{title}, {ranks} cards"

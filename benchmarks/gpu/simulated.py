@@ -1,13 +1,17 @@
 """A SIMULATION on one card of training steps of 8 ranks: their exchange takes a line's time.
 
     torchrun --standalone --nproc-per-node 1 benchmarks/gpu/simulated.py [--models gpt2_small ...]
-        [--bus 450 200 50] [--out FILE]
+        [--bus 450 200 50] [--wires] [--out FILE]
 
 Steps are those of training.py. Each all-reduce is the real call of c10d, which moves nothing with
 one rank. Behind it, on a stream of its own, a *paced* kernel passes over the bucket once, each
 block no earlier than the line would have sent it, and ends after LATENCY + 2 (n - 1) / n bytes /
 bus. Stock comes to it by a communication hook, ours by its exchange: the same object for both.
 First the line by itself is timed: it should take what the formula says, within 3 %.
+
+``--wires``: ours in bf16 and in int8 too. In int8 the collectives, the sum and all kernels are the
+real ones, for one rank, which sums all of a bucket as it were a part; behind them the paced kernel
+passes once over the sums, and takes the time of an all-to-all and an all-gather of 8 ranks.
 
 Not in it: slow ranks, what links and NCCL's own kernels take from each other, NCCL's launches,
 messages that are slower for being small. The bus is an input. Each bucket costs the host a launch
@@ -35,7 +39,8 @@ from triton.language.extra.cuda import globaltimer
 
 from benchmarks.base.ranks import Ranks, process_group
 from benchmarks.gpu import training
-from tritonddp.comm import all_reduce
+from benchmarks.models.configurations import wires
+from tritonddp.comm import all_reduce, quantized
 from tritonddp.comm import transport as exchanges
 
 RANKS, LATENCY = 8, 30e-6
@@ -77,14 +82,14 @@ class Line:
         self.carried = {"stock": 0, "ours": 0}
         self._stream = torch.cuda.Stream(priority=-1)
 
-    def carry(self, *tensors: Tensor, behind: Any = None) -> torch.cuda.Event:
+    def carry(self, *tensors: Tensor, behind: Any = None, collectives: int = 1) -> torch.cuda.Event:
         """An event at the end of the exchange of what the current stream, or a work, has made."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if behind is not None:
                 behind.wait()
             for number, data in enumerate(tensors if self.bus < float("inf") else ()):
-                seconds = (number == 0) * LATENCY + self.seconds(data.nbytes)
+                seconds = (number == 0) * collectives * LATENCY + self.seconds(data.nbytes)
                 grid = (1,) if triton.knobs.runtime.interpret else (PROGRAMS,)
                 more = {"IS_REAL": grid[0] > 1, "BLOCK": 8192, "num_warps": 16}
                 paced[grid](data, data.numel(), int(1e9 * seconds), **more)
@@ -127,6 +132,17 @@ class Simulated(all_reduce.AllReduce):
         return Carried(self.line.carry(bucket.flat.data, behind=work))
 
 
+class SimulatedInt8(quantized.QuantizedAllReduce):
+    """Our exchange in int8, over the same line: two collectives of half an all-reduce each."""
+
+    def launch(self, bucket: Any, is_broken: bool = False) -> Any:
+        work = super().launch(bucket, is_broken)
+        line = Simulated.line
+        line.carried["ours"] += 1
+        sums = bucket.flat.gathered.view(torch.int32)  # as long as the message without its trailer
+        return Carried(line.carry(sums, behind=work, collectives=2))
+
+
 def _hooked(line: Line, model: nn.Module, **options: Any) -> nn.Module:
     wrapped = StockDDP(model, **options)
     # (Stock takes no annotation for GradBucket but the class itself: a lambda has none.)
@@ -150,13 +166,16 @@ def calibrated(
 def main() -> None:
     parser = training.parser(__doc__, ["gpt2_small", "llama3_8b_layer"])
     parser.add_argument("--bus", nargs="+", type=float, default=[450, 200, 50], help="GB/s")
+    parser.add_argument("--wires", action="store_true", help="ours in bf16 and in int8 too")
     options = parser.parse_args()
     with process_group("nccl") as ranks:
         line = Simulated.line = Line()
         exchanges.AllReduce = Simulated  # type: ignore[misc]  # before wrapping
+        exchanges.QuantizedAllReduce = SimulatedInt8  # type: ignore[misc]
+        ours = [each.ours for each in wires() if options.wires and each.name != "fp32"]
         compared = [
             replace(each, wrapper=partial(_hooked, line)) if each.wrapper is StockDDP else each
-            for each in training.configurations()
+            for each in (*training.configurations(), *ours)
         ]
         buses = [*options.bus, float("inf")]
         conditions = {f"{bus:g} GB/s": partial(setattr, line, "bus", bus) for bus in buses}

@@ -117,7 +117,8 @@ def measure(
         is_first = left == options.builds
         steps = {name: Step(model, options.precision) for name, model in models.items()}
         if is_first:
-            check(models, case, ranks, "stock", (UNWRAPPED.name, UNWRAPPED_AGAIN.name))
+            errors = {each.name: each.error for each in compared}
+            check(models, case, ranks, "stock", (UNWRAPPED.name, UNWRAPPED_AGAIN.name), errors)
         small = case.batch(ranks.device, ranks.rank)
         batch = case.batch(ranks.device, ranks.rank, "large")
         for _ in range(SETTLED["cuda"] - (STEPS if is_first else 0)):

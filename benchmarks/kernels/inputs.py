@@ -12,7 +12,8 @@ from torch import Tensor
 from tritonddp.kernels.dispatch import select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 from tritonddp.kernels.quantized import buffer
-from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+from tritonddp.kernels.quantized.buffer import QuantizedBuffer
+from tritonddp.kernels.quantized.code import BLOCK
 
 # Gradients are scaled by 1/3, which rounds in every dtype.
 WORLD_SIZE = 3

@@ -12,11 +12,12 @@ from benchmarks.kernels.directions import OURS, Direction, Way, joined, require
 from benchmarks.kernels.inputs import QUANTIZED_RANKS, Inputs
 from tritonddp._torch import foreach_copy_
 from tritonddp.kernels.dispatch import select_quantized
-from tritonddp.kernels.quantized.buffer import BLOCK, LIMIT, Sections
+from tritonddp.kernels.quantized.buffer import Sections
+from tritonddp.kernels.quantized.code import BLOCK, INT8
 
 _NUMBERS = BLOCK + 4  # bytes of a block
 _RESIDUAL = 2 * 4 * BLOCK  # bytes of a block that are read and written
-_STEP = 0.51 / LIMIT  # of a block's largest value: what rounding may change, and fp32 a little
+_STEP = 0.51 / INT8.limit  # of a block's largest value: what rounding may change, and fp32 a little
 
 
 def _torch_quantize(inputs: Inputs) -> None:
@@ -41,7 +42,7 @@ def _torch_dequantize(inputs: Inputs) -> None:
 
 
 def _encode(values: Tensor, numbers: Tensor, scales: Tensor, residual: Tensor) -> None:
-    scales.copy_(values.abs().amax(-1) / LIMIT)
+    scales.copy_(values.abs().amax(-1) / INT8.limit)
     numbers.copy_((values / scales.clamp_min(1e-30)[..., None]).round_())
     left = values - numbers * scales[..., None]
     residual.copy_(left.view(-1, BLOCK)[: len(residual)])

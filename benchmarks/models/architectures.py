@@ -83,6 +83,50 @@ class ResNet50(nn.Module):
         return self.head(self.blocks(self.stem(images)).mean((2, 3)))
 
 
+# ViT-B/16
+
+
+class ViTBlock(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width, eps=1e-6)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.ln_2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class ViTBase(nn.Module):
+    """torchvision's ``vit_b_16``: 152 tensors, 86,567,656 parameters.
+
+    Images ``(N, 3, 224, 224)`` to logits ``(N, 1000)``. Positions come before the patches' layer,
+    in torchvision after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, patches = 768, 14**2
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + patches, width))
+        self.patches = nn.Conv2d(3, width, 16, stride=16)
+        self.blocks = nn.Sequential(*(ViTBlock(width, heads=12) for _ in range(12)))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(patches), -1, -1), patches], dim=1)
+        return self.head(self.norm(self.blocks(x + self.positions))[:, 0])
+
+
 # GPT-2 small
 
 

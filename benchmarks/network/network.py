@@ -1,9 +1,10 @@
 """Training steps on slow networks: hosts on this machine, behind lines of limited rate.
 
-    python benchmarks/network/network.py [--by-wire] [--hosts 2 4] [--ranks-per-host 1]
+    python benchmarks/network/network.py [--by-wire] [--hosts 2 4 2x2]
         [--rates 100mbit 1gbit 10gbit none] [--out FILE]
 
-Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more. What is timed
+Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more: 2x4 are 2 hosts
+of 4 ranks each. What is timed
 is a whole step, forward, backward and the synchronisation of gradients, on the slowest rank, next
 to the shortest time that the line allows (result.py); with `--by-wire`, with fewer bytes too, in
 bf16 and less, each against stock in fp32. Needs root, `ip` and `tc`; ends with status 2 and a word
@@ -35,8 +36,8 @@ def main() -> int:
         out = options.out or Path(folder) / "result"
         out.unlink(missing_ok=True)
         try:
-            for count in options.hosts:
-                codes = run(count, options, out)
+            for count, each in options.hosts:
+                codes = run(count, each, options, out)
                 if any(codes):
                     print(f"benchmarks/network/network.py: ranks ended with {codes}, see above")
                     return 1
@@ -46,16 +47,16 @@ def main() -> int:
     return 0
 
 
-def run(count: int, options: argparse.Namespace, out: Path) -> list[int | None]:
-    """Measure with some ranks on each of ``count`` hosts; their exit statuses.
+def run(count: int, each: int, options: argparse.Namespace, out: Path) -> list[int | None]:
+    """Measure with ``each`` ranks on each of ``count`` hosts; their exit statuses.
 
     Raises:
         NetworkUnavailableError: see :func:`namespaces.network`.
     """
     some_rate = max((rate for rate in options.rates if rate), default=None)
-    keys = ("rates", "models", "by_wire", "rounds", "seconds", "ranks_per_host")
+    keys = ("rates", "models", "by_wire", "rounds", "seconds")
     plan = {"out": str(out.resolve()), **{key: getattr(options, key) for key in keys}}
-    each = options.ranks_per_host
+    plan["ranks_per_host"] = each
     with network(count, some_rate) as hosts:
         plans = [{**plan, "namespace": host.namespace} for host in hosts for _ in range(each)]
         commands = [[sys.executable, str(RANK), json.dumps(one)] for one in plans]
@@ -72,10 +73,20 @@ def rate_of(text: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def hosts_of(text: str) -> tuple[int, int]:
+    """Hosts, and ranks of each, as in ``2`` or ``2x4``."""
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    hosts, each = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+    if not 2 <= hosts <= 250 or each < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 2 to 250 nor as 2x4")
+    return hosts, each
+
+
 def _options() -> argparse.Namespace:
     parser = command.parser(__doc__, rounds=6, models=(MODELS, ["transformer_10m"]))
-    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4], help="default: 2 4")
-    parser.add_argument("--ranks-per-host", type=int, default=1, help="default: 1")
+    parser.add_argument(
+        "--hosts", nargs="+", type=hosts_of, default=[(2, 1), (4, 1)], help="default: 2 4"
+    )
     parser.add_argument(
         "--rates",
         nargs="+",
@@ -91,10 +102,6 @@ def _options() -> argparse.Namespace:
         help=f"for the rounds at each rate, once there are {LEAST_ROUNDS} (default 20)",
     )
     options = parser.parse_args()
-    if not all(2 <= count <= 250 for count in options.hosts):
-        parser.error("--hosts must be from 2 to 250")
-    if options.ranks_per_host < 1:
-        parser.error("--ranks-per-host must be at least 1")
     if options.rounds < LEAST_ROUNDS:
         parser.error(f"--rounds must be at least {LEAST_ROUNDS}")
     return options

@@ -23,6 +23,7 @@ from tritonddp.kernels.device_tables import BLOCK, WARPS
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import OPTIONS, Launcher
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
+from tritonddp.kernels.quantized.code import INT8
 
 SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
 ALL_PAIRS = [(grad, wire) for grad in SPELLING for wire in SPELLING]
@@ -215,7 +216,8 @@ def writing_addresses(architecture: str) -> Iterator[dict]:
 def quantizing(architecture: str) -> Iterator[dict]:
     target, _ = TARGETS[architecture]
     tables = {"chunks": "*i64", "dynamic": "*i64"}
-    common = {"BLOCK": BLOCK}
+    code = dict(zip(("LIMIT", "CODE", "WRITE", "READ"), INT8.constexprs, strict=True))
+    common = {"BLOCK": BLOCK, **code}
     for dtype, aligned, feedback in GRADIENTS[architecture]:
         if dtype == tl.float64:
             continue
@@ -226,7 +228,7 @@ def quantizing(architecture: str) -> Iterator[dict]:
             quantize._launch,
             target,
             {**tables, "message": "*u8", "residuals": "*fp32"},
-            {**shared, **sums, "SOURCE": dtype},
+            {**shared, **sums, "SHARE": dtype == tl.float32, "SOURCE": dtype},
         )
         yield {**facts, "kernel": "quantize", **facts_of(compiled, target)}
         if feedback:

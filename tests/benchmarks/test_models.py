@@ -3,27 +3,30 @@
 import pytest
 import torch
 
-from benchmarks.models.architectures import ARCHITECTURES
+from benchmarks.models.architectures import ARCHITECTURES, ViTBase
 from benchmarks.models.cases import CASES, Branchy, loss
 
 CPU = torch.device("cpu")
 # From torchvision 0.28 and transformers 5.23.
 PUBLISHED = {
     "resnet50": (161, 25_557_032),
+    "vit_b16": (152, 86_567_656),
     "gpt2_small": (148, 124_439_808),
     "llama3_8b_layer": (9, 218_112_000),
 }
 IMAGES = torch.empty(2, 3, 64, 32, device="meta")
+MODELS = {**ARCHITECTURES, "vit_b16": ViTBase}
 INPUTS = {
+    "vit_b16": torch.empty(2, 3, 224, 224, device="meta"),
     "gpt2_small": torch.zeros(2, 5, dtype=torch.int64, device="meta"),
     "llama3_8b_layer": torch.empty(2, 5, 4096, device="meta"),
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_of_the_published_model_and_all_have_gradients(name: str) -> None:
     with torch.device("meta"):
-        model = ARCHITECTURES[name]()
+        model = MODELS[name]()
     params = list(model.parameters())
     assert (len(params), sum(param.numel() for param in params)) == PUBLISHED[name]
     model(INPUTS.get(name, IMAGES)).sum().backward()

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def measured(
         command: the script in ``benchmarks``, and its arguments.
         nproc: ranks; ``None`` for a script that starts them itself, or has none.
     """
-    script, *arguments = command.split()
+    script, *arguments = shlex.split(command)
     done = run(
         *(root / "benchmarks" / script, *arguments, "--out", out),
         nproc=nproc,
@@ -109,6 +110,20 @@ def check_convergence(content: Content) -> None:
     assert away["int8"] < 0.5 * away["int8 without feedback"]
 
 
+def check_errors(content: Content) -> None:
+    (task,) = content["tasks"].values()
+    (exact,), (int8,), (without,), (two,), (everything,) = task["errors"].values()
+    assert exact["whole"] < 1e-6
+    # What is left out of a gradient is in the next one: its own error is larger, not the sum's.
+    assert without["whole"] < int8["whole"] < 0.05
+    assert int8["sum"] < 0.5 * without["sum"]
+    assert int8["tensors"] < 0.6 * everything["tensors"]
+    assert two["whole"] < int8["whole"]
+    sent = task["sent_bytes"]
+    assert sent["two levels: int8"] < 0.3 * sent["int8"]
+    assert sent["int8 of everything"] < 0.8 * sent["int8"]
+
+
 def check_network(content: Content) -> None:
     limited, unlimited = content["results"]
     payload = 4 * PARAMETERS["mlp"]
@@ -131,6 +146,12 @@ RUNS: dict[str, tuple[str, int | None, Callable[[Content], None]]] = {
     ),
     "host": ("host/host.py --rounds 2", None, check_host),
     "convergence": ("convergence/convergence.py --steps 40 --seeds 3 4", 2, check_convergence),
+    "errors": (
+        "convergence/errors.py --steps 12 --seeds 3 --wires fp32 int8 'int8 without feedback' "
+        "'two levels: int8' 'int8 of everything'",
+        4,
+        check_errors,
+    ),
     "network": (
         "network/network.py --models mlp --hosts 2 --rounds 2 --rates 1gbit none",
         None,
@@ -225,7 +246,7 @@ def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
         ("step.step", "--rounds 0", "should be at least 1"),
         ("step.compare", "--base no-such-revision", "'no-such-revision' names no commit of"),
         ("network.network", "--rates 1gb", "neither a rate such as 1gbit nor none"),
-        ("network.network", "--hosts 1", "--hosts must be from 2 to 250"),
+        ("network.network", "--hosts 1", "neither a number from 2 to 250 nor as 2x4"),
         ("report.report", "--check --from local", "--from goes with --figures"),
     ],
 )

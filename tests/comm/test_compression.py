@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from training import HEADER_BYTES, assert_gradients_alike, counted, gradients, train_step
 
 from tritonddp import DistributedDataParallel, Int8
+from tritonddp.buckets.formats import ExactParams
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination import collectives
 
@@ -238,6 +239,19 @@ def test_what_is_quantised_and_what_is_not() -> None:
     # One bucket for each dtype: three in which something is exact take two collectives, no more.
     kinds = [bucket.quantization is None for bucket in ddp.reducer.buckets]
     assert sorted(kinds) == [False, False, True, True]
+
+
+def test_an_embedding_that_is_the_head_too_is_quantised() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.alone = nn.Embedding(100, 32), nn.Embedding(100, 32)
+            self.head = nn.Linear(32, 100, bias=False)
+            self.head.weight = self.table.weight
+
+    module = Tied()
+    params = dict(module.named_parameters())
+    assert ExactParams(module).find(list(params), list(params.values())) == [False, True]
 
 
 def test_options_of_the_format_are_checked_when_it_is_made() -> None:

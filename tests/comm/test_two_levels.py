@@ -197,11 +197,13 @@ class Twin:
         return total if self.hosts == 2 else total.to(wire).float()
 
     def _quantized(self, name: str, sums: Sequence[Tensor]) -> Tensor:
-        none, messages = torch.zeros(len(sums[0]), dtype=torch.bool), []
+        messages = []
         for host, values in enumerate(sums):
+            silent = ~values.any(1)
             residual = self.of_host[host][name] if self.feedback else None
-            values = values if residual is None else values + residual
-            messages.append(encoded(values, none, residual))
+            if residual is not None:  # that of a block of zeros waits
+                values = values + residual.masked_fill(silent[:, None], 0)
+            messages.append(encoded(values, silent, residual))
         is_direct = self.hosts == 2
         residual = self.of_sum[name] if self.feedback and not is_direct else None
         total = torch.zeros_like(sums[0]) if residual is None else residual.clone()
@@ -428,7 +430,7 @@ def test_hosts_of_unequal_numbers_stay_in_one_level(rank: int, options: str) -> 
                 ddp(rank, step).backward()
                 found.append(gradients(ddp))
         assert not any(
-            isinstance(each.exchange, MemoryExchange) or each.wire.dtype is not each.flat.dtype
+            isinstance(each.exchange, MemoryExchange) or each.wire.flat_dtype is not each.flat.dtype
             for each in ddp._ddp_state.core.manager.current.buckets
         )
     assert_same_bits(found[4:], found[:4], "through the process group alone")

@@ -1,5 +1,6 @@
 """Hooks that synchronise module buffers run where, when and on what stock DDP runs them."""
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from launched import ROOT
 from modules import normed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+from training import drawn
 
+import tritonddp
 from tritonddp import DistributedDataParallel
 
 
@@ -139,3 +143,36 @@ def test_what_cannot_be_called_is_no_hook() -> None:
     ddp = DistributedDataParallel(Counting())
     with pytest.raises(TypeError, match="hook must be callable, got str"):
         ddp._register_buffer_comm_hook(None, "hook")  # type: ignore[arg-type]
+
+
+class Averaging(nn.Linear):
+    """Keeps a moving average of its inputs, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += 1
+        self.average.lerp_(inputs.mean(0), 0.1)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, tritonddp.replicate])
+@ranks(2, 3)
+def test_with_the_hook_of_the_documentation_averages_are_those_of_all_inputs(wrap: Any) -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    recipe = re.search(r"^def average.*?(?=^\n)", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"torch": torch, "dist": dist}
+    exec(recipe[0] if recipe else "", names)
+    module, expected = Averaging(), torch.zeros(3)
+    ddp = tritonddp.ddp(wrap(module))
+    ddp._register_buffer_comm_hook(ddp.process_group, names["average"])
+    for step in range(3):
+        inputs = drawn(5, 3, step=step)
+        ddp(inputs).sum().backward()
+        expected.lerp_(torch.stack(gather(inputs.mean(0))).mean(0), 0.1)
+        torch.testing.assert_close(module.average, expected)
+        assert module.count == step + 1
+    assert_same_on_all_ranks([module.average])

@@ -30,6 +30,7 @@ OPTIONS = st.fixed_dictionaries(
         "check_finite": st.sampled_from([None, "raise", "warn"]),
         "transport": st.sampled_from(["auto", "process_group"]),
         "metrics": st.booleans(),
+        "scalars": st.just(("loss",)),
     },
 )
 
@@ -48,6 +49,7 @@ _VALID = {
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
     "gradient_divide_factor": st.sampled_from([1, 2.5]),
     "metrics": st.booleans(),
+    "scalars": st.sampled_from(["loss", ("loss", "tokens"), []]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
 }
 _NAMES = [name for name in inspect.signature(DDP).parameters if name != "module"]
@@ -168,6 +170,7 @@ METHODS: dict[str, tuple[list[st.SearchStrategy[Any]], bool]] = {
     "_set_ddp_runtime_logging_sample_rate": ([absurd()], False),
     "_default_broadcast_coalesced": ([st.one_of(absurd(), st.lists(absurd(), max_size=2))], False),
     "metrics": ([], False),
+    "reduced_scalars": ([], False),
 }
 
 
@@ -203,6 +206,14 @@ def weighted(ddp: DDP, draw: Draw) -> None:
     n = draw(st.one_of(numbers(), tensors(), absurd()))
     reduction = draw(st.one_of(st.sampled_from(["mean", "sum"]), absurd()))
     with only_documented(DDP.weighted), ddp.weighted(n, reduction):
+        _step(ddp)
+
+
+def scalars(ddp: DDP, draw: Draw) -> None:
+    names = st.sampled_from(["loss", "loss", "loss", "other"])
+    values = draw(st.dictionaries(names, st.one_of(numbers(), tensors(), absurd()), max_size=1))
+    with only_documented(DDP.add_scalars):
+        ddp.add_scalars(**values)
         _step(ddp)
 
 
@@ -278,7 +289,7 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
     **{
         call.__name__: call
         for call in (
-            *(forward, gradients_of_its_own, weighted, join, load_comm_state),
+            *(forward, gradients_of_its_own, weighted, scalars, join, load_comm_state),
             *(manual_finalization, stopping, check_sync, other_group, ignored_names, added),
         )
     },

@@ -199,7 +199,7 @@ def test_a_module_in_place_has_all_methods_that_it_promises(rank: int) -> None:
     promised = re.findall(
         r"``(\w+)``", str(replicate.__doc__).split("these methods:")[1].split(".")[0]
     )
-    assert len(promised) == 13
+    assert len(promised) == 15
     assert all(callable(getattr(net, name)) for name in promised)
     if rank == 1:
         net.request_stop()

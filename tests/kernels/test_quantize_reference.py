@@ -10,13 +10,8 @@ from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 from torch import Tensor
 
 from tritonddp.kernels.quantized import reference
-from tritonddp.kernels.quantized.buffer import (
-    BLOCK,
-    LIMIT,
-    MessageLayout,
-    Quantization,
-    QuantizedBuffer,
-)
+from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, QuantizedBuffer
+from tritonddp.kernels.quantized.code import BLOCK, INT8
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -41,7 +36,7 @@ def _bounds(values: Tensor) -> Tensor:
     padded[: len(values)] = values
     blocks = padded.view(-1, BLOCK)
     amax = blocks.abs().amax(1, keepdim=True)
-    scale = amax / LIMIT
+    scale = amax / INT8.limit
     error = (scale / 2).expand_as(blocks) + amax * 2**-21
     return torch.where(scale < _TINY, amax, error).reshape(-1)[: len(values)]
 

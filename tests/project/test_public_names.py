@@ -16,6 +16,7 @@ from tritonddp import DistributedDataParallel
 # What a wrapper has and stock's has not; each is documented in docs/api.md.
 ADDED = {
     *("check_sync", "comm_state_dict", "load_comm_state_dict", "metrics"),
+    *("add_scalars", "reduced_scalars"),
     *("reduce_gradients", "request_stop", "should_stop", "weighted"),
 }
 # What stock's class has from torch 2.11, 2.13 and 2.15 on.

@@ -53,7 +53,7 @@ OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
 
 # WeakKeyDictionary and WeakSet at the level of a module: what ranks share, by process group; the
 # threads of an exchange, which have to end before the interpreter.
-REGISTRIES = {"coordination/group.py: _shared", "comm/quantized.py: _threads"}
+REGISTRIES = {"coordination/group.py: _shared", "comm/parts.py: _threads"}
 
 # The name of a function that asks.
 ASKS = r"_*(is|are|was|were|has|have|may|needs|wants|can)_"

@@ -19,6 +19,7 @@ from tritonddp.buckets import bucket
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.quantized import QuantizedAllReduce
+from tritonddp.diagnostics.scalars import Scalars
 from tritonddp.kernels import device_tables, flatten, unflatten
 from tritonddp.kernels.device_tables import DeviceTables
 
@@ -135,6 +136,7 @@ def the_host_waits_for_the_stream(launch: Any, *args: Any) -> Any:
 @fault("copies", unflatten.JointUnflatten, "__call__", steps=14)
 @fault("lazy buckets", unflatten, "unflatten")
 @fault("copies", AllReduce, "launch")
+@fault("scalars", Scalars, "on_launch")
 def it_is_given_to_another_stream(function: Any, *args: Any) -> Any:
     with _side():
         return function(*args)

@@ -184,6 +184,13 @@ def patched(device: Device) -> Iterator[None]:
         backend = own_backend(group, torch.device("cpu"))
         return _Backend(backend) if torch.device(device).type == "cuda" else backend
 
+    own_new_group = dist.new_group
+
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any
+    ) -> Any:
+        return own_new_group(ranks, timeout, "gloo" if backend == "nccl" else backend, **options)
+
     with contextlib.ExitStack() as stack:
         for name in _METHODS:
             original = getattr(dist.ProcessGroup, name, None)
@@ -191,6 +198,7 @@ def patched(device: Device) -> Iterator[None]:
                 fake = recorded(name, original)
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, fake))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
+        stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         yield
 
 

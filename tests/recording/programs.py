@@ -99,6 +99,10 @@ def _with_other_weights(net: Any) -> contextlib.AbstractContextManager[Any]:
     return net.weighted(3 + net.reducer.counters.reductions)
 
 
+def _with_scalars(net: Any, x: Tensor) -> None:
+    net.add_scalars(loss=x.sum(), tokens=len(x))
+
+
 def _with_hook(net: Any) -> None:
     net.register_comm_hook(None, default_hooks.allreduce_hook)
 
@@ -142,6 +146,11 @@ PROGRAMS = {
     "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
     "frozen parameters": Program(before=_frozen),
     "check_finite": Program({"check_finite": "warn"}),
+    "scalars": Program(
+        {"scalars": ("loss", "tokens")},
+        before=_with_scalars,
+        after=lambda net: net.reduced_scalars(),
+    ),
     "owners": Program(prepare=_with_owners, after=_stepped),
     "owners, views": Program(_VIEWS, prepare=_with_owners, after=_stepped),
     "owners, bf16 wire, unused parameters": Program(

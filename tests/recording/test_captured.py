@@ -50,7 +50,7 @@ def refuse_a_step(run: Run, said: str) -> None:
 CAPTURED = [
     *("copies", "copies, zeroed in place", "views", "views, zeroed in place", "bf16 wire"),
     *("bf16 wire, views", "int8", "lazy buckets", "communication hook", "buffers"),
-    *("complex", "mixed precision"),
+    *("complex", "mixed precision", "scalars"),
 ]
 
 

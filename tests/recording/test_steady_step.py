@@ -64,6 +64,7 @@ STEADY = {
     "buffers": Step(2, 4, 3, operations=2, moves=2),
     # (Which buckets are left out depends on what the last headers say.)
     "left-out buckets": Step(2, 2, 1, moves=1, before=("reducer/reducer.py check_pending",)),
+    "scalars": Step(2, 4, 2, operations=11, moves=2),
     "check_finite": Step(
         *(2, 4, 2),
         operations=23,

@@ -20,9 +20,11 @@ MIB = 1024 * 1024
 # finishes a small first bucket before a large second one is full. So there each bucket is twice as
 # large as the one before it. Measured between two hosts at 1 Gbit/s, 42 MB of gradients in bf16:
 # 206 ms a step instead of 231. On the CPU the limit is lower: work on the last bucket, above all
-# quantising, takes long, and no backward hides it.
+# quantising, takes long, and no backward hides it. On CUDA devices the first bucket is larger: each
+# costs two collectives and a sum. A model chose these sizes, not a measurement:
+# ``benchmarks/gpu/overlap.py``.
 _SIZES = (1, 25)
-_SIZES_OF_FEW_BYTES = {"cpu": (1, 1, 2, 4, 8), "cuda": (1, 1, 2, 4, 8, 16, 25)}
+_SIZES_OF_FEW_BYTES = {"cpu": (1, 1, 2, 4, 8), "cuda": (4, 8, 16, 25)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class BucketCaps:
         An explicit ``bucket_cap_mb`` holds for all buckets, the first one too. The default on CUDA
         devices is :meth:`for_nccl`, elsewhere stock's: 1 MiB for the first bucket, so that
         communication starts early, and 25 MiB for the others. With ``few_bytes`` gradients are sent
-        in fewer bytes than they have: buckets grow from 1 to 25 MiB, on the CPU to 8. With
+        in fewer bytes than they have: buckets grow from 4 to 25 MiB, on the CPU from 1 to 8. With
         ``finds_unused`` buckets are :meth:`registered`.
 
         Raises:

@@ -164,8 +164,8 @@ class Bucket:
         self.places = b"" if checked is None or self.wire.is_message else bytes(checked[1])
         self.shapes = [tuple(param.shape) for param in params]
         self.strides = [gradient_strides(param) for param in params]
-        self._layout = storage.layout(self, headers + len(self.places))
-        self.wire.begin(self._layout, params[0].device)
+        layout = storage.layout(self, headers + len(self.places))
+        self._layout = self.wire.begin(layout, params[0].device)
         self.quantization = self.wire.quantization
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self.flat: Any = None
@@ -181,7 +181,7 @@ class Bucket:
 
         They are sent in their own dtype and are no views: an exchange may sum them in ``.grad``.
         """
-        casts = self.wire.dtype is not self.gradient_dtype
+        casts = self.wire.flat_dtype is not self.gradient_dtype
         return self.kernels.are_large(self._layout) and not casts and not self.storage.has_views
 
     def allocate(self) -> None:
@@ -197,7 +197,7 @@ class Bucket:
 
     def _buffer(self, device: torch.device, memory: Tensor | None = None) -> Any:
         given = () if memory is None else (memory,)
-        flat = self.kernels.buffer(self._layout, self.wire.dtype, device, *given)
+        flat = self.kernels.buffer(self._layout, self.wire.flat_dtype, device, *given)
         flat.headers = flat.headers[: self._headers]  # else with places of ranks behind them
         return flat
 
@@ -246,7 +246,7 @@ class Bucket:
     @property
     def wire_dtype(self) -> torch.dtype:
         """Dtype in which most of the gradients are sent, over lines between hosts."""
-        return self.wire.between_hosts
+        return self.wire.inter_host
 
     @property
     def title(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,14 @@ from tritonddp.buckets.grad_storage.sparse_rows import SparseRows
 from tritonddp.buckets.grad_storage.views import Views
 from tritonddp.buckets.ignored import parameters_of
 from tritonddp.buckets.residuals import Left, add_to
-from tritonddp.buckets.wire_formats import QuantizedBetweenHosts, QuantizedFormat, WireFormat
+from tritonddp.buckets.wire_formats import QuantizedFormat, QuantizedInterHost, WireFormat
 from tritonddp.coordination.agreement import Agreement
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.hosts import Hosts
 from tritonddp.kernels.dispatch import gradient_dtype, select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
+from tritonddp.kernels.quantized.code import INT8, BlockCode
 
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,13 +49,20 @@ class Int8:
     ``compression="int8"`` is ``compression=Int8()``. Gradients in fp64, complex and sparse ones
     travel as without compression. A block of 256 elements that has a NaN or an infinity is NaN
     afterwards. Parameters of one dimension or of fewer than 1,024 elements, and weights of
-    embeddings, are never quantised: they travel in fp32. So do all gradients that
-    :meth:`DistributedDataParallel.reduce_gradients` averages, which logs that once.
+    embeddings that no other layer shares, are never quantised: they travel in fp32. So do all
+    gradients that :meth:`DistributedDataParallel.reduce_gradients` averages, which logs that once.
+
+    On several hosts of several ranks each (as many on each), the ranks of a host sum first, on GPUs
+    in ``reduce_dtype`` if that is given, and hosts send each other the quantised sums. Otherwise
+    all ranks send each other quantised gradients.
 
     Args:
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
-            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
-            It belongs in checkpoints: see :meth:`DistributedDataParallel.comm_state_dict`.
+            next one: at most ``4 + 4 / world_size`` bytes an element; with H hosts of G ranks each,
+            ``(4 + 4 / H) / G``. Without it errors accumulate. It belongs in checkpoints: see
+            :meth:`DistributedDataParallel.comm_state_dict`. With ``"sums"`` what the second
+            rounding, of the sums, leaves out is kept alone, which takes the second term of these
+            bytes. (Two ranks, or two hosts, on CPUs have no second rounding.)
         exact: further parameters that are not quantised: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter.
 
@@ -67,11 +75,13 @@ class Int8:
         model = tritonddp.DistributedDataParallel(module, compression=wire)
     """
 
-    error_feedback: bool = True
+    error_feedback: bool | Literal["sums"] = True
     exact: Any = None
+    code: ClassVar[BlockCode] = INT8
 
     def __post_init__(self) -> None:
-        check_flags({"error_feedback": self.error_feedback})
+        if self.error_feedback != "sums":
+            check_flags({"error_feedback": self.error_feedback})
         if self.exact is not None and not callable(self.exact):
             object.__setattr__(self, "exact", _patterns_of(self.exact))
 
@@ -157,8 +167,8 @@ class WireOptions:
         names = [name for name, _ in params]
         found = self.exact.find(names, [param for _, param in params])
         return {
-            "compression": "int8",
-            "error_feedback": bool(self.compression.error_feedback),
+            "compression": self.compression.code.name,
+            "error_feedback": self.compression.error_feedback or False,
             "exact": list(compress(names, found)),
         }
 
@@ -204,6 +214,10 @@ class BucketFactory:
         """Buckets that are made from now on go by ``transport``."""
         self.transport = transport
 
+    def use_hosts(self, hosts: Hosts | None) -> None:
+        """Buckets that are made from now on are for these hosts of several ranks, if any."""
+        self.hosts = hosts
+
     def own(self, owners: Mapping[Tensor, int]) -> None:
         """Buckets that are made from now on are reduced to these ranks."""
         self.owners = owners
@@ -235,7 +249,7 @@ class BucketFactory:
             return Bucket(*args, checked=checked)
         wire = self._wire_format(params, names, headers)
         storage = GradStorage(len(params))
-        if self.views and wire.between_hosts is dtype:
+        if self.views and wire.inter_host is dtype:
             storage = Views(len(params))
         kernels = wire.kernels(kernels, device)
         if self.is_registered:
@@ -289,12 +303,14 @@ class BucketFactory:
         if wire.compression is not None and group.size > 1 and exact is not None:
             quantized = [not each for each in exact.find(names, params)]
             if own in _QUANTIZED and any(quantized):
-                feedback = wire.compression.error_feedback
+                how = (wire.compression.code, wire.compression.error_feedback)
                 if hosts is not None:
-                    return QuantizedBetweenHosts(quantized, hosts, feedback)
+                    # NCCL sends all bytes within a host, too; memory of the CPU sends none.
+                    low = wire.reduce_dtype if param.is_cuda else None
+                    return QuantizedInterHost(quantized, hosts, low or torch.float32, *how)
                 numels = [each.numel() for each in params]
                 ranks = (group.size, group.rank)
-                return QuantizedFormat(numels, quantized, *ranks, headers, device, feedback)
+                return QuantizedFormat(numels, quantized, *ranks, headers, device, *how)
         if not wire.casts(param):
             return WireFormat(own)
         if hosts is None:
@@ -338,7 +354,8 @@ class ExactParams:
     """Finds the exact parameters of a module: their gradients are sent in fp32, not quantised.
 
     These are: parameters with one dimension (biases, scales of norms), those with fewer than 1,024
-    elements, the weights of embeddings, in whose gradients many rows are zero, and those that the
+    elements, the weights of embeddings, in whose gradients many rows are zero (but not of those
+    that another layer shares, as a head does, by which all rows get gradients), and those that the
     user asks for by ``wanted``.
 
     ``wanted`` are names, as ``module.named_parameters()`` gives them, or patterns of names
@@ -363,11 +380,12 @@ class ExactParams:
 
     def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
         """For each of these parameters, whether its gradient is exact."""
-        embeddings = {
-            layer.weight
-            for layer in self._module.modules()
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-        }
+        embeddings: set[Tensor] = set()
+        others: set[Tensor] = set()
+        for layer in self._module.modules():
+            is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+            (embeddings if is_embedding else others).update(layer.parameters(recurse=False))
+        embeddings -= others
         return [
             param.dim() < 2
             or param.numel() < _SMALL

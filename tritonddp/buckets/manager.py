@@ -162,7 +162,7 @@ class BucketManager:
 
     def _rebuild_for(self, hosts: Hosts | None) -> None:
         """Buckets in the wire formats between these hosts, or in those of one level."""
-        self.factory.hosts = hosts
+        self.factory.use_hosts(hosts)
         self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
 
     def _build(

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.kernels.memory_order import gradient_strides
-from tritonddp.kernels.quantized.buffer import BLOCK, Quantization
+from tritonddp.kernels.quantized.buffer import Quantization
+from tritonddp.kernels.quantized.code import BLOCK
 
 
 @dataclass
@@ -51,7 +52,8 @@ def add_to(bucket: Bucket, slot: int, left: Left) -> None:
     """Add ``left`` to the residuals of the parameter in this slot, if it is quantised there.
 
     Other ranks of the host may quantise some of its blocks. Their residuals go into this rank's
-    next gradient, see :func:`add_unsent`.
+    next gradient, see :func:`add_unsent`. If residuals of sums alone are kept, those of blocks that
+    this rank does not own any more are dropped.
     """
     quantization, param = bucket.quantization, bucket.params[slot]
     if quantization is None or quantization.residuals is None:
@@ -71,6 +73,8 @@ def add_to(bucket: Bucket, slot: int, left: Left) -> None:
             mine.reduced[first - mine.first : last - mine.first].add_(taken)
             taken.zero_()
     rows[left.first : end].add_(owned)
+    if quantization.residuals.sent is None:
+        return
     for mine in found:
         taken = rows[mine.first_sent :][: len(mine.sent)]
         mine.sent.add_(taken)
@@ -83,12 +87,13 @@ def add_to(bucket: Bucket, slot: int, left: Left) -> None:
 def add_unsent(bucket: Bucket) -> None:
     """The bucket is packed: add the residuals that other ranks of the host shall send.
 
-    Those of a gradient that is not finite, or not used, wait for another one.
+    Those of a gradient that is not used wait for another one. On the CPU, so do those of one that
+    is not finite. (On a GPU the host would wait for the answer.)
     """
     unsent = bucket.quantization.unsent if bucket.quantization is not None else {}
     for slot in [slot for slot in unsent if bucket.sent_flags[slot]]:
         packed = bucket.packed.views[slot]
-        if packed.isfinite().all():
+        if not packed.is_cpu or packed.isfinite().all():
             packed.add_(unsent.pop(slot))
 
 
@@ -96,7 +101,8 @@ class Unused:
     """Copies of the residuals of gradients that this rank has not used, from before a sum.
 
     A share is quantised before its rank knows whether any rank has used a gradient. If none has,
-    the sum is not written to ``.grad``, and so the residuals have not been sent.
+    but some have one of an earlier backward, the sum is not zero, and is not written to ``.grad``.
+    So the residuals have not been sent.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -121,6 +127,7 @@ def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:
     """For each quantised gradient: its slot, and views of its residuals."""
     residuals, message, rank = quantization.residuals, quantization.message, quantization.rank
     assert residuals is not None
+    sent = residuals.reduced[:0] if residuals.sent is None else residuals.sent
     for place, (slot, start, numel, _) in quantization.fragments:
         # Block b of the fragment is block shift + b of all that this rank owns.
         size, shift = -(-numel // BLOCK), place - rank * message.part_blocks
@@ -129,7 +136,7 @@ def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:
         yield (
             slot,
             Left(
-                residuals.sent[place : place + size],
+                sent[place : place + size],
                 start // BLOCK,
                 residuals.reduced[shift + first : shift + last],
                 start // BLOCK + first,

@@ -12,13 +12,8 @@ from tritonddp.coordination.hosts import Hosts
 from tritonddp.kernels.dispatch import Kernels, quantizing, select_quantized
 from tritonddp.kernels.flat_buffer import Layout, round_up
 from tritonddp.kernels.messages import CastMessages, Messages, PlainMessages
-from tritonddp.kernels.quantized.buffer import (
-    BLOCK,
-    MessageLayout,
-    Quantization,
-    Residuals,
-    fragments_of,
-)
+from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals, fragments_of
+from tritonddp.kernels.quantized.code import BLOCK, BlockCode
 from tritonddp.kernels.quantized.messages import ShareMessages
 
 
@@ -26,8 +21,8 @@ class WireFormat:
     """Gradients are sent in one dtype; between hosts perhaps in another.
 
     Attributes:
-        dtype: of the flat buffer.
-        between_hosts: dtype of the messages between hosts of several ranks each.
+        flat_dtype: of the flat buffer.
+        inter_host: dtype of the messages between hosts of several ranks each.
         quantization: how gradients are quantised; ``None`` if they are not.
         is_message: what is packed is a message with flags of each rank, not numbers that a
             collective sums.
@@ -36,15 +31,16 @@ class WireFormat:
     quantization: Quantization | None = None
     is_message = False
 
-    def __init__(self, dtype: torch.dtype, between_hosts: torch.dtype | None = None) -> None:
-        self.dtype, self.between_hosts = dtype, between_hosts or dtype
+    def __init__(self, dtype: torch.dtype, inter_host: torch.dtype | None = None) -> None:
+        self.flat_dtype, self.inter_host = dtype, inter_host or dtype
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
         """Those of a bucket in this format, from the usual ones of its device and dtype."""
         return kernels
 
-    def begin(self, layout: Layout, device: torch.device) -> None:
-        """The flat buffer of the bucket has this layout."""
+    def begin(self, layout: Layout, device: torch.device) -> Layout:
+        """Prepare for a flat buffer of this layout; returns the layout, perhaps with padding."""
+        return layout
 
     def cut(self, numel: int, ranks: int) -> list[tuple[int, int]]:
         """First element and end of the share of each rank of a host, of a flat buffer."""
@@ -53,9 +49,9 @@ class WireFormat:
     def messages(self, data: Tensor, share: tuple[int, int], hosts: Hosts) -> Messages:
         """What hosts send each other to sum this share of the flat buffer ``data``."""
         values, ranks = data[slice(*share)], (len(hosts.ranks), hosts.host)
-        if self.between_hosts is self.dtype:
+        if self.inter_host is self.flat_dtype:
             return PlainMessages(values, *ranks)
-        return CastMessages(values, self.between_hosts, *ranks)
+        return CastMessages(values, self.inter_host, *ranks)
 
 
 class QuantizedFormat(WireFormat):
@@ -63,6 +59,8 @@ class QuantizedFormat(WireFormat):
 
     Args:
         quantized: for each gradient, whether it is quantised.
+        code: of the blocks.
+        feedback: the ``error_feedback`` of :class:`tritonddp.Int8`.
     """
 
     is_message = True
@@ -75,13 +73,13 @@ class QuantizedFormat(WireFormat):
         rank: int,
         headers: int,
         device: torch.device,
-        feedback: bool,
+        code: BlockCode,
+        feedback: bool | str,
     ) -> None:
-        super().__init__(torch.float32, torch.int8)
+        super().__init__(torch.float32, code.dtype)
         is_direct = ranks == 2 and select_quantized(device).is_direct
-        message = MessageLayout(numels, quantized, ranks, headers, is_direct)
-        residuals = Residuals.zeros(message, rank, device) if feedback else None
-        self.quantization = Quantization(message, rank, residuals)
+        message = MessageLayout(numels, quantized, ranks, headers, is_direct, code)
+        self.quantization = Quantization(message, rank, _residuals(message, rank, device, feedback))
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
         """See the base class."""
@@ -89,41 +87,54 @@ class QuantizedFormat(WireFormat):
         return quantizing(kernels, device, self.quantization)
 
 
-class QuantizedBetweenHosts(WireFormat):
-    """Ranks of a host sum in fp32; ranks with the same share send each other quantised sums.
+class QuantizedInterHost(WireFormat):
+    """Ranks of a host sum numbers; ranks with the same share send each other quantised sums.
 
     Args:
         quantized: for each gradient, whether it is quantised.
+        dtype: of the sum within a host.
+        code, feedback: see :class:`QuantizedFormat`.
     """
 
-    def __init__(self, quantized: Sequence[bool], hosts: Hosts, feedback: bool) -> None:
-        super().__init__(torch.float32, torch.int8)
-        self._quantized, self._hosts, self._feedback = [*quantized, False], hosts, feedback
+    def __init__(
+        self,
+        quantized: Sequence[bool],
+        hosts: Hosts,
+        dtype: torch.dtype,
+        code: BlockCode,
+        feedback: bool | str,
+    ) -> None:
+        super().__init__(dtype, code.dtype)
+        self._quantized, self._hosts = [*quantized, False], hosts
+        self._code, self._feedback = code, feedback
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
         """See the base class: each gradient begins a block."""
         return replace(kernels, alignment=BLOCK)
 
-    def begin(self, layout: Layout, device: torch.device) -> None:
-        """See the base class."""
+    def begin(self, layout: Layout, device: torch.device) -> Layout:
+        """See the base class: all shares have as many elements, as NCCL needs it."""
         hosts = self._hosts
+        layout = replace(layout, numel=round_up(layout.numel, len(hosts.ranks[0]) * BLOCK))
         share = self.cut(layout.numel, len(hosts.ranks[0]))[hosts.local_rank]
         fragments = fragments_of(layout, *share)
         numels = [each.numel for each in fragments]
         quantized = [self._quantized[each.slot] for each in fragments]
         is_direct = len(hosts.ranks) == 2 and select_quantized(device).is_direct
-        message = MessageLayout(numels, quantized, len(hosts.ranks), 0, is_direct)
-        residuals = Residuals.zeros(message, hosts.host, device) if self._feedback else None
+        message = MessageLayout(numels, quantized, len(hosts.ranks), 0, is_direct, self._code)
+        residuals = _residuals(message, hosts.host, device, self._feedback)
         self.quantization = Quantization(message, hosts.host, residuals, share=fragments)
-
-    def cut(self, numel: int, ranks: int) -> list[tuple[int, int]]:
-        """See the base class: blocks are not cut."""
-        size = round_up(-(-numel // ranks), BLOCK)
-        return [(min(size * r, numel), min(size * (r + 1), numel)) for r in range(ranks)]
+        return layout
 
     def messages(self, data: Tensor, share: tuple[int, int], hosts: Hosts) -> Messages:
         """See the base class."""
         assert self.quantization is not None
-        if share[0] == share[1]:  # a bucket of few blocks, and a host of many ranks
-            return PlainMessages(data[slice(*share)], len(hosts.ranks), hosts.host)
         return ShareMessages(self.quantization, data)
+
+
+def _residuals(
+    message: MessageLayout, rank: int, device: torch.device, feedback: bool | str
+) -> Residuals | None:
+    if not feedback:
+        return None
+    return Residuals.zeros(message, rank, device, sums_only=feedback == "sums")

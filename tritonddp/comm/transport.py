@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from tritonddp._torch import backend_name
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.exchange import BucketExchange
+from tritonddp.buckets.exchange import BucketExchange, HostMemory
 from tritonddp.buckets.formats import registering
+from tritonddp.buckets.wire_formats import QuantizedInterHost
 from tritonddp.comm.all_reduce import AllReduce, ReduceToOwners
 from tritonddp.comm.host.peer_memory import PeerMemory
 from tritonddp.comm.quantized import QuantizedAllReduce
+from tritonddp.comm.two_levels import GpuHosts
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.peers import Peers
@@ -38,6 +40,7 @@ class TransportChoice:
     is_registered: bool = False  # buckets lie in memory that the backend has registered
     shares_memory: bool = False  # ranks of a host may exchange through memory that they share
     is_required: bool = False  # they have to
+    may_cut: bool = True  # ranks of a host may sum in full precision what is quantized elsewhere
 
     @classmethod
     def of(
@@ -79,13 +82,22 @@ class TransportChoice:
             is_registered=transport == _REGISTERED,
             shares_memory=transport in (_AUTO, _PEER_MEMORY) and is_on_cpu,
             is_required=transport == _PEER_MEMORY,
+            may_cut=transport == _AUTO,
         )
 
     def of_wrapper(
-        self, group: Group, counters: Counters
-    ) -> tuple[ProcessGroupTransport, PeerMemory | None]:
-        """The transport of its buckets; and what moves them to memory of the host, if they move."""
+        self, group: Group, counters: Counters, device: torch.device, quantizes: bool
+    ) -> tuple[ProcessGroupTransport, HostMemory | None]:
+        """The transport of its buckets; and what uses that ranks share a host, if something does.
+
+        Args:
+            device: of the module.
+            quantizes: with ``compression``.
+        """
         by_group = ProcessGroupTransport(group, counters)
+        if quantizes and device.type == "cuda" and self.may_cut and group.is_registered:
+            by_group.hosts = GpuHosts(group, device, counters)
+            return by_group, by_group.hosts
         if not self.shares_memory or not group.sends_messages:
             return by_group, None
         return by_group, PeerMemory(group, by_group, counters, self.is_required)
@@ -112,6 +124,7 @@ class ProcessGroupTransport:
         self._group, self._counters = group, counters
         self._all_reduce = AllReduce(group, counters)
         self._quantized = QuantizedAllReduce(group, counters)
+        self.hosts: GpuHosts | None = None  # of GPUs on several hosts
         self._announced: Callable[[BucketExchange], BucketExchange] | None = None
 
     def announce(self, announced: Callable[[BucketExchange], BucketExchange] | None) -> None:
@@ -144,6 +157,8 @@ class ProcessGroupTransport:
     def _exchange(self, bucket: Bucket) -> BucketExchange:
         if bucket.wire.is_message:
             return self._quantized
+        if self.hosts is not None and isinstance(bucket.wire, QuantizedInterHost):
+            return self.hosts.serving(bucket)
         if bucket.owned is not None:
             return ReduceToOwners(self._group, self._counters)
         return self._all_reduce

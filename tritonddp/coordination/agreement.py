@@ -93,10 +93,13 @@ class HeaderField:
         size: bytes of a value.
         default: value of a reduction that does not :meth:`~Reduction.tell` one. It may change at
             any time, also in a signal handler: the next header has the new one.
+        is_late: its bytes are written into the bucket at launch, and :meth:`encode` returns zeros.
+            Such a field is the last one.
     """
 
     size = 1
     default: Any = None
+    is_late = False
 
     def encode(self, value: Any) -> bytes:
         """Return the value of this rank in :attr:`size` bytes. By default zeros for ``None``."""
@@ -206,6 +209,7 @@ class Agreement:
         self.group, self.fields = group, tuple(fields)
         *places, self.size = accumulate((field.size for field in self.fields), initial=0)
         self._places = dict(zip(self.fields, places, strict=True))
+        self._late = sum(field.size for field in self.fields if field.is_late)  # bytes
         self.key: object = None  # which has led to:
         self.sent = Sent({}, b"")
         self.pending: list[_Pending] = []
@@ -293,13 +297,15 @@ class Agreement:
         rank, size = self.group.rank, self.group.size
         found, ranks = headers.tolist(), range(size)
         self.all_broke_off = False
+        own, end = [*sent.encoded], (rank + 1) * self.size
+        own[end - self._late : end] = found[end - self._late : end]
         # Only this rank's own header has arrived: the backend exchanges nothing, as torch's
         # ``fake`` backend does by design. (The header of a rank that takes part is all zeros in one
         # case of 16 million. A group written in Python may give back what it got, as torchft's
         # after an error.)
         if (
             size > 1
-            and found == [*sent.encoded]
+            and found == own
             and not (self._has_heard and type(self.group.process_group) is dist.ProcessGroup)
         ):
             ranks = range(rank, rank + 1)
@@ -347,15 +353,16 @@ class Agreement:
             Unmatched: likewise, in a group whose ranks have exchanged headers before.
         """
         size = self.size
-        silent = [f"rank {rank}" for rank in ranks if not any(found[rank * size :][:size])]
+        silent = [f"rank {r}" for r in ranks if not any(found[r * size : (r + 1) * size])]
         what = (
             f"nothing came from {' and '.join(silent)}" if silent else "what came holds no headers"
         )
         try:
             content = bytes(map(int, found))
             if [*content] == found and not (silent and self._has_heard):
+                rows = {rank: content[rank * size : (rank + 1) * size] for rank in ranks}
                 return {
-                    field: {r: field.decode(content[r * size + at :][: field.size]) for r in ranks}
+                    field: {r: field.decode(row[at : at + field.size]) for r, row in rows.items()}
                     for field, at in self._places.items()
                 }
         except (ValueError, OverflowError):

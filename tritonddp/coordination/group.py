@@ -91,6 +91,7 @@ class _Shared:
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
+    host_groups: Any = None  # where several hosts have several GPUs each
     recovering: RLock = field(default_factory=RLock)  # held by the thread in Group.recover()
     recovers: bool = False  # that thread makes up for failed backwards
     recovered_in: int = -1  # the backward in which Group.recover() was called last; -1 for none
@@ -158,6 +159,20 @@ class Group:
     @peers.setter
     def peers(self, found: Any) -> None:
         self._shared.peers = found
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether torch knows the process group, and so can make others of its ranks."""
+        return self.process_group in process_groups()
+
+    @property
+    def host_groups(self) -> Any:
+        """What :meth:`keep_host_groups` was given; ``None`` before."""
+        return self._shared.host_groups
+
+    def keep_host_groups(self, made: Any) -> None:
+        """Keep process groups of a host and between hosts, for all wrappers in the group."""
+        self._shared.host_groups = made
 
     def new_counters(self) -> Counters:
         """The counters of a wrapper in the group."""

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritonddp._torch import backend_name, timeout_of
+from tritonddp.coordination.group import Group
 
 
 @dataclass(frozen=True)
@@ -25,3 +36,43 @@ class Hosts:
     def partners(self) -> list[int]:
         """For each host, the rank with the same :attr:`local_rank` as this one."""
         return [each[self.local_rank] for each in self.ranks]
+
+
+def _host() -> str:
+    """Name and kernel: what NCCL, too, tells hosts apart by."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
+    """The hosts of the ranks of ``group``. All ranks call this, at the same time.
+
+    Returns:
+        ``None`` if there is one host, if each has one rank, or if their numbers of ranks differ.
+
+    Raises:
+        RuntimeError: a collective failed.
+    """
+    names = torch.zeros(group.size, dtype=torch.int64, device=device)
+    # (Names of hosts are no secret: the digest makes them numbers.)
+    digest = hashlib.blake2b(_host().encode(), digest_size=7).digest()
+    names[group.rank] = int.from_bytes(digest, "big")
+    group.all_reduce(names, where, "all-reduce of the names of hosts")
+    of_host: dict[int, list[int]] = {}
+    for rank, name in enumerate(names.tolist()):
+        of_host.setdefault(name, []).append(rank)
+    sizes = set(map(len, of_host.values()))
+    if len(of_host) == 1 or len(sizes) > 1 or sizes == {1}:
+        return None
+    return Hosts.of(of_host.values(), group.rank)
+
+
+def subgroup(group: Group, ranks: Sequence[int], device: torch.device) -> Any:
+    """A new process group of these ranks of ``group``. All of them call this, in the same order."""
+    of = group.process_group
+    members = [dist.get_global_rank(of, rank) for rank in ranks]
+    timeout, backend = timeout_of(of, device), backend_name(of, device)
+    # Without the ranks of other groups than ``group``, which know nothing of this.
+    return dist.new_group(members, timeout, backend, use_local_synchronization=True)

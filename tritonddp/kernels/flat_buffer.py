@@ -249,6 +249,10 @@ class FlatBuffer:
             self.encode_trailer(used, headers)
         self.trailer.copy_(self.encoded)  # type: ignore[arg-type]
 
+    def own_header(self, rank: int, world_size: int) -> Tensor:
+        """View of this rank's header, before the collective: ``(copies, bytes of a header)``."""
+        return self.headers.view(world_size, -1)[rank : rank + 1]
+
     def encode_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """Update :attr:`encoded`, which does not change in most steps.
 

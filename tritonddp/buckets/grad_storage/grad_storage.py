@@ -221,7 +221,7 @@ class JointUnpack:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         groups: dict[Any, list[Bucket]] = {}
         for bucket in buckets:
-            groups.setdefault((bucket.gradient_dtype, bucket.wire.dtype), []).append(bucket)
+            groups.setdefault((bucket.gradient_dtype, bucket.wire.flat_dtype), []).append(bucket)
         self._groups: list[tuple[list[Bucket], list[int], Any]] = []
         for group in groups.values():
             make: Any = group[0].kernels.joint_unflatten

@@ -90,13 +90,13 @@ class HostSums:
         launched: number of the last sum.
         thread: id of the thread that has launched the last sum of two shots; ``None`` if there was
             none.
-        between_hosts: the thread for what hosts exchange.
+        inter_host: the thread for what hosts exchange.
     """
 
     def __init__(self, group: Group) -> None:
         self.launched = 0
         self.thread: int | None = None
-        self.between_hosts = ExchangeThread(group.process_group)
+        self.inter_host = ExchangeThread(group.process_group)
         self._with_shares: WeakSet[MemoryExchange] = WeakSet()
 
     @staticmethod
@@ -243,7 +243,7 @@ class MemoryExchange(WaitPoint):
         self._future: torch.futures.Future[None] | None = None
         self._group = group.process_group
         self._messages: Messages | None = None  # between hosts
-        self._between_hosts: PartsExchange | None = None  # that of the last sum
+        self._inter_host: PartsExchange | None = None  # that of the last sum
         self._sent_bytes = 0  # through the process group, in one sum
         self._unused: Unused | None = None
         cuts = bucket.wire.cut(len(bucket.flat.data), len(memory))
@@ -385,12 +385,12 @@ class MemoryExchange(WaitPoint):
         if self._messages is None:
             self._say_summed()
         else:
-            self._between_hosts = PartsExchange(
+            self._inter_host = PartsExchange(
                 self._messages,
                 self._group,
                 self.peers.hosts.partners,
                 tags_of(self.seq, SHARES),
-                self._sums.between_hosts,
+                self._sums.inter_host,
             )
 
     def is_awaited(self) -> bool:
@@ -400,10 +400,10 @@ class MemoryExchange(WaitPoint):
 
     def finish_share(self) -> None:
         """Wait for the sum of the share over hosts, and tell the others."""
-        if self.summed < self.started and self._between_hosts is not None:
+        if self.summed < self.started and self._inter_host is not None:
             self.peers.start_all()  # another host may wait for these before it sends this share
-            self._between_hosts.wait()
-            self._between_hosts = None
+            self._inter_host.wait()
+            self._inter_host = None
             if self.in_place is not None:
                 self.in_place.spread()
             self._say_summed()

@@ -108,7 +108,7 @@ class PeerMemory:
         if self.refusal is not None:
             return None
         with self._group.guard(where, _AGREEMENT):
-            peers = self._connect(where)
+            peers = self._connect()
         return peers.hosts if isinstance(peers, Peers) and peers.has_line else None
 
     def move(self, current: BucketSet, wrapper: int, where: str) -> None:
@@ -122,12 +122,14 @@ class PeerMemory:
         """
         if self._moved() is current or self.refusal is not None:
             return
-        self._moved = ref(current)
+        is_first, self._moved = self._moved is NoneType, ref(current)
         guard = self._group.guard(where, _AGREEMENT)
         with guard, outside_modes(current.params):
-            peers = self._connect(where)
+            peers = self._connect()
             refusal = self._share(current, wrapper, peers) if isinstance(peers, Peers) else peers
         if refusal is None:
+            if is_first and self._group.rank == 0 and isinstance(peers, Peers):
+                self._tell(current, peers, where)
             return
         self.refusal = refusal
         self._transport.announce(None)
@@ -141,27 +143,36 @@ class PeerMemory:
         level = logging.WARNING if is_warning else logging.DEBUG
         logger.log(level, "%s. They go through the process group", message)
 
-    def _connect(self, where: str) -> Peers | Refusal:
+    def _connect(self) -> Peers | Refusal:
         if self._group.peers is None:
             found = connect(self._group, _refusal())
             if isinstance(found, Refusal):
                 self._group.peers = found
             else:
                 self._group.peers = Peers(self._group, found, HostSums(self._group))
-                has_line = self._group.peers.has_line
-                if self._group.rank == 0:
-                    logger.info(
-                        "%s: gradients go through memory that the %d ranks of %s share, not "
-                        "through the process group%s; transport='process_group' or %s=0 changes "
-                        "that",
-                        where,
-                        len(found.connections) + 1,
-                        "a host" if has_line else "this host",
-                        ", but between hosts" if has_line else "",
-                        _VARIABLE,
-                    )
         connected: Peers | Refusal = self._group.peers
         return connected
+
+    def _tell(self, current: BucketSet, peers: Peers, where: str) -> None:
+        """Tell the user, once, how gradients go."""
+        ranks, has_line = len(peers.others) + 1, peers.has_line
+        if any(bucket.wire.is_message for bucket in current.buckets) and not has_line:
+            logger.warning(
+                "%s: compression costs time here: it quantizes gradients between the %d ranks of "
+                "one host, on the CPU. Without it they exchange gradients through memory",
+                where,
+                ranks,
+            )
+        elif HostSums.of(peers).launched == 0:
+            logger.info(
+                "%s: gradients go through memory that the %d ranks of %s share, not through the "
+                "process group%s; transport='process_group' or %s=0 changes that",
+                where,
+                ranks,
+                "a host" if has_line else "this host",
+                ", but between hosts" if has_line else "",
+                _VARIABLE,
+            )
 
     def _share(self, current: BucketSet, wrapper: int, peers: Peers) -> Refusal | None:
         found = [

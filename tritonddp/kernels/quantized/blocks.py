@@ -1,6 +1,6 @@
-"""Blocks of 256 8-bit numbers and a scale, on the device: functions that several kernels use.
+"""Blocks of 256 numbers and a scale, on the device: functions that several kernels use.
 
-The format is described in ``reference.py``.
+The format is described in ``reference.py``; how numbers become bytes, in ``code.py``.
 """
 
 from __future__ import annotations
@@ -10,23 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def decode(code, scale):  # type: ignore[no-untyped-def]
-    """``number * scale`` of blocks, ``(rows, 256)`` and ``(rows,)``, in fp32."""
-    return code.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
-
-
-@triton.jit
-def encode(v):  # type: ignore[no-untyped-def]
+def encode(v, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Quantise blocks, fp32 ``(rows, 256)``.
 
-    Returns the numbers as bytes ``(rows, 256)``, the scales ``(rows,)``, and the numbers in fp32
-    for :func:`error_of`. Magnitudes are compared as integers, so that NaN is larger than infinity,
-    which is larger than all other values.
+    Returns the numbers in fp32 ``(rows, 256)``, and the scales ``(rows,)``. Magnitudes are compared
+    as integers, so that NaN is larger than infinity, which is larger than all other values.
     """
     top = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     finite = top < 0x7F800000
     # div_rn is rounded like the division of the CPU; ``/`` is not.
-    scale = tl.math.div_rn(tl.where(finite, top, 0).to(tl.float32, bitcast=True), 127.0)
+    scale = tl.math.div_rn(tl.where(finite, top, 0).to(tl.float32, bitcast=True), LIMIT)
     scale = (scale.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale > 0.0, scale, 1.0)[:, None]
@@ -34,8 +27,7 @@ def encode(v):  # type: ignore[no-untyped-def]
     number = tl.where(finite[:, None], number, 0.0)
     # The sum has no bits for a fraction: it is rounded to nearest even.
     number = (number + 12582912.0) - 12582912.0
-    code = number.to(tl.int8).to(tl.uint8, bitcast=True)
-    return code, tl.where(finite, scale, float("nan")), number
+    return number, tl.where(finite, scale, float("nan"))
 
 
 @triton.jit

@@ -1,13 +1,13 @@
 """A flat buffer that is sent quantised, in blocks, and the layout of its message.
 
-A *block* is 256 consecutive elements, in memory order, of one gradient: 256 int8 numbers and one
-fp32 scale. Each gradient begins a new block, so that its quantisation does not depend on its
-bucket. *Exact* gradients are sent in fp32 in the same message.
+A *block* is 256 consecutive elements, in memory order, of one gradient: 256 numbers, in a code of C
+bytes (``code.py``; 256 in int8), and one fp32 scale. Each gradient begins a new block, so that its
+quantisation does not depend on its bucket. *Exact* gradients are sent in fp32 in the same message.
 
 Each of W ranks owns one part of the blocks, and of the exact elements: it gets that part from all
 ranks, sums it, and sends the sum to all. So the message of a rank has W equal parts::
 
-    part p      | numbers: 256 Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
+    part p      | numbers: C Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
     trailer     | flag 0 .. flag n-1 | this rank's header |  (a byte each)
 
     Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
@@ -31,16 +31,11 @@ import torch
 from torch import Tensor
 
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, round_up
-
-# Elements in a block.
-BLOCK = 256
+from tritonddp.kernels.quantized.code import BLOCK, INT8, BlockCode
 
 # Alignment in elements of exact gradients, and of the parts that ranks own of them, so that the
 # kernels can use 16-byte accesses for gradients of any dtype.
 EXACT_ALIGNMENT = 16
-
-# The largest number that a block holds.
-LIMIT = 127.0
 
 # A used flag of a gradient that is not finite; others are 0 and 1.
 _NOT_FINITE = 255
@@ -100,6 +95,7 @@ class MessageLayout:
         world_size: int,
         headers: int = 0,
         is_direct: bool = False,
+        code: BlockCode = INT8,
     ) -> None:
         """A layout of gradients with ``numels`` elements, and ``headers`` bytes for all ranks."""
         self.numels = tuple(numels)  # of each gradient
@@ -119,7 +115,8 @@ class MessageLayout:
                 self.exact += round_up(numel, EXACT_ALIGNMENT)
         self.part_blocks = -(-self.blocks // parts)
         self.part_exact = round_up(-(-self.exact // parts), EXACT_ALIGNMENT)
-        self.scales_offset = self.part_blocks * BLOCK
+        self.code = code  # of blocks
+        self.scales_offset = self.part_blocks * code.nbytes
         self.exact_offset = self.scales_offset + round_up(4 * self.part_blocks, 16)
         self.part_bytes = self.exact_offset + 4 * self.part_exact
         self.stride = round_up(self.part_bytes + len(numels) + self.header, 16)
@@ -151,7 +148,7 @@ class MessageLayout:
 class Sections(NamedTuple):
     """Views of some parts of a message, one row per part."""
 
-    numbers: Tensor  # (rows, Bp, 256), int8
+    numbers: Tensor  # (rows, Bp, C), of the code's dtype
     scales: Tensor  # (rows, Bp), fp32. With NaN the block is all NaN, with 0 all zeros
     exact: Tensor  # (rows, Ep), fp32
     trailers: Tensor  # (rows, n + bytes of a header), uint8; no columns in gathered sums
@@ -165,16 +162,19 @@ class Residuals:
     buffers may be replaced.
     """
 
-    sent: Tensor  # (blocks, 256), fp32: of this rank's gradients
+    sent: Tensor | None  # (blocks, 256), fp32: of this rank's gradients; None: not kept
     reduced: Tensor  # (owned blocks, 256), fp32: of the sums that this rank sends to all
 
     @classmethod
-    def zeros(cls, message: MessageLayout, rank: int, device: torch.device) -> Residuals:
-        """Residuals at the beginning."""
-        return cls(
-            torch.zeros(message.blocks, BLOCK, dtype=torch.float32, device=device),
-            torch.zeros(message.owned_blocks(rank), BLOCK, dtype=torch.float32, device=device),
+    def zeros(
+        cls, message: MessageLayout, rank: int, device: torch.device, sums_only: bool = False
+    ) -> Residuals:
+        """Residuals at the beginning; with ``sums_only`` not those of gradients."""
+        sent, reduced = (
+            torch.zeros(count, BLOCK, dtype=torch.float32, device=device)
+            for count in (0 if sums_only else message.blocks, message.owned_blocks(rank))
         )
+        return cls(None if sums_only else sent, reduced)
 
 
 @dataclass
@@ -207,7 +207,8 @@ class Quantization:
         before, self.unit = self.unit, unit
         if before not in (unit, None) and self.residuals is not None:
             for each in (self.residuals.sent, self.residuals.reduced, *self.unsent.values()):
-                each.mul_(before / unit)
+                if each is not None:
+                    each.mul_(before / unit)
 
 
 class QuantizedBuffer(FlatBuffer):
@@ -222,7 +223,9 @@ class QuantizedBuffer(FlatBuffer):
     message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
     ``data``, in which the mean is computed.
 
-    The quantisation is that of its bucket; its rank and residuals are attributes, too. The offsets
+    The quantisation is that of its bucket; its rank and residuals are attributes, too. If the
+    buffer is a share, there are no flags that say which residuals to send: those of a block whose
+    values are all zero are not sent. The offsets
     of the layout are computed anew.
 
     Attributes:
@@ -254,6 +257,7 @@ class QuantizedBuffer(FlatBuffer):
         self.dtype = dtype
         self.rank = quantization.rank
         self.residuals = quantization.residuals
+        self.is_share = quantization.share is not None
         received = message.world_size * message.stride
         self.received = torch.zeros(received, dtype=torch.uint8, device=device)
         if message.is_direct:
@@ -284,8 +288,9 @@ class QuantizedBuffer(FlatBuffer):
         rows = parts.view(size, parts.numel() // size)
         words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
         scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
+        numbers = rows[:, : layout.scales_offset]
         return Sections(
-            rows[:, : layout.scales_offset].view(torch.int8).view(size, blocks, BLOCK),
+            numbers.view(layout.code.dtype).view(size, blocks, layout.code.nbytes),
             words[:, scales : scales + blocks],
             words[:, exact : exact + layout.part_exact],
             rows[:, layout.part_bytes :][:, : len(layout.numels) + layout.header],
@@ -299,11 +304,24 @@ class QuantizedBuffer(FlatBuffer):
         if trailer:
             self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
 
+    def own_header(self, rank: int, world_size: int) -> Tensor:
+        """See :meth:`FlatBuffer.own_header`. Each part has a copy."""
+        return self.outgoing.trailers[:, len(self.flags) :]
+
     @property
     def memory(self) -> list[Tensor]:
-        residuals = self.residuals
-        kept = [] if residuals is None else [residuals.sent, residuals.reduced]
+        kept = [each for each in (self.left_out, self.sums_left_out) if each is not None]
         return [self.data, self.message, self.received, self.gathered, self.flags, *kept]
+
+    @property
+    def left_out(self) -> Tensor | None:
+        """Residuals of this rank's gradients."""
+        return None if self.residuals is None else self.residuals.sent
+
+    @property
+    def sums_left_out(self) -> Tensor | None:
+        """Residuals of the sums that this rank sends."""
+        return None if self.residuals is None else self.residuals.reduced
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,6 @@ from torch import Tensor
 from tritonddp.kernels import launch
 from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import decode
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 from tritonddp.kernels.quantized.quantize import QuantizedTables
 
@@ -39,6 +38,10 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     EMULATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CODE: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ: tl.constexpr,
 ):
     """One program per chunk; mask, tail, flag and factor as in ``unflatten_kernel``."""
     row = chunks + tl.program_id(0).to(tl.int64) * 5
@@ -74,11 +77,10 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     blocks = tl.arange(0, BLOCK // 256)
     places = blocks[:, None] * 256 + tl.arange(0, 256)[None, :]
     there = blocks * 256 < count
-    numbers = tl.multiple_of(begin + place * 256, 16)
-    code = tl.load(numbers + places, mask=there[:, None], other=0)
-    scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
+    number = READ(tl.multiple_of(begin + place * CODE, 16), there, BLOCK // 256)
+    scales = (begin + part_blocks.to(tl.int64) * CODE).to(tl.pointer_type(tl.float32))
     scale = tl.load(scales + place + blocks, mask=there, other=0.0)
-    x = narrow(decode(code, scale) * multiplier, TARGET, EMULATE)
+    x = narrow(number * scale[:, None] * multiplier, TARGET, EMULATE)
     if not ALIGNED:  # nothing is wide: a store for the tail would only cost registers
         body = count
     tl.store(target + places, x, mask=places < body)
@@ -127,7 +129,7 @@ def _prepare(
     layout = flat.message_layout
     tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags, tables.one)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes)
-    constexprs = (TRITON_DTYPES[dtype], tables.block, aligned, INTERPRETED)
+    constexprs = (TRITON_DTYPES[dtype], tables.block, aligned, INTERPRETED, *layout.code.constexprs)
     integers = (tables.quantized_chunks, *offsets)
     run = _launch.bind(tables.num_chunks, tensors, integers, constexprs, tables.num_warps)
     return launch.without(len(tensors) - 1, run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tritonddp.kernels.dispatch import select_quantized
@@ -43,7 +44,7 @@ class QuantizedMessages:
 
 
 class ShareMessages(QuantizedMessages):
-    """Those of one share of a flat buffer of fp32.
+    """Those of one share of a flat buffer.
 
     Args:
         quantization: that of the share.
@@ -54,8 +55,13 @@ class ShareMessages(QuantizedMessages):
         assert quantization.share is not None
         self._values = [data[each.offset :][: each.numel] for each in quantization.share]
         layout = Layout.of([each.shape for each in self._values], [(1,)] * len(self._values), 1)
-        super().__init__(QuantizedBuffer(quantization, layout, data.dtype, data.device))
+        super().__init__(QuantizedBuffer(quantization, layout, torch.float32, data.device))
         self._used = [True] * len(self._values)
+
+    def compile(self) -> None:
+        """Compile what a step needs, and make the tables of the kernels."""
+        self._kernels.compile(self.flat, self._values[0].dtype, False, False)
+        self._kernels.tables(self.flat)
 
     def encode(self) -> None:
         """See ``Messages``."""

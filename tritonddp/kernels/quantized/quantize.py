@@ -20,7 +20,8 @@ from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, widen
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.quantized.blocks import encode, error_of
-from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+from tritonddp.kernels.quantized.buffer import QuantizedBuffer
+from tritonddp.kernels.quantized.code import BLOCK
 
 
 @triton.jit(
@@ -48,8 +49,13 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    SHARE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EMULATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CODE: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ: tl.constexpr,
 ):
     """One program per chunk, then for each part one per ``FLAG_BLOCK`` of its trailer.
 
@@ -111,15 +117,16 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         residual = residuals + (part * part_blocks + place) * 256 + places
         used = tl.load(dynamic + slots + slot) != 0
         own = blocks * 256 < tl.where(used, count, 0)
+        if SHARE:
+            own = own & (tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) != 0)
         x = x + tl.load(residual, mask=own[:, None], other=0.0)
-    code, block_scale, number = encode(x)
+    number, block_scale = encode(x, LIMIT)
     if FEEDBACK:
         # Elsewhere residuals stay: not to be kept for that, they would cost 16 registers.
         changed = own & (block_scale == block_scale)
         tl.store(residual, error_of(x, number, block_scale), mask=changed[:, None])
-    numbers = tl.multiple_of(begin + place * 256, 16)
-    tl.store(numbers + places, code, mask=there[:, None])
-    scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
+    WRITE(tl.multiple_of(begin + place * CODE, 16), number, there)
+    scales = (begin + part_blocks.to(tl.int64) * CODE).to(tl.pointer_type(tl.float32))
     tl.store(scales + place + blocks, block_scale, mask=there)
 
 
@@ -166,8 +173,7 @@ def quantize(
     """
     tables = flat.tables or QuantizedTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
-    residuals = flat.residuals
-    sent = tables.one if residuals is None else residuals.sent
+    sent = flat.left_out
     found = tables.launches.get((_launch, dtype, tables.aligned))
     if found is None or found[0] is not sent:
         found = sent, _prepare(flat, tables, dtype, tables.aligned, sent)
@@ -184,8 +190,7 @@ def compile_for(flat: QuantizedBuffer, dtype: torch.dtype) -> None:
     tables.usual_dtype = dtype
     tables.compile()
     for aligned in (True, False):
-        sent = tables.one if flat.residuals is None else flat.residuals.sent
-        _prepare(flat, tables, dtype, aligned, sent)
+        _prepare(flat, tables, dtype, aligned, flat.left_out)
 
 
 def _prepare(
@@ -193,11 +198,11 @@ def _prepare(
     tables: QuantizedTables,
     dtype: torch.dtype | None,
     aligned: bool,
-    sent: Tensor,
+    sent: Tensor | None,
 ) -> Callable[[], None] | None:
     """The launch for gradients of this dtype and alignment; ``None`` if none is needed.
 
-    ``sent`` are residuals, or any tensor where there are none.
+    ``sent`` are residuals.
     """
     layout, slots = flat.message_layout, len(flat.layout.numels)
     trailer = 0 if flat.is_part else slots + layout.header
@@ -208,11 +213,11 @@ def _prepare(
     chunks = (tables.quantized_chunks, tables.num_chunks)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes, layout.stride)
     source = TRITON_DTYPES[dtype or tables.usual_dtype]
-    kind = (flat.residuals is not None, aligned)
+    kind = (sent is not None, flat.is_share, aligned)
     return _launch.bind(
         programs,
-        (tables.chunks, tables.dynamic, flat.message, sent),
+        (tables.chunks, tables.dynamic, flat.message, tables.one if sent is None else sent),
         (slots, trailer, own_header, scale_place, *chunks, *offsets),
-        (source, tables.block, FLAG_BLOCK, *kind, INTERPRETED),
+        (source, tables.block, FLAG_BLOCK, *kind, INTERPRETED, *layout.code.constexprs),
         num_warps=tables.num_warps,
     )

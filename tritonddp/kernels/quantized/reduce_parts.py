@@ -15,8 +15,9 @@ from torch import Tensor
 from tritonddp.kernels import device_tables, launch
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import decode, encode, error_of
-from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+from tritonddp.kernels.quantized.blocks import encode, error_of
+from tritonddp.kernels.quantized.buffer import QuantizedBuffer
+from tritonddp.kernels.quantized.code import BLOCK
 from tritonddp.kernels.quantized.quantize import QuantizedTables
 
 
@@ -45,6 +46,10 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CODE: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ: tl.constexpr,
 ):
     """One program for each ``BLOCK`` quantised elements, each ``BLOCK`` exact ones, and each
     ``FLAG_BLOCK`` of the flags and of the headers.
@@ -83,8 +88,8 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
         return
 
     first = program.to(tl.int64) * (BLOCK // 256)
-    own_numbers = received + first * 256
-    own_scales = received + part_blocks.to(tl.int64) * 256 + first * 4
+    own_numbers = received + first * CODE
+    own_scales = received + part_blocks.to(tl.int64) * CODE + first * 4
     residual = residuals + first * 256
     blocks = tl.arange(0, BLOCK // 256)
     places = blocks[:, None] * 256 + tl.arange(0, 256)[None, :]
@@ -96,15 +101,15 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     some = tl.zeros((BLOCK // 256,), tl.int32)
     for rank in tl.range(0, RANKS, num_stages=1, loop_unroll_factor=4):
         begin = tl.multiple_of(tl.cast(rank, tl.int64) * stride, 16)
-        code_in = tl.load(own_numbers + begin + places, mask=there[:, None], other=0)
+        number_in = READ(own_numbers + begin, there, BLOCK // 256)
         scales = (own_scales + begin).to(tl.pointer_type(tl.float32))
         scale_in = tl.load(scales + blocks, mask=there, other=0.0)
         some |= scale_in.to(tl.int32, bitcast=True)
-        x += decode(code_in, scale_in)
+        x += number_in * scale_in[:, None]
     spoken = some != 0  # no scale is -0.0
     x = tl.where(spoken[:, None], x, 0.0)
-    code, scale, number = encode(x)
-    tl.store(own_numbers + places, code, mask=there[:, None])
+    number, scale = encode(x, LIMIT)
+    WRITE(own_numbers, number, there)
     tl.store(own_scales.to(tl.pointer_type(tl.float32)) + blocks, scale, mask=there)
     if FEEDBACK:
         # Elsewhere residuals stay: not to be kept for that, they would cost 16 registers.
@@ -122,7 +127,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     ``reference.reduce_parts``.
     """
     tables = flat.tables or QuantizedTables.of(flat)
-    reduced = flat.received if flat.residuals is None else flat.residuals.reduced
+    reduced = flat.sums_left_out
     found = tables.launches.get((_launch,))
     if found is None or found[0] is not reduced:
         found = tables.launches[(_launch,)] = reduced, _prepare(flat, reduced)
@@ -133,14 +138,11 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
 
 def compile_for(flat: QuantizedBuffer) -> None:
     """Compile what :func:`reduce_parts` needs."""
-    _prepare(flat, flat.received if flat.residuals is None else flat.residuals.reduced)
+    _prepare(flat, flat.sums_left_out)
 
 
-def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | None:
-    """The launch for this buffer; ``None`` if there is nothing to sum.
-
-    ``reduced`` are residuals, or any tensor where there are none.
-    """
+def _prepare(flat: QuantizedBuffer, reduced: Tensor | None) -> Callable[[], None] | None:
+    """The launch for this buffer and these residuals; ``None`` if there is nothing to sum."""
     layout, block = flat.message_layout, device_tables.BLOCK
     slots, num_headers = len(flat.layout.numels), flat.layout.headers
     owned_blocks = layout.owned_blocks(flat.rank)
@@ -154,7 +156,7 @@ def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | Non
     offsets = (blocks, layout.exact_offset, exact, layout.part_bytes, layout.stride)
     return _launch.bind(
         programs,
-        (flat.received, reduced, flat.flags, flat.headers),
+        (flat.received, flat.received if reduced is None else reduced, flat.flags, flat.headers),
         (slots, num_headers, block_programs, exact_programs, owned_blocks, *offsets),
-        (layout.world_size, block, FLAG_BLOCK, flat.residuals is not None),
+        (layout.world_size, block, FLAG_BLOCK, reduced is not None, *layout.code.constexprs),
     )

@@ -2,13 +2,14 @@
 
 Same names, signatures and bits as the Triton kernels in this folder. A block of values v becomes
 
-    scale = max|v| / 127            the last 8 of the 24 bits of its significand are cut off
+    scale = max|v| / limit          the last 8 of the 24 bits of its significand are cut off
     number = round(v / scale)       to nearest even
 
-in fp32. No number has more than 8 significant bits, so ``number * scale`` is exact, and a device
-gets the same sum with a fused multiply-add as with two operations. It does not overflow either. If
-the scale would be subnormal, it is 0, and the block is all zeros, since its numbers could not be
-told apart. A block that holds NaN or Inf has the scale NaN, and numbers that are 0.
+in fp32; ``code.py`` has the limit. No number has more than 8 significant bits, so ``number *
+scale`` is exact, and a device gets the same sum with a fused multiply-add as with two operations.
+It does not overflow either. If the scale would be subnormal, it is 0, and the block is all zeros,
+since its numbers could not be told apart. A block that holds NaN or Inf has the scale NaN, and
+numbers that are 0.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from tritonddp._torch import foreach_copy_, foreach_zero_
 from tritonddp.kernels import reference
-from tritonddp.kernels.quantized.buffer import BLOCK, LIMIT, Piece, QuantizedBuffer
+from tritonddp.kernels.quantized.buffer import Piece, QuantizedBuffer
+from tritonddp.kernels.quantized.code import BLOCK, BlockCode
 
 # Number of blocks per operation: 1 MiB of fp32, which stays in the cache from one operation to the
 # next. Fewer blocks would need more calls.
@@ -47,6 +49,7 @@ class _Chunk:
         gaps: for each of ``sizes``, whether it is padding.
         numbers, scales: views of the message for these blocks.
         residual: residuals of the blocks; ``None`` without error feedback.
+        code: of the blocks.
         residuals: residuals of the pieces, 1-D; empty without error feedback.
     """
 
@@ -66,8 +69,10 @@ class _Chunk:
         self.scales = flat.outgoing.scales[part, rows]
         self.residual = None
         self.residuals: Sequence[Tensor] = ()
-        if flat.residuals is not None:
-            self.residual = flat.residuals.sent[part * flat.message_layout.part_blocks :][rows]
+        self.is_share = flat.is_share
+        self.code = flat.message_layout.code
+        if (left := flat.left_out) is not None:
+            self.residual = left[part * flat.message_layout.part_blocks :][rows]
             self.residuals = self.without_gaps(self.residual.view(-1).split(self.sizes))
 
     def without_gaps(self, fragments: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -111,7 +116,7 @@ def quantize(
 
     The residuals ``residuals.sent`` are added to quantised gradients, and become the new errors.
     The residual of a slot that is not ``used``, or of a block that becomes NaN, is not sent, and
-    stays as it is.
+    stays as it is; nor, in a share, that of a block of zeros.
 
     Arguments are those of ``reference.flatten``. Gradients are not of fp64, and the factor is
     applied in fp32. A part of a buffer writes no trailer.
@@ -152,20 +157,20 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     trailers are read.
     """
     numbers, scales, exact, trailers = flat.incoming
-    residuals = flat.residuals
+    residuals, code = flat.sums_left_out, flat.message_layout.code
     owned = flat.message_layout.owned_blocks(flat.rank)
     silent = (scales[:, :owned] == 0).all(0)
     has_silent = bool(silent.any())
     for first in range(0, owned, _BLOCKS):
         blocks = slice(first, min(first + _BLOCKS, owned))
         total, other, _ = _scratch(blocks.stop - first)
-        residual = None if residuals is None else residuals.reduced[blocks]
-        _sum(numbers[:, blocks], scales[:, blocks], total, other, residual)
+        residual = None if residuals is None else residuals[blocks]
+        _sum(code, numbers[:, blocks], scales[:, blocks], total, other, residual)
         kept = None
         if has_silent:
             kept = silent[blocks]
             total[kept] = 0
-        _encode(total, other, numbers[0, blocks], scales[0, blocks], residual, kept)
+        _encode(code, total, other, numbers[0, blocks], scales[0, blocks], residual, kept)
     if not flat.message_layout.is_direct:
         for rank in range(1, len(exact)):
             exact[0].add_(exact[rank])
@@ -198,10 +203,11 @@ def _write_means(flat: QuantizedBuffer, factor: Tensor | None) -> None:
     layout = flat.message_layout
     numbers, scales, exact, _ = flat.result
     if layout.is_direct:
+        other = _scratch(_BLOCKS)[1]
         for first in range(0, layout.blocks, _BLOCKS):
             blocks = slice(first, min(first + _BLOCKS, layout.blocks))
             target = flat.data[first * BLOCK : blocks.stop * BLOCK].view(-1, BLOCK)
-            _sum(numbers[:, blocks], scales[:, blocks], target, _scratch(len(target))[1])
+            _sum(layout.code, numbers[:, blocks], scales[:, blocks], target, other[: len(target)])
             if multiplier != 1:
                 target.mul_(multiplier)
         target = flat.data[layout.blocks * BLOCK :]
@@ -212,7 +218,8 @@ def _write_means(flat: QuantizedBuffer, factor: Tensor | None) -> None:
         for first in range(0, layout.owned_blocks(part), _BLOCKS):
             last = min(first + _BLOCKS, layout.owned_blocks(part))
             target = flat.data[(begin + first) * BLOCK : (begin + last) * BLOCK].view(-1, BLOCK)
-            target.copy_(numbers[part, first:last]).mul_(scales[part, first:last, None])
+            layout.code.read(target, numbers[part, first:last])
+            target.mul_(scales[part, first:last, None])
             if multiplier != 1:
                 target.mul_(multiplier)
     target = flat.data[layout.blocks * BLOCK :]
@@ -230,16 +237,21 @@ def _quantize_chunk(
         fragments = chunk.without_gaps(fragments)
     residual, kept = chunk.residual, None
     unused = [piece for piece in chunk.pieces if not used[piece.slot]]
-    residuals = () if unused else chunk.residuals
+    residuals = () if unused or chunk.is_share else chunk.residuals
     is_added = _gather(line, fragments, chunk.pieces, sources, scale, residuals)
-    if unused and residual is not None:
-        kept = torch.zeros(len(values), dtype=torch.bool, device="cpu")
-        for piece in unused:
-            kept[chunk.rows_of(piece)] = True
-        values.add_(residual.masked_fill(kept[:, None], 0))
-    elif residual is not None and not is_added:
-        values.add_(residual)
-    _encode(values, other, chunk.numbers, chunk.scales, residual, kept)
+    if residual is not None:
+        if chunk.is_share:
+            silent = ~values.any(1)
+            kept = silent if silent.any() else None
+        elif unused:
+            kept = torch.zeros(len(values), dtype=torch.bool, device="cpu")
+            for piece in unused:
+                kept[chunk.rows_of(piece)] = True
+        if kept is not None:
+            values.add_(residual.masked_fill(kept[:, None], 0))
+        elif not is_added:
+            values.add_(residual)
+    _encode(chunk.code, values, other, chunk.numbers, chunk.scales, residual, kept)
 
 
 def _gather(
@@ -295,6 +307,7 @@ def _divisor(scale: float) -> Tensor | None:
 
 
 def _encode(
+    code: BlockCode,
     values: Tensor,
     other: Tensor,
     numbers: Tensor,
@@ -308,7 +321,7 @@ def _encode(
     is. ``values`` is overwritten; ``other`` is scratch memory like it.
     """
     amax = torch.amax(torch.abs(values, out=other), dim=1)
-    scale = amax / LIMIT
+    scale = amax / code.limit
     scale.view(torch.int32).bitwise_and_(_SCALE_BITS)
     divisor = torch.threshold(scale, _LARGEST_SUBNORMAL, 1)
     torch.threshold_(scale, _LARGEST_SUBNORMAL, 0)
@@ -320,7 +333,7 @@ def _encode(
         kept = broken if kept is None else kept | broken
     scales.copy_(scale)
     torch.div(values, divisor[:, None], out=other)
-    numbers.copy_(other.round_())
+    code.write(numbers, other.round_())
     if residual is None:
         return
     before = residual if kept is None else residual[kept]
@@ -330,14 +343,19 @@ def _encode(
 
 
 def _sum(
-    numbers: Tensor, scales: Tensor, total: Tensor, other: Tensor, start: Tensor | None = None
+    code: BlockCode,
+    numbers: Tensor,
+    scales: Tensor,
+    total: Tensor,
+    other: Tensor,
+    start: Tensor | None = None,
 ) -> None:
     """Sum ``start`` and the blocks of all ranks, in rank order, into ``total``.
 
     ``other`` is scratch memory.
     """
     for rank, (of_rank, scale) in enumerate(zip(numbers, scales[..., None], strict=True)):
-        other.copy_(of_rank)
+        code.read(other, of_rank)
         if rank:
             total.addcmul_(other, scale)
         elif start is None:

@@ -1,0 +1,234 @@
+"""Numbers for a log are summed over ranks with the gradients, and nothing more is sent for them."""
+
+import copy
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks, recorded_collectives
+from modules import mlp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import HEADER_BYTES, WAYS, breaking_off, drawn, squares, wrap
+
+import tritonddp
+from tritonddp import DistributedDataParallel
+
+NAMES = ("loss", "tokens")
+MANY = 2**40 + 1  # not exact in fp32
+
+
+def step(net: Any, number: int = 0, adds: bool = True) -> tuple[float, int]:
+    """Train, and return what this rank has added."""
+    net.zero_grad()
+    loss = squares(net(drawn(5, 4, step=number)))
+    tokens = MANY + dist.get_rank()
+    if adds:
+        net.add_scalars(loss=loss, tokens=tokens)
+    loss.backward()
+    return loss.item(), tokens
+
+
+def assert_reduced(net: Any, own: Any, what: str = "") -> None:
+    """The scalars are those of all ranks, exactly; ``own`` is ``None`` on a rank without any."""
+    found = net.reduced_scalars()
+    assert list(found) == list(NAMES)
+    everyones = [each for each in gather(own) if each is not None]
+    for place, name in enumerate(NAMES):
+        total = math.fsum(each[place] for each in everyones)
+        assert found[name].sum.item() == total, (what, name)
+        assert found[name].mean.item() == total / len(everyones), (what, name)
+        assert found[name].sum.dtype is torch.float64
+        assert found[name].sum.shape == found[name].mean.shape == ()
+    assert_same_on_all_ranks([each for pair in found.values() for each in pair])
+
+
+@pytest.mark.parametrize("name", WAYS)
+@ranks(2, 3)
+def test_sums_and_means_are_exact_in_any_dtype_of_the_buckets(name: str) -> None:
+    options = {**WAYS[name], "bucket_cap_mb": 0.001, "scalars": NAMES}
+    ddp = DistributedDataParallel(mlp(4, 300, 2), **options)
+    for number in range(4):
+        assert_reduced(ddp, step(ddp, number), f"step {number}")
+
+
+@ranks(2)
+def test_no_collective_is_added_and_without_the_option_no_byte() -> None:
+    module = mlp(4, 8, 2)
+    ddp, plain = wrap(module, scalars=NAMES), wrap(copy.deepcopy(module))
+    sent = []
+    for net in (ddp, plain):
+        for number in range(3):
+            with recorded_collectives() as calls:
+                step(net, number, adds=net is ddp)
+        sent.append(calls.names)
+        if net is ddp:
+            with recorded_collectives() as calls:
+                net.reduced_scalars()
+            assert not calls
+    assert sent[0] == sent[1]
+    assert plain._ddp_state.core.agreement.size == HEADER_BYTES
+
+
+@ranks(2)
+def test_calls_of_accumulated_microbatches_add_up(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
+    calls = 2 + rank  # ranks may make different numbers of them
+    added = []
+    for number in range(calls):
+        with nullcontext() if number == calls - 1 else ddp.no_sync():
+            loss = squares(ddp(drawn(5, 4, step=number)))
+            ddp.add_scalars(loss=loss, tokens=number)
+            loss.backward()
+        added.append(float(loss))
+    found = ddp.reduced_scalars()
+    everyones = [each for losses in gather(added) for each in losses]
+    assert found["loss"].sum.item() == pytest.approx(math.fsum(everyones), rel=1e-15)
+    assert found["loss"].mean.item() == pytest.approx(math.fsum(everyones) / 5, rel=1e-15)
+    assert found["tokens"].sum.item() == 1 + 3
+
+
+@ranks(3)
+def test_the_mean_is_weighted_as_the_gradients_are(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=("loss",))
+    with ddp.weighted(rank):
+        loss = ddp(drawn(5, 4)).sum() * (1 if rank else math.nan)  # a mean over no items
+        ddp.add_scalars(loss=10.0 * rank if rank else loss)
+        loss.backward()
+    assert ddp.reduced_scalars()["loss"].mean.item() == pytest.approx((10 + 2 * 20) / 3)
+    with ddp.weighted(rank, reduction="sum"):
+        ddp.add_scalars(loss=10.0 * rank)
+        ddp(drawn(5, 4)).sum().backward()
+    assert ddp.reduced_scalars()["loss"].mean.item() == pytest.approx((10 + 20) / 3)
+
+
+@ranks(2, 3)
+def test_a_rank_without_inputs_is_absent_and_gets_those_of_the_others(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
+    with ddp.join():
+        for number in range(2 if rank else 4):
+            own = step(ddp, number)
+    assert_reduced(ddp, None if rank else own)
+
+
+@ranks(2)
+def test_whatever_reduces_carries_them() -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
+    with ddp.no_sync():
+        own = step(ddp)
+    ddp.reduce_gradients()
+    assert_reduced(ddp, own, "accumulated")
+    params = list(ddp.parameters())
+    loss = squares(ddp(drawn(5, 4)))
+    ddp.add_scalars(loss=float(loss), tokens=torch.tensor([3]))
+    ddp.reduce_gradients(torch.autograd.grad(loss, params), params)
+    assert_reduced(ddp, (float(loss), 3), "given")
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    assert_reduced(ddp, step(ddp, 1), "hook")
+    ddp.module.register_parameter("late", nn.Parameter(torch.ones(3)))
+    assert_reduced(ddp, step(ddp, 2), "new parameters")
+
+
+@ranks(2)
+def test_in_place_and_in_the_sharded_optimizer() -> None:
+    net: Any = tritonddp.replicate(mlp(4, 8, 2), scalars=NAMES)
+    assert_reduced(net, step(net))
+    ddp = wrap(mlp(4, 8, 2), scalars=list(NAMES))
+    optimizer = tritonddp.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    for number in range(3):
+        assert_reduced(ddp, step(ddp, number))
+        optimizer.step()
+
+
+@ranks(1)
+def test_with_one_rank_they_are_its_own() -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
+    assert_reduced(ddp, step(ddp))
+
+
+@ranks(2)
+def test_without_a_call_the_sum_is_zero_and_the_mean_is_nan() -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars="loss")
+    for adds in (None, False, True, False):  # first before any reduction
+        if adds:
+            ddp.add_scalars(loss=1)
+        if adds is not None:
+            ddp(drawn(5, 4)).sum().backward()
+        found = ddp.reduced_scalars()["loss"]
+        assert (found.sum.item(), found.mean.isnan().item()) == ((2, False) if adds else (0, True))
+
+
+@pytest.mark.parametrize("failing", [{1}, {0, 1}])
+@ranks(2)
+def test_a_failed_backward_drops_them_so_that_a_retry_counts_once(failing: set[int]) -> None:
+    ddp, fails = wrap(mlp(4, 8, 2), scalars=NAMES), dist.get_rank() in failing
+    step(ddp)
+    out = ddp(drawn(5, 4))
+    ddp.add_scalars(loss=5, tokens=7)
+    with breaking_off(out, fails):
+        out.sum().backward()
+    if not fails:
+        found = ddp.reduced_scalars()["tokens"]
+        assert (found.sum.item(), found.mean.item()) == (7, 7), "the rank that failed is absent"
+    assert_reduced(ddp, step(ddp))
+
+
+@ranks(3)
+def test_a_rank_that_has_added_none_is_named(rank: int) -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
+    step(ddp)
+    with pytest.raises(
+        RuntimeError,
+        match=rf"rank {rank}, step 2, bucket 0: only some ranks have called add_scalars\(\): "
+        r"rank 0: 'loss', 'tokens'; rank 1: none; rank 2: 'loss', 'tokens'",
+    ):
+        step(ddp, adds=rank != 1)
+    assert_reduced(ddp, step(ddp))
+
+
+def test_over_the_fake_backend_they_are_this_ranks() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        ddp = wrap(nn.Linear(4, 2), scalars=NAMES)
+        for number in range(3):
+            loss, tokens = step(ddp, number)
+            found = ddp.reduced_scalars()
+            assert (found["loss"].mean.item(), found["tokens"].sum.item()) == (loss, tokens)
+    finally:
+        dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_compiled_module_adds_them_outside_its_graph() -> None:
+    compiled = torch.compile(wrap(mlp(4, 8, 2), scalars=NAMES), backend="aot_eager")
+    for number in range(3):
+        assert_reduced(compiled, step(compiled, number))
+
+
+@ranks(2)
+def test_names_that_differ_are_an_error_at_wrapping(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"scalars.*'loss'.*'los'|scalars.*'los'.*'loss'"):
+        wrap(mlp(4, 8, 2), scalars=("loss",) if rank else ("los",))
+
+
+@ranks(1)
+def test_wrong_names_and_values() -> None:
+    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
+    with pytest.raises(ValueError, match=r"\('loss', 'tokens'\), and got 'loss'$"):
+        ddp.add_scalars(loss=1)
+    with pytest.raises(ValueError, match="and got 'loss', 'tokens', 'more'"):
+        ddp.add_scalars(loss=1, tokens=2, more=3)
+    for wrong in ("1", None, torch.ones(2), torch.ones((), dtype=torch.complex64), 1j, 10**400):
+        with pytest.raises(TypeError, match="scalar 'tokens' should be one real number"):
+            ddp.add_scalars(loss=1, tokens=wrong)
+    plain = wrap(mlp(4, 8, 2))
+    with pytest.raises(ValueError, match=r"\(none\), and got 'loss'"):
+        plain.add_scalars(loss=1)
+    assert plain.reduced_scalars() == {}
+    for wrong_names in (3, (3,), ("a", "a"), ""):
+        with pytest.raises(ValueError, match="scalars should be"):
+            DistributedDataParallel(mlp(4, 8, 2), scalars=wrong_names)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""Quantized gradients between hosts of several GPUs each.
+
+The ranks of a host sum in full precision, so each has the sum of its *share* of a bucket. Ranks
+with the same share on different hosts exchange these sums in quantized messages. Then the host
+gathers. So what leaves a host does not depend on how many GPUs it has, and a gradient is rounded
+once a host and once for the sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp._device import SideStreams
+from tritonddp._torch import all_gather_single, reduce_scatter_single
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.residuals import add_unsent
+from tritonddp.comm.all_reduce import Collective
+from tritonddp.coordination.collectives import Work
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.hosts import Hosts, find_hosts, subgroup
+from tritonddp.kernels.quantized.messages import ShareMessages
+
+
+class TwoLevels(Collective):
+    """Sums buckets whose wire format is ``QuantizedInterHost``. One object serves all.
+
+    Of each bucket::
+
+        reduce-scatter      within the host, fp32
+        all-to-all          between hosts, quantized: 1/H of the share to each of H hosts
+        all-gather          between hosts, of the quantized sums
+        all-gather          within the host, fp32
+
+    The first and the last are of groups of their own: NCCL has a stream for each group, on which
+    the first of the next bucket would wait for the last of this one. So the line between hosts is
+    not idle.
+    """
+
+    def __init__(self, hosts: Hosts, groups: HostGroups, counters: Counters) -> None:
+        self._hosts, self._groups, self._counters = hosts, groups, counters
+        self._streams = SideStreams()
+        self._shares: WeakKeyDictionary[Bucket, tuple[Tensor, ShareMessages]] = WeakKeyDictionary()
+
+    def connect(self, bucket: Bucket) -> None:
+        """This object will serve ``bucket``: prepare its messages. Kernels are compiled here."""
+        data, hosts = bucket.flat.data, self._hosts
+        share = bucket.wire.cut(len(data), len(hosts.ranks[0]))[hosts.local_rank]
+        messages = bucket.wire.messages(data, share, hosts)
+        assert isinstance(messages, ShareMessages)
+        messages.compile()
+        self._shares[bucket] = data[slice(*share)], messages
+
+    def launch(self, bucket: Bucket, is_broken: bool = False) -> Work:
+        share, messages = self._shares[bucket]
+        flat, data, (scatter, inter, gather) = messages.flat, bucket.flat.data, self._groups
+        for nbytes, group in (
+            (data.nbytes, scatter),
+            (flat.received.nbytes, inter),
+            (flat.gathered.nbytes, inter),
+            (data.nbytes, gather),
+        ):
+            self._counters.collective(nbytes, group.size())
+        add_unsent(bucket)
+        summed = reduce_scatter_single(share, data, scatter)
+        with self._streams.behind_current(data.device, data, *flat.memory):
+            summed.wait()  # the stream waits, not the host
+            messages.encode()
+            first = dist.all_to_all_single(flat.received, flat.message, group=inter, async_op=True)
+            assert first is not None
+            first.wait()
+            messages.reduce()
+            all_gather_single(flat.gathered, flat.reduced, inter).wait()
+            messages.decode()
+            return all_gather_single(data, share, gather)
+
+
+class HostGroups(NamedTuple):
+    """Process groups of a rank, where several hosts have several GPUs each."""
+
+    scatter: dist.ProcessGroup  # of its host
+    inter: dist.ProcessGroup  # of the ranks with the same place on each host
+    gather: dist.ProcessGroup  # of its host
+
+    @classmethod
+    def of(cls, group: Group, hosts: Hosts, device: torch.device) -> HostGroups:
+        """Those of ``group``, made once. All ranks call this at the same time."""
+        if group.host_groups is None:
+            own = hosts.ranks[hosts.host]
+            ranks = (own, hosts.partners, own)
+            group.keep_host_groups(cls(*(subgroup(group, each, device) for each in ranks)))
+        found: HostGroups = group.host_groups
+        return found
+
+
+class GpuHosts:
+    """Finds the hosts of a group of GPUs, and makes what :class:`TwoLevels` needs.
+
+    See :class:`~tritonddp.buckets.exchange.HostMemory`. Buckets stay where they are.
+    """
+
+    refusal = None
+
+    def __init__(self, group: Group, device: torch.device, counters: Counters) -> None:
+        self._group, self._device, self._counters = group, device, counters
+        self._exchange: TwoLevels | None = None
+        self._hosts: Hosts | None = None
+        self._has_looked = False
+
+    def connect(self, where: str) -> Hosts | None:
+        """See ``HostMemory``: once for a wrapper."""
+        if not self._has_looked:
+            self._has_looked = True
+            hosts = self._hosts = find_hosts(self._group, self._device, where)
+            if hosts is not None:
+                groups = HostGroups.of(self._group, hosts, self._device)
+                self._exchange = TwoLevels(hosts, groups, self._counters)
+        return self._hosts
+
+    def serving(self, bucket: Bucket) -> TwoLevels:
+        """The exchange of ``bucket``, made after :meth:`connect`, prepared."""
+        assert self._exchange is not None
+        self._exchange.connect(bucket)
+        return self._exchange
+
+    def begin(self, current: BucketSet) -> None:
+        """See ``HostMemory``."""
+
+    def end(self) -> None:
+        """See ``HostMemory``."""
+
+    def leave(self) -> None:
+        """See ``HostMemory``."""
+
+    def move(self, current: BucketSet, wrapper: int, where: str) -> None:
+        """See ``HostMemory``."""
