@@ -35,6 +35,7 @@ BLOCK, LIMIT, SCALE_BITS = 256, 127.0, ~0xFF
 OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"compression": "int8"},
     "no feedback": {"compression": Int8(error_feedback=False)},
+    "sums": {"compression": Int8(error_feedback="sums")},
     "bf16": {"reduce_dtype": torch.bfloat16},
     "fp16": {"reduce_dtype": torch.float16},
 }
@@ -128,10 +129,16 @@ class Twin:
         hosts: number of hosts.
         per_host: of ranks.
         wire: ``torch.int8``, or the ``reduce_dtype``.
+        feedback: the ``error_feedback`` of ``Int8``.
     """
 
     def __init__(
-        self, module: nn.Module, hosts: int, per_host: int, wire: torch.dtype, feedback: bool = True
+        self,
+        module: nn.Module,
+        hosts: int,
+        per_host: int,
+        wire: torch.dtype,
+        feedback: bool | str = True,
     ) -> None:
         self.hosts, self.per_host, self.wire, self.feedback = hosts, per_host, wire, feedback
         self.names = [name for name, _ in module.named_parameters()]
@@ -152,6 +159,8 @@ class Twin:
             host, local = divmod(rank, self.per_host)
             for name, tensor in state["sent"].items():
                 rows, mine = in_blocks(tensor), of_blocks[name] == local
+                if self.feedback is not True:  # of sums that moved: in the next gradient
+                    mine = torch.zeros_like(mine)
                 self.of_host[host][name][mine] = rows[mine]
                 self.of_rank[rank][name] = torch.where(mine[:, None], 0, rows)
             for name, tensor in state["reduced"].items():
@@ -200,7 +209,7 @@ class Twin:
         messages = []
         for host, values in enumerate(sums):
             silent = ~values.any(1)
-            residual = self.of_host[host][name] if self.feedback else None
+            residual = self.of_host[host][name] if self.feedback is True else None
             if residual is not None:  # that of a block of zeros waits
                 values = values + residual.masked_fill(silent[:, None], 0)
             messages.append(encoded(values, silent, residual))
@@ -225,7 +234,8 @@ def beside_the_twin(options: str, hosts: int, per_host: int, steps: int, **more:
         module = Net(more.pop("width", 60)).to(dtype)
         alone = one_per_rank(module)
         ddp = wrapped(module, **OPTIONS[options], **more)
-        twin = Twin(module, hosts, per_host, wire, feedback=options == "int8")
+        feedback = getattr(OPTIONS[options].get("compression"), "error_feedback", True)
+        twin = Twin(module, hosts, per_host, wire, feedback)
 
         def train(net: Any, rank: int) -> None:
             net.zero_grad()
