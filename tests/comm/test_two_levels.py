@@ -469,8 +469,8 @@ def _bytes_of_a_host(per_host: int, options: str) -> None:
     expected = 2 * (hosts - 1) / hosts * size * numel
     for host in range(hosts):
         of_host = sum(sent[host * per_host : (host + 1) * per_host])
-        # (Flags and headers, and parts that are not all as long.)
-        assert expected <= of_host < 1.01 * expected, (of_host, expected)
+        # (Flags, headers and padding, and parts that are not all as long.)
+        assert expected <= of_host < 1.02 * expected, (of_host, expected)
 
 
 @pytest.mark.parametrize("options", [*CASES, "fp32"])
