@@ -19,6 +19,7 @@ import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from logged import logged
 from modules import OnDemand
+from on_hosts import on_hosts
 from torch import Tensor, nn
 from training import (
     assert_close,
@@ -284,11 +285,6 @@ def test_threads_with_a_group_each_sum_their_own_shares_alone() -> None:
         sys.setswitchinterval(before)
     assert not wrong
     assert [each.reducer.counters.reductions for each in nets] == [60, 60]
-
-
-def on_hosts(size: int) -> Any:
-    """Context: ranks are on hosts of so many ranks each, for a group that is made inside."""
-    return mock.patch.object(connect, "_host", return_value=f"host {dist.get_rank() // size}")
 
 
 @pytest.mark.parametrize("options", OPTIONS)

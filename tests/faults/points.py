@@ -132,8 +132,27 @@ POINTS = {
     ),
     "share of a sum": Point("shares", f"{MEMORY}.sum_share", "kill 2/4, stop 0/3", call=1),
     "word of a share": Point("shares", f"{MEMORY}._say_summed", "kill 1/3, loop 1/4", call=1),
-    "line between hosts": Point("hosts", f"{BETWEEN_HOSTS}.__init__", "kill 3/4, stop 1/4", call=1),
-    "sum over hosts": Point("hosts", f"{BETWEEN_HOSTS}.wait", "kill 0/4, stop 2/4", call=1),
+    "gradients between hosts": Point(
+        "hosts",
+        "gradient of a layer in the middle",
+        "raise 1/4 int8, interrupt 4/6 int8, nan 2/4 int8, nan 3/6, raise 0/4",
+    ),
+    "sum of a host": Point("hosts", f"{MEMORY}.sum_share", "kill 1/4 int8, stop 2/4 int8", call=1),
+    "line between hosts": Point(
+        "hosts", f"{BETWEEN_HOSTS}.__init__", "kill 3/4, stop 1/4, kill 2/4 int8", call=1
+    ),
+    "sum over hosts": Point(
+        "hosts", f"{BETWEEN_HOSTS}.wait", "kill 0/4, stop 2/4, stop 3/4 int8, kill 4/6 int8", call=1
+    ),
+    "second round between hosts": Point(
+        "hosts",
+        f"{BETWEEN_HOSTS}.go_on",
+        "kill 3/6 int8, stop 0/6 int8, loop 5/6, kill 2/6",
+        call=1,
+    ),
+    "result over hosts": Point(
+        "hosts", f"{MEMORY}._say_summed", "kill 1/4 int8, loop 2/4 int8, stop 3/6 int8", call=1
+    ),
     "making an optimizer": Point("sharded", "make", "kill 1/3", step=-1),
     "comparison of optimizers": Point(
         "sharded", f"{OPTIMIZER}:verify_same", "kill 0/2, stop 2/3", step=-1

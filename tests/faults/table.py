@@ -187,6 +187,7 @@ FAULTS = {
                 ("between buckets", 3, 1, CHECKED, "layers.1.weight"),
                 ("last gradient", 2, 0, CHECKED + VIEWS, "layers.0.weight"),
                 ("between buckets", 4, 3, CHECKED + INT8, "layers.1.weight"),
+                ("gradients between hosts", 6, 3, CHECKED + INT8, "layers.1.weight"),
                 ("weighted", 2, 1, CHECKED, "layers.1.weight"),
             )
         ],

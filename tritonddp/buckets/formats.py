@@ -264,7 +264,7 @@ class BucketFactory:
             return Bucket(*args, checked=checked)
         wire = self._wire_format(params, names, headers)
         storage = GradStorage(len(params))
-        if self.views and wire.quantization is None and not self.wire.casts(params[0]):
+        if self.views and wire.inter_host is dtype:
             storage = Views(len(params))
         kernels = wire.kernels(kernels, device)
         if self.is_registered:

@@ -24,6 +24,7 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.buckets.residuals import Left, residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.hosts import Hosts
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,8 @@ class BucketManager:
             self.memory = None
         self.factory.reduce_by(transport)
         self.current.reduce_by(transport)
+        if self.factory.hosts is not None:
+            self._rebuild_for(None)
 
     def own(self, owners: Mapping[Tensor, int]) -> None:
         """From now on reduce the gradients of these parameters to one rank each, their owner.
@@ -152,12 +155,15 @@ class BucketManager:
         # Between hosts of several ranks each, buckets have other wire formats.
         hosts = memory.connect(self.where())
         if hosts is not factory.hosts and (factory.wire.reduce_dtype or factory.wire.compression):
-            factory.use_hosts(hosts)
-            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
+            self._rebuild_for(hosts)
         memory.move(self.current, self._parameters.number, self.where())
         if memory.refusal is not None and factory.hosts is not None:
-            factory.use_hosts(None)
-            self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
+            self._rebuild_for(None)
+
+    def _rebuild_for(self, hosts: Hosts | None) -> None:
+        """Buckets in the wire formats between these hosts, or in those of one level."""
+        self.factory.use_hosts(hosts)
+        self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
 
     def _build(
         self,
@@ -303,8 +309,8 @@ class BucketManager:
         self._frozen_in_turns = {name for name, param in named if not param.requires_grad}
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]
-        if self._replace(named):
-            self.move()
+        self._replace(named)
+        self.move()  # also the same buckets: in the earlier run they had moved
 
     def _replace(self, named: Sequence[tuple[str, Parameter]]) -> bool:
         """Replace the current buckets by buckets of ``named``, if these differ."""

@@ -76,7 +76,10 @@ class PeerMemory:
         """A reduction begins before :meth:`move`: announce its buckets to the other ranks.
 
         If other wrappers have connected the ranks, a rank may expect a bucket of those instead.
+        Buckets of a restored run have moved already.
         """
+        if self._moved() is current:
+            return
         if isinstance(self._group.peers, Peers) and self.refusal is None:
             self._transport.announce(partial(Announced, peers=self._group.peers))
             current.reduce_by(self._transport)
