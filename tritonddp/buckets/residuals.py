@@ -97,32 +97,6 @@ def add_unsent(bucket: Bucket) -> None:
             packed.add_(unsent.pop(slot))
 
 
-class Unused:
-    """Copies of the residuals of gradients that this rank has not used, from before a sum.
-
-    A share is quantised before its rank knows whether any rank has used a gradient. If none has,
-    but some have one of an earlier backward, the sum is not zero, and is not written to ``.grad``.
-    So the residuals have not been sent.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._saved: list[tuple[int, Tensor, Tensor]] = []  # slots, residuals, copies
-        quantization, used = bucket.quantization, bucket.sent_flags
-        if quantization is None or quantization.residuals is None or all(used):
-            return
-        for slot, left in _left_in(quantization):
-            if not used[slot]:
-                self._saved += [(slot, each, each.clone()) for each in (left.sent, left.reduced)]
-
-    def restore(self, bucket: Bucket) -> None:
-        """The bucket is reduced: restore the residuals of gradients that no rank has used."""
-        if self._saved and (flags := bucket.flat.reduced_flags()):
-            for slot, residual, copy in self._saved:
-                if not flags[slot]:
-                    residual.copy_(copy)
-        self._saved.clear()
-
-
 def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:
     """For each quantised gradient: its slot, and views of its residuals."""
     residuals, message, rank = quantization.residuals, quantization.message, quantization.rank

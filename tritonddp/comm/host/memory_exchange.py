@@ -38,7 +38,7 @@ from torch import Tensor
 
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.exchange import BucketExchange
-from tritonddp.buckets.residuals import Unused, add_unsent
+from tritonddp.buckets.residuals import add_unsent
 from tritonddp.comm.host.rank_buffers import RankBuffers, Shares
 from tritonddp.comm.parts import ExchangeThread, PartsExchange, tags_of
 from tritonddp.coordination.agreement import Mismatch
@@ -245,7 +245,6 @@ class MemoryExchange(WaitPoint):
         self._messages: Messages | None = None  # between hosts
         self._inter_host: PartsExchange | None = None  # that of the last sum
         self._sent_bytes = 0  # through the process group, in one sum
-        self._unused: Unused | None = None
         cuts = bucket.wire.cut(len(bucket.flat.data), len(memory))
         if _has_shares(bucket, peers):
             self._sums.add(self, peers)
@@ -282,7 +281,6 @@ class MemoryExchange(WaitPoint):
         seq = sums.launched + 1
         if bucket.quantization is not None:
             add_unsent(bucket)
-            self._unused = Unused(bucket)
         if self.in_place is not None:
             self.in_place.begin(bucket.flat.data)
         message = MESSAGE.pack(PACKED, self.wrapper, bucket.index, seq, nbytes)
@@ -312,8 +310,6 @@ class MemoryExchange(WaitPoint):
                 torch.add(*pair, out=self.buffers.result)
             else:
                 self.buffers.sum()
-            if self._unused is not None:
-                self._unused.restore(bucket)
             self.taken = self.seq
             for peer in self.peers.others:
                 peer.packed.pop(self.seq, None)
