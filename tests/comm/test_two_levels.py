@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
