@@ -108,6 +108,10 @@ class Int4(Int8):
 
     ``compression="int4"`` is ``compression=Int4()``. For all else see :class:`Int8`. A gradient is
     rounded to 15 values, so do not leave out error feedback.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module, compression=tritonddp.Int4())
     """
 
     code: ClassVar[BlockCode] = INT4
