@@ -509,6 +509,8 @@ GAINS = {
     "backward of a transformer",
     "step, 2 hosts, 1 Gbit/s: int8 to stock's fp32": "2 hosts, 1 Gbit/s: "
     'step with `compression="int8"`, beside stock in fp32',
+    "step, 2 x 2 hosts, 200 Mbit/s: int8 to stock's fp32": "2 hosts of 2 processes each, "
+    '200 Mbit/s: step with `compression="int8"`, beside stock in fp32',
     "step, branchy, copies": "a batch uses a quarter of the layers: "
     "step with nothing to set, beside stock's `find_unused_parameters`",
 }
