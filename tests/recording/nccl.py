@@ -166,6 +166,8 @@ def patched(device: Device) -> Iterator[None]:
             timeline = streams.get(group.group_name)
             if timeline is None:
                 timeline = streams[group.group_name] = recorder.new_stream("NCCL's stream")
+                if recorder.capturing:
+                    recorder.races.append(f"{name} makes a communicator in a CUDA graph's capture")
             recorder.run(timeline, name)
             timeline.join(recorder.current.clock)
             recorder.collectives[name] += 1

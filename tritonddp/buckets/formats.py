@@ -300,6 +300,8 @@ class BucketFactory:
         param, device = params[0], params[0].device
         own = gradient_dtype(param)
         hosts = None if self.lazy or param in self.owners else self.hosts
+        if hosts is not None and hosts.device_type != device.type:
+            hosts = None
         if wire.compression is not None and group.size > 1 and exact is not None:
             quantized = [not each for each in exact.find(names, params)]
             if own in _QUANTIZED and any(quantized):
@@ -313,7 +315,7 @@ class BucketFactory:
                 return QuantizedFormat(numels, quantized, *ranks, headers, device, *how)
         if not wire.casts(param):
             return WireFormat(own)
-        if hosts is None:
+        if hosts is None or param.is_cuda:  # GPUs exchange in two levels what is quantized alone
             return WireFormat(wire.reduce_dtype or own)
         return WireFormat(torch.promote_types(own, torch.float32), wire.reduce_dtype)
 

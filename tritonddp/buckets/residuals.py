@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonddp._device import is_capturing, record_use
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.kernels.memory_order import gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
@@ -85,10 +86,17 @@ def add_to(bucket: Bucket, slot: int, left: Left) -> None:
 
 
 def add_unsent(bucket: Bucket) -> None:
-    """The bucket is packed: add the residuals that other ranks of the host shall send."""
+    """The bucket is packed: add the residuals that other ranks of the host shall send.
+
+    In the capture of a CUDA graph they stay for a later step: each replay would add them.
+    """
     unsent = bucket.quantization.unsent if bucket.quantization is not None else {}
+    if unsent and bucket.packed.data.is_cuda and is_capturing():
+        return
     for slot in [slot for slot in unsent if bucket.sent_flags[slot]]:
-        bucket.packed.views[slot].add_(unsent.pop(slot))
+        rest = unsent.pop(slot)
+        bucket.packed.views[slot].add_(rest)
+        record_use(rest)  # it was made on the stream of another step
 
 
 def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:

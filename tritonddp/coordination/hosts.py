@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritonddp._torch import backend_name, timeout_of
+from tritonddp._torch import backend_name, new_group_of_members, timeout_of
 from tritonddp.coordination.group import Group
 
 
@@ -24,13 +24,14 @@ class Hosts:
     ranks: list[list[int]]
     host: int  # index of this rank's host in ``ranks``
     local_rank: int  # index of this rank on its host
+    device_type: str  # of the buckets that they exchange in two levels
 
     @classmethod
-    def of(cls, ranks: Iterable[list[int]], rank: int) -> Hosts:
+    def of(cls, ranks: Iterable[list[int]], rank: int, device_type: str = "cpu") -> Hosts:
         """Those of ``rank``."""
         hosts = list(ranks)
         host = next(at for at, each in enumerate(hosts) if rank in each)
-        return cls(hosts, host, hosts[host].index(rank))
+        return cls(hosts, host, hosts[host].index(rank), device_type)
 
     @property
     def partners(self) -> list[int]:
@@ -66,13 +67,12 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
     sizes = set(map(len, of_host.values()))
     if len(of_host) == 1 or len(sizes) > 1 or sizes == {1}:
         return None
-    return Hosts.of(of_host.values(), group.rank)
+    return Hosts.of(of_host.values(), group.rank, device.type)
 
 
 def subgroup(group: Group, ranks: Sequence[int], device: torch.device) -> Any:
     """A new process group of these ranks of ``group``. All of them call this, in the same order."""
     of = group.process_group
     members = [dist.get_global_rank(of, rank) for rank in ranks]
-    timeout, backend = timeout_of(of, device), backend_name(of, device)
-    # Without the ranks of other groups than ``group``, which know nothing of this.
-    return dist.new_group(members, timeout, backend, use_local_synchronization=True)
+    # The ranks outside of ``group`` do not know that it is made.
+    return new_group_of_members(members, timeout_of(of, device), backend_name(of, device))
