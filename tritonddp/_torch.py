@@ -214,9 +214,7 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def new_group_of_members(
-    ranks: Sequence[int], timeout: timedelta | None, backend: str
-) -> Any:
+def new_group_of_members(ranks: Sequence[int], timeout: timedelta | None, backend: str) -> Any:
     """``new_group`` of these global ranks, which they alone call.
 
     If the world was given a device (``init_process_group(device_id=...)``), torch makes groups by

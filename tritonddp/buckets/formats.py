@@ -249,7 +249,8 @@ class BucketFactory:
             return Bucket(*args, checked=checked)
         wire = self._wire_format(params, names, headers)
         storage = GradStorage(len(params))
-        if self.views and wire.quantization is None and not self.wire.casts(params[0]):
+        is_in_own_dtype = wire.flat_dtype is dtype and not self.wire.casts(params[0])
+        if self.views and is_in_own_dtype and not wire.is_message:
             storage = Views(len(params))
         kernels = wire.kernels(kernels, device)
         if self.is_registered:
@@ -300,8 +301,6 @@ class BucketFactory:
         param, device = params[0], params[0].device
         own = gradient_dtype(param)
         hosts = None if self.lazy or param in self.owners else self.hosts
-        if hosts is not None and hosts.device_type != device.type:
-            hosts = None
         if wire.compression is not None and group.size > 1 and exact is not None:
             quantized = [not each for each in exact.find(names, params)]
             if own in _QUANTIZED and any(quantized):

@@ -24,14 +24,13 @@ class Hosts:
     ranks: list[list[int]]
     host: int  # index of this rank's host in ``ranks``
     local_rank: int  # index of this rank on its host
-    device_type: str  # of the buckets that they exchange in two levels
 
     @classmethod
-    def of(cls, ranks: Iterable[list[int]], rank: int, device_type: str = "cpu") -> Hosts:
+    def of(cls, ranks: Iterable[list[int]], rank: int) -> Hosts:
         """Those of ``rank``."""
         hosts = list(ranks)
         host = next(at for at, each in enumerate(hosts) if rank in each)
-        return cls(hosts, host, hosts[host].index(rank), device_type)
+        return cls(hosts, host, hosts[host].index(rank))
 
     @property
     def partners(self) -> list[int]:
@@ -67,7 +66,7 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
     sizes = set(map(len, of_host.values()))
     if len(of_host) == 1 or len(sizes) > 1 or sizes == {1}:
         return None
-    return Hosts.of(of_host.values(), group.rank, device.type)
+    return Hosts.of(of_host.values(), group.rank)
 
 
 def subgroup(group: Group, ranks: Sequence[int], device: torch.device) -> Any:
