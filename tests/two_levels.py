@@ -20,7 +20,7 @@ def given(rank: int, step: int) -> list[Tensor | None]:
     """Zeros in the first step, of which nothing is left; later some are missing."""
     if not step:
         return [torch.zeros(shape) for shape in SHAPES]
-    left_out = ({4, 2}, {4}, {4, 0}, {4})[rank] if step % 2 else {}  # number 4 on no rank
+    left_out = ({4, 2}, {4}, {4, 0}, {4})[rank % 4] if step % 2 else {}  # number 4 on no rank
     grads = [drawn(*shape, step=10 * step + n, rank=rank) for n, shape in enumerate(SHAPES)]
     return [None if n in left_out else grad for n, grad in enumerate(grads)]
 
@@ -53,9 +53,8 @@ class Twins:
         return means
 
     def _sum(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        there = [
-            (each / dist.get_world_size()).to(self._dtype) for each in grads if each is not None
-        ]
+        scale = 1 / dist.get_world_size()
+        there = [(each * scale).to(self._dtype) for each in grads if each is not None]
         return [sum(there[1:], there[0]).float() if there else None]
 
 

@@ -24,8 +24,8 @@ from tritonddp import DistributedDataParallel, Int8
 from tritonddp.buckets.wire_formats import QuantizedFormat, QuantizedInterHost
 from tritonddp.comm import two_levels as exchange
 from tritonddp.comm.two_levels import TwoLevels
+from tritonddp.coordination import hosts
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.hosts import subgroup
 
 STEPS = 6
 
@@ -92,10 +92,8 @@ def test_a_program_has_no_race_and_the_gradients_of_fp32(name: str) -> None:
 # Bits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@ranks(4, views=True, interprets=True)
-def test_gradients_have_the_bits_of_the_twins(dtype: torch.dtype, view: bool) -> None:
-    """Also with ``reduce_dtype``, in which a host sums."""
+def compare_with_twins(dtype: torch.dtype, view: bool) -> None:
+    """Where two ranks share a host."""
     twins, rank = Twins(2, dtype), dist.get_rank()
     with emulated_hosts(2), recording() as recorder:
         ddp = DistributedDataParallel(
@@ -110,12 +108,25 @@ def test_gradients_have_the_bits_of_the_twins(dtype: torch.dtype, view: bool) ->
             mine = [None if each is None else each.to("cuda") for each in given(rank, step)]
             ddp(*mine).backward()
             grads = [None if p.grad is None else p.grad.cpu() for p in ddp.parameters()]
-            expected = twins.reduce([given(each, step) for each in range(4)])
+            expected = twins.reduce([given(each, step) for each in range(dist.get_world_size())])
             assert_same_bits(grads, expected, f"step {step}, slot")
         found = [isinstance(each.wire, QuantizedInterHost) for each in ddp.reducer.buckets]
         assert sum(found) > 1
         torch.cuda.synchronize()
     assert not recorder.races, recorder.report()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@ranks(4, views=True, interprets=True)
+def test_gradients_have_the_bits_of_the_twins(dtype: torch.dtype, view: bool) -> None:
+    """Also with ``reduce_dtype``, in which a host sums."""
+    compare_with_twins(dtype, view)
+
+
+@pytest.mark.long
+@ranks(6, interprets=True, timeout=120)
+def test_gradients_of_three_hosts_have_the_bits_of_the_twins() -> None:
+    compare_with_twins(torch.float32, view=False)
 
 
 @pytest.mark.long
@@ -289,7 +300,7 @@ def test_groups_are_made_without_the_communicator_of_the_world() -> None:
     try:
         if dist.get_rank() != 2:
             others = [0, 2] if dist.get_rank() != 1 else [1]
-            made = subgroup(Group(group), others, torch.device("cpu"))
+            made = hosts.subgroup(Group(group), others, torch.device("cpu"))
             assert dist.get_process_group_ranks(made) == ([0, 3] if len(others) == 2 else [1])
             assert made.bound_device_id is None
         assert world.bound_device_id == bound
@@ -303,6 +314,21 @@ def test_ranks_in_another_order_than_that_of_the_world_sum_on_one_level() -> Non
     assert Group(group).has_subgroups
     with mock.patch.object(dist, "get_process_group_ranks", return_value=[1, 0, 2, 3]):
         assert not Group(group).has_subgroups
+
+
+@pytest.mark.parametrize(
+    ("placement", "found"),
+    [("aabb", [[0, 1], [2, 3]]), ("abab", [[0, 2], [1, 3]]), ("abba", None), ("aaab", None)],
+)
+@ranks(4)
+def test_hosts_are_found_where_all_groups_have_them_in_one_order(
+    placement: str, found: list[list[int]] | None
+) -> None:
+    """With ``abba`` rank 3 would be the second one of the ranks 2 and 3, but is on host ``a``."""
+    name = placement[dist.get_rank()]
+    with mock.patch.object(hosts, "_host", return_value=name):
+        got = hosts.find_hosts(Group(dist.group.WORLD), torch.device("cpu"), "here")
+    assert (got and got.ranks) == found
 
 
 @pytest.mark.long

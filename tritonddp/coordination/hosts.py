@@ -50,7 +50,9 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
     """The hosts of the ranks of ``group``. All ranks call this, at the same time.
 
     Returns:
-        ``None`` if there is one host, if each has one rank, or if their numbers of ranks differ.
+        ``None`` if there is one host, if each has one rank, if their numbers of ranks differ, or
+        if a host comes before another one by some of its ranks alone: torch sorts the ranks of a
+        new group, so that hosts would not be in the same order in all groups.
 
     Raises:
         RuntimeError: a collective failed.
@@ -65,6 +67,8 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
         of_host.setdefault(name, []).append(rank)
     sizes = set(map(len, of_host.values()))
     if len(of_host) == 1 or len(sizes) > 1 or sizes == {1}:
+        return None
+    if any(each != tuple(sorted(each)) for each in zip(*of_host.values(), strict=True)):
         return None
     return Hosts.of(of_host.values(), group.rank)
 
