@@ -146,6 +146,36 @@ def test_gradients_of_bf16_are_no_views_of_a_buffer_of_fp32() -> None:
     assert not recorder.races, recorder.report()
 
 
+@pytest.mark.long
+@ranks(4, interprets=True)
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits() -> None:
+    """Also where the residuals have just been written, and with weights of another unit."""
+    with emulated_hosts(2), recording() as recorder:
+
+        def wrapped() -> Any:
+            return DistributedDataParallel(Given((48, 40), (70, 33)).to("cuda"), compression="int8")
+
+        def reduced(ddp: Any, step: int, weight: int) -> list[Tensor]:
+            ddp.zero_grad()
+            x = [drawn(48, 40, step=step).to("cuda"), drawn(70, 33, step=step).to("cuda")]
+            with ddp.weighted(weight):
+                ddp(*x).backward()
+            return [param.grad for param in ddp.parameters()]
+
+        former = wrapped()
+        for step in range(3):
+            reduced(former, step, 4 + 200 * step)
+        state = former.comm_state_dict()
+        loaded = wrapped()
+        loaded.load_comm_state_dict(state)
+        for step in (3, 4):
+            expected = [grad.cpu() for grad in reduced(former, step, 7)]
+            assert_same_bits([grad.cpu() for grad in reduced(loaded, step, 7)], expected)
+        assert {type(each.wire) for each in loaded.reducer.buckets} == {QuantizedInterHost}
+        torch.cuda.synchronize()
+    assert not recorder.races, recorder.report()
+
+
 # CUDA graphs
 
 

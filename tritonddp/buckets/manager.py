@@ -303,8 +303,8 @@ class BucketManager:
         self._frozen_in_turns = {name for name, param in named if not param.requires_grad}
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]
-        if self._replace(named):
-            self.move()
+        self._replace(named)
+        self.move()
 
     def _replace(self, named: Sequence[tuple[str, Parameter]]) -> bool:
         """Replace the current buckets by buckets of ``named``, if these differ."""
