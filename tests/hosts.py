@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+import tritonddp.coordination.hosts
 from benchmarks.network import namespaces
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +56,11 @@ def outputs(
         assert process.returncode == 0, f"rank {rank}: {err}"
         found.append(out)
     return found
+
+
+@contextmanager
+def emulated_hosts(size: int) -> Iterator[None]:
+    """In a rank, context: over NCCL ranks seem to be on hosts of ``size`` ranks each."""
+    name = f"host {dist.get_rank() // size}"
+    with mock.patch.object(tritonddp.coordination.hosts, "_host", return_value=name):
+        yield

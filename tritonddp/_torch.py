@@ -214,6 +214,20 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def new_group_of_members(ranks: Sequence[int], timeout: timedelta | None, backend: str) -> Any:
+    """``new_group`` of these global ranks, which they alone call.
+
+    If the world was given a device (``init_process_group(device_id=...)``), torch makes groups by
+    ``ncclCommSplit``, which waits for all ranks of the world, members or not. So it is not told.
+    """
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+
+
 def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device]) -> torch.device:
     """The first candidate whose tensors ``group`` can send; the CPU if no candidate is known to."""
     for device in candidates:

@@ -224,13 +224,16 @@ def quantizing(architecture: str) -> Iterator[dict]:
         sums = {"FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback}
         shared = {**common, "ALIGNED": aligned, "EMULATE": False}
         facts = {"grad": SPELLING[dtype], "aligned": aligned, "feedback": feedback}
-        compiled = compile_as_launched(
-            quantize._launch,
-            target,
-            {**tables, "message": "*u8", "residuals": "*fp32"},
-            {**shared, **sums, "SHARE": dtype == tl.float32, "SOURCE": dtype},
-        )
-        yield {**facts, "kernel": "quantize", **facts_of(compiled, target)}
+        # Shares are aligned parts of a flat buffer, whose dtype is one of these.
+        is_shared = feedback and aligned and dtype in (tl.float32, tl.bfloat16)
+        for share in (False, True)[: 1 + is_shared]:
+            compiled = compile_as_launched(
+                quantize._launch,
+                target,
+                {**tables, "message": "*u8", "residuals": "*fp32"},
+                {**shared, **sums, "SHARE": share, "SOURCE": dtype},
+            )
+            yield {**facts, "kernel": "quantize", "share": share, **facts_of(compiled, target)}
         if feedback:
             compiled = compile_as_launched(
                 dequantize._launch,

@@ -20,6 +20,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch.distributed as dist
 from distributed import give_up_after
+from hosts import emulated_hosts
 from logged import Kept, logged
 from modules import forwarding
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from differential.program import Options, Program
 from differential.trace import Entry, Trace
 from differential.wrappers import FAULTS
 from tritonddp import DistributedDataParallel
+from tritonddp.buckets import formats
 from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import metrics
 from tritonddp.kernels import reference
@@ -119,10 +121,15 @@ def play_all(
             part.replace(path)
 
 
-def play_recorded(seeds: Sequence[int]) -> list[Played]:
+def play_recorded(seeds: Sequence[int], per_host: int = 0) -> list[Played]:
     """Likewise on the recorded device alone, see :mod:`recording`, and with large gradients.
 
     (Which are reduced where they lie, to the same bits.)
+
+    Args:
+        seeds: of the programs.
+        per_host: if it is not 0, so many ranks share a host, and gradients are quantised between
+            hosts, small ones too. Within a host they are summed in bf16 if the seed is odd.
 
     Raises:
         RuntimeError: also where a GPU might do something else, or where large gradients do.
@@ -135,8 +142,15 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     found = []
     for seed in seeds:
         program = program_of("usual", seed, dist.get_world_size())
-        with warnings.catch_warnings(), recording(everywhere=True) as recorder:
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            if per_host and not program.communication_hook:
+                within = "bfloat16" if seed % 2 else None
+                options = replace(program.options, compression="int8", reduce_dtype=within)
+                program = replace(program, options=options)
+                stack.enter_context(emulated_hosts(per_host))
+                stack.enter_context(patch.object(formats, "_SMALL", 8))
+            recorder = stack.enter_context(recording(everywhere=True))
             trace = play(program, RECORDED, DistributedDataParallel, program.options)
             torch.cuda.synchronize()
         if recorder.races:

@@ -7,14 +7,19 @@ import os
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits
+from hosts import emulated_hosts
 from modules import Given
 from oracle import one_per_rank
 from test_compression import Simulated
 from torch import Tensor
 from training import drawn
-from worlds import NCCL_2, in_worlds
+from two_levels import SHAPES as SHAPES_OF_SHARES
+from two_levels import Twins, replayed
+from two_levels import given as given_to_shares
+from worlds import NCCL_2, NCCL_4, in_worlds
 
 from tritonddp import DistributedDataParallel
+from tritonddp.buckets.wire_formats import QuantizedInterHost
 
 # Large and small, exact and quantised, with and without a last block that is not full.
 LARGE = (64, 80) if "TRITON_INTERPRET" in os.environ else (512, 640)
@@ -43,3 +48,36 @@ def test_gradients_have_the_bits_of_the_twins(device: torch.device) -> None:
         assert_same_bits(grads, simulated.reduce(alone), f"step {step}, slot")
     assert sum(bucket.quantization is not None for bucket in ddp.reducer.buckets) > 1
     assert not ddp._ddp_state.core.manager.has_moved, "residuals have moved between the ranks"
+
+
+@in_worlds(NCCL_4)
+def test_between_two_hosts_gradients_have_the_bits_of_the_twins(device: torch.device) -> None:
+    """(On the recorded device: ``tests/recording/test_two_levels.py``.)"""
+    for dtype in (torch.float32, torch.bfloat16):
+        twins, rank = Twins(2, dtype), dist.get_rank()
+        with emulated_hosts(2):
+            ddp = DistributedDataParallel(
+                Given(*SHAPES_OF_SHARES).to(device),
+                compression="int8",
+                reduce_dtype=None if dtype is torch.float32 else dtype,
+                bucket_cap_mb=0.02,
+            )
+            for step in range(5):
+                ddp.zero_grad()
+                mine = given_to_shares(rank, step)
+                ddp(*(None if each is None else each.to(device) for each in mine)).backward()
+                grads = [
+                    None if param.grad is None else param.grad.cpu() for param in ddp.parameters()
+                ]
+                expected = twins.reduce([given_to_shares(each, step) for each in range(4)])
+                assert_same_bits(grads, expected, f"{dtype}, step {step}, slot")
+        found = [isinstance(bucket.wire, QuantizedInterHost) for bucket in ddp.reducer.buckets]
+        assert sum(found) > 1
+
+
+@in_worlds(NCCL_4)
+def test_replays_between_two_hosts_lose_nothing_and_add_nothing_twice(device: torch.device) -> None:
+    """Captured after one step: the communicators are there, and the tables of the shares."""
+    with emulated_hosts(2):
+        due, kept = replayed(device)
+    assert (due - kept).abs().max() < 1e-6

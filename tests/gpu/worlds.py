@@ -62,6 +62,8 @@ class World:
             return "torch sees no CUDA device"
         if self.backend == "nccl" and not dist.is_nccl_available():
             return "this build of torch has no NCCL"
+        if self.size > 2 and torch.cuda.device_count() < self.size:
+            return f"there are fewer than {self.size} GPUs"
         if self.backend == "nccl":
             return one_card.refusal() if self.size > 1 else None
         return _refusal_of_gloo(self)
@@ -95,6 +97,8 @@ class World:
 CPU = World("gloo-cpu", "gloo", 2, "cpu")
 NCCL_1 = World("nccl-1-rank", "nccl", 1, "cuda", is_recorded=REHEARSES)
 NCCL_2 = World("nccl-2-ranks", "nccl", 2, "cuda", is_recorded=REHEARSES)
+# With a GPU for each rank.
+NCCL_4 = World("nccl-4-ranks", "nccl", 4, "cuda", is_recorded=REHEARSES)
 # gloo takes CUDA tensors through the host: two ranks average on one card even where NCCL will not.
 GLOO_2 = World("gloo-2-ranks", "gloo", 2, "cuda")
 CARDS = (NCCL_1, NCCL_2)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,10 @@ _METHODS = {
     "scatter": ((0,), (1,)),
     "reduce": ((0,), (0,)),
 }
+
+
+# Groups that have made a collective, perhaps in a recording before.
+_with_communicator: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class _Method:
@@ -166,6 +171,10 @@ def patched(device: Device) -> Iterator[None]:
             timeline = streams.get(group.group_name)
             if timeline is None:
                 timeline = streams[group.group_name] = recorder.new_stream("NCCL's stream")
+            if group not in _with_communicator:
+                _with_communicator.add(group)
+                if recorder.capturing:
+                    recorder.races.append(f"{name} makes a communicator in a CUDA graph's capture")
             recorder.run(timeline, name)
             timeline.join(recorder.current.clock)
             recorder.collectives[name] += 1

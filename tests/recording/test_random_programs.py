@@ -19,3 +19,9 @@ def seeds(first: int, end: int) -> list[range]:
 )
 def test_a_random_program_has_no_race(chosen: range) -> None:
     run_ranks(play_recorded, 2, list(chosen), interprets=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_program_on_two_hosts_has_no_race(seed: int) -> None:
+    run_ranks(play_recorded, 4, [seed], 2, interprets=True, timeout=120)

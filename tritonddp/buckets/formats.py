@@ -332,7 +332,7 @@ class BucketFactory:
                 return QuantizedFormat(numels, quantized, *ranks, headers, device, *how)
         if not wire.casts(param):
             return WireFormat(own)
-        if hosts is None:
+        if hosts is None or param.is_cuda:  # GPUs exchange in two levels what is quantized alone
             return WireFormat(wire.reduce_dtype or own)
         return WireFormat(torch.promote_types(own, torch.float32), wire.reduce_dtype)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonddp._device import is_capturing, record_use
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.kernels.memory_order import gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
@@ -88,13 +89,18 @@ def add_unsent(bucket: Bucket) -> None:
     """The bucket is packed: add the residuals that other ranks of the host shall send.
 
     Those of a gradient that is not used wait for another one. On the CPU, so do those of one that
-    is not finite. (On a GPU the host would wait for the answer.)
+    is not finite. (On a GPU the host would wait for the answer.) In the capture of a CUDA graph
+    they stay for a later step: each replay would add them.
     """
     unsent = bucket.quantization.unsent if bucket.quantization is not None else {}
+    if unsent and bucket.packed.data.is_cuda and is_capturing():
+        return
     for slot in [slot for slot in unsent if bucket.sent_flags[slot]]:
         packed = bucket.packed.views[slot]
         if not packed.is_cpu or packed.isfinite().all():
-            packed.add_(unsent.pop(slot))
+            rest = unsent.pop(slot)
+            packed.add_(rest)
+            record_use(rest)  # it was made on the stream of another step
 
 
 def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:

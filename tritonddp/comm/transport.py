@@ -95,7 +95,8 @@ class TransportChoice:
             quantizes: with ``compression``.
         """
         by_group = ProcessGroupTransport(group, counters)
-        if quantizes and device.type == "cuda" and self.may_cut and group.is_registered:
+        is_on_nccl = device.type == "cuda" and by_group.goes_by_nccl
+        if quantizes and is_on_nccl and self.may_cut and group.has_subgroups:
             by_group.hosts = GpuHosts(group, device, counters)
             return by_group, by_group.hosts
         if not self.shares_memory or not group.sends_messages:
@@ -140,12 +141,11 @@ class ProcessGroupTransport:
 
         If the host waits for each of them, an error names the bucket.
         """
-        return (
-            self._goes_by_nccl and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
-        )
+        return self.goes_by_nccl and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
 
     @property
-    def _goes_by_nccl(self) -> bool:
+    def goes_by_nccl(self) -> bool:
+        """Whether NCCL sends what is on GPUs, without a group written in Python."""
         group = self._group.process_group
         is_torchs = type(group) is dist.ProcessGroup
         return is_torchs and backend_name(group, torch.device("cuda")) == "nccl"

@@ -49,12 +49,12 @@ class TwoLevels(Collective):
         self._shares: WeakKeyDictionary[Bucket, tuple[Tensor, ShareMessages]] = WeakKeyDictionary()
 
     def connect(self, bucket: Bucket) -> None:
-        """This object will serve ``bucket``: prepare its messages. Kernels are compiled here."""
+        """This object will serve ``bucket``: make its messages, and all that a launch needs."""
         data, hosts = bucket.flat.data, self._hosts
         share = bucket.wire.cut(len(data), len(hosts.ranks[0]))[hosts.local_rank]
         messages = bucket.wire.messages(data, share, hosts)
         assert isinstance(messages, ShareMessages)
-        messages.compile()
+        messages.prepare()
         self._shares[bucket] = data[slice(*share)], messages
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Work:
@@ -67,9 +67,11 @@ class TwoLevels(Collective):
             (data.nbytes, gather),
         ):
             self._counters.collective(nbytes, group.size())
-        add_unsent(bucket)
+        if not is_broken:
+            add_unsent(bucket)
         summed = reduce_scatter_single(share, data, scatter)
-        with self._streams.behind_current(data.device, data, *flat.memory):
+        memory = (data, *flat.memory, *flat.tables.memory)
+        with self._streams.behind_current(data.device, *memory):
             summed.wait()  # the stream waits, not the host
             messages.encode()
             first = dist.all_to_all_single(flat.received, flat.message, group=inter, async_op=True)
@@ -93,8 +95,12 @@ class HostGroups(NamedTuple):
         """Those of ``group``, made once. All ranks call this at the same time."""
         if group.host_groups is None:
             own = hosts.ranks[hosts.host]
-            ranks = (own, hosts.partners, own)
-            group.keep_host_groups(cls(*(subgroup(group, each, device) for each in ranks)))
+            made = cls(*(subgroup(group, each, device) for each in (own, hosts.partners, own)))
+            for each in made:
+                # NCCL makes a communicator at the first collective, which would fail in the capture
+                # of a CUDA graph.
+                dist.all_reduce(torch.zeros(1, device=device), group=each)
+            group.keep_host_groups(made)
         found: HostGroups = group.host_groups
         return found
 
@@ -119,7 +125,8 @@ class GpuHosts:
             self._has_looked = True
             hosts = self._hosts = find_hosts(self._group, self._device, where)
             if hosts is not None:
-                groups = HostGroups.of(self._group, hosts, self._device)
+                with self._group.guard(where, "connecting the ranks of a host and other hosts"):
+                    groups = HostGroups.of(self._group, hosts, self._device)
                 self._exchange = TwoLevels(hosts, groups, self._counters)
         return self._hosts
 

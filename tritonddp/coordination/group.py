@@ -161,9 +161,15 @@ class Group:
         self._shared.peers = found
 
     @property
-    def is_registered(self) -> bool:
-        """Whether torch knows the process group, and so can make others of its ranks."""
-        return self.process_group in process_groups()
+    def has_subgroups(self) -> bool:
+        """Whether torch can make groups of some of its ranks: in order of their global ranks.
+
+        It has to know this group, whose ranks have to be in that order, too.
+        """
+        if self.process_group not in process_groups():
+            return False
+        ranks = dist.get_process_group_ranks(self.process_group)
+        return ranks == sorted(ranks)
 
     @property
     def host_groups(self) -> Any:

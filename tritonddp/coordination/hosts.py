@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritonddp._torch import backend_name, timeout_of
+from tritonddp._torch import backend_name, new_group_of_members, timeout_of
 from tritonddp.coordination.group import Group
 
 
@@ -50,7 +50,9 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
     """The hosts of the ranks of ``group``. All ranks call this, at the same time.
 
     Returns:
-        ``None`` if there is one host, if each has one rank, or if their numbers of ranks differ.
+        ``None`` if there is one host, if each has one rank, if their numbers of ranks differ, or
+        if a host comes before another one by some of its ranks alone: torch sorts the ranks of a
+        new group, so that hosts would not be in the same order in all groups.
 
     Raises:
         RuntimeError: a collective failed.
@@ -66,6 +68,8 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
     sizes = set(map(len, of_host.values()))
     if len(of_host) == 1 or len(sizes) > 1 or sizes == {1}:
         return None
+    if any(each != tuple(sorted(each)) for each in zip(*of_host.values(), strict=True)):
+        return None
     return Hosts.of(of_host.values(), group.rank)
 
 
@@ -73,6 +77,5 @@ def subgroup(group: Group, ranks: Sequence[int], device: torch.device) -> Any:
     """A new process group of these ranks of ``group``. All of them call this, in the same order."""
     of = group.process_group
     members = [dist.get_global_rank(of, rank) for rank in ranks]
-    timeout, backend = timeout_of(of, device), backend_name(of, device)
-    # Without the ranks of other groups than ``group``, which know nothing of this.
-    return dist.new_group(members, timeout, backend, use_local_synchronization=True)
+    # The ranks outside of ``group`` do not know that it is made.
+    return new_group_of_members(members, timeout_of(of, device), backend_name(of, device))

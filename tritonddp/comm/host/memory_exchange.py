@@ -279,7 +279,7 @@ class MemoryExchange(WaitPoint):
         counters.memory_exchanges += 1
         counters.sent_bytes += self._sent_bytes
         seq = sums.launched + 1
-        if bucket.quantization is not None:
+        if bucket.quantization is not None and not is_broken:
             add_unsent(bucket)
         if self.in_place is not None:
             self.in_place.begin(bucket.flat.data)

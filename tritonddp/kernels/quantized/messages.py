@@ -58,10 +58,13 @@ class ShareMessages(QuantizedMessages):
         super().__init__(QuantizedBuffer(quantization, layout, torch.float32, data.device))
         self._used = [True] * len(self._values)
 
-    def compile(self) -> None:
-        """Compile what a step needs, and make the tables of the kernels."""
+    def prepare(self) -> None:
+        """On a GPU: compile what a step needs, and upload the tables of the kernels.
+
+        They never change afterwards: the capture of a CUDA graph uploads nothing.
+        """
         self._kernels.compile(self.flat, self._values[0].dtype, False, False)
-        self._kernels.tables(self.flat)
+        self._kernels.tables(self.flat).update(self._values, self._used, 1.0)
 
     def encode(self) -> None:
         """See ``Messages``."""
