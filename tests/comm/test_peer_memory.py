@@ -72,8 +72,11 @@ def step(ddp: Any, number: int, **arguments: Any) -> list[Tensor | None]:
 
 
 def assert_as(mine: Any, theirs: Any, options: str = "") -> None:
-    """To rounding, which depends on the order in which the ranks' numbers are added."""
-    scale = 2e-2 if options == "bf16" else 1e-5
+    """To rounding, which depends on the order in which the ranks' numbers are added.
+
+    (The process group rounds to bf16 after each of three additions.)
+    """
+    scale = 4e-2 if options == "bf16" else 1e-5
     assert_close(mine, theirs, rtol=scale, atol=scale)
 
 
@@ -303,8 +306,9 @@ def test_the_sums_of_several_hosts_are_those_of_the_process_group(rank: int, opt
             assert_same_on_all_ranks(mine, f"step {number}")
             assert_as(mine, theirs, options)
     assert all(is_shared(shared))
-    of_buckets = sum(bucket.nbytes for bucket in shared._ddp_state.core.manager.current.buckets)
-    assert abs(sent - of_buckets / 2) <= 8 * len(is_shared(shared))  # what is left of a half
+    buckets = shared._ddp_state.core.manager.current.buckets
+    of_wire = sum(len(each.flat.data) * each.wire.inter_host.itemsize for each in buckets)
+    assert abs(sent - of_wire / 2) <= 8 * len(is_shared(shared))  # what is left of a half
 
 
 @pytest.mark.long

@@ -161,8 +161,8 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         "torch.bfloat16, torch.float16, torch.float32; torch.int8",
     ),
     "compression": (
-        {"compression": "int4"},
-        "should be 'int8', a tritonddp.Int8 or None, got 'int4'",
+        {"compression": "int3"},
+        "should be 'int8', 'int4', a tritonddp.Int8, a tritonddp.Int4 or None, got 'int3'",
     ),
     "exact, by another name": ({"compression": Int8(exact="wheight")}, "no parameter 'wheight'"),
     "divided by nothing": ({"gradient_divide_factor": 0}, "positive and finite, got 0"),
