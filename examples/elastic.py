@@ -11,7 +11,7 @@ of a run that nothing happened to: rank 0 prints their hash. For that a checkpoi
   - of all ranks: parameters, the optimizer, the schedule, the place in the data, the step;
   - of each rank: the state of its random numbers, its buffers (batch statistics differ between
     ranks after a forward), and ``ddp.comm_state_dict()``: the order of the buckets, on which the
-    bits of a sum over three and more ranks depend, and with ``--compression`` what quantisation
+    bits of a sum over three and more ranks depend, and with ``--compression`` what quantization
     has left out of the gradients so far.
 
 It goes on with fewer ranks too, or with more: when a node is gone (``--nnodes 1:4``), or in another

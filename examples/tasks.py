@@ -75,7 +75,7 @@ def digits() -> Task:
 
 
 class ConvNet(nn.Sequential):
-    """Three convolutions with batch normalisation: N x 1 x 8 x 8 pixels to N x 10 logits."""
+    """Three convolutions with batch normalization: N x 1 x 8 x 8 pixels to N x 10 logits."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -90,7 +90,7 @@ class ConvNet(nn.Sequential):
 
     @staticmethod
     def _block(channels_in: int, channels_out: int) -> list[nn.Module]:
-        # No bias: the batch normalisation has one.
+        # No bias: the batch normalization has one.
         convolution = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
         return [convolution, nn.BatchNorm2d(channels_out), nn.ReLU()]
 

@@ -279,7 +279,7 @@ def assert_mean_of(
 ) -> None:
     """Gradients are the means of what ``alone`` has on each rank, and alike on all.
 
-    To rounding; or to this share of the largest number, where they are quantised.
+    To rounding; or to this share of the largest number, where they are quantized.
     """
     for number, (grad, mean) in enumerate(
         zip(gradients(ddp), means(gradients(alone)), strict=True)

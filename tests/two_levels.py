@@ -1,4 +1,4 @@
-"""Twins of quantised sums between hosts of several ranks, for GPUs recorded and real."""
+"""Twins of quantized sums between hosts of several ranks, for GPUs recorded and real."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def given(rank: int, step: int) -> list[Tensor | None]:
 
 
 class Twins:
-    """Hosts of ``size`` ranks each in one process: sums within a host, then quantised messages.
+    """Hosts of ``size`` ranks each in one process: sums within a host, then quantized messages.
 
     Blocks are those of a parameter, and of its share: who owns which makes no difference.
     """

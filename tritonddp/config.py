@@ -57,7 +57,7 @@ class DDPConfig:
     """The checked arguments of the constructor, in the form that the other classes need."""
 
     given: Any  # some of the arguments as they were given, as attributes
-    wire: WireOptions  # in which form gradients are sent: dtype or quantised
+    wire: WireOptions  # in which form gradients are sent: dtype or quantized
     caps: BucketCaps
     device_ids: list[int] | None  # None where it has no effect
     output_device: int | None  # None where it has no effect
@@ -77,7 +77,7 @@ class DDPConfig:
     ) -> DDPConfig:
         """Check the arguments; for the errors see :class:`tritonddp.DistributedDataParallel`.
 
-        They are the attributes of ``given``. ``params`` are the parameters to be synchronised.
+        They are the attributes of ``given``. ``params`` are the parameters to be synchronized.
         """
         arguments: dict[str, Any] = vars(given)
         devices = {param.device for _, param in params}
@@ -245,12 +245,12 @@ def check_module(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
             f"requires a gradient: {type(module).__name__} has none"
         )
-    uninitialised = [name for name, param in params if isinstance(param, UninitializedParameter)]
-    if uninitialised:
+    uninitialized = [name for name, param in params if isinstance(param, UninitializedParameter)]
+    if uninitialized:
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
             "Run a dummy forward pass to correctly initialize the modules: "
-            f"{', '.join(uninitialised)}"
+            f"{', '.join(uninitialized)}"
         )
     first = {param.device.type: name for name, param in reversed(params)}
     if len(first) > 1:

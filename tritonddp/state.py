@@ -88,7 +88,7 @@ class DDPState:
     state_broadcast: StateBroadcast = field(init=False)  # sends parameters and buffers
     parameters: ModuleParameters = field(init=False)  # of the module, with its buffers
     counters: Counters = field(init=False)  # of what was sent
-    buffer_sync: BufferSync = field(init=False)  # synchronises buffers before forwards
+    buffer_sync: BufferSync = field(init=False)  # synchronizes buffers before forwards
     core: AutogradDriver = field(init=False)  # reduces gradients
     metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
     scalars: Scalars = field(init=False)  # summed with the gradients, if there are names
@@ -357,7 +357,7 @@ class DDPState:
         self.builtin_hook = kind
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
-        """Synchronise buffers by ``hook``."""
+        """Synchronize buffers by ``hook``."""
         self.buffer_hook = hook
         if hook.is_after:
             self.traced.refuse_buffers_after()
@@ -396,7 +396,7 @@ _OF_THE_GROUP = {each.name for each in fields(DDPState) if not each.init} | {"gr
 
 
 def _buffers_after_backward(reference: weakref.ref[Any]) -> None:
-    """A reduction of a module that is replicated in place is over: synchronise its buffers.
+    """A reduction of a module that is replicated in place is over: synchronize its buffers.
 
     Inside ``join()`` its forwards do that, as those of a wrapper: ranks without inputs take part.
     """

@@ -53,7 +53,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     Wrap the same module on every rank, then train as with one process: during each ``backward()``
     gradients are averaged over the ranks, bucket by bucket, while the rest of the backward runs.
     Parameters that a backward does not reach need no flag. ``torch.distributed`` must be
-    initialised first.
+    initialized first.
 
     The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order;
     those that stock does not have follow, by name only.
@@ -92,7 +92,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         bucket_cap_mb_list: sizes in MiB of the first, second, ... and all further buckets.
         batched_grad_copy: accepted, as ``check_reduction`` is: gradients are copied in buckets.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
-            synchronised one. On by default.
+            synchronized one. On by default.
         lazy_bucket_allocation: (torch 2.15) buckets have memory during backwards only.
         reduce_dtype: the dtype in which gradients travel and are summed: ``torch.bfloat16`` or
             ``torch.float16`` for half the bytes of fp32, ``torch.float32`` for full precision of
@@ -129,7 +129,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.
-        RuntimeError: no parameter requires gradients, parameters are uninitialised, or ranks hold
+        RuntimeError: no parameter requires gradients, parameters are uninitialized, or ranks hold
             different models (raised on every rank, naming what differs).
         TypeError: an argument has a wrong type, or a flag is neither on nor off.
         ValueError: no process group, or arguments that contradict each other or the module.
@@ -265,7 +265,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         ):
             self._sync_buffers()
             if state.metrics is not None:
-                state.metrics.buffers_synchronised()
+                state.metrics.buffers_synchronized()
         if not state.parameters.is_agreed:
             self._adopt_parameters()
         if self.device_ids:
@@ -277,7 +277,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _adopt_parameters(self) -> None:
         """Parameters have come or gone, and with them buffers perhaps.
 
-        Only now: a rank whose parameters are as before has synchronised its buffers too. In a
+        Only now: a rank whose parameters are as before has synchronized its buffers too. In a
         transform of ``torch.func`` the module holds its parameters for this forward only.
         """
         state = self._ddp_state
@@ -304,7 +304,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 from tritonddp.features import rpc_contexts  # imports torch.distributed.rpc
 
                 rpc_contexts.watch(core, output, context, syncs)
-        # As in stock: the next forward need not synchronise buffers if nothing made ranks differ.
+        # As in stock: the next forward need not synchronize buffers if nothing made ranks differ.
         if self.require_forward_param_sync is not (has_grad and syncs):  # to set it is slow
             self.require_forward_param_sync = has_grad and syncs
         return output
@@ -565,7 +565,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ``rank`` and ``world_size`` of this run. Alike on all ranks: ``bucket_order``, names of
             parameters, empty before the first reduced backward; ``keeps_order``, whether they stay
             as registered; ``weight_unit`` of the next weights. Of this rank, with ``compression``:
-            ``sent`` and ``reduced``, quantisation errors by parameter name, fp32.
+            ``sent`` and ``reduced``, quantization errors by parameter name, fp32.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.
@@ -589,7 +589,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Args:
             states: what :meth:`comm_state_dict` returned. With the same number of ranks: each
                 rank's own state. With fewer or more ranks: the states of all saved ranks ``r`` with
-                ``r % world_size`` equal to this rank, which may be none; their quantisation errors
+                ``r % world_size`` equal to this rank, which may be none; their quantization errors
                 are added up. Parameters that the module does not have are ignored; trainable
                 parameters that no state names go last.
 
@@ -598,7 +598,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 on another rank is invalid. Then nothing is loaded on any rank.
             TypeError: a state is no dictionary, or an entry has a wrong type.
             ValueError: an entry is missing or out of range; or a parameter had another shape, and
-                its gradients have quantisation errors.
+                its gradients have quantization errors.
         """
         core = self._ddp_state.core
         core.flush_outside_backward(
@@ -670,7 +670,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Whether :meth:`finalize_backward` may be called only after the next backward returns.
 
         True for the first reduced backward, in which the bucket order is not known yet. In later
-        ones it may also be called from a hook. Always false if finalisation is not manual.
+        ones it may also be called from a hook. Always false if finalization is not manual.
         """
         state = self._ddp_state
         return state.finalizes_manually and state.core.manager.is_provisional

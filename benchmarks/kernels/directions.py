@@ -26,7 +26,7 @@ class Direction:
 
     Attributes:
         passes: over the gradients, at least.
-        of_block: the least number of bytes that are read and written for each quantised block.
+        of_block: the least number of bytes that are read and written for each quantized block.
         check_one: lets a way that is ours or not run once, onto NaN where it does not work in
             place; raises a RuntimeError if the result was wrong.
     """

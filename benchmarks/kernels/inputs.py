@@ -17,7 +17,7 @@ from tritonddp.kernels.quantized.code import BLOCK
 
 # Gradients are scaled by 1/3, which rounds in every dtype.
 WORLD_SIZE = 3
-# Ranks that exchange quantised gradients.
+# Ranks that exchange quantized gradients.
 QUANTIZED_RANKS = 8
 # Gradients begin where torch's CUDA allocator lets allocations begin.
 _BYTES_APART = 512
@@ -62,7 +62,7 @@ class Inputs:
 
     @cached_property
     def quantized(self) -> QuantizedBuffer:
-        """The buffer of rank 0, of which all gradients are quantised, with error feedback."""
+        """The buffer of rank 0, of which all gradients are quantized, with error feedback."""
         layout, device = self.ours.layout, self.block.device
         message = buffer.MessageLayout(layout.numels, [True] * len(self.grads), QUANTIZED_RANKS)
         residuals = buffer.Residuals.zeros(message, 0, device)

@@ -1,4 +1,4 @@
-"""Ways to quantise a bucket, to sum what all ranks sent, and to write the sums: ours and torch's.
+"""Ways to quantize a bucket, to sum what all ranks sent, and to write the sums: ours and torch's.
 
 With error feedback, for rank 0 of 8. Torch's are what one would write for the whole bucket.
 """

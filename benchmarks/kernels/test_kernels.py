@@ -2,7 +2,7 @@
 
     pytest benchmarks/kernels --benchmark-only [-k "resnet50 and flatten"] [--benchmark-json FILE]
 
-Gradients are flattened into a bucket and back, and quantised, summed and dequantised. The copy has
+Gradients are flattened into a bucket and back, and quantized, summed and dequantized. The copy has
 the bytes that must be read and written at least: nothing that does so can be faster. On a GPU there
 are two, of which neither is always the faster one: torch's ``copy_``, which lets the driver copy,
 and a kernel. A bucket is the whole list of parameters or the first that the default cap of 25 MiB

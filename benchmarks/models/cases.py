@@ -1,6 +1,6 @@
 """The models that the benchmarks wrap, and batches for them.
 
-Each stresses another cost of gradient synchronisation: very many tiny gradients (host work per
+Each stresses another cost of gradient synchronization: very many tiny gradients (host work per
 parameter), many large ones (passes over memory), two ordinary networks between the extremes, and
 one of which every batch leaves most parameters unused. The well-known architectures are meant for
 a GPU: on a CPU a step of each takes seconds.

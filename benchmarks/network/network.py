@@ -5,7 +5,7 @@
 
 Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more: 2x4 are 2 hosts
 of 4 ranks each. What is timed
-is a whole step, forward, backward and the synchronisation of gradients, on the slowest rank, next
+is a whole step, forward, backward and the synchronization of gradients, on the slowest rank, next
 to the shortest time that the line allows (result.py); with `--by-wire`, with fewer bytes too, in
 bf16 and less, each against stock in fp32. Needs root, `ip` and `tc`; ends with status 2 and a word
 of advice where it cannot have them.

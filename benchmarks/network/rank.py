@@ -121,7 +121,7 @@ class Contenders:
             )
 
     def step(self, name: str) -> float:
-        """Seconds of a step of this rank: forward, backward, gradients synchronised."""
+        """Seconds of a step of this rank: forward, backward, gradients synchronized."""
         model = self._models[name]
         model.zero_grad(set_to_none=True)
         self._clock.restart()

@@ -19,7 +19,7 @@ except ImportError as error:
 
 from benchmarks.base.results import Record, Result
 
-# Okabe and Ito's palette, which colour-blind eyes tell apart.
+# Okabe and Ito's palette, which color-blind eyes tell apart.
 OURS, STOCK, OTHER = "#0072b2", "#e69f00", "#8c8c8c"
 LIMIT = "#d55e00"
 _MARK = {"markersize": 12, "markeredgewidth": 2.5}
@@ -90,10 +90,10 @@ def draw_step(step: Result, path: Path) -> None:
     with ``-light`` and ``-dark`` before its suffix."""
     bars = _parts_of(step.models[_MODEL])
 
-    def figure_of(colours: Mapping[str, str]) -> Figure:
+    def figure_of(colors: Mapping[str, str]) -> Figure:
         figure, axis = pyplot.subplots(figsize=(8.4, 1.9))
-        _draw_parts(axis, bars, colours)
-        handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[part]) for part in _PARTS]
+        _draw_parts(axis, bars, colors)
+        handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors[part]) for part in _PARTS]
         figure.legend(handles, _PARTS.values(), loc="lower center", ncols=3, frameon=False)
         figure.subplots_adjust(left=0.17, right=0.9, top=1.0, bottom=0.16)
         return figure
@@ -115,7 +115,7 @@ def _parts_of(model: Record) -> dict[str, dict[str, float]]:
 
 
 def _draw_parts(
-    axis: Any, bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]
+    axis: Any, bars: Mapping[str, Mapping[str, float]], colors: Mapping[str, str]
 ) -> None:
     longest = max(sum(parts.values()) for parts in bars.values())
     axis.set_xlim(0, longest)
@@ -124,7 +124,7 @@ def _draw_parts(
     for place, (name, parts) in enumerate(bars.items()):
         begin = 0.0
         for part, length in parts.items():
-            axis.barh(place, length, left=begin, height=0.62, color=colours[part], linewidth=0)
+            axis.barh(place, length, left=begin, height=0.62, color=colors[part], linewidth=0)
             begin += length
         axis.text(-0.01 * longest, place, name, ha="right", va="center")
         axis.text(begin + 0.01 * longest, place, f"{begin:.1f} ms", ha="left", va="center")
@@ -142,15 +142,15 @@ def finish(figure: Figure, title: str, result: Result, note: str) -> None:
 
 
 def save_themed(
-    path: Path, colours: Mapping[str, Mapping[str, str]], draw: Callable[..., Figure]
+    path: Path, colors: Mapping[str, Mapping[str, str]], draw: Callable[..., Figure]
 ) -> None:
     """Draw an SVG file for light and dark pages: ``path`` with the theme before its suffix.
 
     Args:
-        colours: by theme; that of texts is ``"ink"``.
-        draw: makes the figure of a theme's colours.
+        colors: by theme; that of texts is ``"ink"``.
+        draw: makes the figure of a theme's colors.
     """
-    for theme, chosen in colours.items():
+    for theme, chosen in colors.items():
         style = {
             "svg.fonttype": "none",
             "svg.hashsalt": "tritonddp",

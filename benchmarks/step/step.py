@@ -5,7 +5,7 @@
 
 One process group and one process per rank hold all configurations of a model side by side. In
 each round every configuration runs once, in an order shuffled anew (the same on all ranks): the
-forward, then a barrier, then the backward, which is what is timed, device synchronised. A sample
+forward, then a barrier, then the backward, which is what is timed, device synchronized. A sample
 is the time of the slowest rank. Models are built several times, so that where memory happens to
 lie is sampled too. Before any timing, gradients of all configurations are compared, and what each
 backward sends and launches is counted: nothing is timed where a side of a comparison sends nothing.

@@ -1,6 +1,6 @@
 """A frozen weight whose tensor is a class of 8-bit numbers and scales: DDP cannot be made.
 
-modelscope/DiffSynth-Studio#1674 (2026): a LoRA on quantised layers trains on one GPU. On two,
+modelscope/DiffSynth-Studio#1674 (2026): a LoRA on quantized layers trains on one GPU. On two,
 DDP sends the frozen weights around as if they were plain, and copies what it got into them.
 """
 

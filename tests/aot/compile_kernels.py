@@ -41,7 +41,7 @@ TARGETS = {
     "sm_100": (GPUTarget("cuda", 100, 32), SOME_PAIRS),
     "gfx942": (GPUTarget("hip", "gfx942", 64), SOME_PAIRS),
 }
-# Of the quantising kernels.
+# Of the quantizing kernels.
 # Gradients, aligned, error feedback; and for sums, ranks instead of gradients.
 GRADIENTS = {
     "sm_80": [(tl.float32, True, True), (tl.bfloat16, False, True)],
@@ -69,7 +69,7 @@ def compile_as_launched(
     anywhere: Sequence[str] = (),
     num_warps: int = WARPS,
 ):
-    """Compile as ``Launcher`` would: integers unspecialised, base pointers divisible by 16.
+    """Compile as ``Launcher`` would: integers unspecialized, base pointers divisible by 16.
 
     Except those to what may lie ``anywhere``.
     """

@@ -146,7 +146,7 @@ def test_addresses_are_written_by_one_store_each_and_read_from_no_memory(compile
     )
 
 
-# Quantising
+# Quantizing
 
 
 def bytes_of_numbers(architecture: str) -> int:
@@ -157,7 +157,7 @@ def bytes_of_numbers(architecture: str) -> int:
 @ARCHITECTURE
 def test_quantize_moves_16_bytes_at_a_time(compiled, architecture):
     def is_right(variant: dict) -> bool:
-        # Gradients are read twice in the code, as quantised ones and as exact ones.
+        # Gradients are read twice in the code, as quantized ones and as exact ones.
         gradients = 2 * wide(variant["grad"], architecture) if variant["aligned"] else 0
         fp32 = wide("fp32", architecture)
         residuals = fp32 if variant["feedback"] else 0
@@ -203,7 +203,7 @@ def test_reduce_parts_moves_16_bytes_at_a_time_and_loads_of_several_ranks_at_onc
 
 @ARCHITECTURE
 def test_misaligned_gradients_are_read_one_by_one(compiled, architecture):
-    each = 2 * BLOCK // THREADS[architecture]  # as quantised ones and as exact ones
+    each = 2 * BLOCK // THREADS[architecture]  # as quantized ones and as exact ones
 
     def is_right(variant: dict) -> bool:
         return variant["aligned"] or variant["loads"].count(ITEMSIZE[variant["grad"]]) >= each

@@ -102,7 +102,7 @@ def test_the_users_sizes_hold_and_the_cpu_keeps_stocks() -> None:
     of_stock = BucketCaps((MIB, 25 * MIB), is_registered=True)
     assert on_cuda(None, None, finds_unused=True) == of_stock == NCCL.registered()
     assert on_cuda(2, None, finds_unused=True) == BucketCaps((2 * MIB,), is_registered=True)
-    # Quantised gradients go over lines that are slow.
+    # Quantized gradients go over lines that are slow.
     assert on_cuda(None, None, few_bytes=True).limits[:3] == (4 * MIB, 8 * MIB, 16 * MIB)
 
 

@@ -149,7 +149,7 @@ class Towers(nn.Module):
         return net(batch(), "text").pow(2).sum()
 
 
-class Normalised(OfBatches):
+class Normalized(OfBatches):
     """BatchNorm, with statistics that are not those of the start."""
 
     def __init__(self) -> None:
@@ -162,12 +162,12 @@ class Normalised(OfBatches):
         return self.layers(x)
 
 
-class NormalisedAsInEval(Normalised):
+class NormalizedAsInEval(Normalized):
     def __init__(self) -> None:
         super().__init__()
         self.eval()
 
-    def train(self, mode: bool = True) -> NormalisedAsInEval:
+    def train(self, mode: bool = True) -> NormalizedAsInEval:
         return super().train(False)  # a fine-tuned backbone often keeps its statistics like this
 
 

@@ -155,7 +155,7 @@ def lightning_prepares_the_reducer(net: Net, rank: int, step: int) -> None:
 
 
 @case(RIGHT, RIGHT, model=PreparesInside)
-def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None:
+def lightning_blocks_the_synchronization(net: Net, rank: int, step: int) -> None:
     """``block_backward_sync()`` of the strategy, around a whole training_step."""
     net.module.wrapper = [net]
     with net.no_sync():
@@ -166,7 +166,7 @@ def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None
 
 
 @case(RIGHT, TWICE)
-def accelerate_triggers_the_synchronisation(net: Net, rank: int, step: int) -> None:
+def accelerate_triggers_the_synchronization(net: Net, rank: int, step: int) -> None:
     """``accelerator.trigger_sync_in_backward(model)``, around the last of several backwards."""
     with net.no_sync():
         losses = [net(batch(), "abcdef").sum() for _ in range(3)]

@@ -3,7 +3,7 @@
 import torch
 from oracle import Net
 
-from cases.models import Branches, Heads, Multiplied, Normalised, NormalisedAsInEval, batch, branch
+from cases.models import Branches, Heads, Multiplied, Normalized, NormalizedAsInEval, batch, branch
 from cases.stock import RIGHT, TWICE, UNDEFINED, UNUSED, WRONG
 from cases.table import case
 
@@ -86,25 +86,25 @@ def forward_without_backward(net: Net, rank: int, step: int) -> None:
 # Buffers while a graph is alive.
 
 
-@case(RIGHT, RIGHT, model=Normalised)
+@case(RIGHT, RIGHT, model=Normalized)
 def batch_norm_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
 
 
-@case(WRONG, WRONG, model=Normalised, reductions=2)
+@case(WRONG, WRONG, model=Normalized, reductions=2)
 def batch_norm_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
     for loss in losses:
         loss.backward()
 
 
-@case(RIGHT, RIGHT, model=NormalisedAsInEval)
+@case(RIGHT, RIGHT, model=NormalizedAsInEval)
 def batch_norm_in_eval_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     assert not net.module.layers[1].training
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
 
 
-@case(WRONG, WRONG, model=NormalisedAsInEval, reductions=2)
+@case(WRONG, WRONG, model=NormalizedAsInEval, reductions=2)
 def batch_norm_in_eval_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
     for loss in losses:

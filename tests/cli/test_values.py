@@ -126,7 +126,7 @@ def test_ranks_that_differ_are_wrong_unless_stocks_do_too(model: nn.Linear, tmp_
 
 
 def test_a_gradient_of_nothing_but_rounding_is_not_wrong(model: nn.Linear, tmp_path: Path) -> None:
-    """That of a bias before a normalisation: relative to itself all of it is different."""
+    """That of a bias before a normalization: relative to itself all of it is different."""
     model.bias.grad.fill_(1e-9)
     before = taken(model, tmp_path)
     model.bias.grad.fill_(-1e-9)

@@ -46,7 +46,7 @@ def model(kind: str) -> nn.Module:
 
 
 def values(net: nn.Module) -> list[list[float]]:
-    """Of all parameters: those of a quantised one as plain numbers."""
+    """Of all parameters: those of a quantized one as plain numbers."""
     eye = torch.eye(WIDTH)
     frozen = [F.linear(eye, layer.base.weight) for layer in (net[0], net[2])]
     trained = [param.detach() for param in net.parameters() if param.requires_grad]

@@ -142,7 +142,7 @@ def test_every_script_is_run() -> None:
     assert scripts == {f"with_{name}" for name in LIBRARIES}
 
 
-def test_a_lora_on_quantised_weights_of_torchao() -> None:
+def test_a_lora_on_quantized_weights_of_torchao() -> None:
     """Stock DDP cannot wrap these: they are compared, and sent, by the tensors they are made of."""
     if (missing := why_missing("torchao")) is not None:
         pytest.skip(missing)

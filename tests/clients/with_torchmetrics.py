@@ -1,4 +1,4 @@
-"""torchmetrics beside the training: metrics that are synchronised between forward and backward."""
+"""torchmetrics beside the training: metrics that are synchronized between forward and backward."""
 
 import torch
 import torch.nn.functional as F

@@ -59,7 +59,7 @@ def hooks_mended() -> Iterator[None]:
     """Two kinds of hooks of torch 2.13 fail over gloo, under whatever DDP: here they do not.
 
     Batched PowerSGD hands a matrix to what takes batches of matrices (on every device).
-    Quantisation takes the future of an all-gather to hold a tensor of all ranks in a list (per
+    Quantization takes the future of an all-gather to hold a tensor of all ranks in a list (per
     channel), or a list in a list, as NCCL's does (per tensor); gloo's holds a list.
     """
     orthogonalize = powerSGD_hook._orthogonalize

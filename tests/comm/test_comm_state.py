@@ -30,7 +30,7 @@ class Net(nn.Module):
         super().__init__()
         self.last = nn.Linear(40, 5)
         self.first = nn.Linear(7, 60)
-        self.middle = nn.Linear(60, 40)  # large enough to be quantised
+        self.middle = nn.Linear(60, 40)  # large enough to be quantized
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.first(x).relu()).relu())

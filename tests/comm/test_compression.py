@@ -1,4 +1,4 @@
-"""``compression``: quantised gradients, with real ranks over gloo."""
+"""``compression``: quantized gradients, with real ranks over gloo."""
 
 import threading
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tritonddp.coordination import collectives
 
 
 class Net(nn.Module):
-    """Quantised and exact parameters; not all are used, and gradients come in another order."""
+    """Quantized and exact parameters; not all are used, and gradients come in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class Simulated:
-    """What quantised reductions make of gradients: each parameter alone, all ranks in one process.
+    """What quantized reductions make of gradients: each parameter alone, all ranks in one process.
 
     Blocks are those of a parameter: in which bucket it is makes no difference, nor who owns what.
     Two ranks exchange directly, unless that is over NCCL.
@@ -198,7 +198,7 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
 
 
 @ranks(2)
-def test_what_is_quantised_and_what_is_not() -> None:
+def test_what_is_quantized_and_what_is_not() -> None:
     class Kinds(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -227,13 +227,13 @@ def test_what_is_quantised_and_what_is_not() -> None:
         module = Kinds()
         alone = one_per_rank(module)
         ddp = DistributedDataParallel(module, compression=Int8(exact=exact))
-        quantised = names - kept
+        quantized = names - kept
         play(lambda net, _: net(torch.randint(100, (4,))).abs().backward(), ddp, alone, 0)
-        assert {name for name, _, _ in residuals_of(ddp.reducer.buckets)} == quantised
+        assert {name for name, _, _ in residuals_of(ddp.reducer.buckets)} == quantized
         means = mean_over_ranks(alone)
         for (name, param), mean in zip(module.named_parameters(), means, strict=True):
             assert param.grad.dtype == param.dtype
-            if name not in quantised:
+            if name not in quantized:
                 tolerance = 1e-5 * float(mean.abs().max())
                 torch.testing.assert_close(param.grad, mean, rtol=0, atol=tolerance, msg=name)
     # One bucket for each dtype: three in which something is exact take two collectives, no more.
@@ -241,7 +241,7 @@ def test_what_is_quantised_and_what_is_not() -> None:
     assert sorted(kinds) == [False, False, True, True]
 
 
-def test_an_embedding_that_is_the_head_too_is_quantised() -> None:
+def test_an_embedding_that_is_the_head_too_is_quantized() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

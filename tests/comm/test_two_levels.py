@@ -43,7 +43,7 @@ CASES = [INT8, *(each for each in OPTIONS if each != "int8")]
 
 
 class Net(nn.Module):
-    """Quantised and exact parameters; not all are used, and gradients come in another order."""
+    """Quantized and exact parameters; not all are used, and gradients come in another order."""
 
     def __init__(self, width: int = 60) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def is_quantized(param: Tensor) -> bool:
 
 
 def owners(ddp: DistributedDataParallel, per_host: int) -> dict[str, Tensor]:
-    """By parameter: the local rank that quantises each of its blocks."""
+    """By parameter: the local rank that quantizes each of its blocks."""
     found = {}
     for bucket in ddp._ddp_state.core.manager.current.buckets:
         first, share = 0, -(-len(bucket.flat.data) // (per_host * BLOCK))  # in blocks
@@ -375,7 +375,7 @@ def test_nothing_is_lost_when_parameters_come_and_shares_move() -> None:
             assert_is_left(ddp, due)
             found = [b.quantization for b in ddp._ddp_state.core.manager.current.buckets]
             waits.append(any(each.unsent for each in found if each is not None))
-        assert waits[0], "blocks that other ranks of the host quantise now"
+        assert waits[0], "blocks that other ranks of the host quantize now"
         assert not waits[-1]
 
 

@@ -23,10 +23,10 @@ def test_no_file_is_loaded_that_may_hold_code(folder: str) -> None:
 @ranks(2)
 def test_what_another_rank_says_is_one_line_of_text_and_bounded(rank: int) -> None:
     hostile = "\x1b[2Jgone\n" * 10_000 if rank else "what it is"
-    description = {"parameter": {}, "buffer": {}, "option": {"colour": hostile}}
+    description = {"parameter": {}, "buffer": {}, "option": {"color": hostile}}
     group = dist.group.WORLD
     assert group is not None
-    with pytest.raises(RuntimeError, match="option 'colour': rank 0 has what it is") as caught:
+    with pytest.raises(RuntimeError, match="option 'color': rank 0 has what it is") as caught:
         verify_same(description, Group(group), torch.device("cpu"))
     heading, line, remedy = str(caught.value).splitlines()
     assert "\x1b" not in line

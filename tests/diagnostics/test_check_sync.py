@@ -191,7 +191,7 @@ def test_after_join_gradients_are_each_ranks_own_until_the_next_reduction(rank: 
 
 
 @ranks(2)
-def test_synchronised_statistics_are_compared_where_the_layer_spans_the_group() -> None:
+def test_synchronized_statistics_are_compared_where_the_layer_spans_the_group() -> None:
     """(SyncBatchNorm has no forward on the CPU.)"""
     ddp = DistributedDataParallel(Net())
     ddp.module.norm = nn.SyncBatchNorm(4)

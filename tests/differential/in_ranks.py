@@ -128,7 +128,7 @@ def play_recorded(seeds: Sequence[int], per_host: int = 0) -> list[Played]:
 
     Args:
         seeds: of the programs.
-        per_host: if it is not 0, so many ranks share a host, and gradients are quantised between
+        per_host: if it is not 0, so many ranks share a host, and gradients are quantized between
             hosts, small ones too. Within a host they are summed in bf16 if the seed is odd.
 
     Raises:

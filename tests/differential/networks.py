@@ -45,7 +45,7 @@ class Wide(nn.Module):
 
 
 class Convolution(nn.Module):
-    """With batch normalisation, whose buffers differ between ranks after each forward."""
+    """With batch normalization, whose buffers differ between ranks after each forward."""
 
     def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ from differential.trace import Entry, Snapshot, dense
 # of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
 _ROUNDINGS = 4
 _ROUNDINGS_OF_WEIGHTED = 16
-# How far quantised gradients may be from the mean, by the largest of the network until then: what
+# How far quantized gradients may be from the mean, by the largest of the network until then: what
 # error feedback still owes may be of any gradient before.
 _QUANTIZED = 0.03
 _SMALLEST_QUANTIZED = 1024  # elements of a parameter
@@ -60,7 +60,7 @@ class Oracle:
 
     Args:
         program: what is played.
-        in_place: whether they are replicated in place: buffers are synchronised after reductions,
+        in_place: whether they are replicated in place: buffers are synchronized after reductions,
             and not before forwards.
 
     Attributes:
@@ -72,7 +72,7 @@ class Oracle:
         # (Ranks without inputs take part in forwards alone.)
         ranks = range(program.world_size)
         self._everyone = [Player(program, rank, build(program, 0), Alone) for rank in ranks]
-        # As in stock, a module without buffers when it is wrapped never has any synchronised.
+        # As in stock, a module without buffers when it is wrapped never has any synchronized.
         has_buffers = any(True for _ in self._everyone[0].network.buffers())
         self._syncs = program.options.syncs_buffers and has_buffers
         self._syncs_afterwards = in_place and self._syncs and not program.counts
@@ -87,7 +87,7 @@ class Oracle:
         # How far the gradients that the last action has reduced may be from the mean.
         self._bounds: dict[str, Tensor | None] = {}
         self._wire = getattr(torch, program.options.reduce_dtype or "float64")
-        self._largest = 0.0  # gradient so far, where they are quantised
+        self._largest = 0.0  # gradient so far, where they are quantized
         self.owners: dict[str, int] = {}
         # With owners: means that are in their gradients already when backwards add to them.
         self._means: dict[str, Tensor] = {}
@@ -227,7 +227,7 @@ class Oracle:
 
     @property
     def _syncs_forwards(self) -> bool:
-        """Whether a forward synchronises buffers, unless the one before was under ``no_sync``."""
+        """Whether a forward synchronizes buffers, unless the one before was under ``no_sync``."""
         return self._syncs and not self._syncs_afterwards
 
     def _sync_buffers(self) -> None:

@@ -1,4 +1,4 @@
-"""Hooks that synchronise module buffers run where, when and on what stock DDP runs them."""
+"""Hooks that synchronize module buffers run where, when and on what stock DDP runs them."""
 
 import re
 import threading

@@ -145,7 +145,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool, bool]] = {
 
 
 @ranks(2)
-def test_options_say_where_buffers_are_synchronised(rank: int) -> None:
+def test_options_say_where_buffers_are_synchronized(rank: int) -> None:
     for what, (options, at_construction, at_forward) in OPTIONS.items():
         torch.manual_seed(rank)
         module = normed()

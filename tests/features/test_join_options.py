@@ -112,7 +112,7 @@ def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too(rank: int) 
 
 
 @ranks(2, views=True)
-def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(
+def test_buckets_without_memory_and_backwards_finalized_by_hand_join_too(
     rank: int, view: bool
 ) -> None:
     counts = (1, 4)

@@ -54,7 +54,7 @@ def assert_right(ddp: Any) -> None:
     """The next correct step gives the gradients of an unwrapped module. (There is one rank.)
 
     Args:
-        ddp: wraps a module in fp64. What waits for ``finalize_backward()`` is finalised first.
+        ddp: wraps a module in fp64. What waits for ``finalize_backward()`` is finalized first.
     """
     if ddp.require_manual_backward_finalization:
         with only_documented(type(ddp).finalize_backward):

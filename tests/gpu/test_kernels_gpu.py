@@ -131,7 +131,7 @@ def test_a_device_that_is_not_the_current_one_works_and_stays_not_current(place)
     assert (flat.views[0] == 0.5).all()
 
 
-def test_quantising_runs_on_the_current_stream_and_the_host_does_not_wait(place):
+def test_quantizing_runs_on_the_current_stream_and_the_host_does_not_wait(place):
     grad = torch.zeros(1_000_000, device="cuda")
     (flat,) = quantized_buffers([grad], [True], 1, device=torch.device("cuda"))
     factor = torch.ones(1, dtype=torch.float64, device="cuda")

@@ -1,4 +1,4 @@
-"""Quantised gradients over NCCL: the bits that the twins on the CPU make of the same gradients."""
+"""Quantized gradients over NCCL: the bits that the twins on the CPU make of the same gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worlds import NCCL_2, NCCL_4, in_worlds
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.wire_formats import QuantizedInterHost
 
-# Large and small, exact and quantised, with and without a last block that is not full.
+# Large and small, exact and quantized, with and without a last block that is not full.
 LARGE = (64, 80) if "TRITON_INTERPRET" in os.environ else (512, 640)
 SHAPES = [LARGE, (640,), (70, 33), (300,), (64, 64), (1, 5), (1025, 3)]
 

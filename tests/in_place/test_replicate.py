@@ -1,4 +1,4 @@
-"""``replicate(module)``: the module stays the same, and any call of it is synchronised."""
+"""``replicate(module)``: the module stays the same, and any call of it is synchronized."""
 
 import copy
 import gc
@@ -202,7 +202,7 @@ def test_parameters_that_are_unfrozen_are_averaged_by_methods_alone() -> None:
 
 
 @ranks(2)
-def test_synchronisation_is_switched_by_the_names_of_fsdp2(rank: int) -> None:
+def test_synchronization_is_switched_by_the_names_of_fsdp2(rank: int) -> None:
     net = replicate(seeded())
     net.set_requires_gradient_sync(False)
     squares(net.encode(drawn(5, 4))).backward()

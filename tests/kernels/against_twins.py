@@ -296,7 +296,7 @@ def test_gradients_that_live_in_the_buffer_are_scaled_once_and_there(place, wire
 
 
 NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# Around the edges of blocks, of chunks and of the 16-wide tail, and whether they are quantised.
+# Around the edges of blocks, of chunks and of the 16-wide tail, and whether they are quantized.
 SMALL = [(dense([17, 9], [1, 0]), True), (dense([5]), False), (dense([]), False)]
 SMALL += [(dense([256]), True), (dense([0]), True)]
 COMPILED = [*((dense([n]), True) for n in (1, 15, 16, 17, 255, 257, 5000)), (dense([33]), False)]

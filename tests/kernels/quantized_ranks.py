@@ -1,4 +1,4 @@
-"""The ranks of a quantised reduction in one process, in poisoned memory: collectives are copies."""
+"""The ranks of a quantized reduction in one process, in poisoned memory: collectives are copies."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The three quantising kernels, in Triton's interpreter, against their plain-torch twins."""
+"""The three quantizing kernels, in Triton's interpreter, against their plain-torch twins."""
 
 import math
 
@@ -27,7 +27,7 @@ dequantize = dequantize_module.dequantize
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-# Quantised and exact, around the edges of blocks, of chunks of 512 and of the 16-wide tail.
+# Quantized and exact, around the edges of blocks, of chunks of 512 and of the 16-wide tail.
 SLOTS = [dense([1000]), dense([0]), dense([5]), dense([17, 9], [1, 0]), dense([]), dense([256])]
 QUANTIZED = [True, True, False, True, False, True]
 

@@ -1,4 +1,4 @@
-"""Block-quantised reduction, in plain torch: what it may lose, and what it must not."""
+"""Block-quantized reduction, in plain torch: what it may lose, and what it must not."""
 
 import math
 

@@ -52,14 +52,14 @@ def test_digits_are_learnt_alike_with_stock_and_tritonddp() -> None:
 
 @pytest.mark.long
 def test_ranks_that_differ_are_found_and_named(tmp_path: Path) -> None:
-    script = tmp_path / "unsynchronised.py"
+    script = tmp_path / "unsynchronized.py"
     script.write_text(
         f"""
 import contextlib, sys
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
 import torch, train
 
-class Unsynchronised(torch.nn.Module):
+class Unsynchronized(torch.nn.Module):
     def __init__(self, module, **_):
         super().__init__()
         self.module = module
@@ -68,7 +68,7 @@ class Unsynchronised(torch.nn.Module):
     def forward(self, x):
         return self.module(x)
 
-train.WRAPPERS["tritonddp"] = Unsynchronised
+train.WRAPPERS["tritonddp"] = Unsynchronized
 sys.exit(train.main())
 """
     )

@@ -46,7 +46,7 @@ UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
     "buckets/residuals.py": {
         "add_to": (
             1,
-            "a parameter of a loaded state is quantised no more: its dtype is another one now",
+            "a parameter of a loaded state is quantized no more: its dtype is another one now",
         )
     },
     "buckets/grad_storage/grad_storage.py": {

@@ -2,7 +2,7 @@
 
 Tables, keys and launches are prepared as on a GPU. What is launched reads the tables as they are on
 the device then, notes the memory that the addresses in them lead to, and does the work: flatten
-and unflatten here, the quantising kernels in Triton's interpreter.
+and unflatten here, the quantizing kernels in Triton's interpreter.
 """
 
 import contextlib

@@ -41,7 +41,7 @@ class Net(nn.Module):
         self.table = nn.Embedding(10, 8, sparse=True) if sparse else None
         mix = torch.randn(8, 8, dtype=torch.complex64)
         self.mix = nn.Parameter(mix) if mixes else None
-        # Of as many elements as gradients have that are quantised.
+        # Of as many elements as gradients have that are quantized.
         self.wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8)) if wide else nn.Identity()
         self.last = nn.Linear(8, 4)
 

@@ -1,4 +1,4 @@
-"""Two levels over NCCL: quantised between hosts of several GPUs, on the recorded device."""
+"""Two levels over NCCL: quantized between hosts of several GPUs, on the recorded device."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +31,7 @@ STEPS = 6
 
 
 def quantized(program: Program, **options: Any) -> Program:
-    """The same with ``compression``, and with layers that are quantised."""
+    """The same with ``compression``, and with layers that are quantized."""
     options = {**program.options, "compression": "int8", **options}
     return replace(program, options=options, net={**program.net, "wide": True})
 

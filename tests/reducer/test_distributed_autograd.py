@@ -187,7 +187,7 @@ def test_sparse_gradients_stay_sparse(group: Any) -> None:
 
 
 @trainers
-def test_they_travel_in_reduce_dtype_but_are_not_quantised(group: Any) -> None:
+def test_they_travel_in_reduce_dtype_but_are_not_quantized(group: Any) -> None:
     wanted = expected(0, network())
     for options, tolerance in (
         ({"reduce_dtype": torch.bfloat16}, 1e-2),

@@ -1,4 +1,4 @@
-"""Manual finalisation: gradients come home when the caller says so, and not otherwise."""
+"""Manual finalization: gradients come home when the caller says so, and not otherwise."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_from_a_hook_when_all_buckets_are_launched(view: bool) -> None:
 
 
 @ranks(2)
-def test_what_cannot_be_finalised() -> None:
+def test_what_cannot_be_finalized() -> None:
     net = wrapped()
     assert not net.require_manual_backward_finalization
     assert not net.should_finalize_after_backward

@@ -93,7 +93,7 @@ def test_a_dropped_wrapper_is_no_work_for_the_garbage_collector(use: str) -> Non
     options, act = USES[use]
 
     def trained() -> None:
-        ddp = DistributedDataParallel(layers(64), **options)  # wide enough to be quantised
+        ddp = DistributedDataParallel(layers(64), **options)  # wide enough to be quantized
         act(ddp)
         if use != "join":  # what that leaves the next backward would free
             train(ddp, 3)

@@ -227,7 +227,7 @@ def test_refused_with_the_reason_and_nothing_left_half_done() -> None:
 
 
 @ranks(2)
-def test_a_buffer_that_cannot_be_synchronised_is_named_before_the_forward_too() -> None:
+def test_a_buffer_that_cannot_be_synchronized_is_named_before_the_forward_too() -> None:
     for kind, make in READ_ONLY.items():
         ddp = DistributedDataParallel(with_buffer(make), init_sync=False)
         with pytest.raises(NotImplementedError, match=f"'buffer' is .*{kind}"):

@@ -155,7 +155,7 @@ class HasAnotherBase(DistributedDataParallel, Tagged):
 
 
 @ranks(1)
-def test_the_other_bases_of_a_subclass_are_initialised() -> None:
+def test_the_other_bases_of_a_subclass_are_initialized() -> None:
     assert HasAnotherBase(Two()).tag == "set"
 
 

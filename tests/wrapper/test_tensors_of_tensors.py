@@ -1,4 +1,4 @@
-"""Frozen parameters of tensor subclasses that are made of other tensors: quantised weights."""
+"""Frozen parameters of tensor subclasses that are made of other tensors: quantized weights."""
 
 import logging
 from typing import Any
@@ -41,7 +41,7 @@ class Flat(Opaque):
 
 
 class Nested(Flat):
-    """Its scale is quantised once more."""
+    """Its scale is quantized once more."""
 
     def plain(self) -> Tensor:
         return self.bits.float() * self.scale.plain()

@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 # finishes a small first bucket before a large second one is full. So there each bucket is twice as
 # large as the one before it. Measured between two hosts at 1 Gbit/s, 42 MB of gradients in bf16:
 # 206 ms a step instead of 231. On the CPU the limit is lower: work on the last bucket, above all
-# quantising, takes long, and no backward hides it. On CUDA devices the first bucket is larger: each
+# quantizing, takes long, and no backward hides it. On CUDA devices the first bucket is larger: each
 # costs two collectives and a sum. A model chose these sizes, not a measurement:
 # ``benchmarks/gpu/overlap.py``.
 _SIZES = (1, 25)

@@ -125,7 +125,7 @@ class Bucket:
         places: what follows the headers: a byte a rank for :meth:`note_not_finite`, if gradients
             are checked. (A message has flags by rank instead.)
         wire: the format in which gradients are sent.
-        quantization: that of ``wire``: how gradients are quantised; ``None`` if they are not.
+        quantization: that of ``wire``: how gradients are quantized; ``None`` if they are not.
         owned: each gradient is reduced to one rank: on the others ``.grad`` becomes ``None``. Or
             ``None``: to all ranks.
         others: the slots that other ranks own.
@@ -223,7 +223,7 @@ class Bucket:
         """Go to the other ranks by ``exchange``, from the flat buffer.
 
         Or from ``memory`` that they read, uint8 zeros ``(nbytes,)``: for a bucket on the CPU that
-        is not lazy, sparse or quantised. The exchange sums what all ranks have packed.
+        is not lazy, sparse or quantized. The exchange sums what all ranks have packed.
         Without ``memory`` the exchange reduces the buffer in place.
         """
         self.exchange = exchange

@@ -1,4 +1,4 @@
-"""Wire formats: gradients are sent in ``reduce_dtype``, or quantised (``compression``)."""
+"""Wire formats: gradients are sent in ``reduce_dtype``, or quantized (``compression``)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from tritonddp.kernels.quantized.code import INT4, INT8, BlockCode
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# The dtypes of gradients that can be quantised.
+# The dtypes of gradients that can be quantized.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
-# Smaller parameters are not quantised: they save few bytes, and errors in them matter more.
+# Smaller parameters are not quantized: they save few bytes, and errors in them matter more.
 _SMALL = 1_024
 
 
@@ -49,21 +49,21 @@ class Int8:
     ``compression="int8"`` is ``compression=Int8()``. Gradients in fp64, complex and sparse ones
     travel as without compression. A block of 256 elements that has a NaN or an infinity is NaN
     afterwards. Parameters of one dimension or of fewer than 1,024 elements, and weights of
-    embeddings that no other layer shares, are never quantised: they travel in fp32. So do all
+    embeddings that no other layer shares, are never quantized: they travel in fp32. So do all
     gradients that :meth:`DistributedDataParallel.reduce_gradients` averages, which logs that once.
 
     On several hosts of several ranks each (as many on each), the ranks of a host sum first, on GPUs
-    in ``reduce_dtype`` if that is given, and hosts send each other the quantised sums. Otherwise
-    all ranks send each other quantised gradients.
+    in ``reduce_dtype`` if that is given, and hosts send each other the quantized sums. Otherwise
+    all ranks send each other quantized gradients.
 
     Args:
-        error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
+        error_feedback: what quantization leaves out of a gradient is kept in fp32, and added to the
             next one: at most ``4 + 4 / world_size`` bytes an element; with H hosts of G ranks each,
             ``(4 + 4 / H) / G``. Without it errors accumulate. It belongs in checkpoints: see
             :meth:`DistributedDataParallel.comm_state_dict`. With ``"sums"`` what the second
             rounding, of the sums, leaves out is kept alone, which takes the second term of these
             bytes. (Two ranks, or two hosts, on CPUs have no second rounding.)
-        exact: further parameters that are not quantised: a name, several names, patterns
+        exact: further parameters that are not quantized: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter.
 
     Raises:
@@ -130,8 +130,8 @@ class WireOptions:
     """
 
     reduce_dtype: torch.dtype | None = None  # None: each in its own dtype
-    compression: Int8 | None = None  # None: nothing is quantised
-    exact: ExactParams | None = None  # finds the parameters whose gradients are not quantised
+    compression: Int8 | None = None  # None: nothing is quantized
+    exact: ExactParams | None = None  # finds the parameters whose gradients are not quantized
 
     @classmethod
     def of(
@@ -166,7 +166,7 @@ class WireOptions:
         """Raise if gradients on these devices cannot be sent in this format.
 
         Raises:
-            RuntimeError: the backend of a device cannot send quantised gradients.
+            RuntimeError: the backend of a device cannot send quantized gradients.
         """
         if self.compression is None or group.size() == 1:
             return
@@ -202,7 +202,7 @@ class BucketFactory:
     """Makes buckets, and chooses the wire format of each."""
 
     wire: WireOptions
-    group: Group  # with one rank nothing is quantised
+    group: Group  # with one rank nothing is quantized
     agreement: Agreement  # knows how many bytes a header has
     counters: Counters  # count launches of the buckets
     transport: Transport  # makes the exchanges of the buckets
@@ -214,7 +214,7 @@ class BucketFactory:
     hosts: Hosts | None = None
     # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
     owners: Mapping[Tensor, int] = field(default_factory=dict)
-    # Residuals (quantisation errors) of buckets that are being replaced.
+    # Residuals (quantization errors) of buckets that are being replaced.
     kept: dict[Tensor, list[Left]] = field(default_factory=dict, init=False)
     # Of registered memory. (A pool takes 20 MiB for its first MiB: one serves all buckets.)
     allocators: dict[torch.device, Callable[[int], Tensor]] = field(
@@ -222,7 +222,7 @@ class BucketFactory:
     )
 
     def temporary(self, transport: Transport, views: bool = False) -> BucketFactory:
-        """A factory of buckets for one reduction by ``transport``, without quantisation."""
+        """A factory of buckets for one reduction by ``transport``, without quantization."""
         wire = replace(self.wire, compression=None)
         factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
         # A rank that makes another reduction than the others is found by the header in the first
@@ -370,7 +370,7 @@ def registering(group: dist.ProcessGroup, device: torch.device) -> Callable[[int
 
 
 class ExactParams:
-    """Finds the exact parameters of a module: their gradients are sent in fp32, not quantised.
+    """Finds the exact parameters of a module: their gradients are sent in fp32, not quantized.
 
     These are: parameters with one dimension (biases, scales of norms), those with fewer than 1,024
     elements, the weights of embeddings, in whose gradients many rows are zero (but not of those

@@ -351,7 +351,7 @@ class BucketManager:
                 kept.setdefault(param, []).append(left)
             self.factory.keep(kept)
             self.current = self._build(named, self.factory, self._sparse(), self.current)
-            # The remaining ones belong to gradients that are not quantised any more. They are
+            # The remaining ones belong to gradients that are not quantized any more. They are
             # views, and would keep the residuals of whole buckets alive.
             self.factory.keep({})
         self.current.use.inherit(former)

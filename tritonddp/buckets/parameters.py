@@ -70,7 +70,7 @@ class ModuleBuffers:
             self.named(is_agreed=True)
 
     def named(self, is_agreed: bool) -> list[tuple[str, Tensor]]:
-        """As in stock DDP, what ``named_buffers()`` says, if they are synchronised.
+        """As in stock DDP, what ``named_buffers()`` says, if they are synchronized.
 
         Until the ranks have agreed on a change they are those of before, as their modules hold them
         by these names now.
@@ -266,7 +266,7 @@ class ModuleParameters:
                 raise RuntimeError(
                     f"{where()}: parameter {self._bucketed[param]!r} was {_in_words(was)} when it "
                     f"was wrapped and is now {_in_words(now)}, so that its gradient would not be "
-                    "synchronised: wrap the module again after such a change"
+                    "synchronized: wrap the module again after such a change"
                 )
 
     def check_swaps(self, where: Callable[[], str]) -> None:

@@ -1,6 +1,6 @@
 """Residuals by parameter, to move them to new buckets and into checkpoints.
 
-A *residual* is the error of quantisation that was not sent yet; error feedback adds it to later
+A *residual* is the error of quantization that was not sent yet; error feedback adds it to later
 gradients. Residuals belong to blocks of 256 elements of a parameter, whatever its bucket. There are
 two kinds: of this rank's gradients, and of the sums of blocks, on the rank that owns the block.
 Which rank owns a block depends on the bucket. If a rank owns a block no longer, it adds its
@@ -50,9 +50,9 @@ def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]
 
 
 def add_to(bucket: Bucket, slot: int, left: Left) -> None:
-    """Add ``left`` to the residuals of the parameter in this slot, if it is quantised there.
+    """Add ``left`` to the residuals of the parameter in this slot, if it is quantized there.
 
-    Other ranks of the host may quantise some of its blocks. Their residuals go into this rank's
+    Other ranks of the host may quantize some of its blocks. Their residuals go into this rank's
     next gradient, see :func:`add_unsent`. If residuals of sums alone are kept, those of blocks that
     this rank does not own any more are dropped.
     """
@@ -104,7 +104,7 @@ def add_unsent(bucket: Bucket) -> None:
 
 
 def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:
-    """For each quantised gradient: its slot, and views of its residuals."""
+    """For each quantized gradient: its slot, and views of its residuals."""
     residuals, message, rank = quantization.residuals, quantization.message, quantization.rank
     assert residuals is not None
     sent = residuals.reduced[:0] if residuals.sent is None else residuals.sent

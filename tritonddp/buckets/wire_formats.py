@@ -23,7 +23,7 @@ class WireFormat:
     Attributes:
         flat_dtype: of the flat buffer.
         inter_host: dtype of the messages between hosts of several ranks each.
-        quantization: how gradients are quantised; ``None`` if they are not.
+        quantization: how gradients are quantized; ``None`` if they are not.
         is_message: what is packed is a message with flags of each rank, not numbers that a
             collective sums.
     """
@@ -55,10 +55,10 @@ class WireFormat:
 
 
 class QuantizedFormat(WireFormat):
-    """All ranks send each other quantised gradients.
+    """All ranks send each other quantized gradients.
 
     Args:
-        quantized: for each gradient, whether it is quantised.
+        quantized: for each gradient, whether it is quantized.
         code: of the blocks.
         feedback: the ``error_feedback`` of :class:`tritonddp.Int8`.
     """
@@ -88,10 +88,10 @@ class QuantizedFormat(WireFormat):
 
 
 class QuantizedInterHost(WireFormat):
-    """Ranks of a host sum numbers; ranks with the same share send each other quantised sums.
+    """Ranks of a host sum numbers; ranks with the same share send each other quantized sums.
 
     Args:
-        quantized: for each gradient, whether it is quantised.
+        quantized: for each gradient, whether it is quantized.
         dtype: of the sum within a host.
         code, feedback: see :class:`QuantizedFormat`.
     """

@@ -1,4 +1,4 @@
-"""Quantised gradients: an all-to-all, a sum on the rank that owns it, and an all-gather.
+"""Quantized gradients: an all-to-all, a sum on the rank that owns it, and an all-gather.
 
 The second collective needs the result of the first. On a GPU both, and the kernel between them,
 are enqueued at once on a stream of their own. Over gloo see ``parts.py``.
@@ -25,10 +25,10 @@ from tritonddp.kernels.quantized.messages import QuantizedMessages
 
 
 class QuantizedAllReduce(Collective):
-    """Sums a quantised bucket over the ranks, in quantised messages. One object serves all buckets.
+    """Sums a quantized bucket over the ranks, in quantized messages. One object serves all buckets.
 
     Each of W ranks owns 1/W of a bucket: it gets that part from all ranks, sums in rank order,
-    quantises the sum and sends it to all. Every rank dequantises the same bytes, so all get the
+    quantizes the sum and sends it to all. Every rank dequantizes the same bytes, so all get the
     same bits.
 
     There are two collectives per bucket. In each a rank sends (W-1)/W of a message with one byte

@@ -87,7 +87,7 @@ class StockDDPNames:
                 setattr(StockDDPNames, name, value)
 
     def _set_arguments(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Set what stock's constructor sets, and warn as it does; ``params`` are synchronised."""
+        """Set what stock's constructor sets, and warn as it does; ``params`` are synchronized."""
         config, given = self._ddp_state.config, self._ddp_state.config.given
         self.dim: int = given.dim
         self.find_unused_parameters: bool | None = given.find_unused_parameters
@@ -145,7 +145,7 @@ class StockDDPNames:
     def _get_data_parallel_params(
         module: nn.Module, named_params: bool = False
     ) -> Iterator[Tensor | tuple[str, Tensor]]:
-        """The parameters of ``module`` that are synchronised, with their names if wanted."""
+        """The parameters of ``module`` that are synchronized, with their names if wanted."""
         for name, param in module.named_parameters():
             if not hasattr(param, "_ddp_ignored"):
                 yield (name, param) if named_params else param
@@ -350,7 +350,7 @@ class StockDDPNames:
         """Average over other ranks from now on, for training in which ranks join and leave.
 
         No collective. Gradients accumulated under :meth:`no_sync` stay in ``.grad``. Buckets are
-        rebuilt after the next reduced backward, and quantisation errors are dropped.
+        rebuilt after the next reduced backward, and quantization errors are dropped.
 
         Args:
             new_process_group: the same group on all of its ranks. A rank that is not in it passes
@@ -491,7 +491,7 @@ class StockDDPNames:
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
         state = self._ddp_state
-        state.core.post_backward.extend(state.buffer_sync.synchronise(state.buffer_hook))
+        state.core.post_backward.extend(state.buffer_sync.synchronize(state.buffer_hook))
 
     def _register_buffer_comm_hook(
         self,
@@ -499,7 +499,7 @@ class StockDDPNames:
         hook: Callable[[Any, dict[str, Tensor]], Any],
         comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Synchronise module buffers by ``hook`` instead of a broadcast from rank 0.
+        """Synchronize module buffers by ``hook`` instead of a broadcast from rank 0.
 
         It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
         the buffers in place, with any collectives. As in stock, a second call replaces the hook.

@@ -14,7 +14,7 @@ class Counters:
     Attributes:
         flattens: flatten launches: one a bucket, on the CPU one for each segment (about 4 MiB).
         collectives: collectives on gradients: one all-reduce a bucket, or an all-to-all and an
-            all-gather for a quantised bucket; and one broadcast when the bucket order is agreed.
+            all-gather for a quantized bucket; and one broadcast when the bucket order is agreed.
         wire_bytes: bytes that this rank handed to these collectives: gradients and trailers, the
             elements at the end of a bucket that are no gradients.
         sent_bytes: bytes of these that this rank sends by an algorithm that sends the least

@@ -24,7 +24,7 @@ from tritonddp.coordination import collectives
 
 # The steps of all exchanges. Each has tags of its own: where ranks make different exchanges, no
 # message is taken for one of another step. (gloo ends the process if sizes differ.)
-PARTS, SUMS = range(2)  # of quantised buckets
+PARTS, SUMS = range(2)  # of quantized buckets
 TO_OWNERS, FROM_OWNERS = range(2, 4)
 SHARES, SUMS_OF_SHARES = range(4, 6)  # of sums in memory, between hosts
 # The first tag, the room for steps, and how many exchanges may be in flight.

@@ -38,7 +38,7 @@ _LARGEST = 2**30
 def is_plain(tensor: Tensor) -> bool:
     """Whether its values are in memory of its own: not of a subclass that is made of other tensors.
 
-    Such are quantised weights: those of torchao, for example.
+    Such are quantized weights: those of torchao, for example.
     """
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not own or (not hasattr(tensor, "__tensor_flatten__") and bool(tensor.data_ptr()))

@@ -196,7 +196,7 @@ _REMEDIES = {
     "optimizer makes the same steps with the same gradients: look for what some ranks alone do to "
     "them, such as a step left out, a checkpoint loaded or random numbers of their own.",
     "buffer": "Buffers that forwards change by each rank's own batch differ until they are "
-    "synchronised: if these are meant to, call check_sync(buffers=False).",
+    "synchronized: if these are meant to, call check_sync(buffers=False).",
     "gradient": "Gradients are alike from the end of a reduced backward until some ranks alone "
     "change .grad: compare them before anything else is done with them, or call "
     "check_sync(gradients=False).",

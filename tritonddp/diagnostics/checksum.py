@@ -1,6 +1,6 @@
 """Checksums of the bits of tensors, made on their device.
 
-Each word of 8 bytes is mixed with its index by the finaliser of SplitMix64 (Steele, Lea and Flood,
+Each word of 8 bytes is mixed with its index by the finalizer of SplitMix64 (Steele, Lea and Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014), and the results are summed modulo
 2^64. So the order in which a device sums does not matter. The mixing of a word is a bijection: a
 change of one word always changes the sum. Other changes, such as swapped elements, are missed in
@@ -72,7 +72,7 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in place."""
+    """SplitMix64's finalizer, in place."""
     words ^= _shifted(words, 30)
     words *= _FIRST
     words ^= _shifted(words, 27)

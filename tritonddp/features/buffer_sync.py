@@ -30,7 +30,7 @@ _Named = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class BufferHook:
-    """A function of the user that synchronises buffers."""
+    """A function of the user that synchronizes buffers."""
 
     function: Callable[[dict[str, Tensor]], Any]  # takes buffers by name, may return futures
     is_after: bool  # it runs after the module's forward, not before
@@ -42,7 +42,7 @@ class BufferHook:
 
 
 class BufferSync:
-    """Synchronises the buffers of one wrapper.
+    """Synchronizes the buffers of one wrapper.
 
     Args:
         parameters: of the wrapper's module, with the buffers.
@@ -70,7 +70,7 @@ class BufferSync:
         self._to_all = FromOwner(group, transport, "buffers")
         self.for_next_forward: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def synchronise(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
+    def synchronize(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
         """Give all ranks the same buffers of the wrapper's module, if there are any.
 
         Those of one rank, or what ``hook`` makes of them. Returns what the end of the next backward
@@ -104,17 +104,17 @@ class BufferSync:
             )
 
     def after_backward(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
-        """As :meth:`synchronise`, when a backward of a module replicated in place was reduced.
+        """As :meth:`synchronize`, when a backward of a module replicated in place was reduced.
 
         A graph that is retained may have saved buffers for the next backward: then they keep their
         values until the next forward, as with a wrapper.
         """
         self.for_next_forward = []  # an earlier backward through that graph may have left some
         if current_graph_task_id() == -1 or not graph_is_retained():
-            return self.synchronise(hook)
+            return self.synchronize(hook)
         buffers = [each.detach() for _, each in self._parameters.buffers()]
         own = [each.clone() for each in buffers]
-        torch.futures.wait_all([*self.synchronise(hook)])  # what they write is deferred too
+        torch.futures.wait_all([*self.synchronize(hook)])  # what they write is deferred too
         deferred = [each.clone() for each in buffers]
         _overwrite(zip(buffers, own, strict=True))
         self.for_next_forward = list(zip(buffers, own, deferred, strict=True))

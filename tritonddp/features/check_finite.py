@@ -71,7 +71,7 @@ class FiniteCheck(Extension):
         # If ranks reduce different things, flags mean nothing: raise that error first.
         reduction.agreement.check_pending()
         for bucket, each in zip(sent, flags, strict=True):
-            # (Those of a quantised bucket are sums of bytes.)
+            # (Those of a quantized bucket are sums of bytes.)
             if each.isnan().any() or (bucket.wire.is_message and each.max() > self._group.size):
                 self._note(bucket)
 

@@ -70,7 +70,7 @@ class JoinProtocol:
         # All ranks take over the buffers and the gradient order of this rank: as in stock, the
         # highest rank that has inputs.
         self.source_rank = 0
-        self.syncs_buffers = False  # some rank wants to synchronise module buffers
+        self.syncs_buffers = False  # some rank wants to synchronize module buffers
         self.adopts = False  # the forward adopts parameters that have come or gone
         self._differs = False  # ranks train different parameters
 

@@ -41,7 +41,7 @@ class StepTimes(NamedTuple):
     input: float  # data, optimizer, and all that is in no other part
     forward: float  # with the loss
     backward: float  # until the autograd engine has finished
-    exposed: float  # synchronisation that did not overlap with compute
+    exposed: float  # synchronization that did not overlap with compute
 
     @property
     def own(self) -> float:
@@ -129,7 +129,7 @@ class Metrics(Extension):
         """A forward begins whose backward may be reduced."""
         self._clock.lap(FORWARD)
 
-    def buffers_synchronised(self) -> None:
+    def buffers_synchronized(self) -> None:
         """The forward has waited for the buffers of another rank."""
         self._clock.lap(FORWARD, EXPOSED)
 

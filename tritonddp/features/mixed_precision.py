@@ -118,7 +118,7 @@ class LowPrecision:
                 if param is None or not param.is_floating_point() or param in self._kept:
                     continue
                 if not (param.requires_grad or is_plain(param)):
-                    continue  # quantised weights: their layers know what to do with inputs
+                    continue  # quantized weights: their layers know what to do with inputs
                 if param in sparse and param.dtype != self._dtype and param not in low:
                     low[param] = _Cast.apply(param, self._dtype)
                 elif param not in low:

@@ -150,7 +150,7 @@ class ContextBackward:
 
     Its buckets are made for stand-ins: detached parameters whose ``.grad`` are the tensors of the
     context. The ``.grad`` of the parameters, accumulated under ``no_sync`` perhaps, stays as it is.
-    As in ``reduce_gradients()`` gradients are cast to ``reduce_dtype``, but not quantised.
+    As in ``reduce_gradients()`` gradients are cast to ``reduce_dtype``, but not quantized.
 
     While it runs, or after it has failed, it is one of :attr:`Group.outstanding`.
 

@@ -50,7 +50,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class QuantizedKernels:
-    """The kernels of one kind of device for buckets whose gradients are quantised.
+    """The kernels of one kind of device for buckets whose gradients are quantized.
 
     See ``quantized.reference`` for the first two.
     """
@@ -86,7 +86,7 @@ def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
 
 
 def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:
-    """``kernels`` of ``device`` for a bucket whose gradients are quantised."""
+    """``kernels`` of ``device`` for a bucket whose gradients are quantized."""
     quantized = select_quantized(device)
     return replace(
         kernels,
@@ -101,7 +101,7 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
 
 
 def select_quantized(device: torch.device) -> QuantizedKernels:
-    """The kernels that quantise gradients on ``device``; raises as :func:`select`."""
+    """The kernels that quantize gradients on ``device``; raises as :func:`select`."""
     return _quantized_for(device.type)
 
 
@@ -118,7 +118,7 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
 
 
 def quantized_in_triton() -> QuantizedKernels:
-    """The kernels of a GPU that quantise, for any tensors."""
+    """The kernels of a GPU that quantize, for any tensors."""
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     def compile_all(flat: QuantizedBuffer, dtype: torch.dtype, *_: bool) -> None:

@@ -1,6 +1,6 @@
 """Launching compiled Triton kernels without Triton's own per-launch work.
 
-``kernel[grid](...)`` binds, specialises and looks up in Python at every launch, about 6.5 us.
+``kernel[grid](...)`` binds, specializes and looks up in Python at every launch, about 6.5 us.
 ``JITFunction.warmup`` does that too, and returns the compiled kernel, which launches in a third of
 that time, but does not check its arguments. So a launch that a buffer repeats is *prepared*: the
 compiled kernel is kept with the tables of the buffer, by a key that holds everything it depends on

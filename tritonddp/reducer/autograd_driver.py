@@ -303,7 +303,7 @@ class AutogradDriver:
         forward.reach()
 
     def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
-        """A backward that was local so far goes through an output of a synchronised forward."""
+        """A backward that was local so far goes through an output of a synchronized forward."""
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is None:
             local.keep_local(forward)

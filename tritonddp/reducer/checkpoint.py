@@ -32,7 +32,7 @@ def comm_state(reducer: Reducer) -> dict[str, Any]:
 def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
     """Go on from the first state that the user has given on rank 0.
 
-    Residuals (the quantisation errors that error feedback adds to the next gradients) are summed
+    Residuals (the quantization errors that error feedback adds to the next gradients) are summed
     over all states of all ranks.
     """
     reducer.parameters.register()

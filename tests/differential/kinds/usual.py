@@ -233,7 +233,7 @@ class _Generator(Chance):
                 actions += self._draw_microbatch(weighted)
             if not self._for_stock and not weighted and self._chance(0.1):
                 actions.append(ZeroGrad(self._chance(0.5), False))
-        # Stock's static graph does not synchronise the first backward after one of these.
+        # Stock's static graph does not synchronize the first backward after one of these.
         if not self._is_static and not self._joins and self._chance(0.15):
             actions.append(
                 replace(self._draw_forward(9), grad=False, training=self._chance(0.5), local=False)

@@ -82,14 +82,14 @@ def _steps(comparison: Comparison) -> Iterator[str]:
     yield "<h2>A step and its parts</h2>"
     for which, label in zip(("first", "second"), comparison.launches.labels, strict=True):
         yield f'<b>{escape(label)}</b> {getattr(step, which):.4g} ms<div class="lane">'
-        for part, colour in zip(parts, _COLOURS, strict=True):
+        for part, color in zip(parts, _COLOURS, strict=True):
             length = getattr(part, which)
-            style = f"width:{100 * length / longest:.3f}%;background:var(--{colour})"
+            style = f"width:{100 * length / longest:.3f}%;background:var(--{color})"
             yield f'<div style="{style}" title="{escape(part.label)}: {length:.3g}"></div>'
         yield "</div>"
     yield '<div class="legend">'
-    for part, colour in zip(parts, _COLOURS, strict=True):
-        yield f'<span><i style="background:var(--{colour})"></i>{escape(part.label)}</span>'
+    for part, color in zip(parts, _COLOURS, strict=True):
+        yield f'<span><i style="background:var(--{color})"></i>{escape(part.label)}</span>'
     yield "</div>"
 
 

@@ -154,7 +154,7 @@ class Comparison:
         parts = {
             "forward": f"forward{one}, ms",
             "backward": f"backward, its computation{one}, ms",
-            "exposed": "exposed synchronisation, ms",
+            "exposed": "exposed synchronization, ms",
             "rest": f"the rest: input, optimizer, wrapper{others}, ms",
         }
         rows = [Row.of("step, ms", steps, 1e-3)]

@@ -41,7 +41,7 @@ _LATER = 100.0
 _END = 3e-2
 # Of what stock's own launches differ, if they do.
 _BESIDE_STOCK = 10.0
-# Gradients that are nothing but rounding, those of a bias before a normalisation say, are relative
+# Gradients that are nothing but rounding, those of a bias before a normalization say, are relative
 # to this share of the root mean square over all parameters.
 _FLOOR = 1e-3
 

@@ -53,7 +53,7 @@ _ALIGNMENT = 4096
 class PeerMemory:
     """Moves the buckets of one wrapper to memory that the other ranks of this host can read.
 
-    Buckets that are lazy, sparse or quantised, and those with owners if there are several hosts, go
+    Buckets that are lazy, sparse or quantized, and those with owners if there are several hosts, go
     through the process group.
 
     Args:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def encode(v, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Quantise blocks, fp32 ``(rows, 256)``.
+    """Quantize blocks, fp32 ``(rows, 256)``.
 
     Returns the numbers in fp32 ``(rows, 256)``, and the scales ``(rows,)``. Magnitudes are compared
     as integers, so that NaN is larger than infinity, which is larger than all other values.
@@ -32,6 +32,6 @@ def encode(v, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def error_of(v, number, scale):  # type: ignore[no-untyped-def]
-    """The quantisation error of ``encode``; meaningless for a block that became NaN."""
+    """The quantization error of ``encode``; meaningless for a block that became NaN."""
     # + 0.0: no zero is negative, as in reference.py.
     return (v - number * scale[:, None]) + 0.0

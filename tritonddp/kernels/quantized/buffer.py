@@ -1,8 +1,8 @@
-"""A flat buffer that is sent quantised, in blocks, and the layout of its message.
+"""A flat buffer that is sent quantized, in blocks, and the layout of its message.
 
 A *block* is 256 consecutive elements, in memory order, of one gradient: 256 numbers, in a code of C
 bytes (``code.py``; 256 in int8), and one fp32 scale. Each gradient begins a new block, so that its
-quantisation does not depend on its bucket. *Exact* gradients are sent in fp32 in the same message.
+quantization does not depend on its bucket. *Exact* gradients are sent in fp32 in the same message.
 
 Each of W ranks owns one part of the blocks, and of the exact elements: it gets that part from all
 ranks, sums it, and sends the sum to all. So the message of a rank has W equal parts::
@@ -55,7 +55,7 @@ class Fragment(NamedTuple):
     """Consecutive elements of one slot of a bucket that lie in one share of its flat buffer."""
 
     slot: int  # the number of slots for the trailer
-    start: int  # element of the slot, in memory order: a multiple of 256 if it is quantised
+    start: int  # element of the slot, in memory order: a multiple of 256 if it is quantized
     numel: int  # at least 1
     offset: int  # in the flat buffer
 
@@ -76,9 +76,9 @@ class MessageLayout:
     """Where each gradient lies in the message.
 
     Attributes:
-        quantized: for each gradient, whether it is quantised; otherwise it is exact.
+        quantized: for each gradient, whether it is quantized; otherwise it is exact.
         is_direct: each rank gets the whole message of the other, and sums are not sent.
-        places: for a quantised gradient the number of its first block, for an exact one the number
+        places: for a quantized gradient the number of its first block, for an exact one the number
             of its first element among all exact elements.
         blocks, exact: blocks, and exact elements with padding, of all gradients.
         part_blocks, part_exact: those in a part (``Bp`` and ``Ep``).
@@ -156,7 +156,7 @@ class Sections(NamedTuple):
 
 @dataclass
 class Residuals:
-    """Quantisation errors so far, to be added to later gradients (error feedback).
+    """Quantization errors so far, to be added to later gradients (error feedback).
 
     In the unit in which gradients are sent: they are scaled. Residuals belong to the bucket, whose
     buffers may be replaced.
@@ -179,9 +179,9 @@ class Residuals:
 
 @dataclass
 class Quantization:
-    """How the gradients of one bucket are quantised. It belongs to the bucket.
+    """How the gradients of one bucket are quantized. It belongs to the bucket.
 
-    Either each rank quantises its gradients, or, where several hosts have several ranks each, the
+    Either each rank quantizes its gradients, or, where several hosts have several ranks each, the
     sum over its host of one *share* of the bucket.
     """
 
@@ -190,13 +190,13 @@ class Quantization:
     residuals: Residuals | None  # None without error feedback
     unit: float | None = None  # unit of weights of the residuals, once known: see rescale()
     share: Sequence[Fragment] | None = None
-    # By slot of the bucket: residuals of blocks that other ranks of the host quantise now. They are
+    # By slot of the bucket: residuals of blocks that other ranks of the host quantize now. They are
     # added to this rank's next gradient.
     unsent: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def fragments(self) -> Iterator[tuple[int, Fragment]]:
-        """What is quantised, each with its place in the message."""
+        """What is quantized, each with its place in the message."""
         message = self.message
         for at, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):
             if message.quantized[at]:
@@ -212,7 +212,7 @@ class Quantization:
 
 
 class QuantizedBuffer(FlatBuffer):
-    """A flat buffer of fp32 whose gradients are sent and received in quantised messages.
+    """A flat buffer of fp32 whose gradients are sent and received in quantized messages.
 
     ``quantize`` fills ``message``. An all-to-all fills ``received``: its row r comes from rank r,
     and holds the part that this rank owns. ``reduce_parts`` sums the rows into the first one
@@ -223,7 +223,7 @@ class QuantizedBuffer(FlatBuffer):
     message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
     ``data``, in which the mean is computed.
 
-    The quantisation is that of its bucket; its rank and residuals are attributes, too. If the
+    The quantization is that of its bucket; its rank and residuals are attributes, too. If the
     buffer is a share, there are no flags that say which residuals to send: those of a block whose
     values are all zero are not sent. The offsets
     of the layout are computed anew.
@@ -235,7 +235,7 @@ class QuantizedBuffer(FlatBuffer):
             been sent then. On the CPU it is separate: others may send sums before that.
         reduced: uint8, the beginning of ``received``: the sums that this rank owns.
         outgoing, incoming, result: sections of ``message``, ``received`` and ``gathered``.
-        data: fp32, one gradient after the other, quantised ones first, each at a multiple of 256.
+        data: fp32, one gradient after the other, quantized ones first, each at a multiple of 256.
             Elements between them have no meaning. On a GPU it is the message.
         flags, headers: fp32, after ``reduce_parts``.
     """
@@ -244,7 +244,7 @@ class QuantizedBuffer(FlatBuffer):
         self, quantization: Quantization, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype is not torch.float32:
-            raise ValueError(f"a quantised buffer needs dtype torch.float32, not {dtype}")
+            raise ValueError(f"a quantized buffer needs dtype torch.float32, not {dtype}")
         slots = len(layout.numels)
         self.message_layout = message = quantization.message
         of_blocks = message.blocks * BLOCK

@@ -1,4 +1,4 @@
-"""Dequantise: scale, cast and scatter the sums of all ranks into all gradients, in one launch.
+"""Dequantize: scale, cast and scatter the sums of all ranks into all gradients, in one launch.
 
 The same in plain torch is in ``reference.py``.
 """

@@ -1,4 +1,4 @@
-"""Quantised messages: of a bucket whose gradients are quantised, or of the share of a bucket.
+"""Quantized messages: of a bucket whose gradients are quantized, or of the share of a bucket.
 
 A share is to the kernels what a bucket is: its fragments are the gradients, and the trailer of the
 flat buffer is one more, which is exact.

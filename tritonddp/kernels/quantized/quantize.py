@@ -1,6 +1,6 @@
-"""Quantise: write the gradients of a bucket, and its trailer, into the message, in one launch.
+"""Quantize: write the gradients of a bucket, and its trailer, into the message, in one launch.
 
-Gradients are scaled, and residuals (earlier quantisation errors) are added. In torch that would be
+Gradients are scaled, and residuals (earlier quantization errors) are added. In torch that would be
 ten passes over memory, and launches for each gradient. The same in plain torch, with the format of
 the numbers, is in ``reference.py``; the layout of the message is in ``buffer.py``.
 """
@@ -134,13 +134,13 @@ _launch = Launcher(quantize_kernel)
 
 
 class QuantizedTables(DeviceTables):
-    """The tables of a quantised buffer; shared by ``quantize`` and ``dequantize``.
+    """The tables of a quantized buffer; shared by ``quantize`` and ``dequantize``.
 
     Attributes:
         chunks: int64 ``(num_chunks, 5)``: slot, first element within the gradient, part of the
             message, place in it (see :class:`~tritonddp.kernels.quantized.buffer.Piece`), number of
             elements (1 to ``block``). No chunk crosses the border of a part.
-        quantized_chunks: number of chunks of quantised gradients, which come first.
+        quantized_chunks: number of chunks of quantized gradients, which come first.
     """
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:

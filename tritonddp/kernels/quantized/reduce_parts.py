@@ -1,6 +1,6 @@
-"""Sum the part that this rank owns over all ranks, and quantise the sums, in one launch.
+"""Sum the part that this rank owns over all ranks, and quantize the sums, in one launch.
 
-Residuals (earlier quantisation errors of the sums) are added. In torch that would be three passes
+Residuals (earlier quantization errors of the sums) are added. In torch that would be three passes
 over memory per rank, and ten more. The same in plain torch is in ``reference.py``.
 """
 
@@ -51,7 +51,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """One program for each ``BLOCK`` quantised elements, each ``BLOCK`` exact ones, and each
+    """One program for each ``BLOCK`` quantized elements, each ``BLOCK`` exact ones, and each
     ``FLAG_BLOCK`` of the flags and of the headers.
 
     Each program writes to the row of rank 0, in a place that no other program reads. Sums begin

@@ -1,4 +1,4 @@
-"""The quantising kernels in plain torch: used on the CPU, and in tests as the reference for Triton.
+"""The quantizing kernels in plain torch: used on the CPU, and in tests as the reference for Triton.
 
 Same names, signatures and bits as the Triton kernels in this folder. A block of values v becomes
 
@@ -86,7 +86,7 @@ class _Chunk:
 
 
 def _cut(flat: QuantizedBuffer) -> tuple[list[_Chunk], list[Piece]]:
-    """Chunks of the quantised gradients, and pieces of the exact ones."""
+    """Chunks of the quantized gradients, and pieces of the exact ones."""
     layout = flat.message_layout
     runs: list[list[Piece]] = []
     exact: list[Piece] = []
@@ -114,7 +114,7 @@ def quantize(
 ) -> None:
     """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
-    The residuals ``residuals.sent`` are added to quantised gradients, and become the new errors.
+    The residuals ``residuals.sent`` are added to quantized gradients, and become the new errors.
     The residual of a slot that is not ``used``, or of a block that becomes NaN, is not sent, and
     stays as it is; nor, in a share, that of a block of zeros.
 
@@ -151,7 +151,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
 
     Blocks are summed in fp32, with the residuals of earlier sums, ``residuals.reduced``, and
-    quantised again. The residual of a block that is zero on all ranks, or becomes NaN, is not sent,
+    quantized again. The residual of a block that is zero on all ranks, or becomes NaN, is not sent,
     and stays as it is. Afterwards ``flat.flags`` and ``flat.headers`` are those of all ranks.
     ``flat`` is not a part of a buffer. In a direct exchange no rank owns a part, and only the
     trailers are read.
@@ -315,7 +315,7 @@ def _encode(
     residual: Tensor | None,
     kept: Tensor | None = None,
 ) -> None:
-    """Quantise ``values``, fp32 ``(n, 256)``, into ``numbers`` and ``scales``.
+    """Quantize ``values``, fp32 ``(n, 256)``, into ``numbers`` and ``scales``.
 
     ``residual`` gets the errors; but for blocks that are ``kept``, or not finite, it stays as it
     is. ``values`` is overwritten; ``other`` is scratch memory like it.

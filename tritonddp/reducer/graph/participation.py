@@ -86,7 +86,7 @@ def accumulating_nodes(params: Sequence[Parameter]) -> list[Any]:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} and type {type(param).__name__} "
                 f"accumulates no gradients (its autograd node is {node.name()}): it cannot be "
-                "synchronised"
+                "synchronized"
             )
     return nodes
 

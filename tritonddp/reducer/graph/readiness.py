@@ -206,7 +206,7 @@ class ReadyTracker:
     def join_streams(self, segment_index: int | None = None) -> None:
         """Make the current stream wait for all gradients, so that it may read a segment's, or all.
 
-        In a hook, autograd has synchronised the current stream with the stream of that node only.
+        In a hook, autograd has synchronized the current stream with the stream of that node only.
         (At the end of a backward it has with all. But the allocator keeps the memory of a gradient
         for the stream of its node only.)
         """
