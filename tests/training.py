@@ -12,7 +12,7 @@ import copy
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -296,3 +296,13 @@ def assert_right_step(ddp: nn.Module, *inputs: Any, **tolerance: Any) -> None:
     for net in (ddp, alone):
         train_step(net, *inputs)
     assert_mean_of(ddp, alone, **tolerance)
+
+
+def left_of(states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """What quantization has left out on all ranks, by ``comm_state_dict()``, in fp64."""
+    total: dict[str, Tensor] = {}
+    for state in states:
+        for kind in ("sent", "reduced"):
+            for name, tensor in state[kind].items():
+                total[name] = total.get(name, 0) + tensor.double() * state["weight_unit"]
+    return total

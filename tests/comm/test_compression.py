@@ -15,7 +15,14 @@ from modules import linears
 from oracle import mean_over_ranks, one_per_rank, play, seed
 from quantized_ranks import all_reduce, quantized_buffers
 from torch import Tensor, nn
-from training import HEADER_BYTES, assert_gradients_alike, counted, gradients, train_step
+from training import (
+    HEADER_BYTES,
+    assert_gradients_alike,
+    counted,
+    gradients,
+    left_of,
+    train_step,
+)
 
 from tritonddp import DistributedDataParallel, Int8
 from tritonddp.buckets.formats import ExactParams
@@ -74,7 +81,7 @@ def _is_quantized(param: Tensor) -> bool:
 
 def left(ddp: Any) -> dict[str, Tensor]:
     """What was left out so far, of all ranks together, by the names of the parameters."""
-    return _total(gather(ddp.comm_state_dict() | {"weight_unit": 1}))  # there are no weights
+    return left_of(gather(ddp.comm_state_dict() | {"weight_unit": 1}))  # there are no weights
 
 
 class Ledger:
@@ -288,27 +295,17 @@ def test_on_another_number_of_ranks_all_that_was_left_out_is_still_to_come(
                 ddp(rank, step).backward()
         states = ddp.comm_state_dict()
     saved = [state for state in gather(states) if state]
-    expected = _total(saved)
+    expected = left_of(saved)
     assert any(tensor.abs().max() > 1e-5 for tensor in expected.values())
     if rank < after:
         ddp = DistributedDataParallel(Net(), compression="int8", process_group=groups[after])
         ddp.load_comm_state_dict(*(saved[r] for r in range(before) if r % after == rank))
         states = ddp.comm_state_dict()
         assert states["world_size"] == after
-    now = _total([state for state in gather(states) if state and state["world_size"] == after])
+    now = left_of([state for state in gather(states) if state and state["world_size"] == after])
     assert expected.keys() == now.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(now[name], tensor, rtol=0, atol=1e-7, msg=name)
-
-
-def _total(states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """What all ranks have left out, in fp64."""
-    total: dict[str, Tensor] = {}
-    for state in states:
-        for kind in ("sent", "reduced"):
-            for name, tensor in state[kind].items():
-                total[name] = total.get(name, 0) + tensor.double() * state["weight_unit"]
-    return total
 
 
 _SCRIPT = """

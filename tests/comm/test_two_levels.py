@@ -23,6 +23,7 @@ from training import (
     descend,
     drawn,
     gradients,
+    left_of,
     train_step,
 )
 
@@ -623,16 +624,6 @@ def test_a_new_wrapper_with_the_state_goes_on_with_the_same_bits(
     given = OPTIONS.get(options, {})
     expected, found = (runs(make, given, 2, renews, steps=6) for renews in (False, True))
     assert_same_bits(found, expected, "step")
-
-
-def left_of(states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """What all ranks have left out, of weighted means."""
-    total: dict[str, Tensor] = {}
-    for state in states:
-        for kind in ("sent", "reduced"):
-            for name, tensor in state[kind].items():
-                total[name] = total.get(name, 0) + tensor.double() * state["weight_unit"]
-    return total
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,14 @@ class QuantizedAllReduce(Collective):
         return PartsExchange(messages, group.process_group, ranks, tags, self._thread)
 
     def _start_on_stream(self, flat: QuantizedBuffer) -> Work:
-        device = flat.data.device
-        group = self._group.process_group
-        with self._streams.behind_current(device, *flat.memory):
-            first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
-            assert first is not None
-            first.wait()  # the stream waits, not the host
-            select_quantized(device).reduce_parts(flat)
-            return all_gather_single(flat.gathered, flat.reduced, group)
+        with self._streams.behind_current(flat.data.device, *flat.memory):
+            return sum_messages(flat, self._group.process_group)
+
+
+def sum_messages(flat: QuantizedBuffer, group: dist.ProcessGroup) -> Work:
+    """On the current stream: exchange the parts, sum them, and begin to gather the sums."""
+    first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
+    assert first is not None
+    first.wait()  # the stream waits, not the host
+    select_quantized(flat.data.device).reduce_parts(flat)
+    return all_gather_single(flat.gathered, flat.reduced, group)

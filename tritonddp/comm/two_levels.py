@@ -21,6 +21,7 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.residuals import add_unsent
 from tritonddp.comm.all_reduce import Collective
+from tritonddp.comm.quantized import sum_messages
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -74,11 +75,7 @@ class TwoLevels(Collective):
         with self._streams.behind_current(data.device, *memory):
             summed.wait()  # the stream waits, not the host
             messages.encode()
-            first = dist.all_to_all_single(flat.received, flat.message, group=inter, async_op=True)
-            assert first is not None
-            first.wait()
-            messages.reduce()
-            all_gather_single(flat.gathered, flat.reduced, inter).wait()
+            sum_messages(flat, inter).wait()
             messages.decode()
             return all_gather_single(data, share, gather)
 

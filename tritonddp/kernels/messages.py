@@ -62,7 +62,6 @@ class PlainMessages:
     """
 
     def __init__(self, values: Tensor, ranks: int, rank: int) -> None:
-        self._values = values
         is_direct = ranks == 2
         # (Sums replace parts that have been sent: their owner has received them.)
         self.sent = [values] * 2 if is_direct else list(values.tensor_split(ranks))
