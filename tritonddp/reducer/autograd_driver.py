@@ -1,15 +1,15 @@
-"""When gradients are reduced: from the start of a backward to its last bucket.
+"""Follow a backward from its start to its last bucket, and launch the buckets.
 
 One gradient, from ``backward()`` to ``.grad``::
 
     backward starts   on_backward       ask the engine which parameters it will reach; open a
                                         reduction
-    gradient ready    (no Python)       a hook in C notes it, see graph/readiness.py
+    gradient ready    (no Python)       a hook in C records it, see graph/readiness.py
     segment full      on_segment_ready  reduction.pack: one flatten; on a GPU a segment is a whole
                                         bucket
     bucket full       launch_ready      bucket.exchange.launch: one asynchronous collective
-    backward ends     _compute_ended              launch what is left
-    all have ended    finalize_backward      reduction.finish: wait, one unflatten a bucket
+    backward ends     _compute_ended    launch the remaining buckets
+    all have ended    finalize_backward reduction.finish: wait, one unflatten per bucket
 """
 
 from __future__ import annotations
@@ -55,32 +55,34 @@ logger = logging.getLogger(__name__)
 
 
 class AutogradDriver:
-    """Follows the backwards of a module, and has the reducer average their gradients.
+    """Follow the backwards of a module, and have the reducer average their gradients.
 
     Args:
         reducer: averages over the ranks.
 
     Attributes:
         reducer: see above.
-        counters, events, group, parameters, sync, agreement, manager, forwards, deferred: those
-            of ``reducer``.
-        use: which parameters are used.
-        tracker: knows which segments are ready.
-        backward: the backward that runs, has failed or waits for ``finalize_backward()``.
-        post_backward: the end of the next backward waits for these, or the next forward.
-        is_detached: hooks were removed: no backward is noticed any more.
-        launching: held while a segment is packed: hooks of a multi-device module run on a thread
-            per device.
-        reference: a weak one, to this object.
-        comm_hook: reduces the buckets; ``None`` if the user has registered none.
-        steps_optimizers: optimizers step in the backward.
-        finalizes_manually: backwards end in ``finalize_backward()``.
-        last: the last reduction of a backward; it holds no gradients any more.
+            counters, events, group, parameters, sync, agreement, manager, forwards, deferred: the
+                attributes of ``reducer``.
+            use: records which parameters are used.
+            tracker: tracks which segments are ready.
+            backward: the backward that is running, has failed, or waits for
+                ``finalize_backward()``.
+            post_backward: futures to wait for at the end of the next backward, or before the
+                next forward.
+            is_detached: hooks were removed; later backwards are not noticed.
+            launching: lock that is held while a segment is packed, because hooks of a
+                multi-device module run on one thread per device.
+            reference: weak reference to this object.
+            comm_hook: reduces the buckets; ``None`` if the user has registered none.
+            steps_optimizers: optimizers step during the backward.
+            finalizes_manually: the user calls ``finalize_backward()`` after each backward.
+            last: last reduction of a backward; it holds no gradients any more.
     """
 
-    # A world of one takes the path of many: buckets are packed, sent and unpacked. For benchmarks
-    # and tests alone: no user gains from it. (Set while a module is wrapped, it gives the buckets
-    # memory of their own, as with many ranks.)
+    # If True, one rank packs, sends and unpacks buckets as many ranks do. Only benchmarks and tests
+    # use it. It must be set before the module is wrapped to allocate separate bucket memory, as
+    # with many ranks.
     exchanges_alone = False
 
     def __init__(self, reducer: Reducer) -> None:
@@ -106,28 +108,29 @@ class AutogradDriver:
 
     @property
     def order(self) -> tuple[str, int]:
-        """Where it is in an order of all reducers that is the same on all ranks."""
+        """Sort key of this reducer; identical on all ranks."""
         return self.group.name, self.parameters.number
 
     @property
     def bucket_set(self) -> BucketSet:
-        """The buckets in force."""
+        """The current buckets."""
         return self.manager.current
 
     @property
     def backward_runs(self) -> bool:
-        """Whether a backward runs now: False if it failed, or waits for ``finalize_backward()``."""
+        """Whether a backward is running: False if it failed or waits for
+        ``finalize_backward()``."""
         backward = self.backward
         return not (backward is None or backward.phase is FAILED or backward.is_unfinalized)
 
     # Before a forward
 
     def before_forward(self) -> None:
-        """Catch up, and look for changed parameters.
+        """Complete outstanding work, and look for changed parameters.
 
-        Only with gradients enabled: the module may make collectives then (SyncBatchNorm), and its
-        backward will. Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU
-        ranks that do not reduce the same find that in the backward, see :class:`Agreement`.)
+        Collectives run only with gradients enabled: then the module may run some (SyncBatchNorm),
+        and its backward will. For the errors see the wrapper's ``forward()``. On a GPU a mismatch
+        between ranks is found in the backward, see :class:`Agreement`.
         """
         if (self.post_backward or self.deferred or self.group.outstanding) and not self._catch_up():
             return
@@ -139,15 +142,15 @@ class AutogradDriver:
             self.refresh_parameters()
 
     def _catch_up(self, graph_task: int = -1) -> bool:
-        """Recover from failed backwards, and do what was deferred to the next forward.
+        """Recover failed backwards, and run the actions that were deferred to the next forward.
 
-        Before a forward without gradients, wait for :attr:`post_backward` only.
+        Before a forward without gradients, only wait for :attr:`post_backward`.
 
         Args:
-            graph_task: the engine's id of the backward that begins; -1 outside one.
+            graph_task: the engine's ID of the backward that begins; -1 outside a backward.
 
         Returns:
-            Whether to go on: False if the hooks were removed.
+            Whether to continue: False if the hooks were removed.
         """
         if graph_task == -1:
             self.wait_post_backward()
@@ -163,11 +166,11 @@ class AutogradDriver:
         return True
 
     def flush(self, reduces: bool = False) -> None:
-        """Make up for a last backward that failed, where no forward follows to do so.
+        """Recover the last backward if it failed and no forward follows that would do so.
 
-        Where this rank ``reduces`` next, the end of that says whether the ranks have reduced the
-        same before: it does so too on a rank whose next reduction is a backward. Else wait for
-        :attr:`post_backward`, and look at once.
+        With ``reduces``, this rank reduces next. The end of that reduction checks for mismatches,
+        as on a rank whose next reduction is a backward. Without it, wait for :attr:`post_backward`
+        and check immediately.
         """
         self.check_finalized()
         if not reduces:
@@ -182,31 +185,32 @@ class AutogradDriver:
         self.refresh_parameters()
 
     def refresh_parameters(self) -> None:
-        """Look for changed parameters; see :meth:`ModuleParameters.refresh`. No collective."""
+        """Look for changed parameters without a collective; see
+        :meth:`ModuleParameters.refresh`."""
         if self.parameters.refresh(self.where):
             self.watch_others()
 
     def adopt_parameters(self) -> None:
-        """Parameters have come or gone, before a forward that other ranks run too."""
+        """Adopt added or removed parameters, before a forward that the other ranks run too."""
         if not (self.is_detached or self.backward_runs):
             self.reducer.adopt_parameters()
 
     def count_any_call(self, afterwards: Callable[[], None]) -> None:
-        """Reduce all backwards outside ``no_sync``; call ``afterwards`` when one is reduced."""
+        """Reduce all backwards outside ``no_sync``; call ``afterwards`` after each reduction."""
         self.forwards.count_any_call()
         self.reducer.call_afterwards(afterwards)
         self.watch_others()
 
     def watch_others(self) -> None:
-        """Where any call counts, notice a backward that reaches nothing that has a bucket.
+        """Where every call counts, notice backwards that reach only parameters without a bucket.
 
-        No forward may tell of a parameter that was added, or frozen and is trained now.
+        For a parameter that was added or unfrozen, there may be no forward that detects it.
         """
         if self.forwards.counts_any_call:
             self._others.watch(self.parameters.in_no_bucket())
 
     def wait_post_backward(self) -> None:
-        """Wait for the futures that buffer hooks have returned."""
+        """Wait for the futures that buffer hooks returned."""
         if self.post_backward:
             futures, self.post_backward = self.post_backward, []
             torch.futures.wait_all(futures)
@@ -216,11 +220,11 @@ class AutogradDriver:
     def on_backward(
         self, forward: Forward | None = None, first_param: Tensor | None = None
     ) -> None:
-        """A backward runs: if it is new, find out which parameters it will reach. For hooks.
+        """Prepare a new backward: find out which parameters it will reach. Called by hooks.
 
         Args:
-            forward: the forward whose output it goes through; ``None`` if not known.
-            first_param: the ``first_param`` of :class:`Backward`.
+            forward: the forward whose output the backward goes through; ``None`` if not known.
+            first_param: see :class:`Backward`.
         """
         backward = self.backward
         if backward is not None and backward.phase is RUNNING:
@@ -250,11 +254,11 @@ class AutogradDriver:
             self._prepare_for_backward(expected, source, first_param)
 
     def _look_at_missing(self, expected: list[bool] | None) -> list[bool] | None:
-        """The backward that runs does not reach all parameters.
+        """Handle a backward that does not reach all parameters.
 
         Returns:
-            For each parameter, whether it does. (Hooks may be new.) ``None`` if the backward is
-            none of the wrapper's, or ``torch.autograd.grad``.
+            For each parameter, whether the backward reaches it; hooks may have been rebuilt.
+            ``None`` if the backward does not belong to this wrapper, or is ``torch.autograd.grad``.
         """
         if expected is None or all(expected):
             return expected
@@ -269,10 +273,11 @@ class AutogradDriver:
         return self._look_at_missing(self.tracker.query())
 
     def _catch_up_in_backward(self) -> list[bool] | None:
-        """See :meth:`_catch_up`. Returns what is expected: the buckets may be others now."""
+        """Call :meth:`_catch_up`. Return the expected parameters, since buckets may have
+        changed."""
         former = self.backward
         if former is not None:
-            former.finish_waiting()  # a callback of the user, at the end of it, runs another one
+            former.finish_waiting()  # a callback of the user, at its end, runs another backward
             if self.backward is former and former.phase is WAITING and not former.is_unfinalized:
                 raise RuntimeError(
                     f"{former.where}: a communication hook, a signal handler or another thread "
@@ -284,9 +289,10 @@ class AutogradDriver:
         return self._look_at_missing(self.tracker.query())
 
     def _on_further_output(self, backward: Backward, forward: Forward) -> None:
-        """The backward that runs goes through an output of this forward too.
+        """Handle a further output, of ``forward``, that the running backward goes through.
 
-        Or another one does, inside it: in a hook of the user, or a reentrant checkpoint.
+        The caller may also be another backward inside it: in a hook of the user, or a reentrant
+        checkpoint.
         """
         if current_graph_task_id() != backward.graph_task and not accumulates():
             return  # torch.autograd.grad
@@ -303,7 +309,7 @@ class AutogradDriver:
         forward.reach()
 
     def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
-        """A backward that was local so far goes through an output of a synchronized forward."""
+        """Reduce a backward that was local, and now reaches an output of a synchronized forward."""
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
         if source is None:
             local.keep_local(forward)
@@ -322,7 +328,7 @@ class AutogradDriver:
         first_param: Tensor | None,
         local: Backward | None = None,
     ) -> None:
-        """A backward begins that is reduced; or ``local``, which has begun, is reduced too."""
+        """Open the reduction of a new backward, or of ``local``, which began as a local one."""
         manager, tracker, group = self.manager, self.tracker, self.group
         current, is_provisional = manager.current, manager.is_provisional
         if self.events.needs_reached:
@@ -353,7 +359,7 @@ class AutogradDriver:
             creates_graph=torch.is_grad_enabled(),
             is_inner=is_inner,
         )
-        # From here on the other ranks wait for the collectives of this reduction: see drain.
+        # From here on the other ranks wait for the collectives of this reduction; see drain().
         self.backward = backward
         self.counters.reductions += 1
         try:
@@ -375,10 +381,11 @@ class AutogradDriver:
             (self.on_gradients if first_param is not None else tracker.tell_first)()
 
     def _wait_for_inner(self, is_first: bool) -> bool:
-        """Have segments wait for gradients that inner backwards may bring unannounced.
+        """Make segments wait for gradients that inner backwards may produce unannounced.
 
-        With ``is_first`` no output has told of this backward. Returns whether it is an inner one
-        itself: a forward has armed the reduction, and the engine announces an inner backward only.
+        With ``is_first``, no output hook has announced this backward. Return True if it is itself
+        an inner backward: then a forward has armed the reduction, and the engine knows only the
+        nodes of the inner backward.
         """
         use = self.use
         if is_first and outer_call(self.manager.current.is_on_gpu):
@@ -390,7 +397,7 @@ class AutogradDriver:
         return False
 
     def _needs_no_exchange(self) -> bool:
-        """Whether the only rank needs no buckets: its gradients are the sum, divided by 1."""
+        """Return True if a single rank needs no buckets: the sum is its gradient, divided by 1."""
         manager = self.manager
         wire = manager.factory.wire
         return (
@@ -412,7 +419,7 @@ class AutogradDriver:
         first_param: Tensor | None,
         bypasses_forward: bool,
     ) -> None:
-        """A backward begins that only accumulates."""
+        """Prepare a backward that only accumulates."""
         ended = self.forwards.ended_inside
         if ended and ended == outer_call(self.manager.current.is_on_gpu):
             raise RuntimeError(
@@ -446,10 +453,10 @@ class AutogradDriver:
             self.tracker.stop()
             raise
 
-    # A gradient, a segment, a bucket is ready
+    # Gradients, segments and buckets become ready
 
     def on_first_gradient(self, param: Tensor) -> None:
-        """The first gradient of a backward that has not begun at an output of the module."""
+        """Handle the first gradient of a backward that did not begin at an output of the module."""
         if self.forwards.counts_any_call and not self.backward_runs:
             self.refresh_parameters()
             if not self.parameters.is_agreed:
@@ -459,14 +466,14 @@ class AutogradDriver:
             self.tracker.gradients.note(param)
 
     def on_gradients(self) -> None:
-        """A gradient has come: launch the buckets at the front that wait for none."""
+        """Launch the leading buckets that wait for no gradient, after a gradient became ready."""
         reduction = None if self.backward is None else self.backward.reduction
         if reduction is not None:
             with torch.no_grad(), self.launching, self.group.uninterrupted():
                 reduction.launch_ready()
 
     def on_segment_ready(self, segment_index: int) -> None:
-        """All gradients of a segment are ready: see :meth:`Listener.on_segment_ready`."""
+        """Pack a segment whose gradients are all ready; see :meth:`Listener.on_segment_ready`."""
         backward = self.backward
         reduction = None if backward is None else backward.reduction
         if backward is None or reduction is None or reduction.packed[segment_index]:
@@ -484,7 +491,7 @@ class AutogradDriver:
             raise
 
     def on_unusual_order(self, segment_index: int) -> None:
-        """Gradients came in another order than last time: launch the segment if it is full."""
+        """Launch the segment if it is full, after gradients were ready in a different order."""
         reduction = None if self.backward is None else self.backward.reduction
         if reduction is None:
             return
@@ -498,7 +505,8 @@ class AutogradDriver:
     # End of backward
 
     def _compute_ended(self) -> None:
-        """The backward is over: launch the remaining buckets; :class:`EndsOfBackward` waits."""
+        """Launch the remaining buckets after the backward; :class:`EndsOfBackward` waits for
+        them."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._compute_ended()
@@ -521,16 +529,16 @@ class AutogradDriver:
                 reduction.launch_ready(rest=True)
         if self.finalizes_manually and any(reduction.works):
             backward.waits_for_user(True)
-            self.deferred.append(NoneType)  # so that the next entry looks
-            self.group.outstanding.pop(self, None)  # nobody may call finalize_backward()
+            self.deferred.append(NoneType)  # so that the next entry checks
+            self.group.outstanding.pop(self, None)  # finalize_backward() may never be called
             self.wait_post_backward()
             return
         backward.ends(self, self._broke_off)
 
     def _outlives_inner(self, backward: Backward) -> bool:
-        """An inner backward is over. Returns whether the reduced one goes on around it.
+        """Return True if the reduced backward continues after this inner backward has ended.
 
-        (A function or hook of the user may have run a whole backward, and step after it.)
+        A function or hook of the user may have run a whole backward, and may step after it.
         """
         is_whole = self.forwards.was_armed == 1 and self.use.has_all()
         if not is_whole and backward.outlives_inner(partial(self._compute_ended), self._broke_off):
@@ -546,17 +554,17 @@ class AutogradDriver:
         self.wait_post_backward()
 
     def _look_back(self, reduction: Reduction) -> None:
-        """Handle gradients that came in another order, did not come, or were not announced."""
+        """Handle gradients that were ready in a different order, not ready, or not announced."""
         if self.manager.is_provisional:
             self.use.note(self.use.ready_indices())
         self.tracker.note_unannounced(reduction)
         self.tracker.learn()
 
     def finalize_backward(self) -> None:
-        """The backward has ended, and all its buckets are launched: wait for them.
+        """Wait for all buckets of a backward that has ended and launched them.
 
         Raises:
-            RuntimeError: see :meth:`Reduction.finish`; or the ranks do not reduce the same.
+            RuntimeError: see :meth:`Reduction.finish`, or ranks reduced different gradients.
         """
         backward = self.backward
         if backward is None or backward.phase is not WAITING:
@@ -573,7 +581,7 @@ class AutogradDriver:
                     self.reducer.complete(reduction, ready)
         except (RuntimeError, Mismatch) as error:
             self._fail(backward, error)
-        except BaseException as error:  # of a signal handler
+        except BaseException as error:  # raised by a signal handler
             backward.moves_to(FAILED)
             if isinstance(error, KeyboardInterrupt):
                 self.group.refuse_further_use()
@@ -587,7 +595,7 @@ class AutogradDriver:
             self.wait_post_backward()
 
     def _fail(self, backward: Backward, error: Exception) -> NoReturn:
-        """The reduction of ``backward`` has ended with this error: raise it, with a message."""
+        """Raise ``error``, with which the reduction of ``backward`` ended, with its message."""
         try:
             if isinstance(error, Mismatch):
                 self.reducer.raise_mismatch(error, backward.reduction)
@@ -595,7 +603,7 @@ class AutogradDriver:
         except RuntimeError as named:
             for report in self.events.on_error:
                 report(str(named))
-            # After a local error the other ranks go on: drain waits for what is in flight.
+            # After a local error the other ranks continue; drain() waits for collectives in flight.
             if isinstance(named, LocalError):
                 backward.moves_to(FAILED)
             else:
@@ -603,7 +611,7 @@ class AutogradDriver:
             raise
 
     def _close(self, backward: Backward) -> None:
-        """The backward is over, with or without an error, and owes no collectives."""
+        """Close a backward that has ended, with or without an error, and owes no collectives."""
         self.backward = None
         self.group.outstanding.pop(self, None)
         if backward.reduction is not None:
@@ -615,7 +623,7 @@ class AutogradDriver:
         for call in self.events.on_close:
             call(backward.reduction)
 
-    # After a backward that failed on this rank: all ranks still make the same collectives
+    # A backward that failed on this rank: all ranks still run the same collectives
 
     def has_failed(self) -> bool:
         """Whether the last backward failed with an exception."""
@@ -623,10 +631,10 @@ class AutogradDriver:
         return backward is not None and backward.has_failed(self.manager.current.is_on_gpu)
 
     def abandon(self) -> None:
-        """The last backward has failed: launch its remaining buckets."""
+        """Launch the remaining buckets of the last backward, which has failed."""
         backward = self.backward
         assert backward is not None
-        backward.fail()  # an inner one may have stopped unnoticed
+        backward.fail()  # an inner backward may have stopped unnoticed
         reduction = backward.reduction
         if reduction is None or reduction.is_captured:
             return
@@ -640,7 +648,7 @@ class AutogradDriver:
             raise
 
     def drain(self) -> None:
-        """The last backward has failed: make its remaining collectives."""
+        """Complete the remaining collectives of the last backward, which has failed."""
         backward = self.backward
         assert backward is not None
         if (reduction := backward.reduction) is None:
@@ -667,7 +675,7 @@ class AutogradDriver:
     # Buckets
 
     def track(self) -> None:
-        """Make the lists and hooks anew for the parameters in the current buckets."""
+        """Rebuild the lists and hooks for the parameters in the current buckets."""
         current = self.manager.current
         self.use = current.use
         self.parameters.set_bucketed(current.names, current.params)
@@ -681,16 +689,16 @@ class AutogradDriver:
         if former is not None:
             self.tracker.inherit(former)
 
-    # What users and features ask for
+    # Requests of users and features
 
     def flush_outside_backward(self, problem: str, reduces: bool = False) -> None:
-        """Call :meth:`flush`; a RuntimeError that says ``problem`` if a backward runs."""
+        """Call :meth:`flush`; raise a RuntimeError with ``problem`` if a backward is running."""
         if self.backward_runs:
             raise RuntimeError(f"{self.where()}: {problem}")
         self.flush(reduces)
 
     def prepare_request(self, what: str = "reduced on request") -> None:
-        """The user asks for something that needs the gradients of the last backward.
+        """Prepare a request that needs the gradients of the last backward.
 
         Raises:
             RuntimeError: gradients cannot be ``what`` now.
@@ -701,14 +709,14 @@ class AutogradDriver:
         self.flush_outside_backward(problem, reduces=True)
 
     def reduce_accumulated(self) -> None:
-        """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
+        """Average ``.grad`` of all trainable parameters at the end of gradient accumulation."""
         self.prepare_request()
         self.parameters.register()
         self.refresh_parameters()
         self.reducer.reduce_accumulated()
 
     def reduced_parameters(self) -> set[Tensor]:
-        """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
+        """Return the parameters whose ``.grad`` still is the last mean, identical on all ranks."""
         self.prepare_request("compared")
         self.wait_post_backward()
         found = self.reducer.reduced_parameters()
@@ -724,30 +732,30 @@ class AutogradDriver:
             )
 
     def finalize_manually(self, required: bool) -> None:
-        """Whether backwards end in ``finalize_backward()``, not by themselves, from now on."""
+        """Set whether the user ends each backward with ``finalize_backward()``, from now on."""
         self.finalizes_manually = required
 
     def reduce_by(self, hook: CommHook) -> None:
-        """Reduce the buckets of backwards by ``hook`` from now on."""
+        """Reduce the buckets of backwards with ``hook`` from now on."""
         self.comm_hook = hook
         self.manager.reduce_by(hook)
 
     def step_optimizers(self) -> None:
-        """Optimizers step in the backward from now on."""
+        """Step optimizers during the backward from now on."""
         self.steps_optimizers = True
 
     def detach(self) -> None:
-        """Let go of the parameters for good, without waiting for any other rank."""
+        """Release the parameters permanently, without waiting for any other rank."""
         self.is_detached = True
         self.tracker.let_go()
         self._others.watch(())
-        self.deferred.append(NoneType)  # so that entries look
+        self.deferred.append(NoneType)  # so that the next entry checks
         self.group.outstanding.pop(self, None)
         self.backward = None
 
 
 def _broke_off(reference: weakref.ref[AutogradDriver], _: object) -> None:
-    """The engine has dropped the callback of a backward without calling it: it failed."""
+    """Handle a failed backward: the engine dropped its callback without calling it."""
     driver = reference()
     if driver is not None and driver.backward is not None:
         driver.backward.fail()

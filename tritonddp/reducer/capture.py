@@ -1,9 +1,9 @@
-"""CUDA graphs: backwards that are captured, to be replayed without any of this code.
+"""Capture backwards in CUDA graphs, which are replayed without this code.
 
-A replay does on the device what was captured: it flattens, reduces and unflattens the gradients,
-each bucket with its own table of addresses. The host takes no part in a replay: it does not compare
-the headers of the ranks, and does not notice parameters that are unused, frozen or added. So the
-capture of a backward that needs the host is refused, and headers from before are checked then.
+A replay repeats the captured device work: it flattens, reduces and unflattens the gradients, each
+bucket with its own table of addresses. The host takes no part in a replay: it does not compare the
+headers of the ranks, and does not notice unused, frozen or added parameters. A backward that needs
+the host therefore cannot be captured. Headers of earlier reductions are checked before the capture.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 def begin(
     reducer: Reducer, streams: Sequence[Any], expected: Sequence[bool], is_reduced: bool
 ) -> None:
-    """Prepare the buckets for a backward that is captured.
+    """Prepare the buckets for a backward that is being captured.
 
     Args:
-        reducer: of the wrapper.
-        streams: on which autograd accumulates gradients.
+        reducer: the reducer of the wrapper.
+        streams: streams on which autograd accumulates gradients.
         expected: for each parameter, whether the backward reaches it.
         is_reduced: the backward is not under ``no_sync``.
 
     Raises:
-        RuntimeError: a replay could not do all that this backward does.
+        RuntimeError: a replay could not do everything that this backward does.
     """
     reducer.check_pending()
     problem = _problem(reducer, streams, expected, is_reduced)
@@ -42,7 +42,7 @@ def begin(
 
 
 def refuse(current: BucketSet, where: str, problem: str) -> None:
-    """Raise a RuntimeError if a CUDA graph is captured now."""
+    """Raise a RuntimeError if a CUDA graph is being captured."""
     if current.is_on_gpu and is_capturing():
         raise RuntimeError(f"{where}, while a CUDA graph is captured: {problem}")
 
@@ -50,7 +50,7 @@ def refuse(current: BucketSet, where: str, problem: str) -> None:
 def _problem(
     reducer: Reducer, streams: Sequence[Any], expected: Sequence[bool], is_reduced: bool
 ) -> str | None:
-    """Why this backward cannot be captured, and what to do; ``None`` if it can."""
+    """Return why this backward cannot be captured and what to do, or ``None`` if it can."""
     manager, sync = reducer.manager, reducer.sync
     if not is_reduced:
         return (

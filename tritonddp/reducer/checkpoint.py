@@ -1,4 +1,4 @@
-"""Saving and loading the state of communication, so that a later run goes on with the same bits."""
+"""Save and load the communication state, so that a later run continues bit by bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def comm_state(reducer: Reducer) -> dict[str, Any]:
-    """The bucket order, and all other state that the bits of the next reduction depend on."""
+    """Return the bucket order and all other state that determines the bits of the next
+    reduction."""
     manager, unit = reducer.manager, reducer.weights.unit
     return {
         "rank": reducer.group.rank,
@@ -30,10 +31,10 @@ def comm_state(reducer: Reducer) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
-    """Go on from the first state that the user has given on rank 0.
+    """Continue from the first state that the user passed on rank 0.
 
-    Residuals (the quantization errors that error feedback adds to the next gradients) are summed
-    over all states of all ranks.
+    Residuals (quantization errors that error feedback adds to the next gradients) are summed over
+    all states of all ranks.
     """
     reducer.parameters.register()
     numbers: list[float] = []
@@ -51,7 +52,7 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
         if failure is not None:
             raise failure
     finally:
-        failure = None  # its traceback holds this frame, which would keep the wrapper alive
+        failure = None  # its traceback refers to this frame, which would keep the wrapper alive
     if not order:
         return  # saved before the first step
     reducer.weights.set_unit(unit)
@@ -61,10 +62,11 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
 
 
 def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> list[float]:
-    """This state as numbers, which rank 0 sends to the others, the bucket order last.
+    """Return this state as numbers, which rank 0 sends to the other ranks; the bucket order is
+    last.
 
-    Numbers suffice, since all ranks have the same parameters: so nothing that another rank has
-    sent is unpickled.
+    Numbers suffice, since all ranks have the same parameters. So no rank unpickles data from
+    another rank.
     """
     if not state["bucket_order"]:
         return []
@@ -77,8 +79,8 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> list[float]:
 def _agree(
     reducer: Reducer, numbers: Sequence[float], has_failed: bool
 ) -> tuple[bool, float, list[int]]:
-    """The numbers of rank 0's state; a RuntimeError if another rank has failed to read its own."""
-    # A row of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
+    """Return the numbers of rank 0's state; raise if another rank failed to read its state."""
+    # First row: the numbers of rank 0, padded with -1. Second row: flags of the ranks that failed.
     # Small integers and powers of two are exact in fp64.
     group, params = reducer.group, reducer.parameters.params
     message = torch.zeros(2, max(2 + len(params), group.size), dtype=torch.float64, device="cpu")
@@ -101,7 +103,7 @@ def _agree(
 
 
 def _check(state: Any) -> None:
-    """Raise a TypeError or a ValueError if this is not what ``comm_state_dict()`` returns."""
+    """Raise a TypeError or a ValueError if ``comm_state_dict()`` cannot have returned ``state``."""
     what = "load_comm_state_dict() takes what comm_state_dict() returned"
     if not isinstance(state, Mapping):
         raise TypeError(f"{what}, got {state!r}")
@@ -126,7 +128,7 @@ def _check(state: Any) -> None:
 
 
 def _is_dense(left: Any) -> bool:
-    """Whether this can be a residual: any other object would raise where it is added."""
+    """Return True if this can be a residual: any other object would raise when it is added."""
     return (
         isinstance(left, Tensor)
         and left.is_floating_point()

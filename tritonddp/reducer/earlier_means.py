@@ -1,8 +1,8 @@
-"""Results of earlier reductions that are in ``.grad`` when a backward is reduced on top of them.
+"""Results of earlier reductions that are in ``.grad`` when another backward is reduced.
 
-They would be sent again. A mean of equal numbers is that number, so that the plain mean bears it. A
-sum is not, whatever it is divided by; nor is the mean where the owner of a parameter alone has its
-gradient. There they are set aside until the reduction is over.
+They would be averaged a second time. For the plain mean this is harmless: the mean of equal numbers
+is that number. It is wrong for a sum, whatever its divisor, and for a mean that only the owner of a
+parameter holds. In these cases the earlier results are set aside until the reduction has ended.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tritonddp.coordination.failures import listed
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
-# Attribute of a gradient that a reduction has left: one that comes after it was dropped has none.
+# Attribute of a gradient tensor that holds a reduction result. A new gradient tensor lacks it.
 _MARK = "_tritonddp_is_reduced"
 
 
 class EarlierMeans(Extension):
-    """Takes them out of ``.grad`` before a reduction, and adds them after it.
+    """Remove earlier means from ``.grad`` before a reduction, and add them after it.
 
     Args:
-        params: returns the parameters whose gradients they are, with their names.
-        option: what needs that, in errors.
-        is_reduced: ``.grad`` holds some already.
+        params: returns the affected parameters with their names.
+        option: the option that requires this class, for error messages.
+        is_reduced: ``.grad`` already holds means.
     """
 
     def __init__(
@@ -42,19 +42,20 @@ class EarlierMeans(Extension):
         self.is_reduced = False
         if is_reduced:
             self._mark_reduced()
-        self._mixed: list[tuple[str, Tensor]] = []  # to whose means a local one has
+        self._mixed: list[tuple[str, Tensor]] = []  # a local gradient was added to these means
         self._aside: dict[Tensor, Tensor] = {}
 
     def take_over(self, former: EarlierMeans) -> None:
-        """Go on from another one, of the same gradients."""
+        """Take over the state of another instance for the same gradients."""
         self.is_reduced |= former.is_reduced
         self._mixed = former._mixed
 
     def on_begin(self, backward: Backward) -> None:
-        """Take the means out, unless the backward is local.
+        """Set the means aside, unless the backward is local.
 
         Raises:
-            RuntimeError: a local backward has added to them, or this one before it was noticed.
+            RuntimeError: a local gradient was added to a mean, in an earlier backward, or in
+                this one before the backward was noticed.
         """
         means = self.means(backward.first_param)
         if backward.reduction is not None:
@@ -73,9 +74,11 @@ class EarlierMeans(Extension):
         self.is_reduced = False
 
     def means(self, first_param: Tensor | None = None) -> list[tuple[str, Tensor]]:
-        """Whose gradients are means: not that of the ``late`` one, if it was not added to one.
+        """Return the parameters whose gradients are means.
 
-        (With ``create_graph=True`` another tensor takes the place of the mean: the others tell.)
+        ``first_param`` is included only if its gradient was added to a mean. With
+        ``create_graph=True`` autograd replaces the tensor of the mean, so the other gradients
+        decide.
         """
         means = list(self._params()) if self.is_reduced else []
         asked = [param for _, param in means if param is first_param or torch.is_grad_enabled()]
@@ -83,12 +86,14 @@ class EarlierMeans(Extension):
         return [each for each in means if is_added or each[1] is not first_param]
 
     def on_request(self, reduction: Reduction) -> None:
-        """All that is in ``.grad`` is meant, if no backward has run since the last reduction."""
+        """Check ``.grad``: everything in it is reduced if no backward ran since the last
+        reduction."""
         self._check(reduction.where)
 
     @torch.no_grad()
     def set_aside(self, means: Iterable[tuple[str, Tensor]]) -> None:
-        """A reduction begins. (Copies: ``.grad`` may be a view of its bucket.)"""
+        """Set the means aside when a reduction begins. Copy them: ``.grad`` may be a bucket
+        view."""
         self._aside = {p: p.grad.clone() for _, p in means if p.grad is not None}
         for param in self._aside:
             param.grad.zero_()  # type: ignore[union-attr]
@@ -104,7 +109,7 @@ class EarlierMeans(Extension):
         self._put_back()
 
     def on_close(self, reduction: Reduction | None) -> None:
-        """After a reduction ``.grad`` holds means, until a backward adds to it."""
+        """Mark ``.grad`` after a reduction: it holds means until a backward adds to it."""
         if reduction is not None:
             self._mixed = []
             self._mark_reduced()
@@ -116,7 +121,7 @@ class EarlierMeans(Extension):
                 setattr(param.grad, _MARK, True)
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """The gradients are as the backward has left them."""
+        """Restore the gradients as the backward left them."""
         self._put_back()
 
     def _check(self, where: str) -> None:
@@ -133,6 +138,6 @@ class EarlierMeans(Extension):
 
 @torch.no_grad()
 def held(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Those whose gradients were neither dropped nor set to zero."""
+    """Return the parameters whose gradients were neither dropped nor set to zero."""
     grads = ((name, param, param.grad) for name, param in named)
     return [(n, param) for n, param, grad in grads if grad is not None and bool(grad.norm() != 0)]

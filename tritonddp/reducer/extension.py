@@ -1,4 +1,4 @@
-"""The one way to plug a feature into a backward."""
+"""The only interface by which features extend a backward."""
 
 from __future__ import annotations
 
@@ -11,71 +11,78 @@ from tritonddp.reducer.graph.backward import Backward
 
 
 class Extension:
-    """A feature beside the plain mean. Override what you need; the rest costs nothing.
+    """A feature in addition to the plain mean. Override only the methods that you need.
 
     An extension may live as long as the reducer, and must not hold a reference to it.
 
     Attributes:
-        reads_device: what the host reads from the device in each backward, in words, for errors:
-            such a backward cannot be captured in a CUDA graph. Empty if the host reads nothing.
-        needs_reached: it has to know which parameters a backward will reach when that begins.
+        reads_device: what the host reads from the device in each backward, as a phrase for
+            error messages: such a backward cannot be captured in a CUDA graph. Empty if the host
+            reads nothing.
+        needs_reached: the extension needs to know at the start of a backward which parameters
+            it will reach.
     """
 
     reads_device = ""
     needs_reached = False
 
     def on_forward(self) -> None:
-        """A forward of the wrapper begins, with gradients enabled."""
+        """Called when a forward of the wrapper begins with gradients enabled."""
 
     def on_begin(self, backward: Backward) -> None:
-        """A backward begins. If it is reduced, its reduction is not announced yet.
+        """Called when a backward begins. If it is reduced, its reduction is not announced yet.
 
-        May call ``tell()``, ``skip()`` and ``hold()`` of its reduction. May raise: then this rank
-        sends NaN in the collectives of the reduction.
+        The method may call ``tell()``, ``skip()`` and ``hold()`` of the reduction. If it raises,
+        this rank sends NaN in the collectives of the reduction.
         """
 
     def on_local(self, backward: Backward) -> None:
-        """A backward begins that only accumulates. Called before :meth:`on_begin`."""
+        """Called before :meth:`on_begin` when a backward begins that only accumulates."""
 
     def on_request(self, reduction: Reduction) -> None:
-        """Accumulated gradients are about to be reduced on request.
+        """Called before accumulated gradients are reduced on request.
 
-        May call ``reduction.tell()``. May raise before anything is sent, if all ranks do; or a
-        LocalError: then this rank sends NaN.
+        The method may call ``reduction.tell()``. It may raise before anything is sent, if all ranks
+        do. It may raise a LocalError: then this rank sends NaN.
         """
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
-        """The gradients of a segment are final, and about to be packed. May replace them."""
+        """Called before the final gradients of a segment are packed. The method may replace
+        them."""
 
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
-        """``bucket`` is about to be launched."""
+        """Called before ``bucket`` is launched."""
 
     def on_compute_end(self, backward: Backward) -> None:
-        """The engine has run all nodes of the backward."""
+        """Called when the engine has run all nodes of the backward."""
 
     def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
-        """``.grad`` of the parameters in ``bucket`` holds the mean. May raise a LocalError."""
+        """Called when ``.grad`` of the parameters in ``bucket`` holds the mean.
+
+        The method may raise a LocalError.
+        """
 
     def on_reduced_all(self, reduction: Reduction) -> None:
-        """All buckets are reduced, and have not been rebuilt yet."""
+        """Called when all buckets are reduced, and before they are rebuilt."""
 
     def on_close(self, reduction: Reduction | None) -> None:
-        """A backward is over, with or without an error; or what was accumulated is reduced.
+        """Called after a backward, with or without an error, and after a reduction on request.
 
         ``reduction`` is ``None`` if the backward was local.
         """
 
     def on_end(self, reduction: Reduction) -> None:
-        """A reduction ended without an error, and no collective is in flight. May raise."""
+        """Called after a reduction without an error. No collective is in flight. May raise."""
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """A backward failed, or its reduction did. ``None`` if it was local.
+        """Called after a failed backward or reduction; ``reduction`` is ``None`` if it was local.
 
-        It may be called again for the same one, when its collectives are made up for.
+        It may be called again for the same backward, when its outstanding collectives are
+        completed.
         """
 
     def on_error(self, message: str) -> None:
-        """A reduction failed with this error."""
+        """Called with the error message of a failed reduction."""
 
 
 _Kind = TypeVar("_Kind", bound=Extension)
@@ -95,18 +102,18 @@ class Events(ReductionEvents):
     on_error: Sequence[Callable[[str], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
-    needs_reached = False  # an extension does
+    needs_reached = False  # True if an extension needs it
 
     def install(self, extension: Extension) -> None:
         """Call the methods of ``extension`` from now on."""
         self._set((*self.extensions, extension))
 
     def remove(self, extension: Extension) -> None:
-        """Call ``extension`` no more. Does nothing if it is not installed."""
+        """Remove ``extension``. Do nothing if it is not installed."""
         self._set(tuple(each for each in self.extensions if each is not extension))
 
     def of(self, kind: type[_Kind]) -> _Kind | None:
-        """The installed extension of this class, if there is one."""
+        """Return the installed extension of this class, if any."""
         return next((each for each in self.extensions if isinstance(each, kind)), None)
 
     def _set(self, extensions: tuple[Extension, ...]) -> None:
@@ -122,7 +129,7 @@ class Events(ReductionEvents):
         self.needs_buckets = any(getattr(self, event) for event in _EVENTS_OF_BUCKETS)
 
 
-# By name, the method of an extension that does nothing. (Each of the first steps is timed, so that
-# an extension comes and goes.)
+# Empty methods of Extension by name. Precomputed, because an extension that times each of the first
+# steps is installed and removed repeatedly.
 _EVENTS = [(name, each) for name, each in vars(Extension).items() if name.startswith("on_")]
 _EVENTS_OF_BUCKETS = [name for name in vars(ReductionEvents) if name.startswith("on_")]

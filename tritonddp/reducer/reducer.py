@@ -1,4 +1,4 @@
-"""What the ranks of one wrapper do alike, whether a backward runs or not."""
+"""Reduce the gradients of one wrapper on all ranks, with or without a backward."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ logger = logging.getLogger(__name__)
 
 
 class Reducer:
-    """Averages over the ranks: opens the reductions of one wrapper, and does what follows one.
+    """Average gradients over the ranks of one wrapper, and apply what follows a reduction.
 
-    It knows nothing of autograd. What follows a reduction is new buckets, parameters that come and
-    go, the rest of a reduction that failed here, and errors if the ranks do not reduce the same.
+    This class does not depend on autograd. After a reduction it rebuilds buckets, adds and removes
+    parameters, completes the collectives of a backward that failed on this rank, and raises errors
+    if the ranks do not reduce the same gradients.
 
     Args:
-        parameters: of the module, the same on every rank.
+        parameters: parameters of the module; identical on all ranks.
         group: the ranks to average over.
         manager: holds the buckets.
         agreement: writes and compares the headers of the ranks.
-        weights: the field in them of the weights of ranks.
+        weights: header field that holds the weights of the ranks.
         counters: count launches and bytes sent.
         sync: settings of the next backward, written by the wrapper.
-        broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
-            its own.
+        broadcast: overwrites added parameters with the values of one rank; ``None`` if each
+            rank keeps its local values.
 
     Attributes:
         parameters, group, manager, agreement, weights, counters, sync: see above.
         events: callbacks of extensions.
         forwards: decides which backwards are reduced.
-        deferred: what this rank has to do, or to raise, at its next forward.
+        deferred: actions and errors for the next forward of this rank.
         afterwards: see :meth:`call_afterwards`.
-        own_gradients_at: reduction count at which ``.grad`` last held unreduced gradients of this
-            rank.
-        stepped_at: reduction count at which the owners of parameters have stepped last.
+        own_gradients_at: reduction count at which ``.grad`` last held unreduced gradients of
+            this rank.
+        stepped_at: reduction count at the last optimizer step of the parameters' owners.
     """
 
     def __init__(
@@ -88,10 +89,10 @@ class Reducer:
         self._broadcast = broadcast
         self.afterwards: Callable[[], None] | None = None
         self.own_gradients_at, self.stepped_at = 0, -1
-        self._has_warned = False  # that requests are not compressed
+        self._has_warned = False  # that compression does not apply to requests
 
     def call_afterwards(self, function: Callable[[], None]) -> None:
-        """Call this on all ranks whenever a backward is reduced, or made up for."""
+        """Call ``function`` on all ranks after each reduced backward, including abandoned ones."""
         self.afterwards = function
 
     # After a reduction
@@ -99,12 +100,12 @@ class Reducer:
     def complete(self, reduction: Reduction, ready: Sequence[int] = ()) -> None:
         """Rebuild buckets if the order of gradients has changed, or parameters were frozen.
 
-        Every rank that took part in this reduction calls this, so its collectives match. If ranks
-        do not reduce the same, on a GPU, nothing is rebuilt: they all find that out at the end of
-        the next reduction, which they make with the buckets that they have.
+        Every rank of the reduction calls this method, so its collectives match. On a GPU, if the
+        ranks did not reduce the same gradients, nothing is rebuilt: all ranks find the mismatch at
+        the end of the next reduction, which uses the current buckets.
 
         Args:
-            reduction: it is over.
+            reduction: the reduction that has ended.
             ready: in a first backward, indices of the parameters in the order of their gradients.
         """
         if not self.check_alike():
@@ -113,14 +114,14 @@ class Reducer:
         missing: Collection[int] | None = None
         if manager.is_provisional:
             missing = manager.agree_on_order(ready, self.sync.source_rank)
-            if reduction.source.is_empty:  # no backward of this rank could show what is missing
+            if reduction.source.is_empty:  # this rank ran no backward that could show them
                 missing = ()
         manager.current.use.settle(missing)
         manager.rebuild_buckets(
             each for each in reduction.buckets if each.index not in reduction.skipped
         )
 
-    # Parameters that come and go
+    # Added and removed parameters
 
     @torch.no_grad()
     def adopt_parameters(
@@ -128,19 +129,19 @@ class Reducer:
         in_backward: bool = False,
         requested: Sequence[tuple[str, Parameter]] | None = None,
     ) -> None:
-        """Parameters have come or gone: all ranks build new buckets, alike.
+        """Build new buckets on all ranks after parameters were added or removed.
 
-        First they agree, by the header of a bucket that holds nothing else. A rank whose parameters
-        are as before is in a reduction, whose first bucket this is: then all ranks raise. What has
-        come gets the values of one rank.
+        The ranks first agree by the header of a bucket that holds nothing else. A rank whose
+        parameters did not change has opened a reduction instead, and receives this header in its
+        first bucket: then all ranks raise. Added parameters get the values of one rank.
 
         Args:
-            in_backward: the values that this rank had before were used.
-            requested: parameters of the reduction on request that such a rank makes, if it is one.
+            in_backward: added parameters were already used with the local values of this rank.
+            requested: parameters of the reduction on request that such a rank makes, if any.
 
         Raises:
-            RuntimeError: ranks have not changed alike. (On a GPU they all raise that at the end of
-                the next reduction, which they make with the buckets that they have.)
+            RuntimeError: the ranks did not change the same parameters. On a GPU all ranks raise
+                it at the end of the next reduction, which uses the current buckets.
         """
         parameters, manager = self.parameters, self.manager
         self.group.recover()
@@ -150,7 +151,7 @@ class Reducer:
         capture.refuse(manager.current, self.where(), f"{message} without a graph before")
         parameters.register()
         manager.announce()
-        # (A backward counts when it begins, a request not at all.)
+        # A backward is counted when it begins. A request is not counted.
         step = f"step {self.counters.reductions + (not requested)}"
         with self.group.uninterrupted():
             if self.group.size > 1:
@@ -183,7 +184,7 @@ class Reducer:
     ) -> None:
         params = [param for _, param in named]
         own = [param.detach().clone() for param in params] if are_used else []
-        # (The values are mostly equal already, so a graph that is kept may be used again.)
+        # Most values are already equal. Keep the versions, so that a retained graph stays usable.
         with preserve_version_counters(params):
             assert self._broadcast is not None
             self._broadcast.send(
@@ -202,10 +203,10 @@ class Reducer:
             )
 
     def warn_of_nan(self, reduction: Reduction) -> None:
-        """Warn that :meth:`abandon` comes. It is still owed if this is cut short.
+        """Warn that :meth:`abandon` follows. If interrupted, the abandon remains outstanding.
 
         Raises:
-            RuntimeError: a CUDA graph is captured, and its replays would make up again.
+            RuntimeError: a CUDA graph is being captured; each replay would abandon buckets again.
         """
         capture.refuse(
             self.manager.current,
@@ -219,7 +220,7 @@ class Reducer:
         logger.warning(
             "%s: the last backward did not come to its end%s",
             self.where(),
-            # (In a bucket that was sent, a communication hook may have failed.)
+            # If all buckets were sent, a communication hook may have failed.
             f". On ranks whose backward went on gradients are NaN in this step in {len(unsent)} of "
             f"{len(buckets)} buckets, which this rank had not sent"
             if unsent
@@ -227,10 +228,10 @@ class Reducer:
         )
 
     def abandon(self, reduction: Reduction) -> None:
-        """The backward of this reduction has failed on this rank: launch its remaining buckets.
+        """Launch the remaining buckets of this reduction, whose backward failed on this rank.
 
-        The other ranks will launch, or have launched, all of that step. This rank launches those
-        that it has not launched yet, with NaN, so that later collectives match again.
+        The other ranks launch all buckets of that step. This rank fills the buckets that it has not
+        launched with NaN and launches them, so that later collectives match again.
         """
         if not reduction.works:
             self.manager.announce()
@@ -238,7 +239,7 @@ class Reducer:
 
     @torch.no_grad()
     def drain(self, reduction: Reduction, ready: Sequence[int]) -> None:
-        """After :meth:`abandon`: wait for the buckets. See also :meth:`complete`."""
+        """Wait for the buckets after :meth:`abandon`, then call :meth:`complete`."""
         try:
             reduction.drain()
             self.complete(reduction, ready)
@@ -252,9 +253,9 @@ class Reducer:
     # Without a backward
 
     def shadow_backward(self, source: GradSource) -> None:
-        """Make the collectives of a reduced backward; ``source`` says why this rank runs none.
+        """Run the collectives of a reduced backward; ``source`` says why this rank runs none.
 
-        The gradients of this rank count as zero. Its ``.grad`` gets the mean, too.
+        This rank contributes zero gradients. Its ``.grad`` gets the mean, too.
         """
         capture.refuse(
             self.manager.current,
@@ -285,11 +286,11 @@ class Reducer:
     # On request, between two backwards
 
     def gradients_are_own(self) -> None:
-        """``.grad`` of this rank is no mean."""
+        """Record that ``.grad`` of this rank holds local gradients."""
         self.own_gradients_at = self.counters.reductions
 
     def owners_have_stepped(self) -> None:
-        """The owners of parameters have used all gradients that are reduced."""
+        """Record that the owners of parameters have used all reduced gradients."""
         self.stepped_at = self.counters.reductions
 
     def reduce_given(
@@ -299,10 +300,10 @@ class Reducer:
         named: Sequence[tuple[str, Tensor]],
         prepare: Callable[[], None],
     ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
-        """The means of gradients; see ``DistributedDataParallel.reduce_gradients()``.
+        """Return the means of gradients; see ``DistributedDataParallel.reduce_gradients()``.
 
-        ``named`` are all parameters of the module that require gradients. ``prepare`` is called
-        immediately before the first collective: a rank that raises before makes none.
+        ``named`` contains all trainable parameters of the module. ``prepare`` is called immediately
+        before the first collective: a rank that raises earlier runs no collective.
         """
         if not isinstance(gradients, Mapping | Sequence) or isinstance(gradients, str | bytes):
             raise TypeError(
@@ -333,7 +334,7 @@ class Reducer:
         gradients: Sequence[Tensor | None],
         prepare: Callable[[], None],
     ) -> list[Tensor | None]:
-        """The means of ``gradients``, which belong to ``named``: the same on all ranks."""
+        """Return the means of ``gradients``, which belong to ``named``; identical on all ranks."""
         of_module, wire = self.parameters.sparse, self.manager.factory.wire
         if len(gradients) != len(named):
             raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
@@ -342,7 +343,7 @@ class Reducer:
                 _check_gradient(name, param, gradient, param in of_module)
         prepare()
         weight = self.sync.weight
-        # Stand-ins for the parameters, whose own .grad must stay as it is.
+        # Stand-ins for the parameters, whose .grad must not change.
         stand_ins: list[tuple[str, Any]] = []
         sparse: dict[Tensor, str] = {}
         for (name, param), gradient in zip(named, gradients, strict=True):
@@ -354,7 +355,7 @@ class Reducer:
                 grad = gradient.detach()
                 if weight is not None and weight.is_sum:
                     grad = grad / weight.scale
-                # A gradient that is cast is written to.
+                # A gradient that is cast gets overwritten.
                 is_cast = wire.casts(param) and stand_in not in sparse
                 stand_in.grad = grad.clone() if is_cast else grad
         reduction = self._open_request(
@@ -369,15 +370,15 @@ class Reducer:
         return [stand_in.grad for _, stand_in in stand_ins]
 
     def reduce_accumulated(self) -> None:
-        """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
+        """Average ``.grad`` of all trainable parameters at the end of gradient accumulation."""
         manager = self.manager
         if not self.parameters.is_agreed:
             current = manager.current
             placed = list(zip(current.names, current.params, strict=True))
             self.adopt_parameters(requested=placed)
         current = manager.current
-        # Parameters that were frozen since the last reduction without being used: they are still
-        # in a bucket, but their gradients are not part of this reduction.
+        # Parameters that were frozen since the last reduction and not used: they are still in a
+        # bucket, but their gradients are not part of this reduction.
         pairs = zip(current.params, current.use.local, strict=True)
         stale = {param for param, used in pairs if not used and not param.requires_grad}
         named_params = list(zip(current.names, current.params, strict=True))
@@ -386,11 +387,11 @@ class Reducer:
             for call in self.events.on_request:
                 call(reduction)
         except LocalError:
-            reduction.abandon()  # the other ranks reduce
+            reduction.abandon()  # the other ranks do reduce
             reduction.drain()
             raise
         self._reduce_now(reduction, named_params)
-        self.own_gradients_at = -1  # requests are no reductions that are counted
+        self.own_gradients_at = -1  # requests are not counted as reductions
         self.forwards.reduction_begins()
         manager.current.use.clear_local()
         for close in self.events.on_close:
@@ -401,7 +402,7 @@ class Reducer:
             end(reduction)
 
     def reduced_parameters(self) -> set[Tensor]:
-        """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
+        """Return the parameters whose ``.grad`` still is the last mean, identical on all ranks."""
         self.check_pending()
         if self.counters.reductions == self.own_gradients_at:
             return set()
@@ -438,13 +439,13 @@ class Reducer:
                 call(reduction)
             self.raise_mismatch(error, None, named_params)
 
-    # Ranks that do not reduce the same
+    # Ranks that reduce different gradients
 
     def check_alike(self) -> bool:
-        """Whether the ranks have reduced the same so far. All ranks find alike.
+        """Return True if the ranks reduced the same gradients so far; identical on all ranks.
 
-        Where they have not, on a GPU, it is an error at the end of the next reduction: on all
-        ranks in the same, whatever made the last one on each.
+        On a GPU a mismatch raises at the end of the next reduction: the same reduction on all
+        ranks, whatever started the last one on each rank.
         """
         try:
             self.agreement.check_pending()
@@ -453,12 +454,12 @@ class Reducer:
         return True
 
     def check_pending(self) -> None:
-        """On a GPU: raise a mismatch that was found too late, see :class:`Agreement`."""
+        """Raise a mismatch that was found late, which happens on GPUs; see :class:`Agreement`."""
         try:
             self.agreement.check_pending()
         except Mismatch as error:
             if self.manager.current.is_on_gpu and is_capturing():
-                # (A step without a graph then finds out what differs.)
+                # A step without a graph then finds the difference.
                 what = str(error) or "the ranks reduce different parameters"
                 message = f"{what}. Run one step without a graph before"
                 capture.refuse(self.manager.current, self.where(), message)
@@ -470,12 +471,12 @@ class Reducer:
         reduction: Reduction | None,
         requested: Sequence[tuple[str, Parameter]] | None = None,
     ) -> NoReturn:
-        """Ranks do not reduce the same: wait for all collectives in flight, and raise the error.
+        """Wait for all collectives in flight, then raise the error of a mismatch between ranks.
 
-        ``reduction`` is this rank's, if it is not over; ``requested`` are the parameters of a
-        reduction on request.
+        ``reduction`` is the open reduction of this rank, if any; ``requested`` are the parameters
+        of a reduction on request.
         """
-        self.agreement.pending.clear()  # what follows on it means nothing
+        self.agreement.pending.clear()  # later headers are meaningless
         where, sent = error.where or self.where(), error.sent
         on_request = (GradSource.REQUEST, GradSource.GIVEN)
         if requested is None and sent is not None and sent.values[SOURCE] in on_request:
@@ -487,7 +488,7 @@ class Reducer:
             reduction.wait_all(str(error) or "the ranks reduce different parameters")
         if isinstance(error, Disagreement):
             raise RuntimeError(f"{where}, bucket 0: {error}") from None
-        if self.manager.memory is not None:  # all ranks come here, and wait in verify()
+        if self.manager.memory is not None:  # all ranks get here, and wait in verify()
             self.manager.memory.end()
         self.parameters.verify(where, requested, error)
 
@@ -495,7 +496,7 @@ class Reducer:
 def _named(
     params: Iterable[Tensor], named: Sequence[tuple[str, Tensor]]
 ) -> list[tuple[str, Tensor]]:
-    """The parameters that the user has given, with their names."""
+    """Return the parameters that the user passed, with their names."""
     is_list = isinstance(params, Iterable) and not isinstance(params, Tensor)
     wanted: list[Any] = [*params] if is_list else [None]
     if not all(isinstance(p, Tensor) for p in wanted):
@@ -505,7 +506,7 @@ def _named(
 
 
 def detached(param: Tensor) -> Tensor:
-    """``param.detach()``, with a ``.grad`` of the same dtype as that of ``param``."""
+    """Return ``param.detach()`` with the gradient dtype of ``param``."""
     found = param.detach()
     found.grad_dtype = gradient_dtype(param)
     return found

@@ -1,1 +1,1 @@
-"""What autograd tells: where a backward begins and ends, and which gradients come."""
+"""What autograd reports: start and end of a backward, and which gradients are ready."""

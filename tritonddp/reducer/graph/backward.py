@@ -1,4 +1,4 @@
-"""One backward of the module: where it begins, how far it is, and where it ends."""
+"""One backward of the module: its start, its phase, and its end."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class SyncState:
 
     def __init__(self) -> None:
         self.enabled = True  # the backward is reduced; False inside no_sync
-        self.weight: Any = None  # the weight of its gradients, None for an unweighted mean
-        self.join: Any = None  # the join protocol of the ranks inside join(), None outside
-        self.join_hook: Any = None  # a weak reference to what the last Join runs, if there was one
+        self.weight: Any = None  # weight of the gradients; None for an unweighted mean
+        self.join: Any = None  # join protocol of the ranks inside join(); None outside
+        self.join_hook: Any = None  # weak reference to the hook that the last Join runs, if any
         self.finds_unused: bool | None = None  # the option find_unused_parameters
 
     @property
     def source_rank(self) -> int:
-        """The rank whose buffers and order of gradients all ranks use."""
+        """Rank whose buffers and gradient order all ranks use."""
         return 0 if self.join is None else self.join.source_rank
 
 
 @dataclass(eq=False, slots=True)
 class Forward:
-    """One forward of the module, as long as its graph lives."""
+    """One forward of the module; lives as long as its graph."""
 
     seq: int  # counts the forwards of this wrapper
     reductions: int  # number of reductions before it
@@ -61,50 +61,50 @@ class Forward:
     reached: bool = False  # a reduced backward has gone through its outputs
 
     def reach(self) -> None:
-        """A reduced backward that has begun elsewhere goes through its outputs too."""
+        """Record that a reduced backward, which began elsewhere, also goes through the outputs."""
         self.reached = True
 
 
 class Forwards:
-    """Decides, from the forwards until now, whether a backward is reduced or only accumulates.
+    """Decide from the previous forwards whether a backward is reduced or only accumulates.
 
     A *local* backward only accumulates. As in stock DDP, a forward outside ``no_sync`` arms the
     reduction: the next backward is reduced, whichever outputs it goes through, and disarms it.
     While the reduction is not armed, a backward is reduced if it goes through an output of a
-    forward that ran outside ``no_sync``. All others are local: those of forwards inside
-    ``no_sync``, and those that go through no forward of the wrapper at all. Unlike in stock, a
-    backward that starts inside ``no_sync`` is local in any case.
+    forward that ran outside ``no_sync``. All other backwards are local: those of forwards inside
+    ``no_sync``, and those that go through no forward of the wrapper. Unlike in stock DDP, a
+    backward that starts inside ``no_sync`` is always local.
 
     The decision does not depend on the order in which autograd runs hooks, which differs between
-    ranks that use different parameters: a backward that is local so far, and then goes through such
-    an output, is reduced from there on (``AutogradDriver._reduce_after_all``).
+    ranks that use different parameters: a backward that starts as local, and then reaches such an
+    output, is reduced from there on (``AutogradDriver._reduce_after_all``).
 
     Attributes:
-        counts_any_call: of a module that is replicated in place: see :meth:`count_any_call`.
-        seq: of the last forward whose outputs can be reduced; 0 before the first.
-        was_local: the last forward ran inside ``no_sync``, and had no backward yet.
-        by_call: the last reduced backward is so in place alone: it went through no output until
-            then, and no forward had armed it.
+        counts_any_call: the module is replicated in place: see :meth:`count_any_call`.
+        seq: number of the last forward whose outputs can be reduced; 0 before the first.
+        was_local: the last forward ran inside ``no_sync``, and has had no backward yet.
+        by_call: the last reduced backward had reached no output when it began, and no forward
+            had armed it; only :meth:`count_any_call` made it a reduced one.
         was_armed: how many forwards had armed the last reduced backward.
-        ended_inside: the reduction of the last forward has ended inside another backward, that of
-            this :func:`~tritonddp.reducer.graph.participation.outer_call`; else 0.
+        ended_inside: ID of the :func:`~tritonddp.reducer.graph.participation.outer_call` of the
+            backward inside which the reduction of the last forward ended; 0 if there is none.
     """
 
     def __init__(self) -> None:
         self.counts_any_call = False
         self.seq = 0
-        self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
-        # How many forwards arm the reduction now, and did so before the last reduced backward.
+        self._prepared = 0  # last forward whose next backward is reduced even inside no_sync
+        # How many forwards arm the reduction now, and how many had armed the last reduced backward.
         self._armed = self.was_armed = 0
         self.was_local = self.by_call = False
         self.ended_inside = 0
 
     def count_any_call(self) -> None:
-        """From now on every backward outside ``no_sync`` is reduced, whatever it goes through."""
+        """Reduce every backward outside ``no_sync`` from now on, whatever it goes through."""
         self.counts_any_call = True
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
-        """A forward has run; see :class:`Forward`."""
+        """Record that a forward has run; see :class:`Forward`."""
         self.seq += 1
         self._armed += syncs
         self.ended_inside = 0
@@ -112,7 +112,7 @@ class Forwards:
         return Forward(self.seq, reductions, syncs)
 
     def prepare(self) -> None:
-        """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
+        """Reduce the next backward, even if its forward ran under ``no_sync``."""
         self._armed = max(self._armed, 1)
         self._prepared = self.seq
 
@@ -123,13 +123,14 @@ class Forwards:
         reductions: int,
         where: Callable[[], str],
     ) -> GradSource | None:
-        """A backward begins: is it reduced, or does it only accumulate?
+        """Decide whether a backward that begins is reduced or only accumulates.
 
         Inside ``join()`` the ranks decide together.
 
         Args:
-            forward: whose output it goes through; ``None`` if it has gone through none so far.
-            sync: what the user wants.
+            forward: the forward whose output it goes through; ``None`` if it has reached none
+                so far.
+            sync: settings of the user.
             reductions: number of reductions so far.
             where: returns this rank and its step, for messages.
 
@@ -140,7 +141,7 @@ class Forwards:
         is_joined = join is not None and join.is_open
         seq = self.seq if forward is None else forward.seq
         self.by_call = not (forward or is_joined or self._armed)
-        # (Inside join() ranks without inputs know only what the forward has told them.)
+        # Inside join(), ranks without inputs know only what the forward told them.
         if is_joined:
             is_wanted = forward is None or forward.syncs
         else:
@@ -165,38 +166,38 @@ class Forwards:
         return FORWARD if forward.reductions == reductions else ELSEWHERE
 
     def end_inside(self, outer_call: int) -> None:
-        """A backward that began inside another one has ended, in this call; 0 if with that."""
+        """Record that a backward inside ``outer_call`` has ended; 0 if that call ended too."""
         self.ended_inside = outer_call
 
     def arm_again(self) -> None:
-        """The last reduced backward has failed on all ranks before it sent anything, as if not run.
+        """Arm the reduction again after its backward failed on all ranks before it sent anything.
 
-        As in stock DDP the next one is reduced in its place.
+        As in stock DDP, the next backward is reduced in its place.
         """
         self._armed = max(self._armed, self.was_armed)
 
     def reduction_begins(self) -> None:
-        """A reduction on request begins: it disarms all forwards until now."""
+        """Disarm all previous forwards when a reduction on request begins."""
         self.was_local, self._prepared, self._armed = False, 0, 0
 
 
 _grad_fn_of = attrgetter("grad_fn")
 
-# How often, and for how many seconds, to wait for a thread that still holds a failed backward.
+# Number of polls, and seconds between them, to wait for a thread that holds a failed backward.
 _TRIES, _PAUSE = 200, 1e-4
 
 
 class Phase(enum.Enum):
-    """How far a backward is."""
+    """The progress of a backward."""
 
     following: tuple[Phase, ...]  # the phases that may follow
 
     RUNNING = enum.auto()  # gradients become ready
-    WAITING = enum.auto()  # it has ended, and waits for its buckets; communication hooks run
-    FAILED = enum.auto()  # an error has ended it: this rank may owe collectives to the others
+    WAITING = enum.auto()  # it has ended and waits for its buckets; communication hooks run
+    FAILED = enum.auto()  # an error ended it; this rank may owe collectives to the others
 
 
-# (Reading a member from its class costs a call before Python 3.12.)
+# Stored in globals, since reading an enum member from its class costs a call before Python 3.12.
 RUNNING, WAITING, FAILED = Phase
 RUNNING.following = WAITING, FAILED
 WAITING.following = (FAILED,)
@@ -206,26 +207,27 @@ FORWARD, AGAIN, ELSEWHERE = GradSource.FORWARD, GradSource.AGAIN, GradSource.ELS
 
 @dataclass(eq=False)
 class Backward:
-    """One backward; without a reduction it only accumulates (*local*: ``no_sync``, for example).
+    """One backward. A backward without a reduction only accumulates (*local*, as in ``no_sync``).
 
     Attributes:
         where: this rank and its step, for messages.
-        reduction: of its gradients; ``None`` if it is local.
-        first_param: the one whose gradient had come before the backward was noticed, if one had.
+        reduction: reduction of its gradients; ``None`` if the backward is local.
+        first_param: parameter whose gradient was ready before the backward was noticed, if any.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
-        may_be_reduced: it is local because it has gone through no output of a forward outside
+        may_be_reduced: it is local only because it has reached no output of a forward outside
             ``no_sync`` so far.
-        forward: of a local one: whose output it goes through; ``None`` if it has gone through none.
-        bypasses_forward: a local one began at no output, and no forward inside ``no_sync`` waits
-            for its backward.
+        forward: for a local backward, the forward whose output it goes through; ``None`` if
+            there is none.
+        bypasses_forward: a local backward began at no output, and no forward inside ``no_sync``
+            waits for its backward.
         phase: see :class:`Phase`; only :meth:`moves_to` sets it.
-        is_unfinalized: it waits for ``finalize_backward()`` of the user.
-        callback: weak reference to what the engine, and nobody else, holds until it calls it. If
-            the engine drops it before, the backward has failed.
-        graph_task: the engine's id of it; -1 before it is known.
+        is_unfinalized: it waits until the user calls ``finalize_backward()``.
+        callback: weak reference to the callback, which only the engine holds until it calls it.
+            If the engine drops the callback earlier, the backward has failed.
+        graph_task: the engine's ID of the backward; -1 before it is known.
         creates_graph: it runs with ``create_graph=True``.
-        is_inner: the first gradient came in a backward inside another one, as reentrant
-            checkpoints run: see :meth:`outlives_inner`.
+        is_inner: its first gradient was ready in a backward inside another one, as in reentrant
+            checkpoints: see :meth:`outlives_inner`.
     """
 
     where: str
@@ -241,26 +243,26 @@ class Backward:
     is_unfinalized: bool = field(default=False, init=False)
     graph_task: int = field(default=-1, init=False)
     callback: Callable[[], object] | None = field(default=None, init=False)
-    # The thread on which an inner backward has ended, until the one around it goes on.
+    # The thread on which an inner backward has ended, until the outer backward continues.
     _inner_thread: int | None = field(default=None, init=False)
 
     @property
     def runs(self) -> bool:
-        """Whether gradients may still come."""
+        """Whether more gradients may become ready."""
         return self.phase is RUNNING
 
     def moves_to(self, phase: Phase) -> None:
-        """It is in this phase from now on.
+        """Move to this phase.
 
         Raises:
-            RuntimeError: this phase cannot follow.
+            RuntimeError: this phase cannot follow the current one.
         """
         if phase not in self.phase.following:
             raise RuntimeError(f"{self.where}: a backward cannot move from {self.phase} to {phase}")
         self.phase, self.callback, self._inner_thread = phase, None, None
 
     def waits_for_user(self, waits: bool) -> None:
-        """It has ended, and waits for ``finalize_backward()``; or the user has called that."""
+        """Set whether the backward has ended and waits for the user's ``finalize_backward()``."""
         if waits:
             self.moves_to(WAITING)
         self.is_unfinalized = waits
@@ -271,17 +273,17 @@ class Backward:
         broke_off: Callable[[object], None],
         local: Backward | None = None,
     ) -> None:
-        """Have ``end`` called when this backward is over.
+        """Call ``end`` when this backward ends.
 
-        A backward that fails drops its callbacks. So a weak reference to a callback that only the
-        engine holds tells whether the backward still runs.
+        The engine drops the callbacks of a backward that fails. So a weak reference to a callback
+        that only the engine holds shows whether the backward still runs.
 
         Args:
-            end: called if it comes to its end.
-            broke_off: called if it fails. No further gradient is expected then.
-            local: the same backward, if it was local until now: its callback is queued already.
+            end: called when the backward ends without an error.
+            broke_off: called if the backward fails. No further gradient is expected then.
+            local: the same backward, if it was local until now: its callback is already queued.
         """
-        if local is not None:  # (This may be an inner backward, of a reentrant checkpoint.)
+        if local is not None:  # its callback stays: this may be an inner backward of a checkpoint
             self.graph_task, self.callback, local.callback = local.graph_task, local.callback, None
         else:
             self.graph_task = current_graph_task_id()
@@ -289,15 +291,16 @@ class Backward:
             queue_end_of_backward(end)
 
     def outlives_inner(self, end: Callable[[], None], broke_off: Callable[[object], None]) -> bool:
-        """An inner backward has ended: have ``end`` called again when the one around it is over.
+        """Call ``end`` again when the outer backward ends, since an inner one has ended.
 
-        The engine calls back for the innermost backward only. But it tells which node of the
-        backward around has run the inner one. So the nodes that follow get a hook: the first one
-        that runs queues ``end`` in that backward, which may be an inner one itself. (A node that is
-        no function in Python has run it in a hook of the user: that is a whole backward.)
+        The engine calls back for the innermost backward only. But it reports the node of the outer
+        backward that ran the inner one. So the next nodes get a hook: the first one that runs
+        queues ``end`` in the outer backward, which may be an inner one itself. If the reported node
+        is not a Python function, a hook of the user ran the inner backward, which then is a whole
+        backward.
 
         Returns:
-            Whether this backward goes on: False at the end of the outermost one.
+            Whether this backward continues: False at the end of the outermost one.
         """
         node = current_autograd_node()
         is_function = isinstance(node, BackwardCFunction)
@@ -314,16 +317,16 @@ class Backward:
                 self.queue_end(end, broke_off)
 
         handles += [each.register_prehook(go_on) for each in following]
-        # Only the hooks hold it now: they go with the graph.
+        # From here only these hooks hold ``end``; it is freed with the graph.
         self._inner_thread, self.callback = get_ident(), weakref.ref(end, broke_off)
         return True
 
     def keep_local(self, forward: Forward) -> None:
-        """This forward outside ``no_sync`` does not make it a reduced one."""
+        """Keep the backward local, although it reached this forward outside ``no_sync``."""
         self.may_be_reduced, self.forward = False, forward
 
     def ends(self, driver: Ending, broke_off: Callable[[object], None]) -> None:
-        """All buckets are launched: wait for them behind the ends of all wrappers in it.
+        """Wait for the launched buckets after all wrappers in this backward have ended.
 
         ``broke_off`` is called if that fails.
         """
@@ -338,20 +341,20 @@ class Backward:
         self.callback = weakref.ref(ends, broke_off)
 
     def finish_waiting(self) -> None:
-        """If it waits for the engine's last callback: do now what that would do."""
+        """If this backward waits for the engine's last callback, run that callback now."""
         if self.phase is WAITING and self.callback is not None:
             ends = self.callback()
             if isinstance(ends, EndsOfBackward):
                 ends.finish()
 
     def has_failed(self, is_on_gpu: bool) -> bool:
-        """Whether it has failed.
+        """Return True if the backward has failed.
 
-        So has an inner one, if the backward around it has failed before it went on: the engine has
-        no callback then that it could drop, but the thread runs no backward now.
+        An inner backward has also failed if the outer one failed before it continued: then the
+        engine has no callback to drop, but the thread runs no backward.
 
-        When a backward fails on a GPU, ``backward()`` may raise a moment before the thread of the
-        device drops the callback. So this waits a moment for one that seems to run.
+        When a backward fails on a GPU, ``backward()`` may raise shortly before the device thread
+        drops the callback. So this method polls briefly while the backward seems to run.
         """
         tries = _TRIES if is_on_gpu and current_graph_task_id() == -1 else 0
         while tries and self.runs:
@@ -361,13 +364,13 @@ class Backward:
         return is_left or self.phase is FAILED
 
     def fail(self) -> None:
-        """The engine has dropped the callback without calling it."""
+        """Handle a callback that the engine dropped without calling it."""
         if FAILED in self.phase.following:
             self.moves_to(FAILED)
 
 
 class Ending(Outstanding, Protocol):
-    """A reducer of which a backward has ended."""
+    """A driver whose backward has ended."""
 
     @property
     def bucket_set(self) -> BucketSet:
@@ -382,22 +385,23 @@ class Ending(Outstanding, Protocol):
 
 @dataclass(eq=False)
 class EndsOfBackward:
-    """The ends of all wrappers in one backward: all have launched when the first one waits.
+    """The ends of all wrappers in one backward: no wrapper waits before all have launched.
 
-    So two wrappers may be used in another order on each rank. The first end queues :meth:`finish`
-    behind all callbacks that the engine has by then; only the engine holds this object. Waiting
-    makes collectives of its own at times (a new order of gradients, for example), which block. So
-    reductions are finished in an order that is the same on all ranks: by the name of the process
-    group, which ``new_group`` gives, and the number of the wrapper in it.
+    So ranks may use two wrappers in different orders. The first end queues :meth:`finish` after all
+    callbacks that the engine has at that time; only the engine holds this object. Waiting sometimes
+    runs further collectives, which block (for example for a new order of gradients). So reductions
+    are finished in an order that is identical on all ranks: by the name of the process group, which
+    ``new_group`` assigns, and by the number of the wrapper in the group.
 
     Attributes:
-        waiting: drivers whose backward is over and whose buckets are launched, with that backward.
+        waiting: drivers whose backward has ended and whose buckets are launched, each with its
+            backward.
     """
 
     waiting: list[tuple[Ending, Backward]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Wait for all reductions. An error of one does not keep the others from their end."""
+        """Wait for all reductions. An error in one does not prevent the others from finishing."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.finish()
@@ -407,8 +411,8 @@ class EndsOfBackward:
             waiting.sort(key=lambda each: each[0].order)
             failure = _shared_views([driver for driver, _ in waiting])
         while waiting:
-            driver, backward = waiting.pop(0)  # what Ctrl-C leaves is made up for
-            backward.callback = None  # that is this one, and it is not dropped
+            driver, backward = waiting.pop(0)  # after Ctrl-C the rest is recovered later
+            backward.callback = None  # this object, which was called and not dropped
             try:
                 driver.finalize_backward()
             except Exception as error:
@@ -417,16 +421,16 @@ class EndsOfBackward:
             raise failure
 
 
-# Of backwards that have ended, by id. (Not a WeakValueDictionary, which is written in Python: in a
-# step, where its code is in no cache, it took four times as long.)
+# Ends of backwards by engine ID. A plain dict, because WeakValueDictionary is written in Python:
+# with cold caches it took four times as long per step.
 _ends: dict[int, weakref.ref[EndsOfBackward]] = {}
 
 
 def _shared_views(reducers: Sequence[Ending]) -> RuntimeError | None:
-    """The error if a gradient would have to be a view of the buckets of two wrappers.
+    """Return an error if a gradient would have to be a view of the buckets of two wrappers.
 
-    The second one has taken the gradient, divided already, from the bucket of the first. (In
-    backwards of their own such wrappers are right.)
+    The second wrapper would pack the gradient from the bucket of the first, where it is already
+    divided. In separate backwards such wrappers work.
     """
     sets = [each.bucket_set for each in reducers]
     names: dict[Tensor, str] = {}
@@ -446,16 +450,16 @@ def _shared_views(reducers: Sequence[Ending]) -> RuntimeError | None:
 
 
 def watch(reference: weakref.ref[Any], forward: Forward, outputs: Collection[Tensor]) -> None:
-    """Notice the start of each backward through one of these tensors, which a forward returned.
+    """Notice the start of each backward through one of these outputs of a forward.
 
-    The hook of the first gradient alone would not do: a backward that reaches no parameter of this
-    rank must take part too, and a backward that starts with a reentrant checkpoint must be noticed
-    before its inner backward. An output may outlive the reducer.
+    The hook of the first gradient does not suffice: a backward that reaches no parameter of this
+    rank must still be reduced, and a backward that starts with a reentrant checkpoint must be
+    noticed before its inner backward. An output may outlive the reducer.
 
     Args:
-        reference: to the reducer whose ``on_backward()`` is called.
+        reference: weak reference to the driver whose ``on_backward()`` is called.
         forward: the forward.
-        outputs: of it.
+        outputs: outputs of ``forward``.
     """
     hook = unserializable_hook(partial(call_back, reference, forward))
     if len(outputs) > 1:
@@ -464,21 +468,21 @@ def watch(reference: weakref.ref[Any], forward: Forward, outputs: Collection[Ten
         if output.grad_fn is None:
             continue
         hooks = backward_hooks_of(output)
-        # A tensor that the module passes through may live long: it gets one hook only.
+        # A tensor that the module passes through may live long; give it one hook only.
         if hooks and any(
             isinstance(each, partial) and each.func is call_back and each.args[0] is reference
             for each in hooks.values()
         ):
             continue
-        with suppress(Exception):  # a subclass may refuse hooks: the first gradient tells
+        with suppress(Exception):  # a subclass may refuse hooks; then the first gradient reports
             output.register_hook(hook)
 
 
 def one_of_each_node(outputs: Collection[Tensor]) -> Collection[Tensor]:
-    """One of the tensors that each node of the graph has made; no leaves.
+    """Return one output of each node of the graph, without leaves.
 
-    A hook of any of them is called when the node runs. Each one has the engine copy the list of all
-    gradients of the node: hooks of all ``n`` outputs of ``unbind`` would cost ``n * n``.
+    A hook on any output is called when the node runs. For each hook the engine copies the list of
+    all gradients of the node: hooks on all ``n`` outputs of ``unbind`` would cost ``n * n``.
     """
     by_node = dict(zip(map(_grad_fn_of, outputs), outputs, strict=True))
     by_node.pop(None, None)
@@ -486,31 +490,31 @@ def one_of_each_node(outputs: Collection[Tensor]) -> Collection[Tensor]:
 
 
 def call_back(reference: weakref.ref[Any], forward: Forward | None, _: Tensor) -> None:
-    """The hook: a gradient has come, through an output of ``forward`` or elsewhere."""
+    """Report a gradient that reached an output of ``forward``; used as a hook."""
     listener = reference()
     if listener is not None:
         listener.on_backward(forward)
 
 
-# Types of values that hold nothing else, and of containers that C code looks into.
+# Types of values that hold no other values, and of containers that C code looks into.
 _NUMBERS = frozenset({NoneType, bool, bytes, complex, float, int, str})
 _LEAVES = _NUMBERS | {type, Tensor}
 _PLAIN = frozenset({dict, list, tuple, set, frozenset})
 _BUILTIN = _LEAVES | _PLAIN
-# A container of more values, the first of which is a number, is taken for one of numbers.
+# A container with more values than this is skipped if its first value is a number.
 _MANY = 32
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Tensors in lists, tuples, dictionaries, sets, dataclasses and nodes of pytree, nested.
+    """Return the tensors in nested lists, tuples, dicts, sets, dataclasses and pytree nodes.
 
-    Nothing else is looked into, since that may run code of the user: a backward through tensors
-    that are not found is noticed at its first gradient. A tensor that is there twice may be so in
-    the result. Values of one type are looked at together, so that a large output costs no Python
-    call for each.
+    Other objects are not searched, since that may run code of the user: a backward through tensors
+    that are not found is noticed at its first gradient. A tensor that occurs twice may be returned
+    twice. Values of one type are handled together, so that a large output does not cost one Python
+    call per value.
     """
     tensors: list[Tensor] = []
-    seen: dict[int, Any] = {}  # a container may hold itself
+    seen: dict[int, Any] = {}  # a container may contain itself
     stack = [({type(output)}, [output])]
     while stack:
         kinds, values = stack.pop()
@@ -541,7 +545,8 @@ def _of_types(family: set[type], kinds: set[type], values: list[Any]) -> list[An
 
 
 def _values_in(containers: list[Any]) -> tuple[set[type], list[Any]]:
-    """What these objects of one type, or plain ones, hold, and the types of that."""
+    """Return the values in these objects of one type, or plain ones, and the types of the
+    values."""
     held: list[Any] = []
     kind = type(containers[0]) if containers else NoneType
     if kind in _PLAIN:
@@ -549,9 +554,9 @@ def _values_in(containers: list[Any]) -> tuple[set[type], list[Any]]:
             *(each for each in containers if len(each) <= _MANY or not _begins_with_number(each))
         )
     elif issubclass(kind, dict | list | tuple | set | frozenset) or is_dataclass(kind):
-        held = get_referents(*containers)  # (isinstance() and a field would ask the object)
+        held = get_referents(*containers)  # isinstance() and field access may run user code
     else:
-        with suppress(Exception):  # of a function that flattens a node
+        with suppress(Exception):  # raised by a user's flatten function
             held = [leaf for each in containers for leaf in tree_leaves(each) if leaf is not each]
     return {*map(type, held)}, held
 

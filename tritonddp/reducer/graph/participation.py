@@ -1,4 +1,4 @@
-"""Which parameters will a backward reach? What the autograd engine can tell, and what it cannot."""
+"""Find out which parameters a backward will reach, as far as the autograd engine knows."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tritonddp._torch import (
     without_overrides,
 )
 
-# The function of torch that calls the engine. Below it in the stack are the hooks of a backward, if
-# they run on the thread of the caller.
+# The function of torch that calls the engine. Hooks of a backward that run on the thread of the
+# caller are below it in the stack.
 ENGINE = "_engine_run_backward"
-# Its argument from which the backward starts.
+# The argument that holds the tensors at which the backward starts.
 ROOTS = "t_outputs"
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
-    """For each autograd node, whether the engine will execute it in the backward that runs.
+    """Return for each autograd node whether the engine will execute it in the running backward.
 
-    ``None`` if that is ``torch.autograd.grad``, which captures leaves instead of accumulating.
+    ``None`` for ``torch.autograd.grad``, which captures leaves instead of accumulating.
     """
     try:
         return list(map(will_execute, nodes))
@@ -43,43 +43,43 @@ def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
 
 
 def distributed_engine_runs() -> bool:
-    """Whether the backward on this thread is one of ``torch.distributed.autograd``.
+    """Return True if the backward on this thread belongs to ``torch.distributed.autograd``.
 
-    Its engine does not record which nodes are in the graph. So torch does not know the current node
-    then, or reports that this node will not run.
+    That engine does not record which nodes are in the graph. So torch either does not know the
+    current node, or reports that this node will not run.
     """
     node = current_autograd_node()
     return node is None or will_engine_execute([node]) == [False]
 
 
 class _Joined(torch.autograd.Function):
-    """A function whose node leads to those of all its inputs."""
+    """A function whose node links to the nodes of all its inputs."""
 
     @staticmethod
     def forward(_: Any, *tensors: Tensor) -> Tensor:
         return torch.empty((), device="cpu")
 
 
-# Of the base class: Function.apply looks at each input for a dead wrapper of torch.func, which
-# parameters are not, and so takes twice as long.
+# The base class's apply: Function.apply checks each input for dead torch.func wrappers, which
+# parameters never are, and takes twice as long.
 _join = super(torch.autograd.Function, _Joined).apply
 
 
 def gradient_nodes(params: Sequence[Tensor]) -> list[Any]:
-    """The autograd node that the gradient of each parameter goes to; ``None`` if it is frozen.
+    """Return the autograd node that receives each parameter's gradient; ``None`` if frozen.
 
-    As ``torch.autograd.graph.get_gradient_edge``, which takes ten times as long, and returns the
-    node of a view for a parameter of a tensor subclass.
+    Like ``torch.autograd.graph.get_gradient_edge``, but ten times as fast. That function also
+    returns the node of a view for a parameter of a tensor subclass.
     """
-    # (Under inference_mode there are none.)
+    # Under inference_mode there are no nodes.
     with outside_modes(params), torch.enable_grad(), without_overrides():
-        joined = _join(*params)  # until torch 2.10 a node knows its inputs while its output lives
+        joined = _join(*params)  # until torch 2.10 a node loses its inputs when its output dies
         node = joined.grad_fn
     return [None] * len(params) if node is None else [each for each, _ in node.next_functions]
 
 
 def accumulating_nodes(params: Sequence[Parameter]) -> list[Any]:
-    """The AccumulateGrad node of each parameter; a RuntimeError if one has none."""
+    """Return the AccumulateGrad node of each parameter; raise a RuntimeError if one has none."""
     nodes = gradient_nodes(params)
     for node, param in zip(nodes, params, strict=True):
         if getattr(node, "variable", None) is None:
@@ -93,7 +93,7 @@ def accumulating_nodes(params: Sequence[Parameter]) -> list[Any]:
 
 @contextmanager
 def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
-    """Context: hooks can be registered on these parameters, although some are frozen."""
+    """Context in which hooks can be registered on these parameters, even on frozen ones."""
     frozen = [param for param in params if not param.requires_grad]
     for param in frozen:
         param.requires_grad_(True)
@@ -105,27 +105,27 @@ def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
 
 
 def is_of_others(params: Sequence[Parameter]) -> bool:
-    """Whether the backward that runs, and reaches none of ``params``, is none of the wrapper's.
+    """Return True if the running backward, which reaches none of ``params``, is not the wrapper's.
 
-    It is so for ``torch.autograd.grad``, and for ``backward(inputs=...)``, with respect to other
-    tensors: the graph then has parameters that are not reached. Otherwise it is a backward that
-    uses no parameter on this rank, and ranks that use some wait for it.
+    This is true for ``torch.autograd.grad`` and for ``backward(inputs=...)`` with respect to other
+    tensors: then the graph contains parameters that will not be reached. Otherwise the backward
+    uses no parameter on this rank, and ranks that use some parameters wait for it.
     """
     node = current_autograd_node()
     if not accumulates():
         return True
     if not any(param.requires_grad for param in params):
         return False
-    # Not the nodes that our hooks are on: ``.data`` of another dtype, and back, brings others.
+    # Do not use the nodes that hold our hooks: converting ``.data`` and back creates new nodes.
     ends = {each for each in gradient_nodes(params) if each is not None}
     return not any(will_engine_execute(ends) or ()) and any(n in ends for n in _behind([node]))
 
 
 def accumulates() -> bool:
-    """Whether the backward that runs on this thread accumulates into leaves.
+    """Return True if the running backward on this thread accumulates into leaves.
 
-    True for ``backward()``, False for ``torch.autograd.grad``: that one runs no AccumulateGrad
-    node. Follows one path of the graph from the node that runs to its first leaf.
+    True for ``backward()``. False for ``torch.autograd.grad``, which runs no AccumulateGrad node.
+    Follow one path of the graph from the running node to its first leaf.
     """
     node = current_autograd_node()
     while True:
@@ -139,10 +139,10 @@ def accumulates() -> bool:
 
 
 def outer_call(is_on_gpu: bool) -> int:
-    """Id of the outermost call of a backward on this thread; 0 if the one that runs is that.
+    """Return the ID of the outermost backward call on this thread; 0 if it is the running one.
 
-    It is another one inside a reentrant checkpoint, or another function with an inner backward. On
-    a GPU the thread of the device runs hooks, and the outermost call is on another thread.
+    The two differ inside a reentrant checkpoint, or inside another function with an inner backward.
+    On a GPU the device thread runs hooks, and the outermost call is on another thread.
     """
     calls, outermost, frame = int(is_on_gpu), 0, cast("FrameType | None", _getframe())
     while frame is not None:
@@ -153,7 +153,7 @@ def outer_call(is_on_gpu: bool) -> int:
 
 
 def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
-    """These nodes, and all that the graph has behind them."""
+    """Yield these nodes and all nodes that the graph reaches from them."""
     stack = list(nodes)
     seen = set(stack)
     while stack:
@@ -166,9 +166,10 @@ def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
 
 
 def _nodes_of_callers() -> Iterator[Any]:
-    """The nodes at which the backwards that run begin, on all threads, as far as Python calls them.
+    """Yield the root nodes of the running backwards, on all threads, if Python called them.
 
-    (Two backwards may run at the same time, and on a GPU a hook does not know which one it is of.)
+    All threads, since two backwards may run at the same time, and a hook on a GPU does not know to
+    which one it belongs.
     """
     frame: FrameType | None
     called: FrameType | None
@@ -181,15 +182,16 @@ def _nodes_of_callers() -> Iterator[Any]:
                     if node is not None:
                         yield node
             frame = frame.f_back
-    called = None  # the frame of this call is one of them, and would hold itself, and the roots
+    called = None  # the frame of this call is among them; it would keep itself and the roots alive
 
 
 def may_run_inner_backward() -> bool:
-    """Whether a node of the backward that runs may run a backward of its own. Walks the graph.
+    """Return True if a node of the running backward may run another backward. Walk the graph.
 
-    As reentrant checkpoints do. Those are functions in Python whose backward calls something that
-    is named after it (``torch.autograd.backward``, ``loss.backward``, ``block.backward_pass``), by
-    itself or by other functions of its module. One that cannot be read may do anything.
+    Reentrant checkpoints do so. Such nodes are Python functions whose backward calls something
+    whose name starts with "backward" (``torch.autograd.backward``, ``loss.backward``,
+    ``block.backward_pass``), directly or through other functions of its module. A function whose
+    code cannot be read counts, too.
     """
     kinds = {type(node) for node in _behind([current_autograd_node(), *_nodes_of_callers()])}
     functions = filter(None, map(python_function, kinds))

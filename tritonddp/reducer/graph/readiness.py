@@ -1,4 +1,4 @@
-"""Which gradients have come? A log that C writes, and one Python hook per segment that reads it.
+"""Record which gradients are ready: C code writes a log, one Python hook per segment reads it.
 
 A *segment* is a range of parameters of one bucket that are flattened together; on a GPU it is the
 whole bucket.
@@ -26,47 +26,48 @@ from tritonddp.reducer.graph.participation import (
     gradient_nodes,
 )
 
-# Position in the log of a segment that no hook waits for: it is packed at the end of the backward.
+# Position in the log for a segment without a hook: it is packed at the end of the backward.
 _NEVER = -1
-# While hooks do nothing: the backward only accumulates, or its buckets are launched at its end.
+# Hooks are inactive: the backward only accumulates, or its buckets are launched at its end.
 _NOBODY_LOOKS = -1
 
 
 class Listener(Protocol):
-    """What a tracker calls back: a driver."""
+    """Receiver of a tracker's callbacks: a driver."""
 
     def on_first_gradient(self, param: Tensor) -> None:
-        """The first gradient of a backward that has not begun at an output of the module."""
+        """Handle the first gradient of a backward that did not begin at an output of the module."""
 
     def on_gradients(self) -> None:
-        """The first gradient since :meth:`ReadyTracker.tell_first`."""
+        """Handle the first gradient after :meth:`ReadyTracker.tell_first`."""
 
     def on_segment_ready(self, segment_index: int) -> None:
-        """All gradients of a segment are ready."""
+        """Handle a segment whose gradients are all ready."""
 
     def on_unusual_order(self, segment_index: int) -> None:
-        """Gradients came in another order than last time."""
+        """Handle gradients that became ready in an order that differs from the last one."""
 
 
 class GradientLog:
-    """The parameters in the order of their gradients, written down without Python.
+    """Log of the parameters in the order of their gradients, written without Python code.
 
-    All parameters have the same hook, a ``functools.partial``, which C calls and whose function can
-    be replaced. While a backward runs that is ``list.append``. Between backwards it calls the
-    reducer: a gradient that comes then is the first of a backward that does not begin at an output
-    of the module.
+    All parameters have the same hook: a ``functools.partial`` that C calls and whose function can
+    be replaced. During a backward the function is ``list.append``. Between backwards it calls the
+    driver: a gradient that becomes ready then is the first of a backward that does not begin at an
+    output of the module.
 
     Attributes:
         entries: the parameters.
-        set_hook: has the hook do what one of the next three says. (Held here: the hook may be
-            exchanged while it runs.)
-        idle, writing: call the reducer; add to the entries.
-        hearing: add to the entries, and note the stream of the gradient.
-        streams: on a GPU, the known streams of their autograd nodes. A node runs on the stream that
-            was current when it was made, by us, or earlier by other code that still holds it.
-        other_streams: all but the first.
-        unheard: the parameters on a GPU for which that is not known.
-        remove: takes the hook away.
+        set_hook: switches the hook to one of the next three states. Held here, because the hook
+            may be replaced while it runs.
+        idle, writing: call the driver; append to the entries.
+        hearing: append to the entries, and note the stream of the gradient.
+        streams: on a GPU, the known streams of the autograd nodes. A node runs on the stream
+            that was current when it was created, by this package or earlier by other code that
+            still holds it.
+        other_streams: all streams except the first.
+        unheard: the parameters on a GPU whose stream is not known.
+        remove: removes the hook.
     """
 
     def __init__(
@@ -87,40 +88,41 @@ class GradientLog:
         self._hook = cast(Any, partial(_first_gradient, listener))
         self.set_hook: Callable[[tuple[Any, ...]], None] = self._hook.__setstate__
         self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
-        # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
+        # Parameters may outlive the wrapper. Their autograd nodes and the end hooks do not.
         self.remove = weakref.finalize(self, _remove_all, self._handles)
         self.remove.atexit = False
 
     def note(self, param: Tensor) -> None:
-        """The gradient of ``param`` has come, and its hook was idle."""
+        """Record that the gradient of ``param`` is ready, when its hook was idle."""
         if param in self.unheard:
             _gradient_on_stream(self.entries, self.streams, self.other_streams, self.unheard, param)
         else:
             self.entries.append(param)
 
     def tell_first(self, usual: tuple[Any, ...]) -> None:
-        """Call :meth:`Listener.on_gradients` when the next gradient has come; then do as usual."""
+        """Call :meth:`Listener.on_gradients` at the next gradient, then restore the usual hook."""
         self.set_hook((_gradient_tells, (self._hook, usual, self._listener), {}, None))
 
     def inherit(self, former: GradientLog, kept: Collection[Tensor]) -> None:
-        """Take over the streams of ``former``, where the nodes of ``kept`` are the same."""
+        """Take over the streams of ``former`` for the parameters in ``kept``, whose nodes
+        remain."""
         self.streams[:], self.other_streams[:] = former.streams, former.other_streams
         self.unheard.difference_update(set(kept).difference(former.unheard))
 
 
 class ReadyTracker:
-    """Knows which gradients of a backward are ready, and calls back when a segment is full.
+    """Track which gradients of a backward are ready, and call back when a segment is full.
 
-    In a steady step no Python runs for a gradient: see :class:`GradientLog`. The parameter whose
-    gradient comes last in its segment also has an *end hook* in Python, on its autograd node. The
-    engine runs it after all hooks that a user has put on the parameter. It compares the log with
-    that of the last backward, in C. Where they differ, it looks for missing gradients of the
-    segment. If there are any, one missing parameter gets an end hook, and is waited for. So if the
-    order changes in each step, end hooks are added until each parameter has one.
+    In a steady step no Python runs for a gradient: see :class:`GradientLog`. In each segment, the
+    parameter whose gradient is ready last also has an *end hook* in Python, on its autograd node.
+    The engine runs it after all hooks of the user on the parameter. It compares the log with the
+    log of the last backward, in C. If they differ, it looks for missing gradients of the segment.
+    If there are any, one missing parameter gets an end hook, and the segment waits for it. If the
+    order changes in each step, end hooks are therefore added until each parameter has one.
 
     Args:
-        bucket_set: of the parameters, those of a segment side by side. Its record of use gets the
-            gradients that become ready.
+        bucket_set: buckets of the parameters; the parameters of a segment are adjacent. Ready
+            gradients are written to its record of use.
         listener: the driver that is called back; held by a weak reference.
     """
 
@@ -132,7 +134,7 @@ class ReadyTracker:
         self._listener = weakref.ref(listener)
         self.gradients = GradientLog(params, self._use.ready, self._listener)
         self._writes = self.gradients.writing  # what the hook does in the next backward
-        # The expected and awaited parameters that the lists below are made for.
+        # The expected and awaited parameters for which the lists below were built.
         self._made_for: tuple[Sequence[bool], Collection[int]] = (), ()
         self.pending: list[int] = []  # for each bucket, how many segments wait for gradients
         self._params = list(params)
@@ -142,25 +144,25 @@ class ReadyTracker:
         self.segment_of = [index for index, each in enumerate(ranges) for _ in each]
         self._index_of = self._use.index_of
         self._order = list(range(len(params)))  # the last known order of gradients, by indices
-        # What the end hooks read: lists that are changed in place.
-        self._usual: list[Tensor] = []  # the log that is expected
+        # Read by the end hooks; these lists are changed in place.
+        self._usual: list[Tensor] = []  # the expected log
         self._full_at = [_NEVER] * len(ranges)  # for each segment, length of the log when full
         self._last = [_NEVER] * len(ranges)  # for each segment, the parameter expected last
         self._looked = [_NOBODY_LOOKS]  # length of the part of the log that is as expected
         self._end_hooks: dict[int, Any] = {}
-        # In a backward of another order: length of the part of the log that was looked at, which
-        # parameters are in it, and for each segment which ones are expected and not in it.
+        # In a backward with a different order: length of the inspected part of the log, which
+        # parameters are in it, and for each segment the expected parameters that are not in it.
         self._seen = 0
         self._is_ready = bytearray()
         self._awaited: list[list[int]] = []
-        self.has_unannounced = False  # one that was not expected is ready, or one is again
+        self.has_unannounced = False  # an unexpected gradient is ready, or one is ready again
 
     def query(self) -> list[bool] | None:
-        """For each parameter, whether the backward that runs on this thread will reach it.
+        """Return for each parameter whether the running backward on this thread will reach it.
 
         No graph is walked and no output is read: the engine has just computed which nodes it will
         run, so the answer is right for any loss. It does not include inner backwards of reentrant
-        checkpoints. To be called from a hook only.
+        checkpoints. Call this method from a hook only.
 
         Returns:
             ``None`` for ``torch.autograd.grad`` with respect to some of the parameters.
@@ -173,10 +175,10 @@ class ReadyTracker:
             raise
 
     def begin(self, looks: bool) -> None:
-        """A backward begins, of which the record of use knows what is expected and awaited.
+        """Begin a backward; its expected and awaited parameters are in the record of use.
 
-        With ``looks``, call back when a segment is full. Segments of awaited parameters are packed
-        at the end.
+        With ``looks``, call back when a segment is full. Segments with awaited parameters are
+        packed at the end.
         """
         self._use.ready.clear()
         if (self._use.expected, self._use.awaited) != self._made_for:
@@ -185,18 +187,18 @@ class ReadyTracker:
         self._looked[0], self._seen = 0 if looks else _NOBODY_LOOKS, 0
 
     def tell_first(self) -> None:
-        """Call :meth:`Listener.on_gradients` when the next gradient has come.
+        """Call :meth:`Listener.on_gradients` when the next gradient is ready.
 
-        Buckets that wait for no gradient leave then, as under stock: the module may make
-        collectives of its own before its first gradient.
+        Buckets that wait for no gradient are launched then, as in stock DDP: the module may run
+        collectives before its first gradient.
         """
         self.gradients.tell_first(self._writes)
 
     def stop(self) -> bool:
-        """The backward is over: a gradient that comes now begins another one.
+        """End the backward: the next gradient begins another one.
 
         Returns:
-            Whether all announced gradients have come, each once, in the usual order.
+            Whether each announced gradient was ready exactly once, in the usual order.
         """
         ready, usual, looked = self._use.ready, self._usual, self._looked[0]
         self.gradients.set_hook(self.gradients.idle)
@@ -204,11 +206,11 @@ class ReadyTracker:
         return len(ready) == len(usual) and (looked == len(ready) or all(map(is_, ready, usual)))
 
     def join_streams(self, segment_index: int | None = None) -> None:
-        """Make the current stream wait for all gradients, so that it may read a segment's, or all.
+        """Make the current stream wait for the gradients of a segment, or for all gradients.
 
         In a hook, autograd has synchronized the current stream with the stream of that node only.
-        (At the end of a backward it has with all. But the allocator keeps the memory of a gradient
-        for the stream of its node only.)
+        At the end of a backward it has synchronized it with all streams. But the allocator reserves
+        the memory of a gradient for the stream of its node only.
         """
         params = self._params
         if segment_index is not None:
@@ -216,28 +218,28 @@ class ReadyTracker:
         join_streams(self.gradients.streams, [param.grad for param in params])
 
     def inherit(self, former: ReadyTracker) -> None:
-        """Take over the streams of the nodes that ``former`` holds too."""
+        """Take over the streams of the nodes that ``former`` also holds."""
         held, both = set(self.nodes), zip(former._params, former.nodes, strict=False)
         self.gradients.inherit(former.gradients, [param for param, node in both if node in held])
 
     def is_outdated(self, indices: Collection[int]) -> bool:
-        """Whether one of these parameters has another autograd node now, without our hooks.
+        """Return True if one of these parameters has a new autograd node, without our hooks.
 
-        So it is once its ``.data`` was of another dtype or device, as after ``module.double()``,
-        though it is back.
+        That happens after its ``.data`` had another dtype or device, even if it was converted back,
+        as by ``module.double()`` followed by ``module.float()``.
         """
         wanted = [index for index in indices if self._params[index].requires_grad]
         now = gradient_nodes([self._params[index] for index in wanted])
         return not all(map(is_, now, map(self.nodes.__getitem__, wanted)))
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self.gradients.remove()
         _remove_all(self._end_hooks.values())
         self._end_hooks.clear()
 
     def let_go(self) -> None:
-        """Take all hooks away for good, and expect nothing."""
+        """Remove all hooks permanently, and release the autograd nodes."""
         self.remove()
         self.nodes = []
 
@@ -263,11 +265,11 @@ class ReadyTracker:
         self._made_for = expected, awaited
 
     def look(self, segment: int) -> bool:
-        """Whether this segment has all gradients that it waits for. For one caller at a time.
+        """Return True if all awaited gradients of this segment are ready. One caller at a time.
 
-        If not, wait for one that is pending: at first for the one with the highest number, since
-        parameters are numbered in the order of an earlier backward, then for the one in the middle.
-        So an order that has nothing in common with the last one takes few looks.
+        Otherwise wait for a pending gradient: at first for the one with the highest index, since
+        parameters are numbered in the order of an earlier backward, later for the one in the
+        middle. So even an unrelated order takes few calls.
         """
         is_first, expected, ready = not self._seen, self._use.expected, self._use.ready
         if is_first:
@@ -289,7 +291,7 @@ class ReadyTracker:
         """Note gradients of inner backwards, which the engine has not announced.
 
         Raises:
-            RuntimeError: a gradient came after its bucket had been launched.
+            RuntimeError: a gradient was ready after its bucket had been launched.
         """
         too_late = [
             index
@@ -315,12 +317,12 @@ class ReadyTracker:
         self._order = ready + [index for index in self._order if index in others]
         self._made_for = (), ()  # so that the next begin() calls _expect()
 
-    # Hooks are plain functions that refer to this object weakly: parameters and autograd nodes
-    # hold them, and this object holds those, a cycle through C++ that the garbage collector could
-    # not see.
+    # Hooks are plain functions with a weak reference to this object. Otherwise there would be a
+    # cycle through C++ that the garbage collector cannot see: parameters and autograd nodes hold
+    # the hooks, and this object holds the parameters and nodes.
 
     def _hook_end(self, param_index: int) -> None:
-        """Add an end hook: it runs when this parameter has its gradient, after its hooks."""
+        """Add an end hook, which runs when the gradient is ready, after the parameter's hooks."""
         if param_index == _NEVER or param_index in self._end_hooks:
             return
         segment = self.segment_of[param_index]
@@ -349,9 +351,9 @@ class ReadyTracker:
 
 
 class WatchedParameters:
-    """Parameters in no bucket: a backward that reaches nothing else is noticed by their gradients.
+    """Parameters in no bucket, whose gradients report a backward that reaches nothing else.
 
-    ``reference`` is that to the :class:`Listener` that is called.
+    ``reference`` is a weak reference to the :class:`Listener` that is called.
     """
 
     def __init__(self, reference: weakref.ref[Any]) -> None:
@@ -359,7 +361,7 @@ class WatchedParameters:
         self._handles: list[Any] = []
 
     def watch(self, params: Sequence[Parameter]) -> None:
-        """Watch these, trainable or not, and no others."""
+        """Watch these parameters, trainable or frozen, and no others."""
         while self._handles:
             self._handles.pop().remove()
         with as_trainable(params):
