@@ -1,1 +1,1 @@
-"""WHERE: which parameters there are, which bucket each is in, and where it lies there."""
+"""WHERE: which parameters exist, which bucket holds each one, and at which position."""

@@ -1,4 +1,4 @@
-"""Which parameters share a bucket."""
+"""Assignment of parameters to buckets."""
 
 from __future__ import annotations
 
@@ -17,50 +17,51 @@ from tritonddp.kernels.dispatch import gradient_dtype
 MIB = 1024 * 1024
 
 # Default sizes in MiB. With compression, and on the CPU with any dtype of fewer bytes, the network
-# finishes a small first bucket before a large second one is full. So there each bucket is twice as
-# large as the one before it. Measured between two hosts at 1 Gbit/s, 42 MB of gradients in bf16:
-# 206 ms a step instead of 231. On the CPU the limit is lower: work on the last bucket, above all
-# quantizing, takes long, and no backward hides it. On CUDA devices the first bucket is larger: each
-# costs two collectives and a sum. A model chose these sizes, not a measurement:
-# ``benchmarks/gpu/overlap.py``.
+# finishes a small first bucket before a large second one is full. So each bucket is twice as large
+# as the previous one. Measured between two hosts at 1 Gbit/s with 42 MB of gradients in bf16: 206
+# ms instead of 231 ms per step. On the CPU the limit is lower: work on the last bucket, mainly
+# quantization, takes long, and no backward hides it. On CUDA devices the first bucket is larger:
+# each bucket costs two collectives and a sum. These CUDA sizes come from a model, not from a
+# measurement: ``benchmarks/gpu/overlap.py``.
 _SIZES = (1, 25)
 _SIZES_OF_FEW_BYTES = {"cpu": (1, 1, 2, 4, 8), "cuda": (4, 8, 16, 25)}
 
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """Which parameters may share a bucket.
+    """Limits on which parameters may share a bucket.
 
-    A bucket closes when its size *reaches* its limit, as in stock DDP, so it overshoots by less
-    than one parameter.
+    A bucket closes when its size *reaches* its limit, as in stock DDP, so it exceeds the limit by
+    less than one parameter.
     """
 
-    limits: tuple[int, ...]  # in bytes, one per bucket in order; the last one for all others
+    limits: tuple[int, ...]  # in bytes, one per bucket in order; the last applies to the rest
     delayed: frozenset[str] = frozenset()  # names of parameters whose buckets are launched last
-    is_list: bool = False  # the limits were given one by one
+    is_list: bool = False  # the limits were given as a list
     tapers: bool = False  # see for_nccl()
     is_registered: bool = False  # see registered()
 
     @classmethod
     def for_nccl(cls) -> BucketCaps:
-        """Stock's sizes, smaller to both ends: the default on CUDA devices.
+        """Return the default on CUDA devices: stock DDP's sizes, with smaller first and last
+        buckets.
 
-        A bucket closes at 25 MiB, but
+        A bucket closes at 25 MiB, with two exceptions:
 
-        - the first one at 4 MiB, so that the exchange begins early;
-        - at half of the bytes that are left, not below 4 MiB: nothing hides the last bucket, so
-          they get smaller towards it.
+        - The first one closes at 4 MiB, so that the exchange begins early.
+        - A bucket closes at half of the remaining bytes, but not below 4 MiB: nothing hides the
+        last bucket, so buckets get smaller towards the end.
 
-        A gradient of 75 MiB or more has a bucket to itself. It may be an embedding that is the head
-        too, whose gradient is the very last, however early the others are there. Each dtype and
-        device is cut by itself.
+        A gradient of 75 MiB or more has a bucket to itself. It may be an embedding that is shared
+        with the head, whose gradient is ready last, no matter how early the others are. Each dtype
+        and device is divided separately.
 
-        Larger ones cost the host less, and expose more: where the exchange takes as long as the
-        backward, what the largest bucket takes. ``benchmarks/gpu/overlap.py`` has the model by
-        which these were chosen.
+        Larger buckets cost the host less, and expose more communication: where the exchange takes
+        as long as the backward, the time of the largest bucket. ``benchmarks/gpu/overlap.py``
+        contains the model that selected these sizes.
 
-        In the first backward the order of gradients is a guess. Where it is wrong buckets leave
-        late, that once.
+        In the first backward the order of gradients is a guess. If it is wrong, buckets are
+        launched late in this backward only.
         """
         return cls((4 * MIB, 25 * MIB), tapers=True)
 
@@ -74,13 +75,13 @@ class BucketCaps:
         few_bytes: bool = False,
         finds_unused: bool = False,
     ) -> BucketCaps:
-        """From the constructor's arguments, in MiB.
+        """Create the limits from the constructor's arguments, in MiB.
 
-        An explicit ``bucket_cap_mb`` holds for all buckets, the first one too. The default on CUDA
-        devices is :meth:`for_nccl`, elsewhere stock's: 1 MiB for the first bucket, so that
-        communication starts early, and 25 MiB for the others. With ``few_bytes`` gradients are sent
-        in fewer bytes than they have: buckets grow from 4 to 25 MiB, on the CPU from 1 to 8. With
-        ``finds_unused`` buckets are :meth:`registered`.
+        An explicit ``bucket_cap_mb`` applies to all buckets, including the first. The default on
+        CUDA devices is :meth:`for_nccl`. Elsewhere it is stock DDP's: 1 MiB for the first bucket,
+        so that communication starts early, and 25 MiB for the others. With ``few_bytes`` gradients
+        are sent in fewer bytes than they have: buckets grow from 4 to 25 MiB, on the CPU from 1 to
+        8 MiB. With ``finds_unused`` buckets are :meth:`registered`.
 
         Raises:
             TypeError: a size is not a number, or the list is not a list.
@@ -109,30 +110,30 @@ class BucketCaps:
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, Real):
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")
-            if not 0 <= size < float("inf"):  # with 0 each parameter has a bucket, as in stock
+            if not 0 <= size < float("inf"):  # 0: a bucket per parameter, as in stock DDP
                 raise ValueError(f"{what} must be zero or more, and finite, got {size!r} MiB")
         limits = tuple(int(size * MIB) for size in sizes)
         caps = cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
         return caps.registered() if finds_unused else caps
 
     def registered(self) -> BucketCaps:
-        """Buckets of stock DDP with ``find_unused_parameters=True``, which are never rebuilt.
+        """Return the buckets of stock DDP with ``find_unused_parameters=True``, never rebuilt.
 
-        Limits count from the first parameter in the order of registration, whose bucket is the last
-        to be launched. A bucket that waits for gradients in the order of registration waits for the
-        same layers on all ranks, whichever of them a rank uses. So it leaves at the same place
-        among the collectives that layers of the module make in the backward, as under stock.
+        Limits count from the first parameter in registration order, whose bucket is launched last.
+        A bucket that waits for gradients in registration order waits for the same layers on all
+        ranks, whichever layers a rank uses. So its position among the collectives that layers of
+        the module run in the backward is fixed, as in stock DDP.
         """
         limits = tuple(size * MIB for size in _SIZES) if self.tapers else self.limits
         return replace(self, limits=limits, tapers=False, is_registered=True)
 
     def cut(self, order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-        """Cut ``order``, indices of ``sizes`` in bytes, into buckets; these are in any order."""
+        """Divide ``order``, indices of ``sizes`` in bytes, into buckets; returned in any order."""
         if self.is_registered:
             cut = replace(self, is_registered=False).cut(order[::-1], sizes)
             return [bucket[::-1] for bucket in cut]
         buckets: list[list[int]] = []
-        room, rest = 0, sum(sizes[index] for index in order)  # bytes until a bucket closes, to come
+        room, rest = 0, sum(sizes[index] for index in order)  # bytes left in a bucket, in all
         for index in order:
             if self.tapers and sizes[index] >= 3 * self.limits[-1]:
                 buckets.append([index])
@@ -160,11 +161,11 @@ def assign_buckets(
     sparse: Collection[Tensor] = (),
     owners: Mapping[Tensor, int] = NO_OWNERS,
 ) -> list[list[int]]:
-    """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
+    """Divide ``order``, the indices of ``params`` as their gradients become ready, into buckets.
 
-    A bucket holds gradients of one dtype and device, all with an owner or all without one, or one
-    ``sparse`` gradient alone. Buckets are in the order in which they become full, so that no
-    launch waits longer than necessary.
+    A bucket holds gradients of one dtype and device, either all with an owner or all without one. A
+    ``sparse`` gradient has a bucket to itself. Buckets are in the order in which they become full,
+    so that no launch waits longer than necessary.
     """
     dtypes = list(map(gradient_dtype, params))
     sizes = [param.numel() * dtype.itemsize for param, dtype in zip(params, dtypes, strict=True)]

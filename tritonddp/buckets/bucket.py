@@ -1,8 +1,9 @@
 """A bucket: gradients that are reduced together.
 
-A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is said by its
-:class:`~tritonddp.buckets.grad_storage.grad_storage.GradStorage`, how the buffer is reduced by its
-:class:`~tritonddp.buckets.exchange.BucketExchange`.
+A bucket owns one :class:`FlatBuffer`. Its
+:class:`~tritonddp.buckets.grad_storage.grad_storage.GradStorage` defines how gradients get into the
+buffer and out of it. Its :class:`~tritonddp.buckets.exchange.BucketExchange` defines how the buffer
+is reduced.
 """
 
 from __future__ import annotations
@@ -30,46 +31,46 @@ if TYPE_CHECKING:
 
 
 def _are_unknown(*_: Any) -> bool:
-    """The :attr:`Segment.fits` before the first gradients."""
+    """Return False: the value of :attr:`Segment.fits` before the first gradients."""
     return False
 
 
 class GradientError(RuntimeError):
-    """A gradient cannot be put into its bucket."""
+    """A gradient does not fit into its bucket."""
 
 
 class Owned(NamedTuple):
-    """Which rank the gradient of each slot of a bucket is reduced to.
+    """The rank to which each slot of a bucket is reduced.
 
     Attributes:
-        slots: of each rank, one range after the other; some may be empty.
-        mine: those of this rank.
+        slots: consecutive ranges of slots, one per rank; some may be empty.
+        mine: the slots of this rank.
     """
 
     slots: tuple[range, ...]
     mine: range
 
     def elements(self, flat: FlatBuffer) -> list[tuple[int, int]]:
-        """Of each rank: first element in ``flat.data``, and end."""
-        width = flat.dtype.itemsize // flat.data.element_size()  # (a complex one is two real ones)
+        """Return for each rank the start and end of its elements in ``flat.data``."""
+        width = flat.dtype.itemsize // flat.data.element_size()  # 2 for complex elements
         starts = [*(width * offset for offset in flat.layout.offsets), len(flat.payload)]
         return [(starts[slots.start], starts[slots.stop]) for slots in self.slots]
 
 
 class Segment:
-    """Some slots of a bucket, which one launch flattens. A slot is the place of one parameter.
+    """Consecutive slots of a bucket that one launch flattens. A slot holds one parameter.
 
     On a GPU a segment is the whole bucket. On the CPU it is small enough that its gradients are
     still in the cache when they are flattened.
 
     Attributes:
         first, last: its slots are ``[first, last)``.
-        is_whole: they are all slots of the bucket.
+        is_whole: it contains all slots of the bucket.
         params: the parameters in these slots.
         may_be_flagged: slots whose gradient may have the conjugate or negative bit.
-        flat: the part of the bucket's buffer, ``None`` while that has no memory.
-        fits: whether gradients have dtype, device, shapes and strides of earlier ones, which had
-            the memory order of the slots.
+        flat: its part of the bucket's buffer; ``None`` while the buffer has no memory.
+        fits: returns True if gradients match earlier ones in dtype, device, shapes and strides;
+            the earlier ones had the memory order of the slots.
     """
 
     __slots__ = ("first", "fits", "flat", "is_whole", "last", "may_be_flagged", "params")
@@ -79,8 +80,8 @@ class Segment:
         self.last = last
         self.is_whole = last - first == len(params)
         self.params = list(params[first:last])
-        # A complex gradient may have the conjugate bit. A real one that is a part of a conjugate
-        # may have the negative bit. (If it has more than one element, autograd copies it.)
+        # A complex gradient may have the conjugate bit. A real gradient that is a part of a
+        # conjugate may have the negative bit. If it has several elements, autograd copies it.
         self.may_be_flagged = [
             slot
             for slot, param in enumerate(self.params, first)
@@ -90,7 +91,7 @@ class Segment:
         self.fits: Callable[..., bool] = _are_unknown
 
     def expect(self, grads: Sequence[Tensor]) -> None:
-        """These gradients fit, and so do others like them."""
+        """Record that these gradients fit, and so do all gradients like them."""
         self.fits = like(grads)
 
 
@@ -99,35 +100,35 @@ class Bucket:
 
     Args:
         index, params, names, storage, owned: see below.
-        kernels: for the gradients' device and dtype.
+        kernels: for the device and dtype of the gradients.
         counters: count launches.
-        headers: bytes of the headers of all ranks, which are sent in this bucket.
+        headers: size of the headers of all ranks in bytes; the headers are sent in this bucket.
         wire: see below; by default gradients are sent in their own dtype.
         lazy: the buffer has memory only from the first gradient of a backward to its end.
             Gradients that are views of it keep it alive until they are dropped.
-        checked: this rank and the number of ranks, if all ranks shall know whose gradients are not
-            finite, see :meth:`note_not_finite`.
+        checked: this rank and the number of ranks, if all ranks must learn whose gradients are
+            not finite, see :meth:`note_not_finite`.
 
     Attributes:
-        index: place in the launch order, the same on every rank.
+        index: position in the launch order, identical on all ranks.
         params: the parameters, in launch order.
-        names: their names, for errors.
-        storage: where their gradients lie: packs (flattens) and unpacks them.
-        exchange: its way to the other ranks.
-        gradient_dtype: of ``.grad``, the same for all of them.
-        shapes, strides: of the gradients, as the buffer holds them.
-        flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
-        packed: the buffer that gradients are flattened into: ``flat``, or shared memory that other
-            ranks read.
-        segments: the parts of the bucket that are flattened at once.
+        names: their names, for error messages.
+        storage: where their gradients are stored; packs (flattens) and unpacks them.
+        exchange: sums the bucket over the ranks.
+        gradient_dtype: dtype of ``.grad``, common to all parameters.
+        shapes, strides: shapes and strides of the gradients in the buffer.
+        flat: the buffer that the collective sends; ``None`` while a lazy bucket has no memory.
+        packed: the buffer that gradients are flattened into: ``flat``, or shared memory that
+            other ranks read.
+        segments: the parts of the bucket that are flattened in one launch each.
         nbytes: bytes sent: payload and trailer (used flags and headers).
         sent_flags: for each packed slot, whether this rank has a gradient for it.
-        places: what follows the headers: a byte a rank for :meth:`note_not_finite`, if gradients
-            are checked. (A message has flags by rank instead.)
+        places: bytes after the headers, one per rank, for :meth:`note_not_finite`, if gradients
+            are checked. Empty for a message, which has separate flags of each rank.
         wire: the format in which gradients are sent.
-        quantization: that of ``wire``: how gradients are quantized; ``None`` if they are not.
-        owned: each gradient is reduced to one rank: on the others ``.grad`` becomes ``None``. Or
-            ``None``: to all ranks.
+        quantization: quantization of ``wire``; ``None`` if gradients are not quantized.
+        owned: each gradient is reduced to one rank, and ``.grad`` becomes ``None`` on the other
+            ranks. ``None`` if gradients are reduced to all ranks.
         others: the slots that other ranks own.
         is_lazy: see above.
     """
@@ -169,7 +170,7 @@ class Bucket:
         self.quantization = self.wire.quantization
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self.flat: Any = None
-        # Of a buffer that was released: its reduced used flags, and its tables.
+        # From a released buffer: its reduced used flags, and its tables.
         self._released: tuple[Tensor | None, DeviceTables | None] = None, None
         self.allocate()
         flat: Any = self.flat
@@ -177,15 +178,16 @@ class Bucket:
         self.release()
 
     def is_large(self) -> bool:
-        """Whether its gradients are so large, on the CPU, that each is worth a call.
+        """Return True if gradients on the CPU are so large that each is worth a separate call.
 
-        They are sent in their own dtype and are no views: an exchange may sum them in ``.grad``.
+        They must be sent in their own dtype and must not be views: an exchange may sum them in
+        ``.grad``.
         """
         casts = self.wire.flat_dtype is not self.gradient_dtype
         return self.kernels.are_large(self._layout) and not casts and not self.storage.has_views
 
     def allocate(self) -> None:
-        """Make a buffer."""
+        """Allocate the buffer."""
         flat = self._buffer(self.params[0].device)
         _, tables = self._released
         if tables is None:
@@ -198,14 +200,15 @@ class Bucket:
     def _buffer(self, device: torch.device, memory: Tensor | None = None) -> Any:
         given = () if memory is None else (memory,)
         flat = self.kernels.buffer(self._layout, self.wire.flat_dtype, device, *given)
-        flat.headers = flat.headers[: self._headers]  # else with places of ranks behind them
+        flat.headers = flat.headers[: self._headers]  # without the places of ranks after them
         return flat
 
     def compile_kernels(self, is_joint: bool) -> None:
-        """Compile all kernels that a step may need, so that none makes other ranks wait for it.
+        """Compile all kernels that a step may need, so that other ranks never wait for a
+        compilation.
 
         Args:
-            is_joint: the bucket is unpacked together with others.
+            is_joint: the bucket is unpacked together with other buckets.
         """
         is_released = self.flat is None
         if is_released:
@@ -220,11 +223,11 @@ class Bucket:
             segment.flat = flat if segment.is_whole else flat.part(segment.first, segment.last)
 
     def connect(self, exchange: BucketExchange, memory: Tensor | None = None) -> None:
-        """Go to the other ranks by ``exchange``, from the flat buffer.
+        """Reduce the bucket with ``exchange``.
 
-        Or from ``memory`` that they read, uint8 zeros ``(nbytes,)``: for a bucket on the CPU that
-        is not lazy, sparse or quantized. The exchange sums what all ranks have packed.
-        Without ``memory`` the exchange reduces the buffer in place.
+        By default the exchange reduces the flat buffer in place. With ``memory``, uint8 zeros
+        ``(nbytes,)`` that the other ranks read, the exchange sums what all ranks have packed there.
+        Only for buckets on the CPU that are not lazy, sparse or quantized.
         """
         self.exchange = exchange
         if memory is not None:
@@ -233,9 +236,9 @@ class Bucket:
             self._pack_into(self.flat)
 
     def move(self, memory: Tensor) -> None:
-        """Make ``memory`` the buffer, uint8 zeros ``(nbytes,)`` on the CPU.
+        """Replace the buffer by ``memory``, uint8 zeros ``(nbytes,)`` on the CPU.
 
-        The trailer moves, and gradients that are views of the buffer.
+        Move the trailer, and gradients that are views of the buffer.
         """
         first, data, in_buffer = len(self.flat.payload), self.flat.data, self.in_buffer()
         self.flat = self._buffer(data.device, memory)
@@ -245,31 +248,32 @@ class Bucket:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Dtype in which most of the gradients are sent, over lines between hosts."""
+        """Dtype in which most gradients are sent between hosts."""
         return self.wire.inter_host
 
     @property
     def title(self) -> str:
-        """Number and parameters, for errors."""
+        """Index and parameters, for error messages."""
         return f"bucket {self.index} ({listed(self.names)})"
 
     def rank_counts(self) -> Tensor:
-        """After a reduction: for each parameter, the number of ranks that used it."""
+        """Return for each parameter the number of ranks that used it in the last reduction."""
         if self.flat is not None:
             return self.flat.flags
         counts, _ = self._released
         return torch.zeros(len(self.params), device="cpu") if counts is None else counts
 
-    # What gradients have beside them
+    # The trailer
 
     def finish_trailer(self, header: bytes = b"") -> None:
-        """Write used flags and headers, after all of several segments are packed."""
+        """Write used flags and headers, after all segments are packed, if there are several."""
         self.packed.write_trailer(self.sent_flags, header + self.places)
 
     def note_not_finite(self, which: Tensor | None = None) -> None:
-        """These gradients, bool ``(n,)``, or all, are packed, and are not finite: tell all ranks.
+        """Tell all ranks that packed gradients are not finite: those in bool ``(n,)``, or all.
 
-        A flag that is not a number says so, and behind the headers each rank has a place.
+        Such a gradient is marked by a used flag that is NaN, and each rank has a byte after the
+        headers.
         """
         assert self.checked is not None
         if which is None:
@@ -277,7 +281,7 @@ class Bucket:
         self.packed.note_not_finite(which, *self.checked)
 
     def not_finite(self) -> tuple[Tensor, Tensor]:
-        """After the reduction: which gradients were not finite, and on which ranks one was."""
+        """Return which reduced gradients were not finite, and on which ranks any was."""
         assert self.checked is not None
         found: tuple[Tensor, Tensor] = self.flat.not_finite(self.checked[1])
         return found
@@ -285,7 +289,7 @@ class Bucket:
     # The memory of the buffer
 
     def release(self) -> None:
-        """Before a backward, and after it: free the memory of a lazy bucket."""
+        """Free the memory of a lazy bucket, before and after a backward."""
         if self.is_lazy and self.flat is not None:
             record_use(*self.flat.memory)  # it was allocated on the stream of a gradient
             if (tables := self.kernels.tables(self.flat)) is not None:
@@ -296,27 +300,28 @@ class Bucket:
                 segment.flat = None
 
     def capture(self) -> None:
-        """The capture of a CUDA graph that reduces this bucket begins."""
+        """Prepare for the capture of a CUDA graph that reduces this bucket."""
         tables = self._released[1] if self.flat is None else self.kernels.tables(self.flat)
         if tables is not None:
             tables.capture()
 
     def retire(self) -> None:
-        """This bucket will be dropped, perhaps while a GPU still unflattens it."""
+        """Prepare to drop this bucket, perhaps while a GPU still unflattens it."""
         if self.flat is not None:
             record_use(*self.flat.memory)
             if (tables := self.kernels.tables(self.flat)) is not None:
                 record_use(*tables.memory)
 
     def in_buffer(self) -> dict[Parameter, Tensor]:
-        """Gradients that are views of this bucket's buffer."""
+        """Return the gradients that are views of this bucket's buffer."""
         if self.flat is None or not self.storage.has_views:
             return {}
         pairs: Any = zip(self.params, self.flat.views, strict=True)
         return {param: view for param, view in pairs if param.grad is view}
 
     def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
-        """Move gradients from the buffer of a former bucket, and remove them from ``in_buffer``."""
+        """Move gradients here from the buffer of a former bucket; remove them from
+        ``in_buffer``."""
         if not in_buffer or not self.storage.has_views:
             return
         if self.flat is None:
@@ -326,12 +331,12 @@ class Bucket:
             if grad is not None:
                 param.grad = view.copy_(grad)
 
-    # Gradients that do not have the memory order of their slot
+    # Gradients whose memory order differs from their slot
 
     def copy_to_slot_layout(self) -> None:
-        """Copy gradients whose memory order is not that of their slot, as users may set them.
+        """Copy gradients whose memory order differs from their slot, as users may set them.
 
-        (An expanded gradient, for example, cannot be written to. Sparse ones have none.)
+        An expanded gradient, for example, cannot be written to. Sparse gradients have no slot.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -340,21 +345,21 @@ class Bucket:
             self.all_to_slot_layout(segment, [param.grad for param in segment.params])
 
     def empty_gradient(self, slot: int) -> Tensor:
-        """A gradient without content, in the memory order of its slot."""
+        """Return an uninitialized gradient in the memory order of its slot."""
         param = self.params[slot]
         return torch.empty_strided(
             param.shape, self.strides[slot], dtype=self.gradient_dtype, device=param.device
         )
 
     def all_to_slot_layout(self, segment: Segment, grads: list[Any]) -> list[Any]:
-        """The gradients, each in the memory order of its slot."""
+        """Return the gradients, each in the memory order of its slot."""
         return [
             None if grad is None else self.to_slot_layout(slot, grad)
             for slot, grad in enumerate(grads, segment.first)
         ]
 
     def check_kind(self, slot: int, grad: Tensor) -> None:
-        """Raise a GradientError if ``grad`` has another shape or dtype than its parameter."""
+        """Raise a GradientError if the shape or dtype of ``grad`` does not match its parameter."""
         param = self.params[slot]
         dtype = gradient_dtype(param)
         if grad.shape != param.shape or grad.dtype != dtype:
@@ -365,7 +370,7 @@ class Bucket:
             )
 
     def check_dtype(self, slot: int) -> None:
-        """Raise a GradientError if gradients of this parameter have another dtype by now."""
+        """Raise a GradientError if the gradient dtype of this parameter has changed."""
         param = self.params[slot]
         if gradient_dtype(param) is not self.gradient_dtype:
             raise GradientError(
@@ -375,10 +380,10 @@ class Bucket:
             )
 
     def to_slot_layout(self, slot: int, grad: Tensor) -> Tensor:
-        """``grad`` itself if it has the memory order of its slot, else a copy, set as ``.grad``.
+        """Return ``grad`` if it has the memory order of its slot, else a copy, set as ``.grad``.
 
         Raises:
-            GradientError: the gradient is sparse, or has another shape or dtype than expected.
+            GradientError: the gradient is sparse, or has an unexpected shape or dtype.
         """
         param = self.params[slot]
         if grad.layout is not torch.strided:

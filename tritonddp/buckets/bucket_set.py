@@ -1,4 +1,4 @@
-"""Buckets in launch order, and where in them each parameter is."""
+"""Buckets in launch order, and the position of each parameter in them."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from tritonddp.buckets.parameter_use import ParameterUse
 
 
 class BucketSet:
-    """Buckets in launch order, and the place of each parameter in them.
+    """Buckets in launch order, and the position of each parameter in them.
 
-    Parameters are numbered in launch order, so that those of a segment are neighbours in every
-    list: each is then read in one run, not at a cold address per parameter.
+    Parameters are numbered in launch order, so that the parameters of a segment are adjacent in
+    every list: they are read in one run, not at one cold address per parameter.
 
     Args:
-        named_params: in the order in which their gradients become ready. Any tensor that can have
-            ``.grad`` will do.
-        former: its buckets are dropped before new ones are made, so that both never exist at the
-            same time; gradients that are views of them move.
-        sparse: parameters with sparse gradients, each of which gets a bucket of its own.
-        is_temporary: they are for one reduction: what would pay only later is not made.
+        named_params: parameters in the order in which their gradients become ready. Any tensor
+            that can have ``.grad`` is accepted.
+        former: its buckets are dropped before new ones are made, so that they never coexist;
+            gradients that are views of them move.
+        sparse: parameters with sparse gradients; each gets a separate bucket.
+        is_temporary: the buckets are for one reduction; work that pays off only later is omitted.
 
     Attributes:
         names, params: by parameter index.
         use: which of the parameters are used.
         buckets: in launch order.
-        segments: of all buckets, each with its bucket.
-        ranges: for each segment, the numbers of its parameters.
-        segments_of, numbers_of: for each bucket, the numbers of its segments, of its parameters.
+        segments: the segments of all buckets, each with its bucket.
+        ranges: for each segment, the indices of its parameters.
+        segments_of, numbers_of: for each bucket, the indices of its segments and of its parameters.
         to_release: buckets whose ``release`` has to be called before and after each backward.
         averages: see :class:`Transport`.
         is_on_gpu: some parameters are on a GPU.
-        needs_reduction: a bucket changes gradients even if there is only one rank.
-        unpack_groups: what unpacks several buckets together, each behind the last bucket of its
-            own. Empty where each is unpacked by itself.
-        spans: those of a profiler that runs, or has run; see :meth:`renew_spans`.
+        needs_reduction: a bucket changes gradients even if ``world_size == 1``.
+        unpack_groups: groups of buckets that are unpacked together, each as the last bucket of
+            the group and its unpacker. Empty if each bucket is unpacked separately.
+        spans: spans of a running or previous profiler; see :meth:`renew_spans`.
     """
 
     unpack_groups: Sequence[tuple[Bucket, JointUnpack]] = ()
@@ -96,17 +96,18 @@ class BucketSet:
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
 
     def reduce_by(self, transport: Transport) -> None:
-        """Reduce all buckets by ``transport`` from now on."""
+        """Reduce all buckets with ``transport`` from now on."""
         self.averages = transport.averages
         exchanges = transport.exchanges(self.buckets)
         for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
         self._retire_groups()
         if self.is_on_gpu and transport.ends_in_order and not self._is_temporary:
-            devices = {param.device for param in self.params}  # NCCL has a stream for each
+            devices = {param.device for param in self.params}  # NCCL has one stream per device
             if len(devices) == len(set(map(id, exchanges))) == 1 and JointUnpack.fits(self.buckets):
-                # The last bucket by itself, so that the others are unpacked while it is on its way.
-                # (More groups hide no more in a model of overlap, and cost the host a launch each.)
+                # The last bucket separately, so that the others are unpacked while it is being
+                # reduced. In a model of the overlap, more groups hide no more, and cost the host a
+                # launch each.
                 parts = filter(None, (self.buckets[:-1], self.buckets[-1:]))
                 self.unpack_groups = [(part[-1], JointUnpack(part)) for part in parts]
 
@@ -116,7 +117,7 @@ class BucketSet:
         self.unpack_groups = ()
 
     def restore_views(self) -> None:
-        """Lead gradients that were moved, as by ``module.to()``, back to the memory of buckets."""
+        """Point gradients that were moved, as by ``module.to()``, back to the memory of buckets."""
         for bucket in self.buckets:
             if bucket.storage.has_views and bucket.flat is not None:
                 bucket.flat.restore_views()
@@ -128,7 +129,7 @@ class BucketSet:
         sparse: Collection[Tensor] = (),
         owners: Mapping[Tensor, int] = NO_OWNERS,
     ) -> bool:
-        """Whether buckets for these parameters would be the same as the current ones."""
+        """Return True if buckets for these parameters would be the same as the current ones."""
         assignment = _assign(named_params, caps, sparse, owners)
         order = [named_params[index][1] for indices in assignment for index in indices]
         cuts = [(len(each), named_params[each[0]][1] in owners) for each in assignment]
@@ -137,18 +138,18 @@ class BucketSet:
         ]
 
     def renew_spans(self) -> None:
-        """A reduction begins: ``torch.profiler``, if it runs, shows what is done with each bucket.
+        """Show the work on each bucket in ``torch.profiler``, if one runs, in this reduction.
 
-        When it is packed, launched, waited for and unpacked. (Exchanges may be new ones.)
+        The spans are pack, launch, wait and unpack. They are renewed, since exchanges may be new.
         """
         if self.spans is not None:
             self.spans.remove()
         self.spans = _Spans(self) if is_profiling() else None
 
     def retire(self) -> dict[Parameter, Tensor]:
-        """Drop all buckets; returns the gradients that are views of them.
+        """Drop all buckets, and return the gradients that are views of them.
 
-        These gradients keep the memory of a bucket until the last of them has moved.
+        These gradients keep the memory of a bucket alive until the last of them has moved.
         """
         in_buffer = {
             param: view for bucket in self.buckets for param, view in bucket.in_buffer().items()
@@ -170,9 +171,9 @@ def _assign(
     sparse: Collection[Tensor],
     owners: Mapping[Tensor, int] = NO_OWNERS,
 ) -> list[list[int]]:
-    """The indices of the parameters that share a bucket, in launch order.
+    """Return the indices of the parameters that share a bucket, in launch order.
 
-    In a bucket those of one owner are neighbours.
+    In a bucket, parameters of one owner are adjacent.
     """
     params = [param for _, param in named_params]
     is_delayed = [name in caps.delayed for name, _ in named_params]
@@ -189,10 +190,10 @@ def _assign(
 
 
 class _Spans:
-    """Methods of the buckets of a set, and of their exchanges, are spans while a profiler runs.
+    """Profiler spans around methods of the buckets of a set and of their exchanges.
 
-    For that the objects get attributes of the methods' names, so that without a profiler nothing is
-    called.
+    The methods are replaced by attributes of the objects, so that nothing is called without a
+    profiler.
     """
 
     def __init__(self, bucket_set: BucketSet) -> None:
@@ -210,7 +211,7 @@ class _Spans:
 
     def _wrap(self, owner: Any, method: str, title: str = "") -> None:
         function: Callable[..., Any] = getattr(type(owner), method)
-        reference = ref(owner)  # an object that held itself would be freed late
+        reference = ref(owner)  # an object that refers to itself would be freed late
 
         def spanned(*args: Any, **kwargs: Any) -> Any:
             with record_function(f"tritonddp: {method} {title or f'bucket {args[0].index}'}"):
@@ -220,6 +221,6 @@ class _Spans:
         self._owners.append((owner, method))
 
     def remove(self) -> None:
-        """The methods are those of the classes again."""
+        """Restore the methods of the classes."""
         for owner, method in self._owners:
             vars(owner).pop(method, None)  # several buckets may have one exchange

@@ -1,4 +1,4 @@
-"""How a bucket gets to the other ranks: what the buckets need to know of it."""
+"""Protocols by which the buckets use an exchange."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 
 class BucketExchange(Protocol):
-    """One bucket's way to the other ranks: it turns local gradients into their sum over all ranks.
+    """Turns the local gradients of one bucket into their sum over all ranks.
 
-    It is chosen when the bucket is made, and used in one reduction after the other. It owns what
-    the way needs: memory, messages, numbers.
+    An exchange is chosen when the bucket is made, and used in all its reductions. It owns what the
+    exchange needs: memory, messages, numbers.
 
     Attributes:
-        before_pack: waits until the memory that gradients are flattened into is free, or raises a
-            :class:`~tritonddp.coordination.host.peers.PeerError`; ``None`` where it always is.
-        sum_into: writes the sums of large gradients, times a factor, fp64 ``(1,)``, into these
-            tensors, one a slot, and nothing for ``None``; then tells the other ranks that this rank
-            has read their memory. ``None`` where :meth:`wait` leaves all sums in the bucket.
+        before_pack: waits until the memory that gradients are flattened into is free, or raises
+            a :class:`~tritonddp.coordination.host.peers.PeerError`; ``None`` if it is always free.
+        sum_into: writes the sums of large gradients, times a factor, fp64 ``(1,)``, into the
+            given tensors, one per slot, and nothing for ``None``. Then it tells the other ranks
+            that this rank has read their memory. ``None`` if :meth:`wait` leaves all sums in the
+            bucket.
     """
 
     @property
@@ -36,10 +37,10 @@ class BucketExchange(Protocol):
     def sum_into(self) -> Callable[[Sequence[Tensor | None], Tensor | None], None] | None: ...
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
-        """Begin to reduce the bucket, which is packed; returns the work.
+        """Start to reduce the packed bucket, and return the work.
 
         Args:
-            bucket: the bucket. (It holds this object, which therefore does not hold it.)
+            bucket: the bucket. It refers to this object, which therefore does not refer to it.
             is_broken: the bucket holds NaN instead of gradients.
 
         Raises:
@@ -47,33 +48,33 @@ class BucketExchange(Protocol):
         """
 
     def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
-        """Wait until the sum is in the bucket: on a GPU the current stream does, not the host.
+        """Wait until the sum is in the bucket. On a GPU the current stream waits, not the host.
 
         May be called again for the same work: used flags on a GPU, and row counts of sparse
         gradients, are needed before the buckets are unpacked.
 
         Returns:
-            A factor of this bucket's sum alone, fp64 ``(1,)``; ``None`` for 1.
+            A factor that applies to this bucket's sum only, fp64 ``(1,)``; ``None`` for 1.
 
         Raises:
             RuntimeError: the collective failed.
-            Mismatch: the ranks do not reduce the same.
+            Mismatch: the ranks reduced different gradients.
         """
 
     def drain(self, bucket: Bucket, work: Work) -> None:
-        """The ranks do not reduce the same: wait until the bucket is not on its way any more.
+        """Wait until the bucket is no longer in flight, after a mismatch between ranks.
 
         All ranks call this. The sum is not needed.
         """
 
 
 class Transport(Protocol):
-    """Makes the exchanges of buckets.
+    """Creates the exchanges of buckets.
 
     Attributes:
         averages: gradients are divided by the number of ranks before they are sent.
-        ends_in_order: on a GPU the works of buckets that share an exchange end in the order of
-            their launch: to wait for the last one is to wait for all.
+        ends_in_order: on a GPU the works of buckets that share an exchange end in launch order:
+            waiting for the last one waits for all.
     """
 
     averages: bool
@@ -82,27 +83,27 @@ class Transport(Protocol):
     def ends_in_order(self) -> bool: ...
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
-        """An exchange for each bucket of a set, in launch order."""
+        """Return an exchange for each bucket of a set, in launch order."""
 
 
 class HostMemory(Protocol):
-    """Moves buckets to memory that the ranks of one host share."""
+    """Moves buckets into memory that the ranks of one host share."""
 
     @property
     def refusal(self) -> Any:
-        """Why it does not; ``None`` if it does, or nobody has tried yet."""
+        """Reason why buckets do not move; ``None`` if they do, or if no attempt was made yet."""
 
     def begin(self, current: BucketSet) -> None:
-        """Buckets that have not moved yet are about to be reduced."""
+        """Prepare for a reduction of buckets that have not moved yet."""
 
     def end(self) -> None:
-        """A mismatch has ended the last reduction on all ranks."""
+        """Handle a mismatch, which has ended the last reduction on all ranks."""
 
     def leave(self) -> None:
-        """Move no more buckets."""
+        """Stop moving buckets."""
 
     def connect(self, where: str) -> Hosts | None:
-        """Where several hosts have several ranks each: these. All ranks call this alike."""
+        """Return the hosts if several hosts have several ranks each. All ranks call this."""
 
     def move(self, current: BucketSet, wrapper: int, where: str) -> None:
-        """Move those that have not moved yet, where that is possible: on all ranks alike."""
+        """Move the buckets that have not moved yet, where possible; the same ones on all ranks."""

@@ -32,42 +32,44 @@ from tritonddp.kernels.dispatch import gradient_dtype, select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 from tritonddp.kernels.quantized.code import INT4, INT8, BlockCode
 
-# What the constructor's ``reduce_dtype`` may be.
+# Allowed values of the constructor's ``reduce_dtype``.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# The dtypes of gradients that can be quantized.
+# Gradient dtypes that can be quantized.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
-# Smaller parameters are not quantized: they save few bytes, and errors in them matter more.
+# Smaller parameters are not quantized: they save few bytes, and their errors matter more.
 _SMALL = 1_024
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Gradients travel in 8 bits an element and one fp32 scale for 256: for ``compression``.
+    """Send gradients in 8 bits per element and one fp32 scale per 256: for ``compression``.
 
-    ``compression="int8"`` is ``compression=Int8()``. Gradients in fp64, complex and sparse ones
-    travel as without compression. A block of 256 elements that has a NaN or an infinity is NaN
-    afterwards. Parameters of one dimension or of fewer than 1,024 elements, and weights of
-    embeddings that no other layer shares, are never quantized: they travel in fp32. So do all
-    gradients that :meth:`DistributedDataParallel.reduce_gradients` averages, which logs that once.
+    ``compression="int8"`` is equivalent to ``compression=Int8()``. Gradients in fp64, complex and
+    sparse gradients are sent as without compression. If a block of 256 elements contains a NaN or
+    an infinity, the whole block becomes NaN. Parameters of one dimension or of fewer than 1,024
+    elements, and weights of embeddings that no other layer shares, are never quantized: they are
+    sent in fp32. The same applies to all gradients that
+    :meth:`DistributedDataParallel.reduce_gradients` averages, which logs this once.
 
-    On several hosts of several ranks each (as many on each), the ranks of a host sum first, on GPUs
-    in ``reduce_dtype`` if that is given, and hosts send each other the quantized sums. Otherwise
-    all ranks send each other quantized gradients.
+    With several hosts and equally many (at least two) ranks on each, the ranks of a host sum first,
+    on GPUs in ``reduce_dtype`` if it is given. Then the hosts send each other the quantized sums.
+    Otherwise all ranks send each other quantized gradients.
 
     Args:
-        error_feedback: what quantization leaves out of a gradient is kept in fp32, and added to the
-            next one: at most ``4 + 4 / world_size`` bytes an element; with H hosts of G ranks each,
-            ``(4 + 4 / H) / G``. Without it errors accumulate. It belongs in checkpoints: see
-            :meth:`DistributedDataParallel.comm_state_dict`. With ``"sums"`` what the second
-            rounding, of the sums, leaves out is kept alone, which takes the second term of these
-            bytes. (Two ranks, or two hosts, on CPUs have no second rounding.)
-        exact: further parameters that are not quantized: a name, several names, patterns
+        error_feedback: keep the rounding error of a gradient in fp32, and add it to the next
+            one. This takes at most ``4 + 4 / world_size`` bytes per element; with H hosts of G
+            ranks each, ``(4 + 4 / H) / G``. Without error feedback, errors accumulate. The errors
+            belong in checkpoints: see :meth:`DistributedDataParallel.comm_state_dict`. With
+            ``"sums"`` only the error of the second rounding, that of the sums, is kept, which takes
+            the second term of these bytes. Two ranks, or two hosts, on CPUs have no second
+            rounding.
+        exact: additional parameters that are not quantized: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter.
 
     Raises:
-        TypeError: ``error_feedback`` is neither on nor off, or ``exact`` is none of these.
+            TypeError: ``error_feedback`` is not a valid value, or ``exact`` is none of these.
 
     Example::
 
@@ -87,10 +89,10 @@ class Int8:
 
     @classmethod
     def of(cls, compression: Any) -> Int8 | None:
-        """From the constructor's ``compression``.
+        """Create the format from the constructor's ``compression``.
 
         Raises:
-            ValueError: it is no format.
+            ValueError: it is not a format.
         """
         if compression is None or isinstance(compression, cls):
             return compression
@@ -104,10 +106,10 @@ class Int8:
 
 @dataclass(frozen=True)
 class Int4(Int8):
-    """Gradients travel in 4 bits an element and one fp32 scale for 256: for ``compression``.
+    """Send gradients in 4 bits per element and one fp32 scale per 256: for ``compression``.
 
-    ``compression="int4"`` is ``compression=Int4()``. For all else see :class:`Int8`. A gradient is
-    rounded to 15 values, so do not leave out error feedback.
+    ``compression="int4"`` is equivalent to ``compression=Int4()``. For everything else see
+    :class:`Int8`. A gradient is rounded to 15 values, so keep error feedback enabled.
 
     Example::
 
@@ -122,14 +124,14 @@ _BY_NAME = {each.code.name: each for each in (Int8, Int4)}
 
 @dataclass(frozen=True)
 class WireOptions:
-    """In which formats gradients are sent, as the user wants it.
+    """The formats in which gradients are sent, as requested by the user.
 
-    Dense real gradients, fp64 too, are sent in ``reduce_dtype``, complex and sparse ones in their
-    own dtype. ``compression`` does not apply to fp64, complex and sparse gradients, nor to buckets
-    whose gradients are all exact.
+    Dense real gradients, including fp64, are sent in ``reduce_dtype``; complex and sparse gradients
+    in their own dtype. ``compression`` does not apply to fp64, complex and sparse gradients, nor to
+    buckets whose gradients are all exact.
     """
 
-    reduce_dtype: torch.dtype | None = None  # None: each in its own dtype
+    reduce_dtype: torch.dtype | None = None  # None: each gradient in its own dtype
     compression: Int8 | None = None  # None: nothing is quantized
     exact: ExactParams | None = None  # finds the parameters whose gradients are not quantized
 
@@ -141,10 +143,12 @@ class WireOptions:
         compression: Int8 | None = None,
         exact: ExactParams | None = None,
     ) -> WireOptions:
-        """From the constructor's arguments; those without a dtype have been checked already.
+        """Create the options from the constructor's arguments.
+
+        The arguments other than dtypes have been checked already.
 
         Raises:
-            TypeError: ``reduce_dtype`` is no dtype.
+            TypeError: ``reduce_dtype`` is not a dtype.
             ValueError: gradients cannot be reduced in ``reduce_dtype``, or it contradicts
                 ``mixed_precision``.
         """
@@ -180,7 +184,7 @@ class WireOptions:
                 )
 
     def description(self, params: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-        """By option, what has to be the same on all ranks for these parameters."""
+        """Return by option what must be identical on all ranks for these parameters."""
         if self.compression is None or self.exact is None:
             return {}
         names = [name for name, _ in params]
@@ -192,57 +196,58 @@ class WireOptions:
         }
 
     def casts(self, gradient: Tensor) -> bool:
-        """Whether ``gradient``, or that of a parameter, is sent in another dtype than its own."""
+        """Return True if a gradient is sent in another dtype; ``gradient`` may be its parameter."""
         dtype = gradient_dtype(gradient)
         return self.reduce_dtype not in (None, dtype) and dtype.is_floating_point
 
 
 @dataclass
 class BucketFactory:
-    """Makes buckets, and chooses the wire format of each."""
+    """Creates buckets, and chooses the wire format of each."""
 
     wire: WireOptions
     group: Group  # with one rank nothing is quantized
     agreement: Agreement  # knows how many bytes a header has
     counters: Counters  # count launches of the buckets
-    transport: Transport  # makes the exchanges of the buckets
-    views: bool = False  # .grad are views of the buckets, if gradients are sent in their own dtype
+    transport: Transport  # creates the exchanges of the buckets
+    views: bool = False  # .grad are bucket views, if gradients are sent in their own dtype
     lazy: bool = False  # buckets have memory during backwards only
-    check_finite: bool = False  # buckets have room to tell which gradients are not finite
-    is_registered: bool = False  # dense gradients: in memory that the backend has registered
-    # Where several hosts have several ranks each, which exchange through memory: else None.
+    check_finite: bool = False  # buckets have room to report gradients that are not finite
+    is_registered: bool = False  # dense gradients are in memory that the backend has registered
+    # Hosts, if several hosts have several ranks each that exchange through memory; else None.
     hosts: Hosts | None = None
-    # Ranks that gradients are reduced to, by parameter; those of others are reduced to all ranks.
+    # The rank to which a gradient is reduced, by parameter. Other gradients go to all ranks.
     owners: Mapping[Tensor, int] = field(default_factory=dict)
     # Residuals (quantization errors) of buckets that are being replaced.
     kept: dict[Tensor, list[Left]] = field(default_factory=dict, init=False)
-    # Of registered memory. (A pool takes 20 MiB for its first MiB: one serves all buckets.)
+    # Allocators of registered memory. A pool takes 20 MiB for its first MiB: one serves all
+    # buckets.
     allocators: dict[torch.device, Callable[[int], Tensor]] = field(
         default_factory=dict, init=False
     )
 
     def temporary(self, transport: Transport, views: bool = False) -> BucketFactory:
-        """A factory of buckets for one reduction by ``transport``, without quantization."""
+        """Return a factory of buckets for one reduction by ``transport``, without quantization."""
         wire = replace(self.wire, compression=None)
         factory = replace(self, wire=wire, transport=transport, views=views, lazy=False)
-        # A rank that makes another reduction than the others is found by the header in the first
-        # bucket: so that is sent in the same way, unless gradients are the user's own.
+        # A rank that runs a different reduction is detected by the header in the first bucket. So
+        # that bucket is sent in the same way, unless gradients were passed by the user.
         return replace(factory, is_registered=False, owners={}, hosts=None)
 
     def reduce_by(self, transport: Transport) -> None:
-        """Buckets that are made from now on go by ``transport``."""
+        """Reduce buckets that are made from now on with ``transport``."""
         self.transport = transport
 
     def use_hosts(self, hosts: Hosts | None) -> None:
-        """Buckets that are made from now on are for these hosts of several ranks, if any."""
+        """Make buckets from now on for these hosts with several ranks each, if any."""
         self.hosts = hosts
 
     def own(self, owners: Mapping[Tensor, int]) -> None:
-        """Buckets that are made from now on are reduced to these ranks."""
+        """Reduce buckets that are made from now on to these ranks."""
         self.owners = owners
 
     def keep(self, residuals: dict[Tensor, list[Left]]) -> None:
-        """Give the buckets that are made next these residuals, of buckets that they replace."""
+        """Give these residuals of replaced buckets to the buckets that are made next."""
         self.kept = residuals
 
     def make(
@@ -252,7 +257,7 @@ class BucketFactory:
         names: Sequence[str],
         is_sparse: bool = False,
     ) -> Bucket:
-        """Bucket number ``index`` for these parameters, with gradients of one dtype and device.
+        """Create bucket ``index`` for these parameters, with gradients of one dtype and device.
 
         The first bucket holds the headers. ``is_sparse`` is true for a parameter with sparse
         gradients.
@@ -292,7 +297,7 @@ class BucketFactory:
         return bucket
 
     def _owned(self, params: Sequence[Parameter]) -> Owned | None:
-        """What each rank owns of these parameters; ``None`` if they have no owners."""
+        """Return which of these parameters each rank owns; ``None`` if they have no owners."""
         if params[0] not in self.owners:
             return None
         ranks = [self.owners[param] for param in params]
@@ -305,7 +310,7 @@ class BucketFactory:
     def _registered_buffer(
         self, make: Callable[..., FlatBuffer], layout: Layout, dtype: torch.dtype, device: Any
     ) -> FlatBuffer:
-        """A buffer that ``make`` makes, in registered memory."""
+        """Create a buffer with ``make`` in registered memory."""
         if device not in self.allocators:
             self.allocators[device] = registering(self.group.process_group, device)
         memory = self.allocators[device](layout.numel * dtype.itemsize)
@@ -314,7 +319,7 @@ class BucketFactory:
     def _wire_format(
         self, params: Sequence[Parameter], names: Sequence[str], headers: int
     ) -> WireFormat:
-        """That of a bucket with these parameters."""
+        """Return the wire format of a bucket with these parameters."""
         wire, group, exact = self.wire, self.group, self.wire.exact
         param, device = params[0], params[0].device
         own = gradient_dtype(param)
@@ -324,7 +329,7 @@ class BucketFactory:
             if own in _QUANTIZED and any(quantized):
                 how = (wire.compression.code, wire.compression.error_feedback)
                 if hosts is not None:
-                    # NCCL sends all bytes within a host, too; memory of the CPU sends none.
+                    # Within a host, NCCL sends all bytes, too; shared memory of CPUs sends none.
                     low = wire.reduce_dtype if param.is_cuda else None
                     return QuantizedInterHost(quantized, hosts, low or torch.float32, *how)
                 numels = [each.numel() for each in params]
@@ -332,7 +337,7 @@ class BucketFactory:
                 return QuantizedFormat(numels, quantized, *ranks, headers, device, *how)
         if not wire.casts(param):
             return WireFormat(own)
-        if hosts is None or param.is_cuda:  # GPUs exchange in two levels what is quantized alone
+        if hosts is None or param.is_cuda:  # GPUs use two levels for quantized gradients only
             return WireFormat(wire.reduce_dtype or own)
         return WireFormat(torch.promote_types(own, torch.float32), wire.reduce_dtype)
 
@@ -340,7 +345,7 @@ class BucketFactory:
 def registered_memory(
     group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[int], Tensor] | None:
-    """What :func:`registering` returns; ``None`` if there is none. All ranks allocate alike."""
+    """Return the function of :func:`registering`, or ``None``. All ranks allocate the same."""
     pool = registered_pool(group, device)
     if pool is None:
         return None
@@ -353,10 +358,10 @@ def registered_memory(
 
 
 def registering(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Tensor]:
-    """What allocates so many bytes that ``group`` has registered, uint8 ``(nbytes,)``.
+    """Return a function that allocates n bytes that ``group`` has registered, uint8 ``(n,)``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: registered memory is not available.
     """
     allocate = registered_memory(group, device)
     if allocate is None:
@@ -373,16 +378,16 @@ class ExactParams:
     """Finds the exact parameters of a module: their gradients are sent in fp32, not quantized.
 
     These are: parameters with one dimension (biases, scales of norms), those with fewer than 1,024
-    elements, the weights of embeddings, in whose gradients many rows are zero (but not of those
-    that another layer shares, as a head does, by which all rows get gradients), and those that the
-    user asks for by ``wanted``.
+    elements, the weights of embeddings, whose gradients have many zero rows (except embeddings that
+    share their weight with another layer such as a head, by which all rows get gradients), and
+    those that ``wanted`` selects.
 
     ``wanted`` are names, as ``module.named_parameters()`` gives them, or patterns of names
-    (:mod:`fnmatch`); or a function ``wanted(name, parameter)`` that returns True for exact
+    (:mod:`fnmatch`), or a function ``wanted(name, parameter)`` that returns True for exact
     parameters.
 
     Raises:
-        ValueError: a given name, or pattern, matches no parameter.
+        ValueError: a given name or pattern matches no parameter.
     """
 
     def __init__(self, module: nn.Module, wanted: Any = None) -> None:
@@ -398,7 +403,7 @@ class ExactParams:
                 )
 
     def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
-        """For each of these parameters, whether its gradient is exact."""
+        """Return for each of these parameters whether its gradient is exact."""
         embeddings: set[Tensor] = set()
         others: set[Tensor] = set()
         for layer in self._module.modules():

@@ -1,4 +1,4 @@
-"""Which parameters and buffers stay with each rank (``_ddp_params_and_buffers_to_ignore``)."""
+"""Parameters and buffers that stay rank-local (``_ddp_params_and_buffers_to_ignore``)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch.nn import Parameter
 
 
 def parameters_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Parameter]]:
-    """The parameters of ``module``, each once, with the first of its names that is not ignored.
+    """Return each parameter of ``module`` once, with its first name that is not ignored.
 
-    As stock DDP, which asks each submodule for its own: they may override ``named_parameters()``.
+    Like stock DDP, ask each submodule for its own parameters: it may override
+    ``named_parameters()``.
     """
     found: dict[Parameter, str] = {}
     for prefix, part in module.named_modules():
@@ -25,23 +26,24 @@ def parameters_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tupl
 
 
 class Ignored:
-    """What the wrapper leaves to each rank. It is decided once, at wrapping, as in stock DDP.
+    """Tensors that the wrapper leaves to each rank. Decided once, at wrapping, as in stock DDP.
 
-    A tensor that is ignored stays ignored, whatever its name becomes: its module may be pruned,
-    compiled or put in an ``nn.Sequential`` later. The same holds for what is reduced. A parameter
-    that the module gets later is ignored if its name is in the list, or if it comes into a part
-    that holds ignored parameters itself (``weight_norm`` replaces one), or into one that has had no
-    others (another layer of an expert, a LoRA around it).
+    An ignored tensor stays ignored under any later name: its module may be pruned, compiled or put
+    in an ``nn.Sequential``. The same holds for reduced parameters. A parameter that is added later
+    is ignored if its name is in the list. It is also ignored if it is added to a submodule that
+    directly holds ignored parameters (``weight_norm`` replaces one), or to a submodule that has had
+    no others (another layer of an expert, a LoRA wrapped around it).
 
     Args:
         module: the wrapped module.
-        names: of its parameters and buffers that are ignored. New names may be added to it.
+        names: names of its ignored parameters and buffers. New names may be added to the
+            collection.
 
     Attributes:
         names: see above.
-        reduced: what the module held when all ranks last agreed, without what is ignored.
-        syncs_buffers: the module had buffers that are not ignored. As in stock DDP a module that
-            had none keeps to each rank what it gets later.
+        reduced: parameters of the module that are not ignored, at the last agreement of all ranks.
+        syncs_buffers: the module had buffers that are not ignored. If it had none, buffers that
+            it gets later stay rank-local, as in stock DDP.
     """
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
@@ -53,11 +55,11 @@ class Ignored:
     def _forget(self) -> None:
         self.reduced: Collection[Tensor] = ()
         self._tensors: set[Tensor] = set()  # parameters that were ignored at wrapping
-        self._later: set[Tensor] = set()  # those that have come since, and are still there
+        self._later: set[Tensor] = set()  # ignored ones added later, still present
         self._parts: dict[int, weakref.ref[nn.Module]] = {}  # without reduced parameters, by id
-        # Of each dictionary with ignored tensors, by its id: the keys, and whether that is ignored.
+        # For each dictionary with ignored tensors, by id: its keys, and whether each is ignored.
         self._keys: dict[int, dict[str, bool]] = {}
-        self._tables: list[Mapping[str, Tensor | None]] = []  # these dictionaries
+        self._tables: list[Mapping[str, Tensor | None]] = []  # these dictionaries, kept alive
         self._is_decided = False
 
     def _decide(self, module: nn.Module) -> None:
@@ -78,7 +80,7 @@ class Ignored:
                     self._tables.append(table)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the wrapper, whose tensors are others: their names decide again."""
+        """Return the state for copies of the wrapper: names decide again for their new tensors."""
         return {"names": self.names, "syncs_buffers": self.syncs_buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -86,11 +88,11 @@ class Ignored:
         self._forget()
 
     def agree(self, reduced: Collection[Tensor]) -> None:
-        """All ranks hold these parameters, and reduce them."""
+        """Record that all ranks hold and reduce these parameters."""
         self.reduced = reduced
 
     def parameters(self, module: nn.Module) -> list[tuple[str, Parameter]]:
-        """See :func:`parameters_of`: those that are not ignored."""
+        """Return the parameters that are not ignored; see :func:`parameters_of`."""
         if not self._is_decided:
             self._decide(module)
         if not self.names:
@@ -117,7 +119,7 @@ class Ignored:
         return [(name, param) for param, name in found.items()]
 
     def buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """What ``named_buffers()`` says now, as in stock DDP, without what is ignored."""
+        """Return the current ``named_buffers()``, as in stock DDP, without ignored ones."""
         named: Iterable[tuple[str, Tensor]] = module.named_buffers()
         if not self.names:
             return list(named)
@@ -128,7 +130,7 @@ class Ignored:
         return [each for each in named if each[0] not in ignored]
 
     def _is_of_local(self, param: Tensor, prefix: str, parts: Mapping[str, nn.Module]) -> bool:
-        """Whether ``param``, in the part of this name, was ignored, or belongs to such a part."""
+        """Return True if ``param`` was ignored, or is in a submodule that holds ignored ones."""
         if param in self._tensors or param in self._later:
             return True
         names = prefix.split(".")
@@ -137,7 +139,7 @@ class Ignored:
         return any(id(part._parameters) in self._keys or self._is_local(part) for part in held)
 
     def _is_local(self, part: nn.Module) -> bool:
-        """Whether all parameters of this part that are known are ignored, and there are some."""
+        """Return True if this submodule has known parameters, and all are ignored."""
         former = self._parts.get(id(part))
         if former is not None and former() is part:
             return True

@@ -28,26 +28,27 @@ from tritonddp.coordination.hosts import Hosts
 
 logger = logging.getLogger(__name__)
 
-# Ranks that used a parameter are counted in the dtype of its gradient; bf16 counts to here.
+# Ranks that used a parameter are counted in its gradient dtype; bf16 counts up to this number.
 _COUNTS = 256
 
 
 class BucketManager:
-    """Holds the current buckets, and replaces them when all ranks have agreed on that.
+    """Holds the current buckets, and replaces them after all ranks have agreed.
 
-    Parameters that come get new buckets at the next forward. Parameters that are frozen or removed
-    leave after the first reduction without them. If a frozen one comes back, the training loop
-    freezes and unfreezes in turns: it stays from then on, and counts as unused while it is frozen.
+    Added parameters get new buckets at the next forward. Frozen or removed parameters leave their
+    buckets after the first reduction without them. If a frozen parameter is unfrozen later, the
+    training loop alternates: from then on it stays in its bucket, and counts as unused while it is
+    frozen.
 
     Attributes:
-        is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
-        keeps_order: buckets stay in the order of registration, see :meth:`BucketCaps.registered`.
+        is_provisional: the order of gradients is not known yet; the next reduced backward shows it.
+        keeps_order: buckets stay in registration order, see :meth:`BucketCaps.registered`.
         schema: hash of the trainable parameters in the last reduction.
-        to_remove: parameters that were frozen, or that the module has no more: they leave after a
-            reduction for which no rank had a gradient. (A program may have taken a layer out of the
-            module and call it beside, or have put a tensor made from a parameter in its place.)
+        to_remove: parameters that were frozen or removed from the module. They leave after a
+            reduction in which no rank had a gradient for them: a program may call a removed layer
+            outside the module, or use a tensor made from a parameter in its place.
         former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
-        ready_order: names, in the order of the gradients in the first reduced backward.
+        ready_order: names in the order of the gradients in the first reduced backward.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class BucketManager:
         counters: Counters,
         memory: HostMemory | None = None,
     ) -> None:
-        self.factory = factory  # of the buckets of backwards
-        self.memory = memory  # to which it moves buckets; None: they stay with the process group
+        self.factory = factory  # makes the buckets of backwards
+        self.memory = memory  # receives the buckets; None: they stay with the process group
         self._listener: Callable[[], Any] = NoneType
         self._captured: list[Bucket | JointUnpack] = []
         self._of_temporary = factory.transport  # for temporary buckets
@@ -88,7 +89,7 @@ class BucketManager:
         views: bool = False,
         sparse: Collection[Tensor] | None = None,
     ) -> BucketSet:
-        """Buckets of these parameters for one reduction, beside the current ones.
+        """Return buckets of these parameters for one reduction; the current ones remain.
 
         With ``views``, ``.grad`` is replaced by views of them. ``sparse`` are the parameters with
         sparse gradients, by default those of the module.
@@ -102,13 +103,13 @@ class BucketManager:
         return f"rank {self._group.rank}, step {self._counters.reductions}"
 
     def notify(self, listener: WeakMethod[Callable[[], None]]) -> None:
-        """Call ``listener``, if it is still there, when the buckets are replaced."""
+        """Call ``listener``, if it still exists, when the buckets are replaced."""
         self._listener = listener
 
     def capture(self) -> None:
-        """The capture of a CUDA graph that reduces the current buckets begins.
+        """Prepare for the capture of a CUDA graph that reduces the current buckets.
 
-        Graphs use the memory of these buckets as long as they live, so they are kept.
+        Graphs use the memory of these buckets as long as they live, so the buckets are kept.
         """
         current = self.current
         for bucket in current.buckets:
@@ -118,9 +119,9 @@ class BucketManager:
         self._captured += [u for _, u in current.unpack_groups if u not in self._captured]
 
     def reduce_by(self, transport: Transport) -> None:
-        """Reduce backwards by ``transport`` from now on, but no temporary buckets.
+        """Reduce backwards with ``transport`` from now on, but not temporary buckets.
 
-        Buckets do not move to memory of the host any more.
+        Buckets no longer move into host memory.
         """
         if self.memory is not None:
             self.memory.leave()
@@ -131,10 +132,10 @@ class BucketManager:
             self._rebuild_for(None)
 
     def own(self, owners: Mapping[Tensor, int]) -> None:
-        """From now on reduce the gradients of these parameters to one rank each, their owner.
+        """Reduce the gradients of these parameters to one rank each, their owner, from now on.
 
-        If the order is not known yet, from the second reduction on: the first one brings new
-        buckets anyway. All ranks call this alike, between backwards.
+        If the order is not known yet, this starts with the second reduction, since the first one
+        rebuilds the buckets anyway. All ranks call this with the same arguments, between backwards.
         """
         self.factory.own(owners)
         if not self.is_provisional:
@@ -143,16 +144,16 @@ class BucketManager:
             self.move()
 
     def announce(self) -> None:
-        """Before a reduction of buckets that may still move: see :meth:`HostMemory.begin`."""
+        """Prepare a reduction of buckets that may still move: see :meth:`HostMemory.begin`."""
         if self.memory is not None and self.is_provisional:
             self.memory.begin(self.current)
 
     def move(self) -> None:
-        """Move new buckets to memory of the host. All ranks call this at the same time."""
+        """Move new buckets into memory of the host. All ranks call this at the same time."""
         memory, factory = self.memory, self.factory
         if memory is None:
             return
-        # Between hosts of several ranks each, buckets have other wire formats.
+        # If several hosts have several ranks each, buckets have other wire formats.
         hosts = memory.connect(self.where())
         if hosts is not factory.hosts and (factory.wire.reduce_dtype or factory.wire.compression):
             self._rebuild_for(hosts)
@@ -161,7 +162,7 @@ class BucketManager:
             self._rebuild_for(None)
 
     def _rebuild_for(self, hosts: Hosts | None) -> None:
-        """Buckets in the wire formats between these hosts, or in those of one level."""
+        """Rebuild buckets in the wire formats between these hosts, or in those of one level."""
         self.factory.use_hosts(hosts)
         self._rebuild(list(zip(self.current.names, self.current.params, strict=True)))
 
@@ -196,7 +197,7 @@ class BucketManager:
     def order(self) -> list[str]:
         """Names of the parameters in the agreed order; empty before the ranks have agreed.
 
-        Without those that the module has no more, whose names others may have.
+        Removed parameters are left out, since other parameters may have their names.
         """
         if self.is_provisional and not self._is_restored:
             return []
@@ -204,7 +205,7 @@ class BucketManager:
         return list(compress(self.current.names, map(held.__contains__, self.current.params)))
 
     def reduction_begins(self) -> None:
-        """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
+        """Record the parameters of this reduction. Headers ensure equal changes on all ranks."""
         self._parameters.register()
         self.former_counts = None
         self.schema = self._parameters.schema
@@ -217,27 +218,28 @@ class BucketManager:
         }
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:
-        """After a reduction: parameters, and for each the number of ranks that used it."""
+        """Return parameters of the last reduction, and for each the number of ranks that used
+        it."""
         if self.former_counts is not None:
             return self.former_counts
         return [(bucket.params, bucket.rank_counts()) for bucket in self.current.buckets]
 
     def agree_on_order(self, ready: Sequence[int], source_rank: int) -> list[int]:
-        """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
+        """Take the order of ``source_rank`` on all ranks, after the first reduced backward.
 
-        If only some ranks have used a parameter, all keep the order of registration instead.
-        ``ready`` are indices of parameters in the order in which their gradients came on this
-        rank. Returns the numbers of parameters whose gradients did not come; these go last.
+        If only some ranks used a parameter, all ranks keep the registration order instead.
+        ``ready`` are indices of parameters in the order in which their gradients were ready on this
+        rank. Return the indices of parameters without a gradient; these go last.
         """
         self.is_provisional = False
         ready = list(dict.fromkeys(ready))
         self.ready_order = [self.current.names[number] for number in ready]
         missing = sorted({*range(len(self.current.params))} - {*ready})
-        if self._is_restored:  # the ranks have agreed already
+        if self._is_restored:  # the ranks have already agreed
             return missing
         if not self.keeps_order:
             counts = [count for _, each in self.rank_counts() for count in each.tolist()]
-            all_ranks = min(max(counts), _COUNTS)  # (In join() some have no inputs.)
+            all_ranks = min(max(counts), _COUNTS)  # inside join() some ranks have no inputs
             if any(0 < count < all_ranks for count in counts):
                 self._cut_by(self._caps.registered())
         if self.keeps_order:
@@ -253,9 +255,9 @@ class BucketManager:
         return missing
 
     def _registered_order(self) -> list[int]:
-        """Numbers of the parameters in the buckets, the last registered one first.
+        """Return indices of the parameters in the buckets, the last registered one first.
 
-        Those that the module has no more go last.
+        Removed parameters go last.
         """
         number_of = {param: number for number, param in enumerate(self.current.params)}
         params = [param for _, param in self._parameters.params[::-1]]
@@ -263,7 +265,7 @@ class BucketManager:
         return [*held, *number_of.values()]
 
     def rebuild_buckets(self, reduced: Iterable[Bucket]) -> None:
-        """After a reduction of these buckets: rebuild if the order has changed, or some leave."""
+        """Rebuild after a reduction of these buckets, if the order changed or parameters leave."""
         looked_at = reduced if self.to_remove else ()
         counted = ((bucket.params, bucket.rank_counts().tolist()) for bucket in looked_at)
         used = {param for params, counts in counted for param in compress(params, counts)}
@@ -282,7 +284,7 @@ class BucketManager:
             self._removed |= {n for n, p in zip(names, params, strict=True) if p in left}
 
     def add_parameters(self) -> None:
-        """All ranks have agreed on it: new buckets with the parameters that are in none."""
+        """Build buckets that include the unplaced parameters, after all ranks have agreed."""
         added = self._parameters.unplaced
         self._frozen_in_turns |= self._removed.intersection(name for name, _ in added)
         self._replace([*self._parameters.bucketed(), *added])
@@ -290,15 +292,15 @@ class BucketManager:
             self.move()
 
     def restore(self, order: Sequence[int], keeps_order: bool) -> None:
-        """Restore the buckets of an earlier run. All ranks call this alike, between backwards.
+        """Restore the buckets of an earlier run. All ranks call this together, between backwards.
 
         The next backward is observed like a first one, for gradients that the engine does not
         announce. It does not change the order.
 
         Args:
-            order: numbers of the module's parameters; trainable ones that are missing go last.
-                Frozen ones were trained in turns.
-            keeps_order: its value in that run.
+            order: indices of the module's parameters; trainable ones that are missing go last.
+                Frozen ones were frozen and unfrozen repeatedly.
+            keeps_order: value of the attribute in that run.
         """
         self.is_provisional, self._order, self._is_restored = True, None, True
         self.schema = self._parameters.schema
@@ -310,7 +312,7 @@ class BucketManager:
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]
         self._replace(named)
-        self.move()  # also the same buckets: in the earlier run they had moved
+        self.move()  # even if unchanged: in the earlier run these buckets had moved
 
     def _replace(self, named: Sequence[tuple[str, Parameter]]) -> bool:
         """Replace the current buckets by buckets of ``named``, if these differ."""
@@ -323,15 +325,15 @@ class BucketManager:
         return True
 
     def _sparse(self) -> set[Tensor]:
-        """Parameters with sparse gradients: what the module has no more stays as it was."""
+        """Return parameters with sparse gradients; removed parameters keep their kind."""
         held, buckets = self._parameters.held, self.current.buckets
         were = {param for each in buckets if each.storage.is_sparse for param in each.params}
         return self._parameters.sparse | (were - held)
 
     def _check_dtypes(self, kept: Collection[Tensor]) -> None:
-        """Raise if gradients have another dtype than in their buckets, on this rank perhaps alone.
+        """Raise if a gradient dtype differs from its bucket, perhaps on this rank only.
 
-        New buckets would not fit those of the other ranks.
+        New buckets would not match the buckets of the other ranks.
         """
         for bucket in self.current.buckets:
             for slot, param in enumerate(bucket.params):
@@ -351,7 +353,7 @@ class BucketManager:
                 kept.setdefault(param, []).append(left)
             self.factory.keep(kept)
             self.current = self._build(named, self.factory, self._sparse(), self.current)
-            # The remaining ones belong to gradients that are not quantized any more. They are
+            # The remaining residuals belong to gradients that are no longer quantized. They are
             # views, and would keep the residuals of whole buckets alive.
             self.factory.keep({})
         self.current.use.inherit(former)

@@ -1,7 +1,7 @@
-"""Which parameters this rank uses: the only record of it.
+"""The only record of which parameters this rank uses.
 
-It gives the flags that a bucket sends (``Bucket.sent_flags``). Their sum over ranks says how many
-ranks use each parameter (``Bucket.rank_counts``).
+It provides the flags that a bucket sends (``Bucket.sent_flags``). Their sum is the number of ranks
+that use each parameter (``Bucket.rank_counts``).
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from tritonddp._torch import hooks_after_accumulation
 
 
 class ParameterUse:
-    """Which parameters of a bucket set this rank uses. It lives as long as the bucket set.
+    """The parameters of a bucket set that this rank uses. It lives as long as the bucket set.
 
     A parameter counts as used in a reduction if
 
-    - it is *expected*: the engine announces, when the backward begins, that it will reach it;
+    - it is *expected*: when the backward begins, the engine announces that it will reach it;
     - a *local* backward (``no_sync``, for example) has used it since the last reduction;
     - or its gradient becomes *ready* without an announcement. Such gradients come from inner
-      backwards, which reentrant checkpoints run: the engine announces only the nodes of the outer
-      one.
+    backwards, which reentrant checkpoints run: the engine announces only the nodes of the outer
+    backward.
 
-    A parameter that is not expected is *missing*. When that happens for the first time it is
-    *suspected*: the end of that backward shows whether its gradient comes all the same. Once an
-    inner backward has been seen, any missing parameter may get a gradient.
+    A parameter that is not expected is *missing*. When that happens for the first time, it is
+    *suspected*: the end of that backward shows whether its gradient became ready nevertheless. Once
+    an inner backward has been seen, any missing parameter may get a gradient.
 
-    Parameters are given by their indices in the bucket set.
+    Parameters are identified by their indices in the bucket set.
 
     Attributes:
-        flags: for each parameter, whether it counts as used in the reduction that runs.
-        expected: for each parameter, whether it is expected in the backward that runs.
-        ready: the parameters in the order in which their gradients have become ready. A hook in C
+        flags: for each parameter, whether it counts as used in the current reduction.
+        expected: for each parameter, whether it is expected in the current backward.
+        ready: the parameters in the order in which their gradients became ready. A hook in C
             appends to this list.
         local: for each parameter, whether a local backward has used it since the last reduction.
         has_local: there was such a backward.
-        missing: in the last reduced backward; ``None`` before the first.
-        is_static: all reduced backwards have had the same missing parameters.
-        inner: those whose gradients have come from inner backwards.
+        missing: missing parameters of the last reduced backward; ``None`` before the first.
+        is_static: all reduced backwards had the same missing parameters.
+        inner: parameters that have had gradients from inner backwards.
         suspected: see above.
-        awaited: those that may get a gradient that is not announced, or a second one, in the
-            backward that runs: they are sent at its end.
-        index_of: by the id of a parameter.
+        awaited: parameters that may get an unannounced or a second gradient in the current
+            backward: they are sent at its end.
+        index_of: parameter index by the ``id`` of the parameter.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -59,7 +59,7 @@ class ParameterUse:
         self.inner: set[int] = set()
         self.suspected: set[int] = set()
         self.awaited: Collection[int] = ()
-        self._settled: set[int] = set()  # missing ones whose gradients did not come
+        self._settled: set[int] = set()  # missing parameters without a gradient at the end
         self._finds_unused: bool | None = None  # the option find_unused_parameters
         self._params = params
         self.index_of = dict(zip(map(id, params), count()))
@@ -67,7 +67,7 @@ class ParameterUse:
     # A backward begins
 
     def begin(self, expected: Sequence[bool], finds_unused: bool | None) -> None:
-        """A reduced backward begins; ``finds_unused`` is ``find_unused_parameters``."""
+        """Begin a reduced backward; ``finds_unused`` is ``find_unused_parameters``."""
         self.expected, self._finds_unused = expected, finds_unused
         self.flags = list(map(or_, expected, self.local)) if self.has_local else list(expected)
         all_come = all(expected)
@@ -81,42 +81,42 @@ class ParameterUse:
         self.awaited = self.inner.union(missing) if self.inner else ()
 
     def wait_for(self, indices: Collection[int]) -> None:
-        """These parameters may get a gradient that is not announced."""
+        """Record that these parameters may get an unannounced gradient."""
         self.awaited = indices
 
     def wait_for_all(self) -> None:
-        """Any parameter may: the engine has announced an inner backward only. None is suspected."""
+        """Wait for all parameters, suspect none: the engine announced an inner backward only."""
         self.awaited, self.suspected = range(len(self.expected)), set()
 
     def begin_local(self, expected: Sequence[bool]) -> None:
-        """A backward begins that only accumulates."""
+        """Begin a backward that only accumulates."""
         self.expected, self.awaited = expected, ()
 
     def count(self, used: Sequence[bool]) -> None:
-        """A reduction begins without a backward: count these as used."""
+        """Count these parameters as used when a reduction begins without a backward."""
         self.flags = list(used)
         self.ready.clear()
 
     # Gradients become ready
 
     def note(self, indices: Iterable[int]) -> None:
-        """This rank has gradients for these parameters too."""
+        """Record that this rank has gradients for these parameters, too."""
         for index in indices:
             self.flags[index] = True
 
     def note_ready(self, indices: range) -> None:
-        """Those of these parameters count as used whose gradients are ready."""
+        """Count those of these parameters as used whose gradients are ready."""
         if self.missing:
             ready = set(map(id, self.ready))
             self.note(index for index in indices if id(self._params[index]) in ready)
 
     def ready_indices(self) -> list[int]:
-        """:attr:`ready`, as indices."""
+        """Return :attr:`ready` as indices."""
         found = map(self.index_of.get, map(id, self.ready))
         return [index for index in found if index is not None]
 
     def unannounced(self) -> list[tuple[int, int]]:
-        """Gradients that were not announced, or came again: parameter and place in ``ready``."""
+        """Return unannounced or repeated gradients: parameter, and position in ``ready``."""
         ready, expected = self.ready_indices(), self.expected
         if len({*ready}) == len(ready) and all(map(expected.__getitem__, ready)):
             return []
@@ -128,29 +128,30 @@ class ParameterUse:
         return found
 
     def take_unannounced(self) -> list[tuple[int, int]]:
-        """See :meth:`unannounced`: from now on these count as used, and are waited for."""
+        """Return :meth:`unannounced`; these count as used, and are waited for from now on."""
         found = self.unannounced()
         self.inner.update(index for index, _ in found)
         self.note(index for index, _ in found)
         return found
 
     def has(self, param: Tensor) -> bool:
-        """Whether the bucket set has this parameter."""
+        """Return True if the bucket set has this parameter."""
         return id(param) in self.index_of
 
     def has_all(self) -> bool:
-        """Whether the gradients of all parameters that require one are ready."""
+        """Return True if the gradients of all parameters that require one are ready."""
         ready = set(map(id, self.ready))
         return all(id(param) in ready for param in self._params if param.requires_grad)
 
     def count_missing(
         self, flags: Sequence[bool], params: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[bool]:
-        """Which of these parameters count as used: some of the gradients, now packed, are missing.
+        """Return which of these parameters count as used, if some packed gradients are missing.
 
-        One without a gradient counts, with zeros, if a hook has dropped that; or, if nothing is to
-        be unused, a custom function has returned none. (What is frozen by now gets no gradient, and
-        none is owed to it. A parameter may have been used under no_sync, and its gradient dropped.)
+        A parameter without a gradient counts, with zeros, if a hook has dropped the gradient. With
+        ``find_unused_parameters=False`` it also counts if a custom function returned no gradient. A
+        parameter that was frozen meanwhile does not count. One may have been used under no_sync,
+        and its gradient dropped.
         """
         ready: Iterable[Tensor] = () if self._finds_unused else self.ready
         ready = [param for param in ready if param.grad is None and param.requires_grad]
@@ -165,7 +166,8 @@ class ParameterUse:
     # A backward is over
 
     def add_local(self, is_usual: bool) -> None:
-        """A local backward is over: all that was expected has come, if ``is_usual``."""
+        """Record the end of a local backward. If ``is_usual``, all expected gradients were
+        ready."""
         used = self.expected
         if not is_usual:
             ready = {*self.ready_indices()}
@@ -175,23 +177,23 @@ class ParameterUse:
         self.has_local = True
 
     def settle(self, missing: Iterable[int] | None = None) -> None:
-        """A reduction is over: suspect these no more, by default all that are suspected.
+        """Stop suspecting these parameters, by default all suspected ones, after a reduction.
 
-        (Those in :attr:`inner` are waited for all the same.)
+        Parameters in :attr:`inner` are still waited for.
         """
         self._settled.update(self.suspected if missing is None else missing)
         self.suspected = set()
 
     def clear_local(self) -> None:
-        """All gradients are reduced."""
+        """Reset the record of local backwards, since all gradients are reduced."""
         self.local, self.has_local = [False] * len(self._params), False
 
-    # Other buckets
+    # Rebuilt buckets
 
     def inherit(self, former: ParameterUse) -> None:
-        """The buckets of ``former`` were replaced: go on from it.
+        """Continue from ``former``, whose buckets were replaced.
 
-        The gradient of a new parameter may be of a local backward, if there was one.
+        The gradient of a new parameter may come from a local backward, if there was one.
         """
         old = [*map(former.index_of.get, map(id, self._params))]
         self.has_local, self.is_static = former.has_local, former.is_static

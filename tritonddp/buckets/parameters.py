@@ -1,4 +1,4 @@
-"""The parameters and buffers that the module holds now, checked in each forward.
+"""The current parameters and buffers of the module, checked in each forward.
 
 Training loops freeze, unfreeze, replace and add parameters after a model was wrapped.
 """
@@ -24,21 +24,21 @@ from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
 _requires_grad = attrgetter("requires_grad")
 _values = methodcaller("values")
-# As many are kept: those who freeze and unfreeze do so in turns.
+# Number of cached schemas. Loops that freeze and unfreeze alternate between a few.
 _MOST_SCHEMAS = 8
-# What all ranks, and the buckets, expect of a parameter.
+# Properties of a parameter on which all ranks and the buckets depend.
 _kind = attrgetter("shape", "dtype", "device", "layout")
 
 
 class _Kinds:
-    """What buckets expect of their parameters."""
+    """The properties that buckets expect of their parameters."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self.expected = list(map(_kind, params))  # of each parameter, see _kind
+        self.expected = list(map(_kind, params))  # for each parameter, see _kind
         self._alike: Callable[..., bool] | None = None
 
     def check_kinds(self, params: Sequence[Tensor]) -> bool:
-        """Whether these are still of those kinds: one call in C, if they were before."""
+        """Return True if these parameters have not changed; usually one call in C."""
         if self._alike is not None and self._alike(*params):
             return True
         is_met = list(map(_kind, params)) == self.expected
@@ -52,33 +52,33 @@ class ModuleBuffers:
 
     def __init__(self, children: Mapping[str, nn.Module | None], ignored: Ignored) -> None:
         self._children, self._ignored = children, ignored
-        self._named_tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # as modules say now
-        self._agreed = self._named_tables  # as they said when the ranks last agreed
-        # From the last look: keys and numbers of keys, tensors, and the result.
+        self._named_tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # of current modules
+        self._agreed = self._named_tables  # the tables when the ranks last agreed
+        # Cached at the last call: keys and their counts, tensors, and the result.
         self._places: list[int | str] = []
         self._held: list[Tensor | None] = []
         self._buffers: list[tuple[str, Tensor]] = []
 
     def update(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """These are the modules now."""
+        """Set the current modules."""
         self._named_tables = [(name, _table(each._buffers)) for name, each in modules]
 
     def commit(self) -> None:
-        """All ranks have made the same change."""
+        """Adopt the current tables, after all ranks have made the same change."""
         if self._agreed is not self._named_tables and self._ignored.syncs_buffers:
             self._agreed, self._places = self._named_tables, []
             self.named(is_agreed=True)
 
     def named(self, is_agreed: bool) -> list[tuple[str, Tensor]]:
-        """As in stock DDP, what ``named_buffers()`` says, if they are synchronized.
+        """Return ``named_buffers()`` as in stock DDP, if buffers are synchronized.
 
-        Until the ranks have agreed on a change they are those of before, as their modules hold them
-        by these names now.
+        Until the ranks have agreed on a change, return the previous names, with the tensors that
+        the modules now hold under them.
         """
         if not self._ignored.syncs_buffers:
             return []
         tables = [table for _, table in self._agreed]
-        # As for parameters: comparing all buffers is faster than collecting their names again.
+        # As with parameters, comparing all buffers is faster than collecting their names again.
         held = list(chain.from_iterable(map(_values, tables)))
         places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
         if places != self._places or not all(map(is_, held, self._held)):
@@ -109,24 +109,25 @@ class ModuleBuffers:
 
 
 class ModuleParameters:
-    """The parameters and buffers of the module in ``wrapper``, and whether they are still the same.
+    """The parameters and buffers of the module in ``wrapper``, and whether they have changed.
 
     Args:
-        wrapper: holds the module as its child ``module``, which may be replaced as well.
-        ignored: the parameters and buffers that are left out.
+        wrapper: holds the module as its child ``module``, which may also be replaced.
+        ignored: parameters and buffers that are left out.
         group: the ranks that hold the same module.
-        keeps_frozen: each rank may freeze what it likes, as with ``find_unused_parameters=True`` in
-            stock DDP: a frozen parameter stays in its bucket, and counts as unused.
+        keeps_frozen: each rank may freeze any parameter, as with
+            ``find_unused_parameters=True`` in stock DDP: a frozen parameter stays in its bucket,
+            and counts as unused.
 
     Attributes:
-        params: all parameters, each once, with the first of its names.
+        params: all parameters, each once, with its first name.
         trainable: parameters that required gradients at the last :meth:`update`.
         sparse: parameters whose gradients are expected to be sparse.
-        unplaced: those of them that are in no bucket.
+        unplaced: trainable parameters that are in no bucket.
         number: number of the wrapper in its process group; -1 until :meth:`register`.
-        schema: hash of the trainable parameters, which should be the same on all ranks.
-        is_agreed: the buckets hold what is trainable, and nothing that the module has no more but
-            what the ranks have agreed on. Otherwise they have to: see :meth:`commit`.
+        schema: hash of the trainable parameters, which should be identical on all ranks.
+        is_agreed: the buckets hold all trainable parameters, and no removed parameter on which
+            the ranks have not agreed. If False, the ranks must agree: see :meth:`commit`.
         module_buffers: see :class:`ModuleBuffers`.
         swaps_seen: ``_torch.swaps[0]`` at the last :meth:`check_swaps`.
     """
@@ -134,7 +135,7 @@ class ModuleParameters:
     def __init__(
         self, wrapper: nn.Module, ignored: Ignored, group: Group, keeps_frozen: bool = False
     ) -> None:
-        # Not the wrapper itself, which would be a cycle: it holds the reducer, which holds this.
+        # Not the wrapper, which would be a cycle: it refers to the reducer, which refers to this.
         self._children = wrapper._modules
         self.ignored, self.keeps_frozen = ignored, keeps_frozen
         self.module_buffers = ModuleBuffers(self._children, ignored)
@@ -143,10 +144,10 @@ class ModuleParameters:
         self._group = group
         self.number = -1
         self._bucketed: dict[Parameter, str] = {}
-        self._tensors: dict[Parameter, int] = {}  # of each of those, the tensor in C++
+        self._tensors: dict[Parameter, int] = {}  # the C++ tensor of each bucketed parameter
         count_swaps()
         self.swaps_seen = swaps[0]
-        self._schemas: dict[tuple[bool, ...], bytes] = {}  # by what requires gradients
+        self._schemas: dict[tuple[bool, ...], bytes] = {}  # by requires_grad of all parameters
         self._registered: list[Parameter] = []  # since the last update()
         self.update()
         self.commit()
@@ -159,22 +160,22 @@ class ModuleParameters:
         return module
 
     def shown(self) -> list[tuple[str, Parameter]]:
-        """What ``named_parameters()`` of the module yields, which may hide some, or yield more."""
+        """Return ``named_parameters()`` of the module, which may hide or add parameters."""
         named = self.module.named_parameters()
         return [each for each in named if each[0] not in self.ignored.names]
 
     def register(self) -> None:
-        """Give the wrapper its number, the same on all ranks.
+        """Give the wrapper its number, identical on all ranks.
 
-        This happens once, in the first reduction at the latest. A wrapper that was loaded or copied
-        gets no number earlier: perhaps only one rank has it, to inspect or to save it.
+        This happens once, no later than the first reduction. A loaded or copied wrapper gets no
+        number earlier: perhaps only one rank has it, to inspect or to save it.
         """
         if self.number < 0:
             self.number = self._group.next_wrapper()
             self._sort()
 
     def set_bucketed(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
-        """These parameters, and no others, are in buckets now."""
+        """Record that these parameters, and no others, are in buckets now."""
         self._bucketed = dict(zip(params, names, strict=True))
         self._tensors = {each: self._tensors.get(each, tensor_behind(each)) for each in params}
         self._kinds = _Kinds(params)
@@ -182,28 +183,28 @@ class ModuleParameters:
 
     @property
     def held(self) -> set[Parameter]:
-        """All parameters that the module has."""
+        """All parameters of the module."""
         return {param for _, param in self.params}
 
     def have_left(self) -> bool:
-        """Whether some in buckets require gradients. The module may use what it has no more:
-        torch's transform for tensor parallelism puts plain tensors in the place of parameters."""
+        """Return True if some bucketed parameters require gradients, even removed ones: torch's
+        transform for tensor parallelism replaces parameters by plain tensors."""
         return any(map(_requires_grad, self._bucketed))
 
     def bucketed(self) -> list[tuple[str, Parameter]]:
-        """What is in buckets, but for what the module has no more and was converted since."""
+        """Return bucketed parameters, except those that were removed and converted afterwards."""
         held, kinds = self.held, self._kinds.expected
         pairs = zip(self._bucketed.items(), kinds, strict=True)
         return [(name, p) for (p, name), was in pairs if p in held or _kind(p) == was]
 
     def in_no_bucket(self) -> list[Parameter]:
-        """Parameters that no bucket has and that may be trained, also those that are frozen."""
+        """Return parameters without a bucket that may be trained, including frozen ones."""
         others = [param for _, param in self.params if param not in self._bucketed]
         others = list(dict.fromkeys(others + self._registered))
         return [each for each in others if each.is_floating_point() or each.is_complex()]
 
     def expects(self, owner: nn.Module, part: nn.Module | Parameter) -> bool:
-        """Whether ``owner``, which registers this part, brings the module more parameters."""
+        """Return True if ``part``, which ``owner`` registers, adds parameters to the module."""
         if id(vars(owner).get("_parameters")) not in self._places:
             return False
         if not isinstance(part, nn.Module):
@@ -215,16 +216,16 @@ class ModuleParameters:
         return bool(found)
 
     def refresh(self, where: Callable[[], str]) -> bool:
-        """Whether parameters were frozen, replaced, added or removed, say, since the last call.
+        """Return True if parameters changed since the last call: frozen, replaced, added, ...
 
-        A parameter in a bucket that gets no gradient any more counts as unused, which needs no
-        action. One in no bucket (:attr:`unplaced`) needs new buckets, on all ranks.
+        A bucketed parameter that gets no more gradients counts as unused, which needs no action. A
+        parameter in no bucket (:attr:`unplaced`) needs new buckets on all ranks.
 
         Args:
-            where: returns this rank and its step, for errors.
+            where: returns this rank and its step, for error messages.
 
         Raises:
-            NotImplementedError: a parameter was added that cannot be reduced.
+            NotImplementedError: an added parameter cannot be reduced.
             RuntimeError: see :meth:`check_swaps`.
         """
         self.check_swaps(where)
@@ -236,9 +237,9 @@ class ModuleParameters:
         else:
             self._note_required()
         for name, param in self.unplaced:
-            select(param.device)  # raises where there are no kernels
+            select(param.device)  # raises if there are no kernels
             if gradient_dtype(param) not in GRADIENT_DTYPES:
-                self._held = []  # so that the next call finds it, too
+                self._held = []  # so that the next call finds it again
                 raise NotImplementedError(
                     f"{where()}: parameter {name!r}, added after the module was wrapped, has "
                     f"gradients of {gradient_dtype(param)}; tritonddp reduces "
@@ -249,13 +250,13 @@ class ModuleParameters:
         return True
 
     def check_kinds(self, numbers: Collection[int], where: Callable[[], str]) -> None:
-        """Raise if these parameters cannot get what their buckets hold.
+        """Raise if these parameters no longer match their buckets.
 
-        Their numbers are those of :meth:`set_bucketed`.
+        ``numbers`` are indices into the parameters of :meth:`set_bucketed`.
 
         Raises:
-            RuntimeError: a parameter has changed its dtype or device, and with it the autograd
-                node that has our hooks; or its shape.
+            RuntimeError: the dtype or device of a parameter changed, and with it the autograd
+                node that has our hooks; or its shape changed.
         """
         params = list(self._bucketed)
         if self._kinds.check_kinds(params):
@@ -270,10 +271,11 @@ class ModuleParameters:
                 )
 
     def check_swaps(self, where: Callable[[], str]) -> None:
-        """Raise if a parameter has another tensor in C++ than when it came into a bucket.
+        """Raise if the C++ tensor of a parameter changed since it was put in a bucket.
 
         Raises:
-            RuntimeError: names it. Its autograd node, with our hooks, went with the former tensor.
+            RuntimeError: names the parameter. Its autograd node, with our hooks, belongs to the
+                former tensor.
         """
         if self.swaps_seen == swaps[0]:
             return
@@ -295,18 +297,18 @@ class ModuleParameters:
         module = self.module
         modules = list(module.named_modules())
         found = self.ignored.parameters(module)
-        # Modules keep their parameters and submodules in such dictionaries. Comparing the contents
-        # takes 0.06 us per entry, without a walk over the modules.
+        # Modules store their parameters and submodules in such dictionaries. Comparing the contents
+        # takes 0.06 us per entry, without a traversal of the modules.
         tables: list[Mapping[str, Any]] = [self._children]
         for _, each in modules:
             tables += (_table(each._parameters), _table(each._modules))
         self._contents = list(map(_values, filter(None, tables)))
         held = list(chain.from_iterable(self._contents))
-        # What an override of named_parameters() does not yield any more stays: stock asks once.
+        # Keep parameters that an override of named_parameters() no longer yields: stock asks once.
         left = set(map(id, held)).difference(id(param) for _, param in found)
         found += [each for each in self.params if id(each[1]) in left]
-        # Inside torch.func.functional_call, tensors that are no Parameters replace them during this
-        # forward. Gradients of those that were made from parameters go to the parameters.
+        # Inside torch.func.functional_call, tensors that are not Parameters replace them during
+        # this forward. Gradients of tensors that were made from parameters go to the parameters.
         by_name = dict(self.params)
         stand_ins = {
             tensor
@@ -327,13 +329,13 @@ class ModuleParameters:
         self._places = {id(_table(each._parameters)) for _, each in modules}
         self._registered = []
         self._empty_tables = {id(table): table for table in tables if not table}
-        self._held = [] if stand_ins else held  # a graph must not be held
+        self._held = [] if stand_ins else held  # do not keep a graph alive
         self._sort()
 
     def _takes_up_plain_parts(self) -> bool:
-        """Note new parts without tensors in the place of such parts; whether that is all.
+        """Accept submodules without tensors that replace such ones; True if nothing else changed.
 
-        Some forwards assign such a part each time: ``self.criterion = nn.MSELoss()``.
+        Some forwards assign such a submodule each time: ``self.criterion = nn.MSELoss()``.
         """
         held = list(chain.from_iterable(self._contents))
         places = [*compress(count(), map(is_not, held, self._held))]
@@ -348,7 +350,7 @@ class ModuleParameters:
             for table in (former._parameters, former._modules, former._buffers):
                 self._empty_tables.pop(id(table), None)
             self._places.discard(id(former._parameters))
-        # What they get later is a change. (A former one may still be held elsewhere.)
+        # Tensors that they get later count as a change. A former one may still be held elsewhere.
         changed = {id(part) for pair in pairs for part in pair}
         for each in (each for each in held if id(each) in changed):
             for table in (each._parameters, each._modules, each._buffers):
@@ -358,13 +360,14 @@ class ModuleParameters:
         return not self.look_for_changes()
 
     def commit(self) -> None:
-        """All ranks have made the same change, so that their buffers are the same, too."""
+        """Record that all ranks made the same change, so their buffers match, too."""
         self.is_agreed = self._holds_all = True
         self.ignored.agree(self.held)
         self.module_buffers.commit()
 
     def new(self) -> list[tuple[str, Parameter]]:
-        """Those of :attr:`unplaced` that came since :meth:`commit`: the ranks may differ there."""
+        """Return :attr:`unplaced` parameters added since :meth:`commit`; ranks may differ in
+        them."""
         return [each for each in self.unplaced if each[1] not in self.ignored.reduced]
 
     def _sort(self) -> None:
@@ -375,7 +378,7 @@ class ModuleParameters:
         self._note_required()
 
     def _note_required(self) -> None:
-        """Which parameters require gradients has changed, and perhaps nothing else."""
+        """Update what depends on ``requires_grad``, when perhaps nothing else has changed."""
         self.trainable = list(compress(self.params, self._required))
         self.unplaced = [each for each in self.trainable if each[1] not in self._bucketed]
         self.is_agreed = self._holds_all and not self.unplaced
@@ -392,15 +395,15 @@ class ModuleParameters:
         self.schema = self._schemas[key]
 
     def schema_of_change(self) -> bytes:
-        """Hash of the trainable parameters, and of those of them that are :attr:`unplaced`."""
+        """Return a hash of the trainable parameters and of :attr:`unplaced`."""
         return schema_hash([self.schema.hex(), *(name for name, _ in self.unplaced)])
 
     def names_of_sparse(self) -> list[str]:
-        """Names of the trainable parameters whose gradients are expected to be sparse."""
+        """Return names of the trainable parameters whose gradients are expected to be sparse."""
         return [name for name, param in self.trainable if param in self.sparse]
 
     def look_for_changes(self) -> bool:
-        """Whether anything has changed since the last :meth:`update`."""
+        """Return True if anything has changed since the last :meth:`update`."""
         required = list(map(_requires_grad, self._looked_at))
         if (
             self.swaps_seen != swaps[0]
@@ -418,12 +421,12 @@ class ModuleParameters:
     def verify(
         self, where: str, requested: Sequence[tuple[str, Tensor]] | None, error: Mismatch
     ) -> NoReturn:
-        """Explain, together with all ranks, why they do not reduce the same.
+        """Explain, together with all ranks, why they reduce different gradients.
 
-        ``requested`` is what this rank reduces on request, ``None`` in a backward.
+        ``requested`` are the parameters of a reduction on request, ``None`` in a backward.
 
         Raises:
-            RuntimeError: always, naming what differs.
+            RuntimeError: always; it names the difference.
         """
         kind = type(self.module).__name__
         options = {
@@ -446,7 +449,7 @@ class ModuleParameters:
 
 
 def _is_plain(part: Any) -> bool:
-    """Whether this is a module without parameters, buffers and parts."""
+    """Return True if this is a module without parameters, buffers and submodules."""
     return (
         isinstance(part, nn.Module)
         and isinstance(part._parameters, dict)  # else TorchScript's
@@ -455,7 +458,7 @@ def _is_plain(part: Any) -> bool:
 
 
 def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
-    """Hash of the parameters and whatever else should be alike on all ranks."""
+    """Return a hash of the parameters, and of ``more`` that should match on all ranks."""
     parts = [
         f"{name} {tuple(param.shape)} {param.dtype} {gradient_dtype(param)}"
         for name, param in named_params

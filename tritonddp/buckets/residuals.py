@@ -1,11 +1,12 @@
 """Residuals by parameter, to move them to new buckets and into checkpoints.
 
-A *residual* is the error of quantization that was not sent yet; error feedback adds it to later
+A *residual* is the quantization error that was not sent yet; error feedback adds it to later
 gradients. Residuals belong to blocks of 256 elements of a parameter, whatever its bucket. There are
-two kinds: of this rank's gradients, and of the sums of blocks, on the rank that owns the block.
-Which rank owns a block depends on the bucket. If a rank owns a block no longer, it adds its
-residual of the sum to that of its own gradients: the sum over ranks is the same. Between hosts of
-several ranks each, a rank has residuals of its share alone: of the sums over its host.
+two kinds: residuals of this rank's gradients, and residuals of the sums of blocks, on the rank that
+owns the block. The bucket determines which rank owns a block. If a rank no longer owns a block, it
+adds its residual of the sum to the residual of its own gradients: the sum over ranks is the same.
+With several hosts of several ranks each, a rank has residuals of its share only, for the sums over
+its host.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from tritonddp.kernels.quantized.code import BLOCK
 
 @dataclass
 class Left:
-    """The residuals of one parameter, on this rank: of some of its blocks, one after the other."""
+    """The residuals of one parameter on this rank, for consecutive blocks of it."""
 
     sent: Tensor  # (blocks, 256), fp32: of this rank's gradients, or of the sums over its host
-    first_sent: int  # number of the first such block among the parameter's blocks
-    reduced: Tensor  # (owned blocks, 256), fp32: of the sums of the blocks that it owns
-    first: int  # number of the first owned block
+    first_sent: int  # index of the first such block in the parameter
+    reduced: Tensor  # (owned blocks, 256), fp32: of the sums of the blocks that this rank owns
+    first: int  # index of the first owned block
     unit: float | None  # unit of weights of the residuals; None before the first reduction
 
 
 def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]]:
-    """Names, parameters and views of their residuals. A parameter may come twice."""
+    """Yield names, parameters and views of their residuals. A parameter may occur twice."""
     for bucket in buckets:
         quantization = bucket.quantization
         if quantization is None or quantization.residuals is None:
@@ -53,8 +54,8 @@ def add_to(bucket: Bucket, slot: int, left: Left) -> None:
     """Add ``left`` to the residuals of the parameter in this slot, if it is quantized there.
 
     Other ranks of the host may quantize some of its blocks. Their residuals go into this rank's
-    next gradient, see :func:`add_unsent`. If residuals of sums alone are kept, those of blocks that
-    this rank does not own any more are dropped.
+    next gradient, see :func:`add_unsent`. If only residuals of sums are kept, those of blocks that
+    this rank no longer owns are dropped.
     """
     quantization, param = bucket.quantization, bucket.params[slot]
     if quantization is None or quantization.residuals is None:
@@ -86,11 +87,11 @@ def add_to(bucket: Bucket, slot: int, left: Left) -> None:
 
 
 def add_unsent(bucket: Bucket) -> None:
-    """The bucket is packed: add the residuals that other ranks of the host shall send.
+    """Add residuals that other ranks of the host will send, after the bucket was packed.
 
-    Those of a gradient that is not used wait for another one. On the CPU, so do those of one that
-    is not finite. (On a GPU the host would wait for the answer.) In the capture of a CUDA graph
-    they stay for a later step: each replay would add them.
+    The residuals of an unused gradient wait for the next one. On the CPU the same holds if the
+    gradient is not finite; on a GPU the host would have to wait for that information. In the
+    capture of a CUDA graph they stay for a later step, since each replay would add them.
     """
     unsent = bucket.quantization.unsent if bucket.quantization is not None else {}
     if unsent and bucket.packed.data.is_cuda and is_capturing():
@@ -104,12 +105,12 @@ def add_unsent(bucket: Bucket) -> None:
 
 
 def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:
-    """For each quantized gradient: its slot, and views of its residuals."""
+    """Yield for each quantized gradient its slot, and views of its residuals."""
     residuals, message, rank = quantization.residuals, quantization.message, quantization.rank
     assert residuals is not None
     sent = residuals.reduced[:0] if residuals.sent is None else residuals.sent
     for place, (slot, start, numel, _) in quantization.fragments:
-        # Block b of the fragment is block shift + b of all that this rank owns.
+        # Block b of the fragment is block shift + b of the blocks that this rank owns.
         size, shift = -(-numel // BLOCK), place - rank * message.part_blocks
         first = min(max(-shift, 0), size)
         last = min(max(message.owned_blocks(rank) - shift, first), size)
@@ -129,7 +130,7 @@ def _left_in(quantization: Quantization) -> Iterator[tuple[int, Left]]:
 
 
 def state_of(buckets: Iterable[Bucket], unit: float) -> dict[str, dict[str, Tensor]]:
-    """Residuals by name, fp32, in the shapes of the parameters; see ``comm_state_dict()``.
+    """Return residuals by name, fp32, in the shapes of the parameters; see ``comm_state_dict()``.
 
     They are converted to this unit of weights.
     """
@@ -149,7 +150,7 @@ def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[s
     """Raise if :func:`load_state` cannot use these states for these parameters.
 
     Raises:
-        ValueError: a residual has another shape than its parameter, or is not finite.
+        ValueError: the shape of a residual does not match its parameter, or it is not finite.
     """
     for name, param in params:
         for _, saved in _saved(states, name):
@@ -167,7 +168,7 @@ def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[s
 
 
 def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], unit: float) -> None:
-    """Set the residuals to the sum of those in ``states``, checked, and in this unit of weights."""
+    """Set residuals to their sum over ``states``, which are checked and in this unit of weights."""
     for bucket in buckets:
         for _, _, left in residuals_of([bucket]):
             left.sent.zero_()
@@ -183,7 +184,7 @@ def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], u
 
 
 def _saved(states: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str, Tensor]]:
-    """The residuals of a parameter in these states, each with its kind."""
+    """Yield the residuals of a parameter in these states, each with its kind."""
     for state in states:
         for kind in ("sent", "reduced"):
             if (saved := state.get(kind, {}).get(name)) is not None:
@@ -191,7 +192,8 @@ def _saved(states: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str
 
 
 def _in_shape(rows: Tensor, first: int, param: Tensor) -> Tensor:
-    """A tensor like ``param`` with these blocks, from block ``first`` on, and zeros elsewhere."""
+    """Return a tensor like ``param`` with these blocks from block ``first``, and zeros
+    elsewhere."""
     blocks = -(-param.numel() // BLOCK)
     memory = rows.new_zeros(blocks, BLOCK)
     memory[first : first + len(rows)] = rows

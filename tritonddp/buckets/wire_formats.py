@@ -1,4 +1,4 @@
-"""Wire formats: in what numbers the gradients of a bucket are sent. Each bucket has one."""
+"""Wire formats: the number formats in which gradients are sent. Each bucket has one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tritonddp.kernels.quantized.messages import ShareMessages
 
 
 class WireFormat:
-    """Gradients are sent in one dtype; between hosts perhaps in another.
+    """Gradients are sent in one dtype, or optionally in another dtype between hosts.
 
     Attributes:
-        flat_dtype: of the flat buffer.
-        inter_host: dtype of the messages between hosts of several ranks each.
+        flat_dtype: dtype of the flat buffer.
+        inter_host: dtype of the messages between hosts with several ranks each.
         quantization: how gradients are quantized; ``None`` if they are not.
-        is_message: what is packed is a message with flags of each rank, not numbers that a
+        is_message: the packed data is a message with flags of each rank, not numbers that a
             collective sums.
     """
 
@@ -35,19 +35,19 @@ class WireFormat:
         self.flat_dtype, self.inter_host = dtype, inter_host or dtype
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
-        """Those of a bucket in this format, from the usual ones of its device and dtype."""
+        """Return the kernels for this format, given the usual ones of its device and dtype."""
         return kernels
 
     def begin(self, layout: Layout, device: torch.device) -> Layout:
-        """Prepare for a flat buffer of this layout; returns the layout, perhaps with padding."""
+        """Prepare for a flat buffer of this layout; return the layout, perhaps with padding."""
         return layout
 
     def cut(self, numel: int, ranks: int) -> list[tuple[int, int]]:
-        """First element and end of the share of each rank of a host, of a flat buffer."""
+        """Return start and end of each rank's share of a flat buffer, on one host."""
         return [(numel * rank // ranks, numel * (rank + 1) // ranks) for rank in range(ranks)]
 
     def messages(self, data: Tensor, share: tuple[int, int], hosts: Hosts) -> Messages:
-        """What hosts send each other to sum this share of the flat buffer ``data``."""
+        """Return the messages by which hosts sum this share of the flat buffer ``data``."""
         values, ranks = data[slice(*share)], (len(hosts.ranks), hosts.host)
         if self.inter_host is self.flat_dtype:
             return PlainMessages(values, *ranks)
@@ -59,7 +59,7 @@ class QuantizedFormat(WireFormat):
 
     Args:
         quantized: for each gradient, whether it is quantized.
-        code: of the blocks.
+        code: code of the blocks.
         feedback: the ``error_feedback`` of :class:`tritonddp.Int8`.
     """
 
@@ -88,11 +88,11 @@ class QuantizedFormat(WireFormat):
 
 
 class QuantizedInterHost(WireFormat):
-    """Ranks of a host sum numbers; ranks with the same share send each other quantized sums.
+    """Ranks of a host sum plain numbers; ranks with the same share exchange quantized sums.
 
     Args:
         quantized: for each gradient, whether it is quantized.
-        dtype: of the sum within a host.
+        dtype: dtype of the sum within a host.
         code, feedback: see :class:`QuantizedFormat`.
     """
 
@@ -109,11 +109,11 @@ class QuantizedInterHost(WireFormat):
         self._code, self._feedback = code, feedback
 
     def kernels(self, kernels: Kernels, device: torch.device) -> Kernels:
-        """See the base class: each gradient begins a block."""
+        """See the base class: each gradient starts a block."""
         return replace(kernels, alignment=BLOCK)
 
     def begin(self, layout: Layout, device: torch.device) -> Layout:
-        """See the base class: all shares have as many elements, as NCCL needs it."""
+        """See the base class: all shares have equally many elements, as NCCL requires."""
         hosts = self._hosts
         layout = replace(layout, numel=round_up(layout.numel, len(hosts.ranks[0]) * BLOCK))
         share = self.cut(layout.numel, len(hosts.ranks[0]))[hosts.local_rank]

@@ -1,1 +1,1 @@
-"""WHERE the gradients of a bucket lie: copied, views of the buffer, in place, or rows."""
+"""WHERE the gradients of a bucket are stored: copied, views of the buffer, in place, or rows."""

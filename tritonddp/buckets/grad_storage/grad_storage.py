@@ -1,4 +1,4 @@
-"""Where the gradients of a bucket lie, and how they get into its buffer and out of it."""
+"""Where the gradients of a bucket are stored, and how they get into its buffer and out of it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _packed_of, _views_of = attrgetter("storage.grads"), attrgetter("flat.views")
 
 
 class GradStorage:
-    """Gradients lie where autograd made them: they are copied into the buffer, and means back.
+    """Gradients stay where autograd made them: they are copied into the buffer, and means back.
 
-    A bucket holds its storage, which therefore does not hold the bucket: it is given to methods.
+    A bucket refers to its storage, which therefore does not refer to the bucket: methods receive
+    it.
 
     Attributes:
-        grads: by slot, gradients that are flattened, and not yet unflattened.
-        wants_flags: a gradient is missing: the host has to read whether another rank has used it.
+        grads: by slot, gradients that are flattened and not yet unflattened.
+        wants_flags: a gradient is missing, so the host must read whether another rank has used it.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: the buffer has no gradients, and a second exchange follows.
-        views_of: returns the tensors in the buffer of a bucket that ``.grad`` shall be, if any.
+        views_of: returns the tensors in the buffer of a bucket that ``.grad`` must be, if any.
     """
 
     views_of: Callable[[Bucket], Sequence[Tensor]] = attrgetter("storage.no_views")
@@ -46,7 +47,7 @@ class GradStorage:
         self.wants_flags = False
 
     def layout(self, bucket: Bucket, headers: int) -> Layout:
-        """The layout of the buffer, with so many bytes of headers."""
+        """Return the layout of the buffer, with ``headers`` bytes of headers."""
         return Layout.of(bucket.shapes, bucket.strides, bucket.kernels.alignment, headers)
 
     # Into the buffer
@@ -63,18 +64,18 @@ class GradStorage:
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
-        One launch. A ``scale`` of zero writes zeros, even for NaN.
+        Uses one launch. A ``scale`` of zero writes zeros, even for NaN.
 
         Args:
             bucket: the bucket.
-            segment: all its gradients are final.
+            segment: a segment whose gradients are all final.
             used: for each of its parameters, whether this rank has used it.
             scale: factor of the gradients.
-            header: of this rank, in the first bucket.
-            earlier: a parameter that is not used, but has a gradient of an earlier backward,
-                contributes that gradient, as it would on this rank alone.
-            count_missing: ``(used, params, grads)``: which parameters count as used where
-                gradients are missing. These count as zero.
+            header: header of this rank, in the first bucket.
+            earlier: an unused parameter that has a gradient of an earlier backward contributes
+                that gradient, as it would with ``world_size == 1``.
+            count_missing: called as ``count_missing(used, params, grads)`` if gradients are
+                missing; returns which parameters count as used, with zeros.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -89,7 +90,7 @@ class GradStorage:
         bucket.sent_flags[first:last] = used
         bucket.counters.flattens += 1
         views = self.views_of(bucket)[first:last]
-        # Whoever sets .data of a gradient (module.to(), for example) has moved the view itself.
+        # Code that sets .data of a gradient (module.to(), for example) has moved the view itself.
         if views and list(map(Tensor.data_ptr, views)) != bucket.flat.addresses[first:last]:
             bucket.flat.restore_views()
         if False in used:
@@ -110,7 +111,7 @@ class GradStorage:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
         header = b"" if flat.is_part else header + bucket.places
         # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
-        # check below raises an error that names it. (Torch checks the dtype of a new .grad.)
+        # check below raises an error with its name. Torch checks the dtype of a new .grad.
         try:
             kernels.flatten(flat, sources, used, scale, header)
             if not views:
@@ -118,7 +119,7 @@ class GradStorage:
             elif False in used or not all(map(is_, grads, views)):
                 for param, view, flag in zip(segment.params, views, used, strict=True):
                     if flag:
-                        param.grad = view  # which frees the gradient
+                        param.grad = view  # this frees the gradient
                     else:
                         self.wants_flags = True
         except RuntimeError:
@@ -126,14 +127,14 @@ class GradStorage:
             raise
 
     def _unused(self, bucket: Bucket, slot: int, grad: Tensor) -> Tensor:
-        """A gradient that this backward did not make, as a tensor that can be written to.
+        """Return a gradient that this backward did not make, as a tensor that can be written to.
 
-        (The user may have set any tensor, an expanded one for example.)
+        The user may have set any tensor, for example an expanded one.
         """
         return bucket.to_slot_layout(slot, grad)
 
     def fetch(self, bucket: Bucket, segment: Segment) -> None:
-        """Take the current ``.grad`` of a packed segment, if any: means will overwrite those."""
+        """Take the current ``.grad`` of a packed segment, if any; means will overwrite it."""
         grads: list[Any] = list(map(_grad_of, segment.params))
         if bucket.kernels.takes_pointers:
             grads = bucket.all_to_slot_layout(segment, grads)
@@ -147,7 +148,7 @@ class GradStorage:
 
     def overwrite_nan(self, bucket: Bucket) -> None:
         """Replace the packed gradients by NaN. Not for the first bucket, which has a header."""
-        # (Some rank has to see it.)
+        # At least one flag must be set, or every rank ignores the NaNs.
         used = bucket.sent_flags
         self._fill_nan(bucket, used if any(used) else [True] * len(used), b"")
 
@@ -162,11 +163,12 @@ class GradStorage:
     def unpack(self, bucket: Bucket, factor: Tensor | None, flags: Flags | None) -> None:
         """Write the reduced gradients, times ``factor``, into ``.grad``.
 
-        ``factor`` is one fp64 element on the bucket's device. The ``.grad`` of a parameter that no
-        rank used stays as it is.
+        ``factor`` is one fp64 element on the bucket's device. If no rank used a parameter, its
+        ``.grad`` does not change.
 
-        One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
-        Only then the host has to read the flags, or has read them for several buckets together.
+        Uses one launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is
+        created. Only then must the host read the flags, unless it has read them for several buckets
+        together.
         """
         flat, kernels, grads = bucket.flat, bucket.kernels, self.grads
         if bucket.others and not kernels.takes_pointers:
@@ -176,7 +178,7 @@ class GradStorage:
         sum_into = bucket.exchange.sum_into
         casts = flat.dtype is not bucket.gradient_dtype
         if factor is not None and not (kernels.takes_pointers or casts or sum_into is not None):
-            if factor.item() != 1:  # one call is less than one for each gradient
+            if factor.item() != 1:  # one call costs less than one for each gradient
                 flat.payload.mul_(factor.item())
             factor = None
         if has_missing:
@@ -191,7 +193,7 @@ class GradStorage:
             kernels.unflatten(flat, grads, factor)
         for slot, grad in made.items():
             bucket.params[slot].grad = grad
-        # References here would outlive zero_grad.
+        # Otherwise these references would outlive zero_grad().
         self.grads, self.wants_flags = [None] * len(grads), False
         if bucket.others:
             self._drop_others(bucket)
@@ -199,23 +201,23 @@ class GradStorage:
     def _drop_others(self, bucket: Bucket) -> None:
         """Drop the gradients that other ranks own.
 
-        (On a GPU they are unflattened before: a table without them would have to be uploaded.)
+        On a GPU they are unflattened first: a table without them would have to be uploaded.
         """
         for slot in bucket.others:
             bucket.params[slot].grad = self.grads[slot] = None
 
     def discard(self, bucket: Bucket) -> None:
-        """Leave ``.grad`` as it is."""
+        """Drop the references to gradients, and leave ``.grad`` unchanged."""
         self.grads, self.wants_flags = [None] * len(self.grads), False
         if bucket.exchange.sum_into is not None:
             bucket.exchange.sum_into(self.grads, None)
 
 
 class JointUnpack:
-    """Buckets of a set, unpacked together once the last one of them is reduced.
+    """Buckets of a set that are unpacked together when the last of them is reduced.
 
-    On a GPU, where a launch for each bucket would cost the host more time than the device saves.
-    There is one for the buckets of each dtype. See :meth:`fits`.
+    Used on a GPU, where one launch per bucket would cost the host more time than the device saves.
+    There is one launch for the buckets of each dtype. See :meth:`fits`.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -230,7 +232,7 @@ class JointUnpack:
 
     @staticmethod
     def fits(buckets: Sequence[Bucket]) -> bool:
-        """Whether none of these buckets has to be unpacked by itself."""
+        """Return True if none of these buckets must be unpacked separately."""
         return not any(
             each.is_lazy or each.owned or each.kernels.joint_unflatten is None for each in buckets
         )
@@ -238,7 +240,7 @@ class JointUnpack:
     def unpack(self, factor: Tensor | None) -> None:
         """Write the reduced gradients, times ``factor``: see :meth:`GradStorage.unpack`.
 
-        No bucket may want flags.
+        No bucket may need flags.
         """
         for buckets, sizes, unflatten in self._groups:
             has_views = buckets[0].storage.has_views
@@ -250,5 +252,5 @@ class JointUnpack:
                 storage.grads = [None] * size
 
     def retire(self) -> None:
-        """It will be dropped, perhaps while a GPU still unflattens."""
+        """Prepare to be dropped, perhaps while a GPU still unflattens."""
         record_use(*(each for _, _, unflatten in self._groups for each in unflatten.memory))

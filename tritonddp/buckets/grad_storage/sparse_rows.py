@@ -1,10 +1,10 @@
-"""Sparse gradients: those of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``.
+"""Sparse gradients of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``.
 
-The number of rows differs between ranks, and no rank knows that of the others. So a gradient is
-sent in two steps. The bucket's buffer is reduced like that of any bucket, but holds no gradient. It
-has a trailer only: used flag, headers, and an announcement of each rank: the number of rows that it
-will send. At the end of backward, when each rank knows all announcements, the rows are sent
-(``comm/sparse.py``).
+The number of rows differs between ranks, and no rank knows the number of another rank. So a
+gradient is sent in two steps. The bucket's buffer is reduced like any other, but holds no gradient.
+It has only a trailer: used flag, headers, and an announcement of each rank with the number of rows
+that it will send. At the end of the backward, when each rank knows all announcements, the rows are
+sent (``comm/sparse.py``).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _ANNOUNCEMENT = 8
 
 
 class Kind(enum.IntEnum):
-    """What a rank sends."""
+    """The content that a rank sends."""
 
-    ROWS = 0  # rows of the table, and their indices; none where it has no gradient
-    DENSE = 1  # a gradient for all rows: the weight is used by another layer too
-    BROKEN = 2  # nothing: its backward failed
+    ROWS = 0  # rows of the table and their indices; none if the rank has no gradient
+    DENSE = 1  # a gradient for all rows, because another layer uses the weight, too
+    BROKEN = 2  # nothing, because the backward failed
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank will send for one gradient; encoded in :data:`_ANNOUNCEMENT` bytes."""
+    """The content that a rank will send for one gradient, in :data:`_ANNOUNCEMENT` bytes."""
 
     kind: Kind
     rows: int = 0
@@ -54,7 +54,7 @@ class Announcement:
 
 
 def sparse_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
-    """Parameters of these layers whose gradients are expected to be sparse."""
+    """Return the parameters of these layers whose gradients are expected to be sparse."""
     return {
         layer.weight
         for layer in modules
@@ -63,10 +63,10 @@ def sparse_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
 
 
 class SparseRows(GradStorage):
-    """One parameter with sparse gradients, of which each rank sends some rows.
+    """Storage of one parameter with sparse gradients, for which each rank sends some rows.
 
-    If a rank has a dense gradient for it, the mean is dense on all ranks. Gradients are never views
-    of the buffer, whatever ``gradient_as_bucket_view`` says.
+    If any rank has a dense gradient for it, the mean is dense on all ranks. Gradients are never
+    views of the buffer, regardless of ``gradient_as_bucket_view``.
     """
 
     is_sparse = True
@@ -82,7 +82,7 @@ class SparseRows(GradStorage):
         self._mean: Tensor | None = None
 
     def layout(self, bucket: Bucket, headers: int) -> Layout:
-        """See the base class: a trailer alone, with the announcements of all ranks behind it."""
+        """See the base class: a trailer only, with the announcements of all ranks at its end."""
         size = headers + _ANNOUNCEMENT * self._world_size
         return Layout.of([(0,)], [(1,)], bucket.kernels.alignment, size)
 
@@ -128,7 +128,7 @@ class SparseRows(GradStorage):
     # Once the buffer is reduced
 
     def announced(self, bucket: Bucket) -> list[Announcement]:
-        """What each rank sends. The host waits for the answer."""
+        """Return the announcements of all ranks. The host waits for them."""
         flat = bucket.flat
         first = len(flat.flags) + len(flat.headers)
         behind = flat.trailer[first:][: _ANNOUNCEMENT * self._world_size]
@@ -136,7 +136,7 @@ class SparseRows(GradStorage):
         return [Announcement.decode(bytes(map(int, row))) for row in rows]
 
     def take_rows(self) -> tuple[Tensor, Tensor]:
-        """What this rank has announced: ``n`` int64 indices and values of shape ``(n, ...)``."""
+        """Return the announced rows: ``n`` int64 indices and values of shape ``(n, ...)``."""
         rows, self._rows = self._rows, None
         if rows is None:
             param = self.param
@@ -145,7 +145,7 @@ class SparseRows(GradStorage):
         return rows
 
     def take_dense(self) -> Tensor:
-        """The gradient of this rank with all its rows, dense, row-major."""
+        """Return the gradient of this rank with all its rows, dense, row-major."""
         dense, self._dense = self._dense, None
         if dense is None:
             indices, values = self.take_rows()
@@ -169,7 +169,7 @@ class SparseRows(GradStorage):
         self._mean = total
 
     def unpack(self, bucket: Bucket, factor: Tensor | None, flags: Flags | None) -> None:
-        """See the base class: the mean of the rows becomes ``.grad``, if a rank has some."""
+        """See the base class: the mean of the rows becomes ``.grad``, if any rank has rows."""
         mean, self._mean = self._mean, None
         if mean is None:  # no rank has used the parameter
             return

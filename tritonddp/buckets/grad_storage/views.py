@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Views(GradStorage):
-    """``.grad`` is a view of the buffer after the first backward.
+    """Make ``.grad`` a view of the buffer after the first backward.
 
     Nothing is copied out. A gradient that was accumulated in the buffer is scaled in place. A
-    gradient elsewhere (first backward, ``zero_grad(set_to_none=True)``) is copied in.
+    gradient outside the buffer (first backward, ``zero_grad(set_to_none=True)``) is copied in.
     """
 
     views_of = attrgetter("flat.views")
@@ -30,22 +30,22 @@ class Views(GradStorage):
         self._stashed: dict[int, Tensor] = {}
 
     def fetch(self, bucket: Bucket, segment: Segment) -> None:
-        """See the base class. The means are in the buffer: gradients become views."""
+        """See the base class. The means are in the buffer, so gradients become views."""
         views = bucket.flat.views[segment.first : segment.last]
         for param, view in zip(segment.params, views, strict=True):
             if param.grad is not None:
                 param.grad = view
 
     def unpack(self, bucket: Bucket, factor: Tensor | None, flags: Flags | None) -> None:
-        """Used gradients are in place already. Gradients of other ranks only become views too."""
+        """Turn gradients of other ranks into views; used gradients are already in place."""
         flat, views = bucket.flat, bucket.flat.views
         if factor is not None:
             bucket.counters.unflattens += 1
             if bucket.kernels.takes_pointers:
-                # Not by payload.mul_(factor): on a GPU torch rounds an operand without dimensions
-                # to the dtype of the other one first, bf16 too.
+                # Do not use payload.mul_(factor): on a GPU torch first rounds a zero-dim operand to
+                # the dtype of the other operand, even to bf16.
                 bucket.kernels.unflatten(flat, views, factor)
-            else:  # one call is less than one for each gradient
+            else:  # one call costs less than one for each gradient
                 flat.payload.mul_(factor.item())
         if self._stashed:
             for slot, grad in self._stashed.items():
@@ -63,7 +63,7 @@ class Views(GradStorage):
             self._drop_others(bucket)
 
     def fill_nan(self, bucket: Bucket, header: bytes = b"") -> None:
-        """See the base class. Gradients leave the buffer first: they stay as they are."""
+        """See the base class. Gradients leave the buffer first, so that they do not change."""
         for param, view in bucket.in_buffer().items():
             param.grad = view.clone()
         super().fill_nan(bucket, header)
@@ -76,7 +76,7 @@ class Views(GradStorage):
     def _unused(self, bucket: Bucket, slot: int, grad: Tensor) -> Tensor:
         """Save a gradient of an earlier backward that the reduction would overwrite.
 
-        A parameter that no rank used keeps its ``.grad`` as it is, also where that is a view.
+        If no rank used a parameter, its ``.grad`` does not change, even if it is a view.
         """
         if grad.data_ptr() != bucket.flat.views[slot].data_ptr():
             return bucket.to_slot_layout(slot, grad)
