@@ -1,4 +1,4 @@
-"""The sum of a bucket over ranks, on all of them or on owners, by the process group."""
+"""Sum of a bucket over the ranks through the process group, on all ranks or on owners."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.point_to_point import TO_OWNERS, SumOfParts, tag_of
 
-# All buckets of a reduction that go in one round of messages have at most about so many times the
-# bytes of the largest such bucket: until their end they take several times their memory.
+# Limit for buckets summed in one round of messages per reduction, as a multiple of the largest such
+# bucket: they take several times their memory until the reduction ends.
 _FEW = 8
 
 
 class Collective:
-    """An exchange by the process group alone; see :class:`BucketExchange`."""
+    """An exchange that uses only the process group; see :class:`BucketExchange`."""
 
     before_pack: Callable[[], None] | None = None
     sum_into = None
@@ -35,23 +35,23 @@ class Collective:
 class AllReduce(Collective):
     """One SUM all-reduce of the bucket's buffer. One object serves all buckets.
 
-    The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, stays open to
+    The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, works with
     every NCCL algorithm, and a pre-scaled sum does not overflow in half precision. A weighted mean
-    ``sum_r(w_r g_r) / sum_r(w_r)`` takes ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
+    ``sum_r(w_r g_r) / sum_r(w_r)`` uses ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
     in the unflatten kernel: the weights are in the headers of the ranks. For a mean over the ranks
-    that have inputs, the headers hold the number of those ranks too.
+    that have inputs, the headers also contain the number of those ranks.
 
-    Small buckets on the CPU are summed by one round of messages instead, the first few of each
-    reduction: see :func:`tritonddp.coordination.collectives.sum_directly`.
+    The first few small buckets on the CPU in each reduction are summed by one round of messages
+    instead: see :func:`tritonddp.coordination.collectives.sum_directly`.
     """
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group.process_group
         self._size, self._most_direct = group.size, group.most_direct
-        self._direct = 0  # bytes of this reduction that have gone in one round of messages
+        self._direct = 0  # bytes of this reduction that were sent in one round of messages
         self._counters = counters
         self._options = dist.AllreduceOptions()
-        # A plain process group is called without Python code, and its work objects need no wrapper.
+        # A plain process group is called without Python code; its work objects need no wrapper.
         self._is_plain = type(self._group) is dist.ProcessGroup
 
     def launch(self, bucket: Bucket, is_broken: bool = False) -> Any:
@@ -72,15 +72,16 @@ class AllReduce(Collective):
 
 
 class ReduceToOwners(Collective):
-    """A reduce-scatter of the gradients, and an all-reduce of the trailer. It serves one bucket.
+    """A reduce-scatter of the gradients, and an all-reduce of the trailer. Serves one bucket.
 
-    A reduce-scatter has half of the bytes of an all-reduce. That of the trailer tells all ranks
-    flags and headers. On the CPU, as gloo cuts buffers into equal parts only, each rank
-    sends each other the part that it owns, and adds up what it gets in the order of the ranks.
-    While in flight, that takes ``world_size`` times the memory of what this rank owns.
+    A reduce-scatter sends half of the bytes of an all-reduce. The all-reduce of the trailer gives
+    flags and headers to all ranks. gloo divides buffers into equal parts only. So on the CPU each
+    rank sends every other rank the part that the other rank owns, and adds the received parts in
+    rank order. While in flight, this takes ``world_size`` times the memory of the part that this
+    rank owns.
 
-    (One reduce for each owner would use one direction of a line at a time: with two ranks over gloo
-    at 1 Gbit/s they took twice the time.)
+    One reduce per owner would use only one direction of a link at a time: with two ranks over gloo
+    at 1 Gbit/s it took twice the time.
     """
 
     def __init__(self, group: Group, counters: Counters) -> None:
@@ -118,5 +119,5 @@ class _Both:
         self._last.wait()
 
     def get_future(self) -> Any:
-        """The future of the last one."""
+        """Return the future of the last collective."""
         return self._last.get_future()

@@ -1,6 +1,6 @@
 """Initial state and module buffers: every rank gets those of one rank, the *source*.
 
-They travel in one message through the process group.
+They are sent in one message through the process group.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
 
-# Bytes from which on a message of its own costs less than two copies.
+# From this number of bytes on, a separate message costs less than two copies.
 _LARGE = 2**18
 
 
 class StateBroadcast:
-    """Overwrites parameters and buffers with those of one rank: of ``source.source_rank``."""
+    """Overwrites parameters and buffers with those of rank ``source.source_rank``."""
 
     def __init__(self, group: Group, source: Any) -> None:
         self._group = group
         self._source = source
-        self.max_bytes = 250 * 1024 * 1024  # of one message
+        self.max_bytes = 250 * 1024 * 1024  # per message
 
     def send(self, tensors: Sequence[Tensor], where: str, what: str) -> None:
         """Overwrite ``tensors``; see :func:`broadcast_coalesced`.
 
-        For error messages ``where`` is the step of this rank, and ``what`` names the tensors.
+        For error messages, ``where`` is the step of this rank, and ``what`` describes the tensors.
 
         Raises:
             RuntimeError: a rank is missing; the message names it.
@@ -48,12 +48,12 @@ class StateBroadcast:
 
 
 class Message:
-    """Some tensors of one device, which are sent together.
+    """Tensors of one device that are sent together.
 
     Attributes:
-        pieces: for each tensor its bytes, or those of its copy.
-        copies: pairs of a tensor and its copy that is sent, for tensors that are not row-major, or
-            have the conjugate or negative bit.
+        pieces: for each tensor its bytes, or the bytes of its copy.
+        copies: pairs of a tensor and the copy that is sent, for tensors that are not row-major,
+            or have the conjugate or negative bit.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -70,9 +70,9 @@ class Message:
 
     @property
     def flat(self) -> Tensor:
-        """The bytes that travel: of the only piece itself, else memory of their own.
+        """The bytes to send: the only piece itself, or separate memory for several pieces.
 
-        (That is kept with the message: new pages would cost as much as the copy into them.)
+        The memory is kept with the message: new pages would cost as much as the copy into them.
         """
         if self._flat is None:
             self._flat = self.pieces[0]
@@ -99,23 +99,23 @@ class Message:
 
 
 def _row_of(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is not row-major or has the conjugate or negative bit."""
+    """Return the tensor, or a copy if it is not row-major or has a conjugate or negative bit."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of_row(row: Tensor) -> Tensor:
-    # (A single element may have any stride.)
+    # A single element may have any stride.
     return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in row-major order: a view if it is row-major, else a copy."""
+    """Return the bytes of a tensor in row-major order: a view if it is row-major, else a copy."""
     return _bytes_of_row(_row_of(tensor))
 
 
 @cache
 def memcmp() -> Callable[[int, int, int], int]:
-    """C's function of this name: two addresses and a number of bytes; 0 if these are equal."""
+    """Return C's ``memcmp``: takes two addresses and a number of bytes; returns 0 if equal."""
     function = ctypes.CDLL(None).memcmp
     function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
     return function
@@ -126,10 +126,10 @@ def broadcast_coalesced(
 ) -> None:
     """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 
-    Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
+    Tensors of all dtypes are sent together as bytes, so that a model with float and integer buffers
     needs one broadcast, not one per dtype. The tensors are dense, with the same shapes and dtypes
     in the same order on every rank. A message holds at most ``max_bytes``, or one tensor. A large
-    tensor travels alone, and is not copied.
+    tensor has a separate message, and is not copied.
     """
     with torch.no_grad():
         large = [each for each in tensors if each.nbytes >= _LARGE]
@@ -139,7 +139,7 @@ def broadcast_coalesced(
 
 
 def broadcast_messages(messages: Iterable[Message], group: dist.ProcessGroup, source: int) -> None:
-    """Send these messages from rank ``source`` to all, one after the other."""
+    """Send these messages from rank ``source`` to all ranks, one after the other."""
     is_source = group.rank() == source
     for each in messages:
         if is_source:
@@ -150,13 +150,13 @@ def broadcast_messages(messages: Iterable[Message], group: dist.ProcessGroup, so
 
 
 def messages_of(tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
-    """Messages of at most ``max_bytes``, or one tensor: views of the bytes of these tensors."""
+    """Return messages of at most ``max_bytes``, or one tensor: views of the tensors' bytes."""
     with outside_modes(tensors):
         return [Message(batch) for batch in _batches(tensors, max_bytes)]
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Cut ``tensors`` into lists of one device and at most ``max_bytes`` each, in a fixed order."""
+    """Split ``tensors`` into lists of one device and at most ``max_bytes``, in a fixed order."""
     for group in _by_device(tensor for tensor in tensors if tensor.numel()):
         batch: list[Tensor] = []
         size = 0

@@ -1,4 +1,4 @@
-"""Communication hooks: a function of the user decides how a bucket is reduced.
+"""Communication hooks: a user function that defines how a bucket is reduced.
 
 The hook gets the gradients of a bucket as one flat tensor, not divided by the number of ranks, and
 returns a future of the tensor that replaces them. It never sees the trailer (the used flags at the
@@ -34,12 +34,12 @@ from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
-# Holds flags and headers of every wire dtype exactly.
+# Represents flags and headers of every wire dtype exactly.
 _TRAILERS = torch.float32
 
-# The process group of the last backward over gloo, until the next one or the end. Callbacks of
-# futures may hold the group, as PowerSGD's do. A thread of gloo drops the callbacks some time after
-# the result is there. If it held the last reference, it would destroy the group, and so join
+# The process group of the last backward over gloo, until the next one or the exit. Callbacks of
+# futures may hold the group, as PowerSGD's do. A gloo thread drops the callbacks some time after
+# the result is ready. If it held the last reference, it would destroy the group and thus join
 # itself, which aborts the process.
 _last_group: list[dist.ProcessGroup] = []
 atexit.register(_last_group.clear)
@@ -48,28 +48,30 @@ Hook = Callable[[Any, GradBucket], Any]
 
 
 class HookError(LocalError):
-    """A communication hook failed on this rank. All collectives of the backward were made."""
+    """A communication hook failed on this rank. All collectives of the backward were run."""
 
 
 class CommHook:
-    """Reduces each bucket by ``hook(state, bucket)``, which divides by the number of ranks itself.
+    """Reduces each bucket with ``hook(state, bucket)``; the hook divides by the number of ranks.
 
-    It is the transport, and the exchange of every bucket, since all trailers travel together.
+    This object is the transport, and the exchange of every bucket, since all trailers are sent
+    together.
 
-    Hooks are called in bucket order. On a GPU, over NCCL, that is when a bucket is full. Over gloo
-    the callbacks of a hook run on gloo's threads. If they issue further collectives, these race
-    with those of the next bucket, and with all others in the backward. So over gloo only hooks that
-    are known to issue at most one collective are called when a bucket is full. All other hooks are
-    called at the end of the backward, each after the call before it is done.
+    Hooks are called in bucket order. On a GPU with NCCL, a hook is called when its bucket is full.
+    Over gloo the callbacks of a hook run on gloo's threads. If they issue further collectives,
+    these race with the collectives of the next bucket, and with all others in the backward. So over
+    gloo only hooks that are known to issue at most one collective are called when a bucket is full.
+    All other hooks are called at the end of the backward, each after the previous call has
+    completed.
 
-    Sparse gradients do not go through hooks: they are averaged as without one.
+    Sparse gradients bypass hooks: they are averaged as without one.
 
     An error in a hook is raised after the hook has been called for all buckets, so that the
-    collectives of the ranks match. A rank whose hook or backward failed takes part with zeros,
-    since NaN would stay in the state of hooks with error feedback. It flags this to the others,
-    whose ``.grad`` becomes NaN. A KeyboardInterrupt is raised unchanged. A future that is not
-    completed within the timeout of the process group is an error of the hook. A future holds one
-    tensor with as many elements as the buffer, or a list of one.
+    collectives of the ranks match. A rank whose hook or backward failed contributes zeros, since
+    NaN would stay in the state of hooks with error feedback. It reports the failure to the other
+    ranks, whose ``.grad`` becomes NaN. A KeyboardInterrupt is raised unchanged. A future that does
+    not complete within the timeout of the process group is an error of the hook. A future holds one
+    tensor with as many elements as the buffer, or a list with one such tensor.
     """
 
     averages = False
@@ -83,16 +85,16 @@ class CommHook:
         self._group = group
         self._counters = counters
         self._issues_one = any(hook is known for known in hooks_of_one_collective())
-        self._held: dict[int, tuple[Any, Any]] = {}  # names and shapes, by the bucket's index
-        self._last = 0  # index of the last bucket that goes through the hook
-        # Of one reduction.
+        self._held: dict[int, tuple[Any, Any]] = {}  # names and shapes, by bucket index
+        self._last = 0  # index of the last bucket that uses the hook
+        # State of one reduction.
         self._calls: list[_Call] = []  # for all buckets so far
-        # By bucket index, after the last all-reduce.
+        # Factors by bucket index, after the last all-reduce.
         self._factors: dict[int, Tensor | None] | None = None
-        self._failure: HookError | None = None  # on this rank, to be raised
+        self._failure: HookError | None = None  # error on this rank, not raised yet
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
-        """See :meth:`Transport.exchanges`. All share this object."""
+        """See :meth:`Transport.exchanges`. All buckets share this object."""
         self._last = max((b.index for b in buckets if not b.storage.is_sparse), default=0)
         return [self] * len(buckets)
 
@@ -116,7 +118,7 @@ class CommHook:
         """See :meth:`BucketExchange.wait`.
 
         Raises:
-            HookError: the hook failed on this rank, for any bucket. (Raised once.)
+            HookError: the hook failed on this rank, for any bucket. Raised once.
         """
         for call in self._calls:  # in order, up to this bucket
             call.end()
@@ -131,10 +133,10 @@ class CommHook:
         return self._factors[bucket.index]
 
     def drain(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`BucketExchange.drain`: hooks are not told of it."""
+        """See :meth:`BucketExchange.drain`. Hooks are not notified."""
 
     def call(self, bucket: Bucket, buffer: Tensor) -> Any:
-        """Call the hook; returns its future."""
+        """Call the hook and return its future."""
         is_last = bucket.index == self._last
         future = self.hook(self._state, GradBucket(bucket.index, is_last, buffer, bucket.params))
         if not isinstance(future, FUTURE):
@@ -149,8 +151,8 @@ class CommHook:
         return collectives_issued(self._group.process_group)
 
     def result(self, future: Any, buffer: Tensor) -> Tensor:
-        """Wait for the hook's future; returns the tensor in it."""
-        # (The future of one collective ends by itself. A callback costs a change of threads.)
+        """Wait for the hook's future, and return the tensor in it."""
+        # The future of one collective completes without help. A callback costs a thread switch.
         if not self._issues_one and not future.done():
             ended = threading.Event()
             future.add_done_callback(lambda _: ended.set())
@@ -164,7 +166,7 @@ class CommHook:
         return result_of(future.wait(), buffer)
 
     def _agree(self) -> None:
-        """All buckets have been launched: end their calls, then reduce all trailers at once."""
+        """Complete the hook calls of all launched buckets, then reduce all trailers together."""
         calls = self._calls
         for call in calls:
             call.end()
@@ -198,7 +200,7 @@ class CommHook:
         is_whole = broken.is_cpu and not any(broken.tolist())  # cheap to detect
         factors: Tensor | None = None
         if not is_whole or any(call.bucket.storage.is_sparse for call in calls):
-            factors = broken.to(torch.float64).add(1)  # NaN where gradients do not count
+            factors = broken.to(torch.float64).add(1)  # NaN where gradients are invalid
         found: dict[int, Tensor | None] = {}
         for number, call in enumerate(calls):
             flat = call.bucket.flat
@@ -207,7 +209,7 @@ class CommHook:
             if factors is not None and (not is_whole or call.bucket.storage.is_sparse):
                 factor = factors[number : number + 1].to(flat.data.device)
                 if call.bucket.storage.is_sparse:
-                    # It has a sum. (Hooks divide what they get by the number of ranks themselves.)
+                    # Sparse gradients hold a sum; hooks divide theirs by the number of ranks.
                     factor = factor / size
             found[call.bucket.index] = factor
         self._factors = found
@@ -219,14 +221,15 @@ class CommHook:
 
 
 class _Call:
-    """The hook's work on one bucket, which is packed."""
+    """The call of the hook for one packed bucket."""
 
     def __init__(self, bucket: Bucket, is_broken: bool, hook: CommHook) -> None:
         self.bucket = bucket
-        self.is_broken = is_broken  # its gradients do not count
-        # Of this rank. Saved before the call: a hook may resize the buffer, and so overwrite it.
+        self.is_broken = is_broken  # its gradients are invalid
+        # Trailer of this rank. Saved before the call, since a hook may resize the buffer, which
+        # overwrites the trailer.
         self.trailer = bucket.flat.trailer.to(_TRAILERS, copy=True)
-        self.error: BaseException | None = None  # what the hook raised on this rank
+        self.error: BaseException | None = None  # error of the hook on this rank
         self._hook = hook
         self._has_begun = False
         self._buffer: Tensor | None = None
@@ -234,7 +237,7 @@ class _Call:
         self._ended: Future | None = None  # for traces
 
     def wait(self) -> None:
-        """Do nothing: when the trailers are reduced, all calls have ended."""
+        """Do nothing: all calls have completed when the trailers are reduced."""
 
     def get_future(self) -> Future:
         self._ended = self._ended or Future()
@@ -270,19 +273,19 @@ class _Call:
                 write_back(result, self._buffer, self.bucket)
             except BaseException as error:
                 self._failed(error)
-            # Drop the references: a bucket whose memory is still referenced at the next backward
-            # has to leave it to the holder.
+            # Drop the references: if the memory of a bucket is still referenced at the next
+            # backward, the bucket must leave it to the holder.
             self._buffer = self._future = None
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
     def _failed(self, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt):  # it ends the use of the group
+        if isinstance(error, KeyboardInterrupt):  # the group becomes unusable
             raise error
         self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None
-        if self.bucket.checked is not None:  # NaN is what all ranks get for it
+        if self.bucket.checked is not None:  # all ranks get NaN for it
             trailer = self.bucket.flat.trailer
             trailer.copy_(self.trailer)
             self.bucket.note_not_finite()
@@ -290,7 +293,7 @@ class _Call:
 
 
 def _forget(state: Any, index: int) -> None:
-    """Drop PowerSGD's state of the bucket with this index, which holds other parameters now.
+    """Drop PowerSGD's state of the bucket with this index, whose parameters have changed.
 
     PowerSGD keeps errors and factors by index, and would apply them to the wrong parameters.
     Buckets change on all ranks in the same step, so all ranks drop the same state.

@@ -1,6 +1,6 @@
-"""Tensors of one rank, their owner, get to all others, again and again.
+"""Repeated broadcasts of tensors from one rank, their owner, to all other ranks.
 
-They go through memory of the host, once its ranks are connected, else through the process group.
+They use shared memory of the host when its ranks are connected, else the process group.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import refuse_read_only
 
 _Named = Sequence[tuple[str, Tensor]]
-# Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
-# tensor can get the same address meanwhile.
+# Address, size and layout of a dense tensor. Messages hold views of the tensors, so no other tensor
+# can get the same address meanwhile.
 _STATE = (
     Tensor.data_ptr,
     attrgetter("nbytes"),
@@ -36,26 +36,26 @@ _STATE = (
 class FromOwner:
     """Overwrites some tensors of one wrapper with those of one rank.
 
-    It keeps their messages, since to make the views would take most of the time of a broadcast.
-    They are made anew if a tensor has other memory, or another size, than the last time. Until then
-    they hold the memory.
+    The messages are kept, since creating the views would take most of the time of a broadcast. They
+    are rebuilt if the memory or size of a tensor has changed. Until then they keep the memory
+    alive.
     """
 
     def __init__(self, group: Group, transport: TransportChoice, kind: str) -> None:
         self._group, self._transport = group, transport
-        self._kind = kind  # what the tensors are, for errors
+        self._kind = kind  # kind of the tensors, for error messages
         self._shared: SharedBroadcast | None = None
-        # Of the last broadcast: the tensors with their names, their state, and what follows.
+        # Of the last broadcast: the tensors with their names, their state, and derived values.
         self._named: _Named = []
         self._state: list[Any] = []
         self._messages: list[Message] = []
         self._layout, self._nbytes = 1, 0
 
     def share_memory(self, number: int) -> bool:
-        """Whether they may go through memory from now on: on all ranks alike.
+        """Return True if shared memory can be used from now on; the same on all ranks.
 
-        ``number`` is one that no other tensors of the group have, the same on all ranks; -1 if it
-        is not known yet.
+        ``number`` is identical on all ranks, and no other tensors of the group have it; -1 if it is
+        not known yet.
         """
         peers = self._transport.peers(self._group)
         if self._shared is None and number >= 0 and peers is not None:
@@ -63,10 +63,10 @@ class FromOwner:
         return self._shared is not None
 
     def messages(self, named: _Named, max_bytes: int) -> list[Message]:
-        """The messages through the process group, of at most ``max_bytes``, or one tensor.
+        """Return messages for the process group, of at most ``max_bytes``, or one tensor.
 
         Raises:
-            NotImplementedError: a tensor cannot be overwritten; names it.
+            NotImplementedError: a tensor cannot be overwritten; the message names it.
         """
         if self._named is not named:
             refuse_read_only(named)
@@ -98,14 +98,14 @@ class FromOwner:
 
         Args:
             named: the tensors with their names; the same list as before if nothing was replaced.
-            step: grows from step to step.
-            where: this rank and its step, for errors.
+            step: increases from step to step.
+            where: this rank and its step, for error messages.
             max_bytes: see :meth:`messages`.
-            uses_memory: go through memory, which is there; else through the process group.
+            uses_memory: use shared memory, which must be available; else the process group.
 
         Raises:
             NotImplementedError: see :meth:`messages`.
-            RuntimeError: a rank is missing, or has other tensors; the message names it.
+            RuntimeError: a rank is missing, or its tensors differ; the message names it.
         """
         messages = self.messages(named, max_bytes)
         part = Part(messages, self._layout, self._nbytes, named, where, self._kind)
@@ -117,6 +117,6 @@ class FromOwner:
 
     @torch.no_grad()
     def _send(self, part: Part, owner: int) -> None:
-        """Through the process group."""
+        """Send ``part`` through the process group."""
         with self._group.guard(part.where, f"broadcast of {part}"):
             broadcast_messages(part.messages, self._group.process_group, owner)

@@ -1,4 +1,4 @@
-"""A bucket as communication hooks see it."""
+"""The view of a bucket that communication hooks get."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tritonddp.coordination.collectives import all_reduce
 
 
 class GradBucket:
-    """A bucket as a communication hook sees it: the methods of ``torch.distributed.GradBucket``.
+    """A bucket for communication hooks, with the methods of ``torch.distributed.GradBucket``.
 
-    (That class of torch cannot be made in Python.) The arguments are what its methods return.
+    Torch's class cannot be constructed in Python. The arguments are the return values of the
+    methods.
     """
 
     def __init__(
@@ -30,23 +31,23 @@ class GradBucket:
         self._params = list(params)
 
     def index(self) -> int:
-        """Place of the bucket in the launch order, the same on every rank."""
+        """Position of the bucket in the launch order, identical on all ranks."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no bucket follows it in this backward."""
+        """Whether this is the last bucket of the backward."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, one after the other, each row-major; 1-D.
+        """All gradients, concatenated, each row-major; 1-D.
 
         Has the dtype of the gradients, unless :meth:`set_buffer` has changed it. A complex element
-        takes two real ones.
+        takes two real elements.
         """
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the buffer by another tensor with as many elements."""
+        """Replace the buffer by another tensor with the same number of elements."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -61,17 +62,17 @@ class GradBucket:
         return views
 
     def parameters(self) -> list[Parameter]:
-        """The parameters whose gradients the bucket holds, in their order in it."""
+        """The parameters whose gradients the bucket holds, in bucket order."""
         return list(self._params)
 
 
 def buffer_of(bucket: Bucket) -> Tensor:
-    """The tensor for the hook: the gradients in the bucket, or a copy if not contiguous there."""
+    """Return the tensor for the hook: the bucket's gradients, or a copy if not contiguous."""
     if bucket.flat is None:
         bucket.allocate()
     flat = bucket.flat
     if flat.layout.is_row_major:
-        # A tensor that is no view, and may be resized.
+        # Not a view, so that the hook may resize it.
         alone = torch.empty(0, dtype=flat.data.dtype, device=flat.data.device)
         return alone.set_(flat.data.untyped_storage(), 0, flat.payload.shape, (1,))
     copy = torch.cat([view.reshape(-1) for view in flat.views])
@@ -79,10 +80,10 @@ def buffer_of(bucket: Bucket) -> Tensor:
 
 
 def result_of(value: Any, buffer: Tensor) -> Tensor:
-    """The tensor in a future's value.
+    """Return the tensor in a future's value.
 
     Raises:
-        TypeError, ValueError: there is none of floating point, with as many elements as the buffer.
+        TypeError, ValueError: the value has no floating-point tensor with the size of the buffer.
     """
     result = value[0] if isinstance(value, list | tuple) and value else value
     if not isinstance(result, Tensor):
@@ -104,7 +105,7 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
 
 
 def write_back(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
-    """Write the hook's result into the bucket, unless it is there already."""
+    """Write the hook's result into the bucket, unless it is already there."""
     if not bucket.flat.layout.is_row_major:
         views = bucket.flat.views
         flat = result.reshape(-1).to(buffer.dtype)
@@ -118,5 +119,5 @@ def write_back(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
 
 
 def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
-    """All-reduce the buffer of ``bucket``; a future of a list that holds it."""
+    """All-reduce the buffer of ``bucket``; return a future of a list that holds it."""
     return all_reduce(bucket.buffer(), group).get_future()

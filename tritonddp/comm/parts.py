@@ -1,4 +1,4 @@
-"""An exchange of messages in which each rank sums one part, over gloo; see ``kernels/messages.py``.
+"""An exchange of messages over gloo in which each rank sums one part; see ``kernels/messages.py``.
 
 The second round of messages needs the result of the first. So the host has to wait for the first
 round. A thread does that, so that no hook has to wait. Messages have tags: a collective that a
@@ -24,14 +24,14 @@ from tritonddp.kernels.messages import Messages
 
 
 class PartsExchange:
-    """The :class:`Work` of one exchange. The constructor encodes, and issues the first messages.
+    """The :class:`Work` of one exchange. The constructor encodes and issues the first messages.
 
     Args:
-        messages: of this rank. Nothing else may use them until :meth:`wait` has returned.
-        group: over gloo.
-        ranks: of the group, that take part, in the order of the sum.
-        tags: of the two rounds, the same on all ranks.
-        thread: does what follows the first round.
+        messages: messages of this rank. Nothing else may use them until :meth:`wait` has returned.
+        group: process group over gloo.
+        ranks: participating ranks of the group, in the order of the sum.
+        tags: tags of the two rounds, identical on all ranks.
+        thread: runs the steps after the first round.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class PartsExchange:
         messages.encode()
         self._sums: list[MessagesUnderWay] = []
         if messages.gathered:
-            # Receive already now: on a slow line the message that this rank is ready to receive
-            # would queue behind the data it sends, and the others wait for that message.
+            # Post the receives now: on a slow link, the message that this rank is ready to receive
+            # would queue after the data it sends, and the other ranks wait for that message.
             gathered = dict(zip(ranks, messages.gathered, strict=True))
             self._sums.append(MessagesUnderWay(group, tags[1], gathered, {}))
         received = dict(zip(ranks, messages.received, strict=True))
@@ -64,7 +64,7 @@ class PartsExchange:
             self._is_reduced.set()
 
     def go_on(self) -> None:
-        """Wait for the first round, sum, issue the second one. Called in the thread."""
+        """Wait for the first round, sum, and issue the second round. Called in the thread."""
         messages = self._messages
         try:
             self._parts.wait()
@@ -72,7 +72,7 @@ class PartsExchange:
             sent = dict.fromkeys(self._ranks, messages.reduced)
             self._sums.append(MessagesUnderWay(self._group, self._tag, {}, sent))
             _copy(messages.gathered[self._at], messages.reduced)
-        except BaseException as error:  # wait() raises it
+        except BaseException as error:  # raised by wait()
             self._error = error
         self._is_reduced.set()
 
@@ -80,7 +80,7 @@ class PartsExchange:
         """Wait until the sums are in the values.
 
         Raises:
-            RuntimeError: a rank is gone, or did not send within the group's timeout.
+            RuntimeError: a rank has exited, or did not send within the group's timeout.
         """
         self._is_reduced.wait()
         with self._waiting:
@@ -99,7 +99,7 @@ class PartsExchange:
             raise self._error
 
     def get_future(self) -> Future:
-        """See :meth:`Work.get_future`. gloo has none for messages: a thread waits."""
+        """See :meth:`Work.get_future`. gloo has no futures for messages, so a thread waits."""
         future: Future = Future()
 
         def complete() -> None:
@@ -117,14 +117,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class ExchangeThread:
-    """A thread that goes on with exchanges, one after the other. It begins with the first one."""
+    """A thread that continues exchanges, one after the other. It starts with the first one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._queue: SimpleQueue[PartsExchange | None] | None = None
 
     def go_on(self, exchange: PartsExchange) -> None:
-        """Call ``go_on`` of this exchange, soon."""
+        """Schedule a call of ``exchange.go_on()`` in the thread."""
         if self._queue is None:
             queue: SimpleQueue[PartsExchange | None] = SimpleQueue()
             # A daemon: when a rank fails, its exit must not wait for other ranks in this thread.
@@ -139,16 +139,16 @@ class ExchangeThread:
 
 
 def _go_on(queue: SimpleQueue[PartsExchange | None]) -> None:
-    """Main function of the thread. While it waits it must not keep buckets alive."""
+    """Main function of the thread. It must not keep buckets alive while it waits."""
     with torch.no_grad():
         while (exchange := queue.get()) is not None:
             exchange.go_on()
             del exchange
 
 
-# Threads that have not ended. An entry goes away in its thread, as that ends, when it can no longer
-# be joined. So the entry must not hold a group: the thread would destroy it, perhaps while the
-# interpreter exits.
+# Threads that have not ended. An entry is removed in its thread, as the thread ends and can no
+# longer be joined. So an entry must not hold a group: the thread would destroy the group, perhaps
+# while the interpreter exits.
 _threads: weakref.WeakKeyDictionary[
     threading.Thread,
     tuple[SimpleQueue[PartsExchange | None], weakref.ref[dist.ProcessGroup]],
@@ -159,9 +159,9 @@ _threads: weakref.WeakKeyDictionary[
 def _end_threads() -> None:
     """End the threads before the interpreter exits.
 
-    The exit stops daemon threads, and one that is inside C++ then aborts the process: a rank that
+    The exit stops daemon threads, and a thread inside C++ then aborts the process: a rank that
     fails while messages are in flight would seem to have crashed. If a thread waits for a rank that
-    is gone, or does something else, closing the connections ends the wait.
+    has exited or does something else, closing the connections ends the wait.
     """
     threads = list(_threads.items())
     for _, (queue, _) in threads:
@@ -175,5 +175,6 @@ def _end_threads() -> None:
 
 
 def tags_of(number: int, first: int) -> tuple[int, int]:
-    """Those of exchange ``number``, whose rounds are the steps ``first`` and the next one."""
+    """Return the tags of exchange ``number``, whose rounds are steps ``first`` and ``first +
+    1``."""
     return tag_of(number, first), tag_of(number, first + 1)

@@ -1,7 +1,7 @@
-"""Quantized gradients: an all-to-all, a sum on the rank that owns it, and an all-gather.
+"""Quantized gradients: an all-to-all, a sum on the rank that owns each part, and an all-gather.
 
-The second collective needs the result of the first. On a GPU both, and the kernel between them,
-are enqueued at once on a stream of their own. Over gloo see ``parts.py``.
+The second collective needs the result of the first. On a GPU both collectives, and the kernel
+between them, are enqueued together on a separate stream. For gloo see ``parts.py``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tritonddp.kernels.quantized.messages import QuantizedMessages
 
 
 class QuantizedAllReduce(Collective):
-    """Sums a quantized bucket over the ranks, in quantized messages. One object serves all buckets.
+    """Sums a quantized bucket over the ranks in quantized messages. One object serves all buckets.
 
     Each of W ranks owns 1/W of a bucket: it gets that part from all ranks, sums in rank order,
-    quantizes the sum and sends it to all. Every rank dequantizes the same bytes, so all get the
-    same bits.
+    quantizes the sum and sends it to all ranks. Every rank dequantizes the same bytes, so all ranks
+    get the same bits.
 
-    There are two collectives per bucket. In each a rank sends (W-1)/W of a message with one byte
-    per element: together half the bytes of an all-reduce in bf16, see ``MessageLayout``. Two ranks
-    on the CPU send each other their whole message instead, which is the same number of bytes, and
-    both make the sum: without a thread, and without a second rounding.
+    There are two collectives per bucket. In each one a rank sends (W-1)/W of a message with one
+    byte per element: together half the bytes of an all-reduce in bf16, see ``MessageLayout``. Two
+    ranks on the CPU send each other their whole message instead, which is the same number of bytes,
+    and both compute the sum: without a thread, and without a second rounding.
     """
 
     def __init__(self, group: Group, counters: Counters) -> None:
@@ -60,7 +60,7 @@ class QuantizedAllReduce(Collective):
 
 
 def sum_messages(flat: QuantizedBuffer, group: dist.ProcessGroup) -> Work:
-    """On the current stream: exchange the parts, sum them, and begin to gather the sums."""
+    """Exchange the parts, sum them, and start to gather the sums, on the current stream."""
     first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
     assert first is not None
     first.wait()  # the stream waits, not the host

@@ -1,4 +1,4 @@
-"""One reduction, from the first gradient that is packed to the last mean in ``.grad``."""
+"""One reduction, from the first packed gradient to the last mean in ``.grad``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _wants_flags, _default_of = attrgetter("storage.wants_flags"), attrgetter("defau
 
 
 class LocalError(RuntimeError):
-    """User code (a hook, for example) failed on this rank. The other ranks finish the backward."""
+    """User code (for example a hook) failed on this rank. The other ranks finish the backward."""
 
 
 class ExchangeError(RuntimeError):
-    """A collective failed that is not of one bucket alone: raised by an exchange, from the cause.
+    """A collective for several buckets failed. An exchange raises this from the cause.
 
     Args:
-        buckets: those that it is of, for the message.
+        buckets: the buckets of the collective, for the message.
         what: the collective.
     """
 
@@ -50,47 +50,48 @@ class ExchangeError(RuntimeError):
 
 
 class ReductionEvents:
-    """Callbacks for the progress of a reduction, see ``Extension``. An empty loop costs no call."""
+    """Callbacks for the progress of a reduction, see ``Extension``. Empty ones cost no call."""
 
     on_pack: Sequence[Callable[[Reduction, Bucket, Segment], None]] = ()
     on_launch: Sequence[Callable[[Reduction, Bucket], None]] = ()
     on_reduced: Sequence[Callable[[Reduction, Bucket], None]] = ()
     on_reduced_all: Sequence[Callable[[Reduction], None]] = ()
-    needs_buckets = False  # somebody is called for one of these
+    needs_buckets = False  # True if any of these has a callback
 
 
 @dataclass(eq=False, kw_only=True)
 class Reduction:
-    """The gradients of this rank become the mean over all ranks, once.
+    """Replaces the gradients of this rank by the mean over all ranks, once.
 
-    Whoever opens a reduction owes its collectives to the other ranks. :meth:`launch_ready` and
-    :meth:`finish` make them; if this rank cannot go on, :meth:`abandon` and :meth:`drain` do.
+    A rank that opens a reduction owes its collectives to the other ranks. :meth:`launch_ready` and
+    :meth:`finish` run them. If this rank cannot continue, :meth:`abandon` and :meth:`drain` run
+    them.
 
-    A *segment* is a range of parameters of one bucket that are flattened together. To *pack* it is
-    to flatten its gradients into the bucket. The *header* is what a rank tells the others of the
-    reduction, in the first bucket.
+    A *segment* is a range of parameters of one bucket that are flattened together. To *pack* a
+    segment is to flatten its gradients into the bucket. The *header* is the information about the
+    reduction that a rank sends to the other ranks in the first bucket.
 
     Attributes:
         bucket_set: the buckets of its parameters.
-        buckets: those to reduce, in launch order. (They are dropped when buckets are renewed.)
-        agreement: writes the header of this rank, and compares those of all ranks.
-        weights: the field of the weights of ranks.
+        buckets: buckets to reduce, in launch order; dropped when buckets are rebuilt.
+        agreement: writes the header of this rank, and compares the headers of all ranks.
+        weights: header field with the weights of ranks.
         events: callbacks for progress.
         source: where the gradients come from.
         where: this rank and its step, for messages.
-        values: what this rank tells the others in its header, see :meth:`tell`.
+        values: values that this rank sends in its header, see :meth:`tell`.
         over_present: inside ``join()``: the mean is over the ranks that have inputs.
-        is_alone: there is only one rank, and no bucket is needed.
+        is_alone: ``world_size == 1``, and no bucket is needed.
         skipped: indices of buckets that are not sent.
-        header: what this rank writes into the first bucket.
-        packed: for each segment, 0 until it is packed; then 1, and how many gradients were ready.
+        header: the header that this rank writes into the first bucket.
+        packed: for each segment, 0 until it is packed; then 1 plus the number of ready gradients.
         scale: factor of the gradients before the sum.
         pending: for each bucket, the number of segments, or of other events, that it waits for.
-        works: work objects of the launched buckets, in launch order; ``None`` where there is
+        works: work objects of the launched buckets, in launch order; ``None`` if there is
             nothing to wait for.
         done: number of buckets that are reduced and unpacked.
-        factor: factor of the sums, once it is known.
-        is_captured: it is captured in a CUDA graph, whose replays make it.
+        factor: factor of the sums, when it is known.
+        is_captured: the reduction is captured in a CUDA graph, whose replays run it.
     """
 
     bucket_set: BucketSet
@@ -107,46 +108,46 @@ class Reduction:
     is_alone: bool = False
     is_captured: bool = False
     works: list[Any] = field(default_factory=list)
-    # Without arguments: they stay on the class until they are set.
+    # Fields below stay on the class until they are set.
     skipped: Collection[int] = field(default=(), init=False)
     header: bytes = field(default=b"", init=False)
     scale: float = field(default=1.0, init=False)
     done: int = field(default=0, init=False)
     factor: Tensor | None = field(default=None, init=False)
-    # A bucket that is sent with NaN, since another one was sent wrong.
+    # A bucket that is sent with NaN, because an earlier bucket was sent with wrong content.
     _spoiled: Bucket | None = field(default=None, init=False)
     _has_exchanged: bool = field(default=False, init=False)  # rows of sparse gradients
-    _has_headers: bool = field(default=False, init=False)  # those of all ranks have been read
-    _is_logged: bool = field(default=False, init=False)  # each bucket, at level DEBUG
+    _has_headers: bool = field(default=False, init=False)  # headers of all ranks were read
+    _is_logged: bool = field(default=False, init=False)  # log each bucket at level DEBUG
 
     # Before the first bucket
 
     def tell(self, field: HeaderField, value: Any) -> None:
-        """Tell all ranks this value. Before the first bucket is packed."""
+        """Send this value to all ranks. Call it before the first bucket is packed."""
         self.values[field] = value
 
     def skip(self, indices: Collection[int]) -> None:
-        """Do not send these buckets: not the first, and the same on all ranks."""
+        """Do not send these buckets: the same ones on all ranks, and not the first bucket."""
         self.skipped = indices
         for index in indices:
             for segment_index in self.bucket_set.segments_of[index]:
                 self.packed[segment_index] = 1  # these segments are never packed
 
     def hold(self, index: int) -> None:
-        """Do not launch this bucket, and those behind it, before the end."""
+        """Do not launch this bucket and later buckets before the end of the backward."""
         self.pending[index] += 1
 
     def _make_header(self) -> None:
         """Prepare the header of this rank."""
         agreement, weight = self.agreement, self.values.get(self.weights)
         self.values[SOURCE] = self.source
-        # The defaults as they are now: a signal handler may change one while a header is made.
+        # Copy the current defaults: a signal handler may change one while a header is made.
         key = self.values, list(map(_default_of, agreement.fields))
         if key != agreement.key:
             agreement.open(*key)
         self.header = agreement.sent.encoded
         self.scale = 1.0 if weight is None else weight.scale / self.weights.unit
-        if self.bucket_set.averages:  # communication hooks divide by a number of ranks themselves
+        if self.bucket_set.averages:  # communication hooks divide by the number of ranks
             self.scale /= self.weights.divisor
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
         if is_profiling() or self.bucket_set.spans is not None:
@@ -164,16 +165,16 @@ class Reduction:
     # Into the buckets
 
     def pack(self, segment_index: int, launches: bool = False) -> None:
-        """The gradients of a segment are final: flatten them into its bucket.
+        """Flatten the final gradients of a segment into its bucket.
 
         Args:
-            segment_index: in the bucket set.
-            launches: launch the bucket too, and those behind it, as far as they are full.
+            segment_index: index in the bucket set.
+            launches: if the bucket is full now, launch it and any full buckets after it.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
-            RuntimeError: another rank is gone, and has not confirmed that it read the last content;
-                or a collective failed.
+            RuntimeError: another rank has exited before it confirmed that it read the last
+                content; or a collective failed.
         """
         if not self.header:
             self._make_header()
@@ -183,7 +184,7 @@ class Reduction:
             bucket.quantization.rescale(self.weights.unit)
         for call in self.events.on_pack:
             call(self, bucket, segment)
-        # The sum of no items counts all the same, but gradients from before it do not.
+        # The sum of no items counts nevertheless, but earlier gradients do not.
         weight = self.values.get(self.weights)
         counts_earlier = weight is None or weight.items != 0
         try:
@@ -212,7 +213,7 @@ class Reduction:
                 and not (self._is_logged or self.events.needs_buckets or self.skipped)
                 and self._spoiled is None
             ):
-                # As launch_ready() does, which has more to look at.
+                # Fast path of launch_ready(), which checks more.
                 try:
                     works.append(bucket.exchange.launch(bucket))
                 except RuntimeError as error:
@@ -221,13 +222,13 @@ class Reduction:
                     return
             self.launch_ready()
 
-    # On the way
+    # Launch
 
     def launch_ready(self, rest: bool = False, until: int | None = None) -> None:
         """Launch the buckets that have all their gradients, in bucket order.
 
         Args:
-            rest: launch incomplete buckets too: a gradient that has not come counts as zero.
+            rest: launch incomplete buckets, too: a missing gradient counts as zero.
             until: stop before the bucket with this index.
         """
         works, buckets, pending = self.works, self.buckets, self.pending
@@ -255,7 +256,7 @@ class Reduction:
                 raise self.explain(bucket, error) from error
 
     def launch_now(self, bucket: Bucket) -> None:
-        """Launch the next bucket, with gradients that do not come from a backward that runs.
+        """Launch the next bucket with gradients that do not come from a running backward.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -268,18 +269,18 @@ class Reduction:
         self.launch_ready(rest=True, until=bucket.index + 1)
 
     def spoil(self, bucket: Bucket) -> None:
-        """Send NaN in this bucket, which is not the first: an earlier one was sent too early."""
+        """Send NaN in this bucket, not the first one, because an earlier one was sent too early."""
         self._spoiled = bucket
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """This rank cannot go on: launch all remaining buckets, with NaN instead of gradients.
+        """Launch all remaining buckets with NaN, because this rank cannot continue.
 
-        So the collectives of the ranks match, and the others get NaN, not a mean without this rank.
-        :meth:`drain` waits for them.
+        So the collectives of the ranks match, and the other ranks get NaN instead of a mean without
+        this rank. :meth:`drain` waits for the buckets.
         """
         self.source = GradSource.BROKEN
-        if not self.works:  # then the other ranks hear of it
+        if not self.works:  # the header can still report this to the other ranks
             self.tell(self.weights, None)
             self.header = b""
         self._launch_nan()
@@ -303,17 +304,17 @@ class Reduction:
             except RuntimeError as error:
                 raise self.explain(bucket, error) from error
 
-    # Back
+    # Wait and unpack
 
     def finish(self, discards: bool = False) -> None:
-        """Wait for the buckets in launch order, unpacking those before one that is on its way.
+        """Wait for the buckets in launch order; unpack each one while later ones are in flight.
 
         Args:
-            discards: leave ``.grad`` as it is.
+            discards: leave ``.grad`` unchanged.
 
         Raises:
             RuntimeError: a collective failed.
-            Mismatch: the ranks do not reduce the same, see :meth:`Agreement.check`.
+            Mismatch: the ranks reduced different gradients, see :meth:`Agreement.check`.
             LocalError: user code failed on this rank.
         """
         events, works = self.events, self.works
@@ -322,7 +323,7 @@ class Reduction:
         if not discards and any(map(_wants_flags, self.buckets)):
             flags = self._read_flags()
         elif (
-            self.buckets  # none with one rank, whose gradients are the mean
+            self.buckets  # empty with one rank, whose gradients are the mean
             and not (self._is_logged or events.needs_buckets or self.skipped)
             and not (discards or self.done)
         ):
@@ -337,7 +338,7 @@ class Reduction:
                 factor = exchange.wait(bucket, work)
             except RuntimeError as error:
                 self._wait_failed(bucket, error, discards)
-            if not self._has_headers:  # those of the first bucket: it comes first
+            if not self._has_headers:  # they are in the first bucket, which is first here
                 self._check_headers()
             if joint is not None:
                 joint.unpack(self.factor)
@@ -354,7 +355,7 @@ class Reduction:
                         factor = self.factor if factor is None else self.factor * factor
                     try:
                         bucket.storage.unpack(bucket, factor, flags.get(bucket.index))
-                    except Exception:  # out of memory, perhaps: the other ranks go on
+                    except Exception:  # out of memory, for example; the other ranks continue
                         self.done = bucket.index + 1
                         self.drain()
                         raise
@@ -367,10 +368,10 @@ class Reduction:
             self.agreement.check_pending(but_last=True)
 
     def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:
-        """The exchange of ``bucket`` has raised this error: raise it, with an explanation.
+        """Raise ``error``, which the exchange of ``bucket`` raised, with an explanation.
 
-        If user code has failed on this rank, first make the collectives that the other ranks make;
-        with ``discards`` the error is dropped then.
+        If user code failed on this rank, first run the collectives that the other ranks run. Then,
+        with ``discards``, the error is dropped.
         """
         cause = error.__cause__
         if isinstance(error, ExchangeError) and cause is not None:
@@ -388,15 +389,15 @@ class Reduction:
         if self._has_headers:
             return
         headers, agreement = self.buckets[0].flat.headers, self.agreement
-        is_on_cpu = headers.is_cpu  # where they are those expected in most steps
+        is_on_cpu = headers.is_cpu  # there they equal the expected bytes in most steps
         if not is_on_cpu or string_at(headers.data_ptr(), headers.nbytes) != agreement.expected:
             if self.over_present or self.values.get(self.weights) is not None:
                 self.factor = self.weights.factor(agreement, headers, self.over_present)
             agreement.check(headers, self.where, self.is_captured)
-        self._has_headers = True  # after a mismatch they are looked at again
+        self._has_headers = True  # not set after a mismatch, so they are checked again
 
     def _exchange_rows(self, discards: bool) -> None:
-        """The second step of sparse gradients, once: for all, whose buffers it waits for."""
+        """Run the second step of all sparse gradients, once, after waiting for their buffers."""
         if self._has_exchanged:
             return
         buckets = [
@@ -406,13 +407,13 @@ class Reduction:
         ]
         if not buckets:
             return
-        self.agreement.check_pending()  # after a mismatch the announced row counts mean nothing
+        self.agreement.check_pending()  # after a mismatch the announced row counts are invalid
         for bucket in buckets:
             try:
                 bucket.exchange.wait(bucket, self.works[bucket.index])
             except RuntimeError as error:
                 self._wait_failed(bucket, error, discards)
-        if self._has_exchanged:  # there
+        if self._has_exchanged:  # by _wait_failed()
             return
         try:
             exchange_rows(buckets, self.group)
@@ -424,7 +425,7 @@ class Reduction:
             raise self.group.explain(where, "exchange of sparse gradients", error) from error
 
     def _read_flags(self) -> dict[int, Sequence[float]]:
-        """On a GPU: used flags that the host has to know, by bucket, in one copy for all."""
+        """Return the used flags that the host needs on a GPU, by bucket, in one copy for all."""
         asking = [
             bucket
             for bucket in self.buckets[self.done :]
@@ -440,22 +441,22 @@ class Reduction:
                     bucket.exchange.wait(bucket, work)
                 except RuntimeError as error:
                     self._wait_failed(bucket, error)
-        self._check_headers()  # on their way to the host before that waits
+        self._check_headers()  # start their copy to the host before the host waits
         flags = read_together([bucket.flat.flags for bucket in asking])
         return {bucket.index: each.tolist() for bucket, each in zip(asking, flags, strict=True)}
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Wait for the launched buckets, and leave ``.grad`` as it is."""
+        """Wait for the launched buckets, and leave ``.grad`` unchanged."""
         self.finish(discards=True)
 
     def wait_all(self, what: str) -> None:
-        """The ranks do not reduce the same: wait for all collectives in flight.
+        """Wait for all collectives in flight, after a mismatch between ranks.
 
         If the ranks have sent different numbers of buckets, this takes the group's timeout.
 
         Raises:
-            RuntimeError: a collective failed; ``what`` says why it may have.
+            RuntimeError: a collective failed; ``what`` gives the likely reason.
         """
         for bucket, work in zip(self.buckets, self.works, strict=False):
             if work is not None and bucket.index >= self.done:
@@ -469,8 +470,8 @@ class Reduction:
     def reduce_now(self) -> None:
         """Replace ``.grad`` of all parameters by their mean over the ranks.
 
-        For gradients that do not come from a backward that runs. If one cannot be reduced, all
-        collectives are made before the error is raised, so that the other ranks do not hang.
+        For gradients that do not come from a running backward. If a gradient cannot be reduced, all
+        collectives are run before the error is raised, so that the other ranks do not hang.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -489,13 +490,13 @@ class Reduction:
 
     @torch.no_grad()
     def ask(self) -> None:
-        """Send the first bucket alone, for its header. Gradients stay as they are.
+        """Send only the first bucket, for its header. Gradients do not change.
 
-        (Communication hooks compare headers behind all buckets.)
+        Communication hooks compare headers after all buckets, so with them all buckets are sent.
 
         Raises:
-            RuntimeError, Mismatch: see :meth:`finish`. After a Mismatch :meth:`abandon` and
-                :meth:`drain` make the collectives of the ranks that reduce.
+            RuntimeError, Mismatch: see :meth:`finish`. After a Mismatch, :meth:`abandon` and
+                :meth:`drain` run the collectives of the ranks that reduce.
         """
         sent = self.buckets[:1] if self.bucket_set.averages else self.buckets
         self._launch_nan(until=len(sent))
@@ -513,13 +514,13 @@ class Reduction:
 
     @property
     def group(self) -> Group:
-        """The ranks."""
+        """Process group of the reduction."""
         return self.agreement.group
 
     def explain(
         self, bucket: Bucket, error: BaseException, what: str | None = None
     ) -> RuntimeError:
-        """The error to raise if a collective of ``bucket`` failed."""
+        """Return the error to raise if a collective of ``bucket`` failed."""
         return self.group.explain(
             f"{self.where}, {bucket.title}",
             what or f"all-reduce of {bucket.nbytes} bytes",
@@ -533,7 +534,7 @@ class Reduction:
             self._log(bucket, "goes to the communication hook" + " with zeros" * is_broken)
 
     def _log_wait(self, bucket: Bucket) -> None:
-        # On a GPU the host goes on before the sum is there.
+        # On a GPU the host continues before the sum is ready.
         here = "is reduced" if bucket.flat.data.is_cpu else "is waited for by the device"
         averages = self.bucket_set.averages
         self._log(bucket, here if averages else "is back from the communication hook")
@@ -543,13 +544,13 @@ class Reduction:
 
 
 class Reduces(Protocol):
-    """What all reductions of one wrapper have in common: its reducer."""
+    """The state that all reductions of one wrapper share: its reducer."""
 
     parameters: ModuleParameters
     agreement: Agreement
     weights: Weights
     events: Any  # of reductions
-    sync: Any  # its ``join`` is that of a reduction that begins
+    sync: Any  # provides the ``join`` of a new reduction
 
     def where(self) -> str:
         """This rank and its step, for messages."""
@@ -567,10 +568,10 @@ def open_reduction(
     is_alone: bool = False,
     is_captured: bool = False,
 ) -> Reduction:
-    """Begin a reduction. See :class:`Reduction` for the arguments.
+    """Open a reduction. See :class:`Reduction` for the arguments.
 
-    ``used`` says for each parameter whether this rank uses it; ``None``: as the backward does that
-    begins.
+    ``used`` tells for each parameter whether this rank uses it; ``None`` uses the record of the
+    backward that begins.
     """
     if used is not None:
         bucket_set.use.count(used)

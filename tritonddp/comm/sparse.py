@@ -1,8 +1,8 @@
-"""The second step of sparse gradients: all ranks gather the rows of all, and sum them.
+"""The second step of sparse gradients: all ranks gather the rows of all ranks, and sum them.
 
 The rows are padded to the largest number on any rank, and all-gathered, which every backend
-offers: those of many tables in one message. NCCL has no collective for sparse tensors, and gloo's
-pads and gathers in the same way, each table by itself.
+supports: the rows of many tables in one message. NCCL has no collective for sparse tensors. gloo's
+pads and gathers in the same way, but separately for each table.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.flat_buffer import round_up
 
-# Bytes to which the parts of a message are aligned: at least the largest element.
+# Alignment of the parts of a message in bytes: at least the largest element.
 _ALIGNMENT = 16
-# A message with further rows takes no more bytes: a rank holds those of all ranks at a time.
+# Limit in bytes of a message with rows of several tables: a rank holds those of all ranks at once.
 _MOST_NBYTES = 8 << 20
 
 
 class _Rows:
-    """Rows of one table that the ranks have announced."""
+    """The announced rows of one table."""
 
     def __init__(self, storage: SparseRows, announced: Sequence[Announcement]) -> None:
         self._storage = storage
-        self.counts = [each.rows for each in announced]  # of each rank
-        # A rank sends none, since its backward failed.
+        self.counts = [each.rows for each in announced]  # by rank
+        # True if a rank sends no rows because its backward failed.
         self.is_broken = any(each.kind is Kind.BROKEN for each in announced)
         param = storage.param
         self.device = param.device
         self._shape = param.shape[1:]
         self._width = math.prod(self._shape) * storage.gradient_dtype.itemsize  # bytes of a row
         most = max(self.counts)
-        # In the message of a rank.
+        # Size in the message of each rank.
         self.nbytes = _values_at(most) + round_up(most * self._width, _ALIGNMENT)
 
     def write(self, message: Tensor) -> None:
-        """Write those of this rank into their part of its message."""
+        """Write the rows of this rank into its message."""
         indices, values = self._storage.take_rows()
         _write(message, 0, indices)
         _write(message, _values_at(len(indices)), values)
         record_use(indices, values)  # made on the stream of the gradient
 
     def read(self, messages: Tensor) -> None:
-        """Give the bucket those of all ranks, in rank order, from their parts: a row a rank."""
+        """Pass the rows of all ranks to the bucket, in rank order; ``messages`` has a row per
+        rank."""
         dtype = self._storage.gradient_dtype
         width = self._width // dtype.itemsize
         all_indices, all_values = [], []
@@ -66,14 +67,14 @@ class _Rows:
 
 
 def exchange_rows(buckets: Sequence[Bucket], group: Group) -> None:
-    """Give these buckets, whose buffers are reduced, the sums of the sparse gradients of all ranks.
+    """Sum the sparse gradients of all ranks for these buckets, whose buffers are reduced.
 
-    A collective for as many as fit into a message, none for those of which no rank has rows. The
-    host waits for the reduced buffers, which hold the row counts of all ranks.
+    One collective serves all tables that fit into a message. A table for which no rank has rows
+    needs none. The host waits for the reduced buffers, which hold the row counts of all ranks.
     """
     counters = buckets[0].counters
     gathered: list[_Rows] = []
-    nbytes = 0  # of these
+    nbytes = 0  # size of ``gathered``
     for bucket in buckets:
         if not bucket.flat.flags.item():  # no rank has used the parameter
             continue
@@ -102,7 +103,7 @@ def exchange_rows(buckets: Sequence[Bucket], group: Group) -> None:
 
 
 def _gather(tables: Sequence[_Rows], group: Group, counters: Counters) -> None:
-    """Exchange the rows of these tables in one message of each rank."""
+    """Exchange the rows of these tables in one message per rank."""
     sizes = [each.nbytes for each in tables]
     size = sum(sizes)
     message = torch.zeros(size, dtype=torch.uint8, device=tables[0].device)
@@ -122,5 +123,5 @@ def _write(message: Tensor, place: int, content: Tensor) -> None:
 
 
 def _values_at(count: int) -> int:
-    """Where the values begin behind ``count`` indices."""
+    """Return the offset of the values after ``count`` indices."""
     return round_up(8 * count, _ALIGNMENT)

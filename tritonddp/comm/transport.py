@@ -1,7 +1,7 @@
-"""How gradients, buffers and new values of one wrapper travel: its option ``transport``.
+"""The option ``transport``: how gradients, buffers and new values of one wrapper are sent.
 
-It is read here alone. Which exchange a bucket gets then follows from the bucket: here, and in
-``host/peer_memory.py`` for buckets that move to memory of the host.
+Only this module reads the option. The exchange of a bucket is then chosen by the bucket's
+properties: here, and in ``host/peer_memory.py`` for buckets that move into host memory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from tritonddp.coordination.host.peers import Peers
 _AUTO, _PROCESS_GROUP = "auto", "process_group"
 _PEER_MEMORY, _REGISTERED = "peer_memory", "registered_memory"
 _NAMES = (_AUTO, _PROCESS_GROUP, _PEER_MEMORY, _REGISTERED)
-_OFF = ("0", "n", "no", "f", "false", "off", "")  # of an environment variable
+_OFF = ("0", "n", "no", "f", "false", "off", "")  # values of an environment variable
 
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """What a wrapper may use, checked."""
+    """The transports that a wrapper may use, validated."""
 
-    is_registered: bool = False  # buckets lie in memory that the backend has registered
-    shares_memory: bool = False  # ranks of a host may exchange through memory that they share
-    is_required: bool = False  # they have to
-    may_cut: bool = True  # ranks of a host may sum in full precision what is quantized elsewhere
+    is_registered: bool = False  # buckets are in memory that the backend has registered
+    shares_memory: bool = False  # ranks of a host may exchange through shared memory
+    is_required: bool = False  # they must do so
+    may_cut: bool = True  # if quantized between hosts, ranks of a host may sum in full precision
 
     @classmethod
     def of(
@@ -50,10 +50,11 @@ class TransportChoice:
         devices: Collection[torch.device],
         compression: object = None,
     ) -> TransportChoice:
-        """From the constructor's ``transport``.
+        """Create the choice from the constructor's ``transport``.
 
         Raises:
-            ValueError: it is unknown, or unfit for these devices, this group or ``compression``.
+            ValueError: it is unknown, or unsuitable for these devices, this group or
+                ``compression``.
         """
         if not isinstance(transport, str) or transport not in _NAMES:
             raise ValueError(
@@ -88,11 +89,11 @@ class TransportChoice:
     def of_wrapper(
         self, group: Group, counters: Counters, device: torch.device, quantizes: bool
     ) -> tuple[ProcessGroupTransport, HostMemory | None]:
-        """The transport of its buckets; and what uses that ranks share a host, if something does.
+        """Return the transport of a wrapper's buckets, and its use of shared hosts, if any.
 
         Args:
-            device: of the module.
-            quantizes: with ``compression``.
+            device: device of the module.
+            quantizes: ``compression`` is enabled.
         """
         by_group = ProcessGroupTransport(group, counters)
         is_on_nccl = device.type == "cuda" and by_group.goes_by_nccl
@@ -104,9 +105,9 @@ class TransportChoice:
         return by_group, PeerMemory(group, by_group, counters, self.is_required)
 
     def peers(self, group: Group) -> Peers | None:
-        """The other ranks, if buffers and new values go through memory: alike on all ranks.
+        """Return the other ranks if buffers and new values use shared memory; same on all ranks.
 
-        So they do on one host, once the end of a reduced backward has connected the ranks.
+        This is the case on one host, after the end of a reduced backward has connected the ranks.
         """
         peers = group.peers
         is_one_host = isinstance(peers, Peers) and not peers.has_line
@@ -116,7 +117,7 @@ class TransportChoice:
 class ProcessGroupTransport:
     """The transport through the process group; see :class:`Transport`.
 
-    Each bucket goes in the way that suits it.
+    The exchange of each bucket depends on its wire format and owners.
     """
 
     averages = True
@@ -125,11 +126,11 @@ class ProcessGroupTransport:
         self._group, self._counters = group, counters
         self._all_reduce = AllReduce(group, counters)
         self._quantized = QuantizedAllReduce(group, counters)
-        self.hosts: GpuHosts | None = None  # of GPUs on several hosts
+        self.hosts: GpuHosts | None = None  # if there are GPUs on several hosts
         self._announced: Callable[[BucketExchange], BucketExchange] | None = None
 
     def announce(self, announced: Callable[[BucketExchange], BucketExchange] | None) -> None:
-        """Have ``announced`` put around exchanges that are made from now on; ``None`` for nothing.
+        """Wrap exchanges that are made from now on with ``announced``; ``None`` wraps nothing.
 
         See :class:`tritonddp.comm.host.memory_exchange.Announced`.
         """
@@ -139,13 +140,13 @@ class ProcessGroupTransport:
     def ends_in_order(self) -> bool:
         """See :class:`Transport`. NCCL runs the collectives of a group on one stream.
 
-        If the host waits for each of them, an error names the bucket.
+        With blocking wait the host waits for each bucket, so that an error names the bucket.
         """
         return self.goes_by_nccl and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
 
     @property
     def goes_by_nccl(self) -> bool:
-        """Whether NCCL sends what is on GPUs, without a group written in Python."""
+        """Whether NCCL reduces tensors on GPUs, in a group that is not written in Python."""
         group = self._group.process_group
         is_torchs = type(group) is dist.ProcessGroup
         return is_torchs and backend_name(group, torch.device("cuda")) == "nccl"

@@ -1,9 +1,9 @@
-"""Quantized gradients between hosts of several GPUs each.
+"""Quantized gradients between hosts with several GPUs each.
 
-The ranks of a host sum in full precision, so each has the sum of its *share* of a bucket. Ranks
-with the same share on different hosts exchange these sums in quantized messages. Then the host
-gathers. So what leaves a host does not depend on how many GPUs it has, and a gradient is rounded
-once a host and once for the sum.
+The ranks of a host sum in full precision, so each rank has the sum of its *share* of a bucket.
+Ranks with the same share on different hosts exchange these sums in quantized messages. Then the
+ranks of a host gather the shares. So the traffic of a host does not depend on its number of GPUs,
+and a gradient is rounded once per host and once for the sum.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tritonddp.kernels.quantized.messages import ShareMessages
 
 
 class TwoLevels(Collective):
-    """Sums buckets whose wire format is ``QuantizedInterHost``. One object serves all.
+    """Sums buckets whose wire format is ``QuantizedInterHost``. One object serves all buckets.
 
-    Of each bucket::
+    The steps for each bucket::
 
         reduce-scatter      within the host, fp32
         all-to-all          between hosts, quantized: 1/H of the share to each of H hosts
         all-gather          between hosts, of the quantized sums
         all-gather          within the host, fp32
 
-    The first and the last are of groups of their own: NCCL has a stream for each group, on which
-    the first of the next bucket would wait for the last of this one. So the line between hosts is
-    not idle.
+    The first and the last step use separate groups: NCCL has one stream per group, on which the
+    first step of the next bucket would wait for the last step of this one. So the link between
+    hosts is not idle.
     """
 
     def __init__(self, hosts: Hosts, groups: HostGroups, counters: Counters) -> None:
@@ -50,7 +50,7 @@ class TwoLevels(Collective):
         self._shares: WeakKeyDictionary[Bucket, tuple[Tensor, ShareMessages]] = WeakKeyDictionary()
 
     def connect(self, bucket: Bucket) -> None:
-        """This object will serve ``bucket``: make its messages, and all that a launch needs."""
+        """Prepare ``bucket``: create its messages, and everything else that a launch needs."""
         data, hosts = bucket.flat.data, self._hosts
         share = bucket.wire.cut(len(data), len(hosts.ranks[0]))[hosts.local_rank]
         messages = bucket.wire.messages(data, share, hosts)
@@ -81,21 +81,21 @@ class TwoLevels(Collective):
 
 
 class HostGroups(NamedTuple):
-    """Process groups of a rank, where several hosts have several GPUs each."""
+    """Process groups of a rank, if several hosts have several GPUs each."""
 
-    scatter: dist.ProcessGroup  # of its host
-    inter: dist.ProcessGroup  # of the ranks with the same place on each host
-    gather: dist.ProcessGroup  # of its host
+    scatter: dist.ProcessGroup  # the ranks of its host
+    inter: dist.ProcessGroup  # the ranks with the same local rank on each host
+    gather: dist.ProcessGroup  # the ranks of its host
 
     @classmethod
     def of(cls, group: Group, hosts: Hosts, device: torch.device) -> HostGroups:
-        """Those of ``group``, made once. All ranks call this at the same time."""
+        """Return the groups for ``group``, created once. All ranks call this at the same time."""
         if group.host_groups is None:
             own = hosts.ranks[hosts.host]
             made = cls(*(subgroup(group, each, device) for each in (own, hosts.partners, own)))
             for each in made:
-                # NCCL makes a communicator at the first collective, which would fail in the capture
-                # of a CUDA graph.
+                # NCCL creates a communicator at the first collective, which would fail in the
+                # capture of a CUDA graph.
                 dist.all_reduce(torch.zeros(1, device=device), group=each)
             group.keep_host_groups(made)
         found: HostGroups = group.host_groups
@@ -103,9 +103,9 @@ class HostGroups(NamedTuple):
 
 
 class GpuHosts:
-    """Finds the hosts of a group of GPUs, and makes what :class:`TwoLevels` needs.
+    """Finds the hosts of a group of GPUs, and creates what :class:`TwoLevels` needs.
 
-    See :class:`~tritonddp.buckets.exchange.HostMemory`. Buckets stay where they are.
+    See :class:`~tritonddp.buckets.exchange.HostMemory`. Buckets do not move.
     """
 
     refusal = None
@@ -117,7 +117,7 @@ class GpuHosts:
         self._has_looked = False
 
     def connect(self, where: str) -> Hosts | None:
-        """See ``HostMemory``: once for a wrapper."""
+        """See ``HostMemory``. Looks once per wrapper."""
         if not self._has_looked:
             self._has_looked = True
             hosts = self._hosts = find_hosts(self._group, self._device, where)
@@ -128,7 +128,7 @@ class GpuHosts:
         return self._hosts
 
     def serving(self, bucket: Bucket) -> TwoLevels:
-        """The exchange of ``bucket``, made after :meth:`connect`, prepared."""
+        """Return the exchange, prepared for ``bucket``. Call :meth:`connect` first."""
         assert self._exchange is not None
         self._exchange.connect(bucket)
         return self._exchange

@@ -1,4 +1,4 @@
-"""The weights of ranks in a mean: what gradients are multiplied by, before the sum and after it."""
+"""Weights of ranks in a mean: factors of the gradients before and after the sum."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tritonddp.coordination.agreement import (
 )
 
 # Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
-# samples and some thousands of tokens both differ from it by a factor of 100 at most, and fp16 has
-# range enough for that.
+# samples and some thousands of tokens both differ from it by a factor of at most 100, and the range
+# of fp16 suffices for that.
 _FIRST_UNIT = 16.0
 
 
 @dataclass(frozen=True)
 class Weight:
-    """How much the gradients of a rank count."""
+    """Weight of the gradients of a rank."""
 
-    items: float  # how many items the loss is a mean or a sum of
-    is_sum: bool = False  # the loss is a sum, so that its gradients count as they are
+    items: float  # number of items over which the loss is a mean or a sum
+    is_sum: bool = False  # the loss is a sum, so that its gradients are not scaled
 
     @property
     def scale(self) -> float:
-        """Factor of this rank's gradients. A sum over no items keeps its gradients: 1."""
+        """Factor of this rank's gradients. For a sum over no items it is 1."""
         return 1.0 if self.is_sum and not self.items else self.items
 
 
@@ -47,11 +47,13 @@ NOTHING = Weight(0.0)
 class Weights(HeaderField):
     """The weight of a rank: a :class:`Weight`, or ``None`` if the mean is not weighted.
 
-    A rank without gradients sends 0: it does not know whether the other ranks weight theirs.
+    A rank without gradients sends 0: it does not know whether the other ranks use weights.
 
     Attributes:
-        divisor: of the sum over ranks; by default their number, and :attr:`is_mean` is true.
-        unit: weights are divided by it before the sum: near the last weights that all ranks know.
+        divisor: divisor of the sum over ranks; by default their number, and :attr:`is_mean` is
+            true.
+        unit: weights are divided by it before the sum; close to the last weights that all ranks
+            know.
     """
 
     size = 8  # fp64, NaN without a weight
@@ -63,7 +65,7 @@ class Weights(HeaderField):
         self.unit = _FIRST_UNIT
 
     def set_unit(self, unit: float) -> None:
-        """Go on with the :attr:`unit` of an earlier run."""
+        """Continue with the :attr:`unit` of an earlier run."""
         self.unit = unit
 
     def encode(self, value: Weight | None) -> bytes:
@@ -88,16 +90,17 @@ class Weights(HeaderField):
             )
 
     def read(self, values: Mapping[int, float]) -> None:
-        # A power of two near the mean of the weights: to divide by it does not round, and the
-        # quotients do not overflow where gradients travel in fp16.
+        # A power of two near the mean of the weights: dividing by it does not round, and the
+        # quotients do not overflow if gradients are sent in fp16.
         if weights := [each for each in values.values() if each > 0]:
             self.unit = 2.0 ** round(math.log2(sum(weights) / len(weights)))
 
     def factor(self, agreement: Agreement, headers: Tensor, over_present: bool) -> Tensor | None:
-        """Return the factor of the sum over ranks, by their headers: fp64 ``(1,)``; ``None`` for 1.
+        """Return the factor of the sum over ranks, from their headers: fp64 ``(1,)``; ``None`` for
+        1.
 
-        With ``over_present`` a mean without weights is over the ranks that still have inputs. The
-        ranks agree on that when a forward inside ``join()`` begins.
+        With ``over_present`` an unweighted mean is over the ranks that still have inputs. The ranks
+        agree on that when a forward inside ``join()`` begins.
         """
         sent, factor = agreement.sent.values, None
         if over_present:
@@ -107,7 +110,7 @@ class Weights(HeaderField):
             return factor
         weights = agreement.column(headers, self).to(torch.uint8).reshape(-1).view(torch.float64)
         total = weights.sum().view(1)
-        # If all weights are zero, the mean shall be zero.
+        # If all weights are zero, the mean must be zero.
         weighted = torch.where(total == 0, total, self._ranks * self.unit / total)
         if sent[SOURCE].is_empty:  # the other ranks may use no weights
             factor = torch.ones_like(total) if factor is None else factor

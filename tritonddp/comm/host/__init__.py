@@ -1,1 +1,1 @@
-"""Buckets and buffers that go through memory which the ranks of one host share."""
+"""Exchange of buckets and buffers through memory that the ranks of one host share."""

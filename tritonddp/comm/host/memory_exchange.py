@@ -1,6 +1,6 @@
-"""The sum of one bucket over the ranks of one host, in memory that they share.
+"""The sum of one bucket over the ranks of one host, in shared memory.
 
-Sums are numbered, the same on all ranks::
+Sums are numbered, identically on all ranks::
 
     before_pack    wait until all have READ the former content
     launch         one message: PACKED, with the number of the sum
@@ -8,21 +8,22 @@ Sums are numbered, the same on all ranks::
     sum_into       add large gradients, in .grad; after the last bucket send READ
 
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
-cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
-the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
-twice.
+divided into one *share* per rank: each rank adds up its share in place, sends SUMMED, and copies
+the shares of the other ranks (*two shots*). So it reads 2 buckets instead of ``world_size``, and
+waits twice.
 
 With several hosts of several ranks each, the ranks with the same share exchange it between the two
-shots, in the wire format of the bucket: see ``parts.py``. So of a bucket of ``n`` bytes on the wire
-each of H hosts sends ``2 (H - 1) / H * n`` bytes to the others: as much as a ring over hosts, and
-independent of its number of ranks.
+shots, in the wire format of the bucket: see ``parts.py``. For a bucket of ``n`` bytes on the wire,
+each of H hosts sends ``2 (H - 1) / H * n`` bytes to the other hosts: as much as a ring over hosts,
+regardless of the number of ranks per host.
 
 In two shots a bucket is reduced *in place*, unless sums of large gradients go into ``.grad``. The
-bucket's own buffer is in the shared memory, and each rank writes its share of the sum to the
-buffers of all ranks before it sends SUMMED. When all have sent SUMMED, no other rank reads or
+bucket's buffer itself is in the shared memory, and each rank writes its share of the sum to the
+buffers of all ranks before it sends SUMMED. When all ranks have sent SUMMED, no other rank reads or
 writes the buffer any more. So users may change gradients that are views of it.
 
-Of a bucket whose gradients have owners, a rank adds up the gradients that it owns, and the trailer.
+If the gradients of a bucket have owners, a rank adds up the gradients that it owns, and the
+trailer.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ from tritonddp.coordination.hosts import Hosts
 from tritonddp.coordination.point_to_point import SHARES
 from tritonddp.kernels.messages import Messages
 
-# Seconds for which a rank keeps a line busy before it waits for what that brings.
+# Seconds for which a rank keeps a link busy before it waits for the data on it.
 _FILLING = 1.0
 
-# From so many ranks, and bytes of a bucket, on: two shots. With gradients that are views of the
-# bucket from 2 ranks on, to save a second buffer.
+# Minimum number of ranks, and bytes of a bucket, for two shots. If gradients are views of the
+# bucket, 2 ranks suffice, to save a second buffer.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
 
 def is_in_place(bucket: Bucket, peers: Peers) -> bool:
-    """Return True if the buffer of this bucket has to be in the shared memory."""
+    """Return True if the buffer of this bucket must be in the shared memory."""
     return _has_shares(bucket, peers) and not bucket.is_large()
 
 
@@ -81,16 +82,16 @@ def _has_shares(bucket: Bucket, peers: Peers) -> bool:
 
 
 class HostSums:
-    """All sums of a group in memory of this host: of all its wrappers, numbered in one sequence.
+    """All sums of a group in memory of this host, for all its wrappers, in one sequence.
 
-    Like collectives they are matched by their order, so ranks notice if they do not reduce the
-    same.
+    Like collectives they are matched by their order, so ranks notice if they reduce different
+    gradients.
 
     Attributes:
         launched: number of the last sum.
-        thread: id of the thread that has launched the last sum of two shots; ``None`` if there was
+        thread: ID of the thread that launched the last sum of two shots; ``None`` if there was
             none.
-        inter_host: the thread for what hosts exchange.
+        inter_host: the thread for the exchange between hosts.
     """
 
     def __init__(self, group: Group) -> None:
@@ -101,11 +102,11 @@ class HostSums:
 
     @staticmethod
     def of(peers: Peers) -> HostSums:
-        """That of the group."""
+        """Return the sums of the group."""
         return cast(HostSums, peers.background)
 
     def goes_elsewhere(self, bucket: Bucket, peers: Peers) -> None:
-        """Tell the others that this bucket goes through the process group, not through memory."""
+        """Tell the other ranks that this bucket uses the process group instead of memory."""
         seq = self.launched + 1
         peers.say(PACKED, ANY, bucket.index, seq, bucket.nbytes)
         self.launched = seq
@@ -113,10 +114,10 @@ class HostSums:
             for at in [n for n, what in peer.packed.items() if what[0] == ANY and n < seq]:
                 del peer.packed[at]
 
-    # Sums of two shots: other ranks may wait for the shares of this one
+    # Sums of two shots: other ranks may wait for the shares of this rank
 
     def add(self, exchange: MemoryExchange, peers: Peers) -> None:
-        """An exchange with two shots."""
+        """Add an exchange with two shots."""
         self._with_shares.add(exchange)
         peers.work_while_waiting()
 
@@ -130,18 +131,18 @@ class HostSums:
                     exchange.sum_share()
 
     def go_on(self) -> bool:
-        """See :meth:`Background.go_on`. (Sums of another thread make progress there.)"""
+        """See :meth:`Background.go_on`. Sums of another thread make progress there."""
         if not self.start():
             return False
         for exchange in self._in_order():
-            # A rank of this host that has its share from the other hosts waits for this one. So all
-            # hosts have packed the bucket, and this does not wait for what waits for this rank.
+            # A rank of this host, which has received its share from the other hosts, waits for this
+            # rank. So all hosts have packed the bucket, and this call cannot deadlock.
             if exchange.summed < exchange.started and exchange.is_awaited():
                 exchange.finish_share()
         return True
 
     def start(self) -> bool:
-        """Receive messages, and begin the shares that can be summed; returns if any is left."""
+        """Receive messages and start the shares that can be summed; return True if any is left."""
         if self.thread != get_ident():
             return False
         for exchange in self._in_order():
@@ -152,7 +153,7 @@ class HostSums:
         return False
 
     def begin_shares(self, exchange: MemoryExchange) -> None:
-        """An exchange with two shots has been launched: sum the shares that can be summed."""
+        """Sum the shares that can be summed, after ``exchange`` with two shots was launched."""
         self.thread = get_ident()
         exchange.wait_for(PACKED, waits=False)
         self.sum_packed()
@@ -160,7 +161,7 @@ class HostSums:
     def finish_shares(self, last: MemoryExchange) -> None:
         """Finish this rank's shares up to this sum, in the same order on all hosts.
 
-        All ranks of this host have packed these buckets.
+        All ranks of this host must have packed these buckets.
         """
         self.sum_packed()
         if last.peers.has_line:
@@ -170,10 +171,10 @@ class HostSums:
                 exchange.finish_share()
 
     def _fill_line(self, last: MemoryExchange) -> None:
-        """Before this thread waits for other hosts: begin all shares, so that no line is idle.
+        """Start all shares before this thread waits for other hosts, so that no link is idle.
 
-        The other ranks of this host are about to pack these buckets. (If one does not, ranks do not
-        reduce the same. What this thread waits for next tells that.)
+        The other ranks of this host are about to pack these buckets. If one does not, ranks have
+        diverged, and the next wait of this thread reports that.
         """
         end = monotonic() + _FILLING
         of_wrapper = [each for each in self._in_order() if each.wrapper == last.wrapper]
@@ -186,14 +187,14 @@ class HostSums:
 
 
 class Progress:
-    """How far a wrapper is with its sums.
+    """Progress of the sums of one wrapper.
 
     Attributes:
-        wrapper: its number, the same on all ranks.
+        wrapper: number of the wrapper, identical on all ranks.
         last: number of its last sum.
         read: number of the last sum that this rank has confirmed with READ.
-        free: number of the last sum that all have read: its memory may be overwritten.
-        exchanges: those of its buckets; weak references, to avoid a cycle.
+        free: number of the last sum that all ranks have read: its memory may be overwritten.
+        exchanges: exchanges of its buckets; weak references, to avoid a cycle.
     """
 
     def __init__(self, wrapper: int) -> None:
@@ -202,24 +203,25 @@ class Progress:
         self.exchanges: WeakSet[MemoryExchange] = WeakSet()
 
     def end(self) -> None:
-        """All ranks are past the last sum, which counts as read without a READ."""
+        """Count the last sum as read without a READ, since all ranks have passed it."""
         self.read = self.free = self.last
 
 
 class MemoryExchange(WaitPoint):
-    """The sums of one bucket, one after the other; a :class:`BucketExchange`, and a work object.
+    """The successive sums of one bucket; a :class:`BucketExchange`, and a work object.
 
     Args:
-        memory: in which each rank of the host packs the bucket, in the order of ranks.
+        memory: memory in which each rank of the host packs the bucket, in rank order.
 
     Attributes:
-        seq: of the last sum.
+        seq: number of the last sum.
         taken: number of the last sum that is in the bucket.
-        started: number of the last sum of which the share of this rank is summed over this host.
-        summed: number of the last sum of which the share of this rank is complete.
+        started: number of the last sum for which the share of this rank is summed over this host.
+        summed: number of the last sum for which the share of this rank is complete.
         shares: the share of this rank; ``None`` in one shot.
-        in_place: the same, if the bucket is reduced in place; else ``None``.
-        buffers: what the ranks have packed, and its sum. Not if the bucket is reduced in place.
+        in_place: ``shares`` if the bucket is reduced in place; else ``None``.
+        buffers: the packed buffers of the ranks, and their sum. Unset if the bucket is reduced
+            in place.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class MemoryExchange(WaitPoint):
         self._progress, self._sums, self._counters = progress, HostSums.of(peers), counters
         progress.exchanges.add(self)
         self.taken = self.started = self.summed = 0
-        self.content = progress.wrapper, bucket.index, bucket.nbytes  # the same on all ranks
+        self.content = progress.wrapper, bucket.index, bucket.nbytes  # identical on all ranks
         owned = None if bucket.owned is None else bucket.owned.elements(bucket.flat)
         mine = None if owned is None else owned[group.rank]
         self.shares: Shares | None = None
@@ -243,8 +245,8 @@ class MemoryExchange(WaitPoint):
         self._future: torch.futures.Future[None] | None = None
         self._group = group.process_group
         self._messages: Messages | None = None  # between hosts
-        self._inter_host: PartsExchange | None = None  # that of the last sum
-        self._sent_bytes = 0  # through the process group, in one sum
+        self._inter_host: PartsExchange | None = None  # exchange of the last sum
+        self._sent_bytes = 0  # bytes through the process group, per sum
         cuts = bucket.wire.cut(len(bucket.flat.data), len(memory))
         if _has_shares(bucket, peers):
             self._sums.add(self, peers)
@@ -287,7 +289,7 @@ class MemoryExchange(WaitPoint):
         try:
             for send in peers.sends:
                 send(message)
-        except OSError:  # a full socket buffer; or a rank that is gone, which the wait will report
+        except OSError:  # a full socket buffer; or a rank has exited, which the wait reports
             peers.send(message)
         self.seq = self._progress.last = sums.launched = seq
         if self.shares is not None:
@@ -327,13 +329,13 @@ class MemoryExchange(WaitPoint):
             self._confirm()
 
     def _confirm(self) -> None:
-        """This rank needs nothing more of what the others have packed."""
+        """Confirm that this rank needs no more data that the other ranks have packed."""
         progress, peers = self._progress, self.peers
         message = MESSAGE.pack(READ, self.wrapper, 0, progress.last, 0)
         try:
             for send in peers.sends:
                 send(message)
-        except OSError:  # a full socket buffer; or a rank that is gone, which the wait will report
+        except OSError:  # a full socket buffer; or a rank has exited, which the wait reports
             peers.send(message)
         progress.read = progress.last
         if peers.sends is not peers.direct_sends:
@@ -342,8 +344,9 @@ class MemoryExchange(WaitPoint):
     def drain(self, bucket: Bucket, work: Work) -> None:
         self.wait_for(PACKED)
         if self.shares is not None and self.is_packed():
-            # The others may still write to this buffer. Nobody needs the share of this rank, which
-            # must not be summed after this message. (But other hosts have begun to send theirs.)
+            # The other ranks may still write to this buffer. The share of this rank is not needed,
+            # and must not be summed after this message. But other hosts have started to send
+            # theirs.
             if self._messages is not None:
                 self._sums.finish_shares(self)
             self.started = self.seq
@@ -353,11 +356,11 @@ class MemoryExchange(WaitPoint):
         self._forget()
 
     def _give_up(self) -> None:
-        """The last reduction has failed on this rank: confirm it with READ, without its sums."""
+        """Confirm the last reduction, which has failed on this rank, with READ but without sums."""
         for exchange in sorted(self._progress.exchanges, key=lambda each: each.seq):
             if exchange.shares is not None and exchange.summed < exchange.seq:
                 exchange.wait_for(PACKED)
-                self._sums.finish_shares(exchange)  # the others wait for these
+                self._sums.finish_shares(exchange)  # the other ranks wait for these
             exchange._forget()
         self._confirm()
 
@@ -373,8 +376,8 @@ class MemoryExchange(WaitPoint):
         return all(peer.packed.get(self.seq) == self.content for peer in self.peers.others)
 
     def sum_share(self) -> None:
-        """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
-        if self.shares is None or not self.is_packed():  # of another bucket: wait() raises
+        """If all have packed, add up the share of this rank; tell the ranks or send it to hosts."""
+        if self.shares is None or not self.is_packed():  # another bucket was packed: wait() raises
             return
         self.shares.sum(spreads=self.in_place is not None and self._messages is None)
         self.started = self.seq
@@ -390,12 +393,12 @@ class MemoryExchange(WaitPoint):
             )
 
     def is_awaited(self) -> bool:
-        """Whether another rank of this host has said that its share is there."""
+        """Return True if another rank of this host has reported its share as complete."""
         key, seq = (SUMMED, self.wrapper), self.seq
         return any(peer.counts[key] >= seq for peer in self.peers.others)
 
     def finish_share(self) -> None:
-        """Wait for the sum of the share over hosts, and tell the others."""
+        """Wait for the sum of the share over hosts, and tell the other ranks."""
         if self.summed < self.started and self._inter_host is not None:
             self.peers.start_all()  # another host may wait for these before it sends this share
             self._inter_host.wait()
@@ -409,11 +412,11 @@ class MemoryExchange(WaitPoint):
         self.peers.say(SUMMED, *self.content[:2], self.seq)
 
     def _refuse(self, peer: Peer) -> NoReturn:
-        """Raise: ``peer`` has announced another bucket under the number of this sum.
+        """Raise an error: ``peer`` has announced another bucket under the number of this sum.
 
         Raises:
-            Mismatch: it goes through memory too, so all ranks find out.
-            PeerError: it goes through the process group, where ``peer`` waits for this rank.
+            Mismatch: that bucket uses memory too, so all ranks find out.
+            PeerError: that bucket uses the process group, where ``peer`` waits for this rank.
         """
         theirs = peer.packed.get(self.seq)
         message = (
@@ -426,13 +429,13 @@ class MemoryExchange(WaitPoint):
         raise Mismatch(message)
 
     def get_future(self) -> torch.futures.Future[None]:
-        """A future that completes when the sum is in the bucket, for traces."""
+        """Return a future that completes when the sum is in the bucket, for traces."""
         self._future = torch.futures.Future()
         return self._future
 
 
 def _sent_bytes(messages: Messages, hosts: Hosts) -> int:
-    """What this rank sends to other hosts in one exchange."""
+    """Return the bytes that this rank sends to other hosts in one exchange."""
     sent = sum(part.nbytes for part in messages.sent) - messages.sent[hosts.host].nbytes
     return sent + bool(messages.gathered) * messages.reduced.nbytes * (len(hosts.ranks) - 1)
 
@@ -444,10 +447,10 @@ def _words(wrapper: int, bucket: int, nbytes: int) -> str:
 
 
 class Announced:
-    """Another exchange of a bucket, of which the ranks of this host are told.
+    """Wraps another exchange of a bucket, and announces it to the ranks of this host.
 
-    Other buckets go through their memory. So a rank may expect one of those where this one comes,
-    if the ranks do not reduce the same.
+    Other buckets use shared memory. If the ranks have diverged, a rank may expect one of those
+    buckets at this position.
     """
 
     def __init__(self, exchange: BucketExchange, peers: Peers) -> None:

@@ -1,9 +1,9 @@
-"""Moves the buckets of a wrapper to memory that the ranks of this host share.
+"""Moves the buckets of a wrapper into memory that the ranks of this host share.
 
 gloo moves each byte through the kernel several times, even between two processes of one host. Here
-each rank packs (flattens) its buckets into memory that the others have mapped, sends them a
-message, and adds up what all ranks have packed, in the order of the ranks, so that all hold the
-same bits: see ``memory_exchange.py``.
+each rank packs (flattens) its buckets into memory that the other ranks have mapped, sends them a
+message, and adds up the packed data of all ranks. All ranks add in rank order, so that they hold
+the same bits: see ``memory_exchange.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An environment variable: 0 disables this transport.
+# Environment variable; 0 disables this transport.
 _VARIABLE = "TRITONDDP_PEER_MEMORY"
 
 _AGREEMENT = "agreement to exchange through memory"
@@ -51,10 +51,10 @@ _ALIGNMENT = 4096
 
 
 class PeerMemory:
-    """Moves the buckets of one wrapper to memory that the other ranks of this host can read.
+    """Moves the buckets of one wrapper into memory that the other ranks of this host can read.
 
-    Buckets that are lazy, sparse or quantized, and those with owners if there are several hosts, go
-    through the process group.
+    Lazy, sparse and quantized buckets use the process group. With several hosts, so do buckets with
+    owners.
 
     Args:
         transport: reduces the buckets that do not move.
@@ -66,17 +66,17 @@ class PeerMemory:
     ) -> None:
         self._group, self._transport, self._counters = group, transport, counters
         self._is_required = is_required
-        self.refusal: Refusal | None = None  # why it is not possible, once somebody has tried
-        self._progress: Progress | None = None  # once the ranks are connected
+        self.refusal: Refusal | None = None  # reason if an attempt has failed
+        self._progress: Progress | None = None  # set when the ranks are connected
         self._handed = 0  # number of handovers
-        self._memory: Memory | None = None  # of its buckets
+        self._memory: Memory | None = None  # memory of its buckets
         self._moved: Callable[[], object] = NoneType  # weak reference: buckets refer to exchanges
 
     def begin(self, current: BucketSet) -> None:
-        """A reduction begins before :meth:`move`: announce its buckets to the other ranks.
+        """Announce the buckets to the other ranks, when a reduction begins before :meth:`move`.
 
         If other wrappers have connected the ranks, a rank may expect a bucket of those instead.
-        Buckets of a restored run have moved already.
+        Buckets of a restored run have already moved.
         """
         if self._moved() is current:
             return
@@ -85,22 +85,22 @@ class PeerMemory:
             current.reduce_by(self._transport)
 
     def end(self) -> None:
-        """A mismatch has ended the last reduction on all ranks, and a collective comes next.
+        """Handle a mismatch that has ended the last reduction on all ranks; a collective follows.
 
-        Nobody waits for READ then: the numbers of the last sums may differ between ranks.
+        Then no rank waits for READ: the numbers of the last sums may differ between ranks.
         """
         if self._progress is not None:
             self._progress.end()
 
     def leave(self) -> None:
-        """Move no more buckets: no rank waits for announcements any more."""
+        """Stop moving buckets: no rank waits for announcements any more."""
         self._transport.announce(None)
 
     def connect(self, where: str) -> Hosts | None:
         """Connect the ranks of each host. All ranks call this at the same time.
 
         Returns:
-            Where there are several hosts of several ranks each: these.
+            The hosts, if there are several with several ranks each.
 
         Raises:
             RuntimeError: a collective failed.
@@ -112,13 +112,13 @@ class PeerMemory:
         return peers.hosts if isinstance(peers, Peers) and peers.has_line else None
 
     def move(self, current: BucketSet, wrapper: int, where: str) -> None:
-        """Move these buckets to memory that the other ranks can read, if all ranks can do that.
+        """Move these buckets into memory that the other ranks can read, if all ranks can do that.
 
-        All ranks call this, at the same time, when they may have new buckets. ``wrapper`` is the
+        All ranks call this at the same time, when they may have new buckets. ``wrapper`` is the
         number of the wrapper in the process group.
 
         Raises:
-            RuntimeError: that is not possible, and required; or a collective failed.
+            RuntimeError: a move is required but not possible; or a collective failed.
         """
         if self._moved() is current or self.refusal is not None:
             return
@@ -154,7 +154,7 @@ class PeerMemory:
         return connected
 
     def _tell(self, current: BucketSet, peers: Peers, where: str) -> None:
-        """Tell the user, once, how gradients go."""
+        """Tell the user, once, which way gradients are exchanged."""
         ranks, has_line = len(peers.others) + 1, peers.has_line
         if any(bucket.wire.is_message for bucket in current.buckets) and not has_line:
             logger.warning(
@@ -188,16 +188,17 @@ class PeerMemory:
         try:
             if found:
                 memory = self._memory = Memory.create(starts[-1], is_reserved=False)
-                self._group.join_forks(memory)  # gradients may lie in it
+                self._group.join_forks(memory)  # gradients may be in it
                 for bucket, start in zip(found, starts, strict=False):
                     memory.reserve(start, bucket.nbytes)
                     if is_in_place(bucket, peers):
-                        # With a storage for each bucket: share_memory() of a gradient moves one.
+                        # One storage per bucket, because share_memory() of a gradient moves its
+                        # whole storage.
                         part = memory.tensor[start:][: bucket.nbytes]
                         bucket.move(torch.from_dlpack(part))
                     elif bucket.is_large():
-                        # No gradient will be written to the buffer, and the system gives memory to
-                        # a page at the first write.
+                        # No gradient will be written to the buffer, and the system allocates a page
+                        # at its first write.
                         bucket.move(torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu"))
         except OSError as error:
             failure = f"{starts[-1]} bytes cannot be allocated: {error}"
@@ -205,7 +206,7 @@ class PeerMemory:
             return Refusal(failure, is_failure=True)
         progress = self._progress = self._progress or Progress(wrapper)
         progress.exchanges.clear()
-        # If no bucket goes through memory, no rank waits for announcements.
+        # If no bucket uses memory, no rank waits for announcements.
         self._transport.announce(partial(Announced, peers=peers) if found else None)
         current.reduce_by(self._transport)
         if found:
@@ -223,10 +224,11 @@ class PeerMemory:
     def _hand_over(self, memory: Memory, wrapper: int, peers: Peers) -> tuple[str, list[Tensor]]:
         """Exchange memory with the other ranks of this host.
 
-        All ranks wait here, so that few descriptors are in flight at a time: there is a limit.
+        All ranks wait here, so that few descriptors are in flight at a time: their number is
+        limited.
 
         Returns:
-            What failed, or ``""``; and the memory of all ranks of this host.
+            The failure, or ``""``; and the memory of all ranks of this host.
         """
         failure = ""
         self._handed += 1
@@ -235,7 +237,7 @@ class PeerMemory:
             point.hand_over(HANDED, memory)
         except OSError as error:
             failure = f"memory cannot be handed over: {error}"
-            # Without a descriptor, so that the others do not hang.
+            # Send no descriptor, so that the other ranks do not hang.
             peers.say(HANDED, wrapper, 0, point.seq, memory.tensor.numel())
         point.wait_for(HANDED)
         of_ranks: dict[int, Memory | str] = {self._group.rank: memory}
@@ -250,6 +252,6 @@ class PeerMemory:
 
 
 def _refusal() -> str:
-    """Why the user has disabled this transport; empty if it is enabled."""
+    """Return why the user has disabled this transport; empty if it is enabled."""
     value = os.environ.get(_VARIABLE, "1")
     return f"{_VARIABLE} is {value}" if value.lower() in ("0", "false", "off", "no") else ""

@@ -1,11 +1,11 @@
-"""What the ranks of one host have packed of a bucket, in memory that all of them read, and its sum.
+"""The packed buffers of one bucket on all ranks of a host, in shared memory, and their sum.
 
-All ranks get the same bits: they add in the order of the ranks, and each addition is rounded. With
-few ranks each adds up everything. Otherwise a buffer is cut into one *share* per rank: each rank
-first adds up its own share, in place (:class:`Shares`), and then gets the shares of the others.
+All ranks get the same bits: they add in rank order, and each addition is rounded. With few ranks,
+each rank adds up everything. Otherwise a buffer is divided into one *share* per rank: each rank
+first adds up its share, in place (:class:`Shares`), and then gets the shares of the other ranks.
 
-The sum of small gradients goes into the bucket's buffer, in one call, from where it is copied. That
-of large gradients goes straight into ``.grad``, and the buffer gets only that of the trailer.
+The sum of small gradients goes into the bucket's buffer in one call, and is copied from there. The
+sum of large gradients goes directly into ``.grad``; the buffer gets only the sum of the trailer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.messages import add_in_order
 
-# With more than two ranks, so many bytes are added at a time: they stay in the cache between two
+# With more than two ranks, add this many bytes at a time: they stay in the cache between two
 # additions.
 _PIECE = 512 * 1024
 
-# Elements ``[start, end)`` of something, and the tensors whose sum belongs there.
+# Elements ``[start, end)`` of a tensor, and the tensors whose sum belongs there.
 _Part = tuple[int, int, Sequence[Tensor]]
 
 
@@ -30,17 +30,17 @@ class RankBuffers:
     """The buffers of one bucket that the ranks of a host have packed, in the order of the ranks.
 
     Args:
-        memory: of each rank, uint8 ``(nbytes,)``.
+        memory: memory of each rank, uint8 ``(nbytes,)``.
         into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
-        cuts: first element and end of the share of each rank, which it has added up; the others
-            read it. Empty where there are no shares.
-        mine: first element and end of the gradients that this rank owns: only their sum is needed,
-            and that of the trailer. ``None``: all of it.
+        cuts: start and end of the share of each rank, which that rank has added up and the
+            other ranks read. Empty if there are no shares.
+        mine: start and end of the gradients that this rank owns: only their sum and the sum of
+            the trailer are needed. ``None`` if the whole sum is needed.
 
     Attributes:
-        packed: the buffers, 1-D, of the dtype that is sent.
+        packed: the buffers, 1-D, in the dtype that is sent.
         result: the part of the bucket's buffer that :meth:`sum` writes to.
-        pair: of two ranks, the two parts whose sum that is; else ``None``.
+        pair: with two ranks, the two parts whose sum is ``result``; else ``None``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RankBuffers:
         is_whole = len(self._parts) == 1 and self._parts[0][:2] == (0, len(self.result))
         whole = is_whole and self._parts[0][2]
         self.pair = whole if whole and len(whole) == 2 else None
-        # For each gradient: tensors of its shape, whose sum it is; or the parts it is made of.
+        # For each gradient: tensors of its shape to sum, or the parts that it consists of.
         self._terms: list[Sequence[Tensor]] = []
         self._cuts: list[Sequence[_Part]] = []
         if self.into_grads:
@@ -89,12 +89,12 @@ class RankBuffers:
     def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None = None) -> None:
         """Write the sum, times ``factor``, into large gradients, after :meth:`sum`.
 
-        As :func:`tritonddp.kernels.reference.unflatten` does: a gradient whose reduced used flag is
-        zero is not written, nor a slot whose gradient is ``None``. It may be repeated.
+        Like :func:`tritonddp.kernels.reference.unflatten`, do not write a gradient whose reduced
+        used flag is zero, or a slot whose gradient is ``None``. The call may be repeated.
 
         Args:
             grads: one per slot, of the slot's shape, in any memory order.
-            factor: one fp64 element; the sum is rounded before.
+            factor: one fp64 element; the sum is rounded before the multiplication.
         """
         flat, number = self._flat, 1.0 if factor is None else factor.item()
         flags = flat.reduced_flags()
@@ -124,7 +124,7 @@ class RankBuffers:
             grad.copy_(dense)
 
     def _parts_of(self, first: int, last: int) -> list[_Part]:
-        """Cut elements ``[first, last)`` of the buffers into parts, relative to ``first``."""
+        """Split elements ``[first, last)`` of the buffers into parts, relative to ``first``."""
         if self.cuts:
             found = [(*cut, [each]) for cut, each in zip(self.cuts, self.packed, strict=True)]
         else:
@@ -144,10 +144,11 @@ class Shares:
 
     Args:
         flat: the bucket's buffer.
-        memory: of each rank of the host, uint8 ``(nbytes,)``.
+        memory: memory of each rank of the host, uint8 ``(nbytes,)``.
         rank: index of this rank in ``memory``.
-        cut: first element and end of its share.
-        mine: see :class:`RankBuffers`: that is the share. The last rank has the trailer too.
+        cut: start and end of its share.
+        mine: see :class:`RankBuffers`; if given, this is the share. The last rank also has the
+            trailer.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Shares:
             if rank == len(packed) - 1:
                 parts.append((len(flat.payload), end, True))
         step = _PIECE // flat.data.element_size()
-        # Terms; the one that becomes the sum; and where the other ranks need that.
+        # Terms; the term that becomes the sum; and its destinations on the other ranks.
         self._pieces: list[tuple[list[Tensor], Tensor, list[Tensor]]] = []
         for first, last, is_for_all in parts:
             for start in range(first, last, step):
@@ -175,20 +176,20 @@ class Shares:
                 self._pieces.append((terms, terms[rank], others))
 
     def begin(self, data: Tensor) -> None:
-        """``data``, of the bucket's buffer, is packed: in this memory.
+        """Copy ``data`` of the packed buffer into this memory, unless it is already there.
 
-        (Or elsewhere: the user's ``share_memory()`` moves gradients that are views of it.)
+        It is elsewhere if the user's ``share_memory()`` moved gradients that are views of it.
         """
         if data.data_ptr() != self._packed.data_ptr():
             self._packed.copy_(data)
 
     def end(self, data: Tensor) -> None:
-        """All ranks have written their shares: ``data`` gets the sum."""
+        """Copy the sum into ``data``, after all ranks have written their shares."""
         if data.data_ptr() != self._packed.data_ptr():
             data.copy_(self._packed)
 
     def sum(self, spreads: bool) -> None:
-        """Add up the share, after all have packed. Not to be repeated.
+        """Add up the share, after all have packed. Must not be repeated.
 
         With ``spreads``, write it to the memory of the other ranks while it is in the cache.
         """
@@ -198,7 +199,7 @@ class Shares:
                 other.copy_(target)
 
     def spread(self) -> None:
-        """Write the share, which is complete, to the memory of the other ranks."""
+        """Write the complete share to the memory of the other ranks."""
         for _, target, others in self._pieces:
             for other in others:
                 other.copy_(target)

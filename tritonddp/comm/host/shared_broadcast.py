@@ -1,6 +1,6 @@
-"""Module buffers, or new values of parameters, of one rank, the *source*, get to the others.
+"""Broadcast of module buffers or new parameter values from one rank, the *source*.
 
-Through memory of this host.
+The other ranks of the host receive them through shared memory.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tritonddp.kernels.flat_buffer import round_up
 
 logger = logging.getLogger(__name__)
 
-# So many broadcasts through memory the source may be ahead of a receiver.
+# Maximum number of broadcasts through memory that the source may be ahead of a receiver.
 _AHEAD = 32
-# Memory that is lent is a multiple of this, in bytes.
+# The source lends memory in multiples of this size, in bytes.
 _PAGE = 4096
 
 
 class Part(NamedTuple):
-    """What is broadcast, as one rank holds it."""
+    """The tensors of one broadcast on one rank."""
 
-    messages: list[Message]  # of the tensors; the same list as before if they lie where they were
-    layout: int  # hash of names, shapes and dtypes, 1 or more, less than 2**32
+    messages: list[Message]  # of the tensors; the same list as before if no tensor has moved
+    layout: int  # hash of names, shapes and dtypes; at least 1 and less than 2**32
     nbytes: int  # bytes of the tensors
-    named: Sequence[tuple[str, Tensor]]  # the tensors with their names, for errors
-    where: str  # rank and step, for errors
-    kind: str  # what the tensors are, "buffers" or "parameters", for errors
+    named: Sequence[tuple[str, Tensor]]  # the tensors with their names, for error messages
+    where: str  # rank and step, for error messages
+    kind: str  # kind of the tensors, "buffers" or "parameters", for error messages
 
     def __str__(self) -> str:
         names = listed([name for name, _ in self.named])
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 class _Point(WaitPoint):
-    """Where ranks wait for a broadcast of buffers."""
+    """The point at which ranks wait for a broadcast of buffers."""
 
     def check(self, late: Peer) -> None:
         own = self.wrapper
@@ -80,31 +80,32 @@ class _Point(WaitPoint):
 class SharedBroadcast:
     """Broadcasts of the buffers of one wrapper to the other ranks of this host.
 
-    The source keeps the bytes of its last broadcast in memory that the others have mapped. Contents
-    are compared, so unchanged buffers cost a message of a few bytes::
+    The source keeps the bytes of its last broadcast in memory that the other ranks have mapped.
+    Contents are compared, so unchanged buffers cost only a message of a few bytes::
 
         source      if a byte differs: wait until all have SEEN the former content, write; SHOWN
-        receivers   wait for SHOWN of the source alone; copy what differs; SEEN
+        receivers   wait for SHOWN of the source only; copy what differs; SEEN
 
     If the source has no memory, or too little, it lends some (LENT). Receivers map it, and answer
-    (MAPPED). If one cannot, the message SHOWN says from then on that the broadcast goes through the
+    (MAPPED). If a receiver cannot, the message SHOWN from then on says that the broadcast uses the
     process group.
 
-    A broadcast has a number: the step, and how many of this step were before it. So a forward that
-    one rank makes alone does no harm: until the next step a rank may see the former buffers.
+    The number of a broadcast consists of the step, and how many broadcasts of this step preceded
+    it. So a forward that only one rank runs is harmless: until the next step a rank may see the
+    former buffers.
     """
 
     def __init__(self, group: Group, peers: Peers, wrapper: int) -> None:
-        self.wrapper = wrapper  # its number, the same on all ranks
+        self.wrapper = wrapper  # number of the wrapper, identical on all ranks
         self._group, self._peers = group, peers
         self._point = _Point(wrapper, peers)
-        self._over = 0  # number of the last broadcast that is over
-        # Of the source.
+        self._over = 0  # number of the last completed broadcast
+        # State of the source.
         self._memory: Memory | None = None
         self._loans = 0  # how often memory was lent
         self._is_refused = False  # by any rank
         self._shown: deque[int] = deque(maxlen=_AHEAD)  # numbers of the last broadcasts
-        self._layout = 0  # of the last one; 0: through the process group
+        self._layout = 0  # layout of the last broadcast; 0: through the process group
         self._compared: Any = None, None, []
 
     def send(self, part: Part, step: int, source: int, by_group: Callable[[], None]) -> None:
@@ -113,7 +114,7 @@ class SharedBroadcast:
         All ranks call this, in the same step. ``by_group`` uses the process group.
 
         Raises:
-            RuntimeError: a rank is missing, or has other tensors; the message names it.
+            RuntimeError: a rank is missing, or its tensors differ; the message names it.
         """
         seq = max(self._over + 1, step << 32)
         with self._group.uninterrupted():
@@ -130,7 +131,7 @@ class SharedBroadcast:
             raise self._group.explain(part.where, f"broadcast of {part}", error) from error
 
     def _differing(self, part: Part, memory: Tensor) -> list[tuple[int, int, int]]:
-        """What differs: addresses in the tensors and in the memory, and number of bytes."""
+        """Return differing ranges: addresses in the tensors and in the memory, and byte counts."""
         if self._compared[0] is not part.messages or self._compared[1] is not memory:
             pieces = list(chain.from_iterable(each.pieces for each in part.messages))
             sizes = list(map(Tensor.numel, pieces))
@@ -160,7 +161,7 @@ class SharedBroadcast:
             by_group()
 
     def _memory_for(self, part: Part) -> Tensor | None:
-        """Memory that all ranks have mapped; ``None`` if there is none."""
+        """Return memory that all ranks have mapped; ``None`` if there is none."""
         if self._compared[0] is not part.messages:
             pieces = chain.from_iterable(each.pieces for each in part.messages)
             if not all(type(each) is Tensor and each.is_cpu for each in pieces):
@@ -173,7 +174,7 @@ class SharedBroadcast:
 
     def _lend(self, part: Part) -> None:
         """Hand new memory over to the other ranks."""
-        self._wait_for(SEEN, self._over, part)  # the former memory
+        self._wait_for(SEEN, self._over, part)  # in the former memory
         grows = 1 if self._memory is None else 2
         self._memory = None
         self._loans += 1
@@ -207,7 +208,7 @@ class SharedBroadcast:
         if source.counts[line] < seq:
             self._point.wait_for(SHOWN, waits=False)
         if source.counts[line] < seq:
-            # If an earlier one was left out here, after Ctrl-C, the source may wait for this.
+            # If this rank missed an earlier broadcast, after Ctrl-C, the source may wait for it.
             self._peers.answer(source, SEEN, self.wrapper, 0, seq - 1)
             self._wait_for(SHOWN, seq, part, source)
         layout, nbytes = source.last[line]
