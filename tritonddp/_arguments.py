@@ -1,4 +1,4 @@
-"""Checks of arguments, and warnings of them, shared by several subpackages."""
+"""Checks of arguments, and helpers for warnings, shared by several subpackages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Check options that are True or False, by name. (``None`` is off, or the default.)
+    """Check options that are True or False, by name. ``None`` means off, or the default.
 
     Raises:
-        TypeError: a value is something else: the string ``"False"``, for example, would be true.
+        TypeError: a value has another type: for example, the string ``"False"`` would be true.
     """
     for name, flag in flags.items():
         is_numpys = type(flag).__name__ in ("bool", "bool_")
@@ -22,7 +22,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def users_level() -> int:
-    """The ``stacklevel`` of a warning that names the line which has called this package."""
+    """Return the ``stacklevel`` of a warning that names the line that called this package."""
     frame, level = _getframe(1), 1
     package = __name__.partition(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -31,9 +31,9 @@ def users_level() -> int:
 
 
 def plain_names(wanted: Any) -> set[str]:
-    """The names in ``wanted``, spelled as in ``named_parameters()``.
+    """Return the names in ``wanted``, spelled as in ``named_parameters()``.
 
-    (Torch's recipe for such a list puts a dot before the names of the outermost module.)
+    Torch's recipe for such a list puts a dot before the names of the outermost module.
     """
     is_list = isinstance(wanted, Collection) and not isinstance(wanted, str | Tensor)
     if is_list and all(isinstance(name, str) for name in wanted):

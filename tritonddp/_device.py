@@ -1,6 +1,7 @@
 """Streams, events and pinned copies: all uses of ``torch.cuda``, in one file.
 
-"Work" here is what a stream was given: kernels, copies and waits, which the device runs later.
+"Work" of a stream is what was submitted to it: kernels, copies and waits that the device runs
+later.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ compiled_kernels = 0
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is captured in a CUDA graph."""
+    """Return True if the current stream is being captured in a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def current_stream(device: torch.device) -> Any:
-    """The current stream of ``device``, a GPU."""
+    """Return the current stream of ``device``, a GPU."""
     current = _torch.raw_current_stream
     if current is None or device.index is None:
         return torch.cuda.current_stream(device)
@@ -39,7 +40,7 @@ def current_stream(device: torch.device) -> Any:
 
 @lru_cache(64)
 def _stream(raw: tuple[int, int, int]) -> Any:
-    """The stream with these numbers. Cached, since torch never destroys its streams."""
+    """Return the stream with these numbers. Cached, since torch never destroys its streams."""
     number, index, kind = raw
     return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
 
@@ -54,8 +55,8 @@ class Readback:
         self._copy: Any = None
         self._event: Any = None
         self._kind: Any = None
-        self.memory = (0, 0)  # address of the copy, and its bytes: NaN where it is not complete
-        self._source: Callable[[], Tensor | None] = NoneType  # of the last copy, not kept alive
+        self.memory = (0, 0)  # address and bytes of the copy; it holds NaN until it is complete
+        self._source: Callable[[], Tensor | None] = NoneType  # last source; weak reference
 
     def start(self, tensor: Tensor) -> None:
         """Start to copy ``tensor``, which holds no NaN, after the work of the current stream."""
@@ -66,7 +67,7 @@ class Readback:
         self._event.record(current_stream(self._kind[2]))
 
     def _prepare(self, tensor: Tensor) -> None:
-        """Prepare for a copy of another tensor than the last time."""
+        """Prepare to copy a different tensor than the last time."""
         kind = tensor.shape, tensor.dtype, tensor.device
         if kind != self._kind:  # an event belongs to one device
             with outside_modes([tensor]):
@@ -82,12 +83,13 @@ class Readback:
         return self._copy
 
     def peek(self) -> Tensor | None:
-        """The copy if it is complete, else ``None``. Works in a capture too: queries no event."""
+        """Return the copy if it is complete, else ``None``. Queries no event, so captures allow
+        it."""
         return None if self._copy.isnan().any() else self._copy
 
 
 def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copies of small tensors on the host, with one copy and one wait per device.
+    """Return copies of small tensors on the host, with one copy and one wait per device.
 
     Tensors of a GPU are returned as fp64.
     """
@@ -106,15 +108,15 @@ def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def upload(target: Tensor, host: Tensor) -> Tensor:
-    """Copy ``host``, of the CPU, into ``target``, without waiting.
+    """Copy ``host``, which is on the CPU, into ``target``, without waiting.
 
-    Returns the source of the copy: in a capture it has to stay alive and unchanged, as long as the
+    Return the source of the copy: in a capture it must stay alive and unchanged as long as the
     graph.
 
-    The source is a fresh pinned tensor each time: the copy is asynchronous, and the next content
-    must not be written into memory that it still reads. The caching host allocator reuses a block
+    The source is a new pinned tensor each time: the copy is asynchronous, and the next content must
+    not be written into memory that the copy still reads. The caching host allocator reuses a block
     only after the copy that used it. The device side is safe: kernels that read the former content
-    come before this copy on the same stream.
+    precede this copy on the same stream.
     """
     if target.device.type == "cpu":
         target.copy_(host)
@@ -126,7 +128,7 @@ def upload(target: Tensor, host: Tensor) -> Tensor:
 
 
 def uploaded(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of ``host``, of the CPU, on ``device``: see :func:`upload`."""
+    """Return a copy of ``host``, which is on the CPU, on ``device``: see :func:`upload`."""
     target = torch.empty_like(host, device=device)
     upload(target, host)
     return target
@@ -135,9 +137,9 @@ def uploaded(host: Tensor, device: torch.device) -> Tensor:
 def record_use(*memory: Tensor) -> None:
     """Call this before dropping ``memory`` that the current stream still uses.
 
-    Freed memory returns to the stream that it was allocated on, which may be another one: modules
-    are wrapped on one stream and trained on another. This delays its reuse until the work of the
-    current stream is done.
+    Freed memory returns to the stream on which it was allocated, which may be another one: modules
+    are wrapped on one stream and trained on another. This function delays its reuse until the work
+    of the current stream is done.
     """
     for tensor in memory:
         if tensor.is_cuda:
@@ -145,7 +147,7 @@ def record_use(*memory: Tensor) -> None:
 
 
 def is_default(stream: Any) -> bool:
-    """Whether ``stream`` is the default stream of its device."""
+    """Return True if ``stream`` is the default stream of its device."""
     return bool(stream == torch.cuda.default_stream(stream.device))
 
 
@@ -169,7 +171,8 @@ class SideStreams:
 
     @contextmanager
     def behind_current(self, device: torch.device, *memory: Tensor) -> Iterator[None]:
-        """Context: the side stream of ``device`` is current, and waits for the one before.
+        """Context: the side stream of ``device`` is current, and first waits for the current
+        stream.
 
         Tensors of ``memory`` are used inside, and may be dropped before the stream is done.
         """
@@ -190,7 +193,7 @@ def settle(device: torch.device) -> None:
 
 
 class Stamp:
-    """The time now on the host and, on a GPU, when its current stream reaches this point."""
+    """The current time of the host and, on a GPU, when its current stream reaches this point."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = time.perf_counter_ns()
@@ -200,11 +203,11 @@ class Stamp:
             self.event.record(current_stream(device))
 
     def has_passed(self) -> bool:
-        """Whether the device has reached this point. Does not wait."""
+        """Return True if the device has reached this point. Does not wait."""
         return self.event is None or self.event.query()
 
     def seconds_to(self, end: Stamp) -> float:
-        """Seconds of device time to ``end``, which it has reached; on the CPU, of host time."""
+        """Return seconds to ``end``, which the device has reached; host time on the CPU."""
         if self.event is None or end.event is None:
             return (end.host - self.host) / 1e9
         return self.event.elapsed_time(end.event) / 1e3
@@ -219,20 +222,20 @@ class Moments:
         self._stamps: dict[str, Stamp] = {}
 
     def mark(self, name: str) -> None:
-        """It is now."""
+        """Record the current time under ``name``."""
         self._stamps[name] = Stamp(self._device)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stamps
 
     def host(self, name: str) -> int:
-        """When the host reached it: nanoseconds since 1970."""
+        """Return when the host reached this point: nanoseconds since 1970."""
         return self._epoch + self._stamps[name].host
 
     def have_passed(self) -> bool:
-        """Whether the device has reached all of them. Does not wait."""
+        """Return True if the device has reached all points. Does not wait."""
         return all(each.has_passed() for each in self._stamps.values())
 
     def nanoseconds(self, start: str, end: str) -> int:
-        """Nanoseconds from ``start`` to ``end``; zero if ``end`` came first."""
+        """Return nanoseconds from ``start`` to ``end``; zero if ``end`` was first."""
         return max(0, round(self._stamps[start].seconds_to(self._stamps[end]) * 1e9))

@@ -1,4 +1,4 @@
-"""Tensors that are kept for later steps, whatever mode the user's code runs in meanwhile."""
+"""Create tensors that are kept for later steps, independent of the user's current modes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tritonddp import _torch
 
 @contextmanager
 def outside_modes(given: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Context: what is made inside may be kept. Entered where something is made, not in each step.
+    """Context in which tensors that are kept can be created. Not entered in each step.
 
-    The first forward may be one for validation under ``inference_mode``, whose tensors nobody may
-    write to afterwards; or run under ``FakeTensorMode``, a mode of the user's, ``torch.device`` or
-    a transform of ``torch.func``, whose tensors are of no use outside. So all of these are left.
+    The first forward may be a validation under ``inference_mode``, whose tensors cannot be written
+    to afterwards. It may also run under ``FakeTensorMode``, a mode of the user, ``torch.device`` or
+    a transform of ``torch.func``, whose tensors are useless outside. So this context leaves all of
+    these.
 
     Args:
-        given: what is made has to go with these tensors. Those of a subclass need their modes,
-            which are kept then.
+        given: tensors with which the new tensors must be compatible. Subclasses need their
+            modes, which are then kept.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

@@ -1,7 +1,6 @@
 """Every private name of torch and Triton that tritonddp uses, each with its reason.
 
-Checked with torch 2.8 to 2.15, and with Triton 3.4 to 3.9. When a name moves,
-this is the only file to mend.
+Checked with torch 2.8 to 2.15, and with Triton 3.4 to 3.9. If a name moves, change only this file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
 
-# Options of a method of ProcessGroup. (Those of other methods are public, in dist.)
+# Options of a method of ProcessGroup. The options of other methods are public, in dist.
 from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.modules.batchnorm import _NormBase
@@ -43,20 +42,20 @@ from torch.utils.data._utils import worker as _loading
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # These functions bind the default group at import time. If they are imported after the group was
-# made (by torch._dynamo at the latest), they keep the group, and its threads, alive even after
-# destroy_process_group(). A thread of gloo that drops a tensor while the interpreter exits then
-# aborts the process ("terminate called without an active exception"). None means that group too.
+# created (by torch._dynamo at the latest), they keep the group and its threads alive even after
+# destroy_process_group(). A gloo thread that drops a tensor while the interpreter exits then aborts
+# the process ("terminate called without an active exception"). None also means that group.
 for _function in vars(torch.distributed.nn.functional).values():
     if isinstance(_function, FunctionType):
         _function.__defaults__ = tuple(
             None if each is dist.group.WORLD else each for each in _function.__defaults__ or ()
         )
 
-# Arguments of stock's class and its _register_buffer_comm_hook: users import them from there.
+# Arguments of stock DDP's class and its _register_buffer_comm_hook; users import them from there.
 BufferCommHookLocation = _BufferCommHookLocation
 MixedPrecision = _MixedPrecision
 
-# A process group's ``alltoall_base`` has another name from torch 2.14 on.
+# A process group's ``alltoall_base`` has another name since torch 2.14.
 ALL_TO_ALL_SINGLE = (
     "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 )
@@ -70,7 +69,7 @@ without_transforms = temporarily_clear_interpreter_stack
 
 
 def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs: nothing made outside may be written then."""
+    """Return True if a transform of ``torch.func`` runs: outer tensors must not be written then."""
     return peek_interpreter_stack() is not None
 
 
@@ -79,25 +78,25 @@ STOCK: Any = DistributedDataParallel
 
 
 # Private only by name: torch's optimizers use them. One call for a list takes 0.3 us per small CPU
-# tensor, where a Python loop of ``copy_`` takes 0.7.
+# tensor; a Python loop of ``copy_`` takes 0.7.
 foreach_copy_: Any = torch._foreach_copy_
 foreach_zero_: Any = torch._foreach_zero_
 foreach_mul: Any = torch._foreach_mul
 foreach_mul_: Any = torch._foreach_mul_
 foreach_norm: Any = torch._foreach_norm
 
-# Whether torch's profiler runs, in this process.
+# Whether torch's profiler runs in this process.
 is_profiling: Callable[[], bool] = partial(
     attrgetter("_is_profiler_enabled"), torch.autograd.profiler
 )
 
 
 def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
-    """Have ``combine`` decide whether GradScaler has found a gradient that is not finite.
+    """Let ``combine`` decide whether GradScaler has found a gradient that is not finite.
 
-    ``combine(optimizer, found, default)`` gets by device a tensor that is not zero if so, or
-    nothing where the optimizer has no gradient; ``default`` is such a tensor of zero. Patched once
-    per process.
+    ``combine(optimizer, found, default)`` gets for each device a tensor that is nonzero if so, or
+    nothing if the optimizer has no gradient; ``default`` is such a tensor of zero. Patched once per
+    process.
     """
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
@@ -113,11 +112,11 @@ def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
 
 
 def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor | None]) -> None:
-    """Have ``combine`` compute norms of several gradients for ``torch.nn.utils.clip_grad_norm_``.
+    """Let ``combine`` compute norms of several gradients for ``torch.nn.utils.clip_grad_norm_``.
 
-    ``combine(gradients, norm_type, parameters)`` gets ``None`` for the parameters if the user has
+    ``combine(gradients, norm_type, parameters)`` gets ``None`` for the parameters if the user
     called ``get_total_norm`` with gradients. If it returns ``None``, torch computes the norm.
-    ``clip_grad_norm_`` looks the function up in its module, so this also holds where users have
+    ``clip_grad_norm_`` looks the function up in its module, so this also works if users have
     imported it by name. Patched once per process.
     """
     clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
@@ -134,7 +133,7 @@ def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor
         foreach: bool | None = None,
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        # Which gradients there are depends on the rank, but which parameters are clipped does not.
+        # Which gradients exist depends on the rank; which parameters are clipped does not.
         caller = sys._getframe(1)
         is_clip = caller.f_code.co_name == "clip_grad_norm_" and caller.f_globals is vars(clip_grad)
         params = caller.f_locals.get("parameters") if is_clip else None
@@ -149,28 +148,28 @@ def combine_total_norms(combine: Callable[[Sequence[Tensor], float, Any], Tensor
 
     group = clip_grad._group_tensors_by_device_and_dtype
 
-    # On a rank without gradients clip_grad_value_ asks for groups of none, an error.
+    # On a rank without gradients, clip_grad_value_ groups an empty list, which is an error.
     clip_grad._group_tensors_by_device_and_dtype = lambda some: group(some) if some[0] else {}
     total_norm.combine = combine  # type: ignore[attr-defined]
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
 
 
-# Hooks of an optimizer, by number. Optimizer runs them in methods which also do all the rest.
+# Hooks of an optimizer, by number. Optimizer runs them in methods that also do everything else.
 state_dict_pre_hooks = attrgetter("_optimizer_state_dict_pre_hooks")
 state_dict_post_hooks = attrgetter("_optimizer_state_dict_post_hooks")
 load_state_dict_pre_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks")
 load_state_dict_post_hooks = attrgetter("_optimizer_load_state_dict_post_hooks")
 
 
-# What a communication hook may return: ``Work.get_future()`` returns the C++ class.
+# Return type of a communication hook: ``Work.get_future()`` returns the C++ class.
 FUTURE: type = torch._C.Future
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend of ``group`` for ``device``: ``"gloo"``, ``"nccl"``.
+    """Return the name of the backend of ``group`` for ``device``: ``"gloo"``, ``"nccl"``.
 
-    The public ``get_backend`` returns one name even if a group has several backends, and works for
-    registered groups only. A group written in Python has no backends, but has a name.
+    The public ``get_backend`` returns one name even if a group has several backends, and works only
+    for registered groups. A group written in Python has no backends, but has a name.
     """
     try:
         return group._get_backend(device).name()
@@ -179,14 +178,14 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def is_checked(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether torch compares the calls of all ranks: ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    """Return True if torch compares the calls of all ranks: ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     return type(group._get_backend(device)).__name__ == "_ProcessGroupWrapper"
 
 
 def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A ``torch.cuda.MemPool`` whose memory is registered with ``group``, as symmetric windows.
+    """Return a ``torch.cuda.MemPool`` that is registered with ``group``, as symmetric windows.
 
-    ``None`` where torch (before 2.9), the backend or the device has none.
+    ``None`` if torch (before 2.9), the backend or the device does not support it.
     """
     try:
         backend: Any = group._get_backend(device)
@@ -200,9 +199,10 @@ def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """One call in C, as dynamo makes it: whether the tensors that it is given are like these.
+    """Return a C function, as dynamo makes it, that tells whether its tensors are like these.
 
-    In dtype, device, sizes and strides. (Three loops over attributes take three times as long.)
+    It compares dtype, device, sizes and strides. Three loops over attributes take three times as
+    long.
     """
     guard = torch._C._dynamo.guards.TensorGuards
     nothing: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
@@ -210,15 +210,16 @@ def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All process groups of this process that torch knows, with or without a wrapped module."""
+    """Return all process groups of this process that torch knows, even without a wrapped module."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def new_group_of_members(ranks: Sequence[int], timeout: timedelta | None, backend: str) -> Any:
-    """``new_group`` of these global ranks, which they alone call.
+    """Return a ``new_group`` of these global ranks; only these ranks call it.
 
-    If the world was given a device (``init_process_group(device_id=...)``), torch makes groups by
-    ``ncclCommSplit``, which waits for all ranks of the world, members or not. So it is not told.
+    If the world was given a device (``init_process_group(device_id=...)``), torch creates groups
+    with ``ncclCommSplit``, which waits for all ranks of the world, even non-members. So the device
+    is hidden.
     """
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
@@ -229,7 +230,7 @@ def new_group_of_members(ranks: Sequence[int], timeout: timedelta | None, backen
 
 
 def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device]) -> torch.device:
-    """The first candidate whose tensors ``group`` can send; the CPU if no candidate is known to."""
+    """Return the first candidate whose tensors ``group`` can send; else the CPU."""
     for device in candidates:
         try:
             group._get_backend(device)
@@ -240,7 +241,7 @@ def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device])
 
 
 def _backend_option(name: str, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The option ``name`` of the group's backend; ``None`` if it has none."""
+    """Return the option ``name`` of the group's backend; ``None`` if it has none."""
     try:
         backend: Any = group._get_backend(device)
         return getattr(backend.options, name)
@@ -248,19 +249,19 @@ def _backend_option(name: str, group: dist.ProcessGroup, device: torch.device) -
         return None
 
 
-# Of a group and a device: the timeout of collectives, and the number of gloo's threads.
+# For a group and a device: the timeout of collectives, and the number of gloo's threads.
 timeout_of: Callable[..., timedelta | None] = partial(_backend_option, "_timeout")
 gloo_threads: Callable[..., int | None] = partial(_backend_option, "_threads")
 
 
-# What each thread of the process runs in Python: a frame by the identifier of the thread.
+# The current Python frame of each thread of the process, by thread identifier.
 frames_of_threads: Callable[[], dict[int, FrameType]] = sys._current_frames
 
 
 def store_of(group: Any) -> Any:
-    """The store that ``group`` was made with; ``None`` if it was written in Python without one.
+    """Return the store of ``group``; ``None`` if it was written in Python without a store.
 
-    Until torch 2.8 the group does not tell it, and torch forgets it with the group.
+    Up to torch 2.8 the group does not expose its store, and torch forgets it with the group.
     """
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
@@ -268,17 +269,17 @@ def store_of(group: Any) -> Any:
 
 
 def own_connection(group: dist.ProcessGroup) -> Any:
-    """A store with the keys of the group's, on a connection that nobody else waits in.
+    """Return a store with the keys of the group's store, on a separate connection.
 
     Raises:
-        AttributeError: a group written in Python has none.
+        AttributeError: a group written in Python has no store.
     """
     store = store_of(group)
     return store.clone() if store.has_extended_api() else store  # files: no connection at all
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:
-    """Number of collectives of this rank in ``group``; 0 if the group is written in Python."""
+    """Return the number of this rank's collectives in ``group``; 0 for groups written in Python."""
     try:
         return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     except RuntimeError:
@@ -286,7 +287,7 @@ def collectives_issued(group: dist.ProcessGroup) -> int:
 
 
 def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
-    """Communication hooks of torch that issue at most one collective per call."""
+    """Return communication hooks of torch that issue at most one collective per call."""
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
     return (
@@ -298,23 +299,25 @@ def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
 
 
 def steps_optimizers(hook: Any) -> bool:
-    """Whether ``hook`` is stock DDP's hook that steps optimizers in the backward, by its name."""
+    """Return True if ``hook`` is, by name, stock DDP's hook that steps optimizers in the
+    backward."""
     return getattr(hook, "__name__", "") == "apply_optim_in_backward_hook"
 
 
 def overlapped_optimizer(
     optimizer: type, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What ``_register_fused_optim`` registers: torch's functional version of ``optimizer``."""
+    """Return what ``_register_fused_optim`` registers: torch's functional ``optimizer``."""
     from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
     return _as_overlapped_optim(optimizer, params, *args, **kwargs)
 
 
 def optimizer_hooks() -> Any:
-    """Handles of the hooks that step an optimizer in the backward, which stock DDP removes too.
+    """Return the handles of the hooks that step an optimizer in the backward, by parameter.
 
-    By parameter; ``None`` if ``_apply_optimizer_in_backward`` has not been called in this process.
+    Stock DDP removes these hooks too. ``None`` if ``_apply_optimizer_in_backward`` was not called
+    in this process.
     """
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     if module is None or not len(module.param_to_acc_grad_map):
@@ -323,59 +326,59 @@ def optimizer_hooks() -> Any:
 
 
 def optimizers_in_backward(param: Tensor) -> list[Any]:
-    """The optimizers that ``_apply_optimizer_in_backward`` has made for ``param``."""
+    """Return the optimizers that ``_apply_optimizer_in_backward`` has made for ``param``."""
     return getattr(param, "_in_backward_optimizers", [])
 
 
-# Whether a profiler watches this thread, and a profiler span that is made in C: the public
-# record_function costs 5 us even without a profiler. (A profiler of all threads shows the span as
-# an operator.)
+# Whether a profiler watches this thread, and a profiler span that is created in C: the public
+# record_function costs 5 us even without a profiler. A profiler of all threads shows the span as an
+# operator.
 is_profiled = torch._C._autograd._profiler_enabled
 cheap_record_function = torch._C._profiler._RecordFunctionFast
 
-# For a GPU index: stream id, device index and device type of its current stream; and the current
-# device. In torch.cuda Python is around them, which took 20 to 30 us per call in a step on an H100.
+# For a GPU index: stream ID, device index and device type of its current stream; and the current
+# device. torch.cuda adds Python code to both, which took 20 to 30 us per call in a step on an H100.
 raw_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-# Whether the engine will execute an autograd node in the backward that runs, 0.1 to 0.2 us. The
+# Whether the engine will execute an autograd node in the running backward; takes 0.1 to 0.2 us. The
 # public ``register_multi_grad_hook`` uses it too.
 will_execute = torch._C._will_engine_execute_node
 
 
 def captures_leaves(error: RuntimeError) -> bool:
-    """Whether :data:`will_execute` has raised this since ``torch.autograd.grad`` runs."""
+    """Return True if :data:`will_execute` raised ``error`` because ``torch.autograd.grad`` runs."""
     return "autograd.grad()" in str(error)
 
 
-# Id of the backward that runs on this thread, -1 outside one. A reentrant checkpoint runs an inner
-# backward with an id of its own.
+# ID of the running backward on this thread; -1 outside one. A reentrant checkpoint runs an inner
+# backward with a different ID.
 current_graph_task_id = torch._C._current_graph_task_id
 
-# Whether the backward that runs on this thread was called with ``retain_graph=True``.
+# Whether the running backward on this thread was called with ``retain_graph=True``.
 graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
 
-# The autograd node that the engine runs on this thread, also while its hooks run.
+# The autograd node that the engine runs on this thread, even while its hooks run.
 current_autograd_node = torch._C._current_autograd_node
 
 
 def python_function(kind: type) -> Any:
-    """The ``torch.autograd.Function`` whose nodes have this type; ``None`` for those of C++."""
+    """Return the ``torch.autograd.Function`` of nodes of this type; ``None`` for C++ nodes."""
     return getattr(kind, "_forward_cls", None)
 
 
-# The dtype that a user has set for ``.grad`` of a leaf. Until torch 2.9 it is that of the leaf.
+# The dtype that a user has set for ``.grad`` of a leaf. Up to torch 2.9 it is the leaf's dtype.
 grad_dtype_of = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 
-# The Python hooks of a tensor, ``None`` if it has had none.
+# The Python hooks of a tensor; ``None`` if it never had any.
 backward_hooks_of = attrgetter("_backward_hooks")
 
 
 def hooks_after_accumulation(param: Tensor) -> list[Any]:
-    """Hooks of users that run when ``.grad`` of a parameter has been accumulated.
+    """Return hooks of users that run when ``.grad`` of a parameter has been accumulated.
 
-    Those of this package, and list methods as its tracker uses, do not change gradients.
+    Hooks of this package, and list methods as its tracker uses, do not change gradients.
     """
     return [
         hook
@@ -390,21 +393,21 @@ def _is_ours(function: Any) -> bool:
     return is_of_list or package == __name__.partition(".")[0]
 
 
-# Run a function when the backward that runs on this thread is over. FSDP2 and stock DDP end their
+# Run a function when the running backward on this thread is over. FSDP2 and stock DDP end their
 # backward the same way; torch has no public name for it.
 queue_end_of_backward = Variable._execution_engine.queue_callback
 
 
-# Whether torch moves an autograd node from a stream that is not captured to one that is. Until 2.12
+# Whether torch moves an autograd node from a stream that is not captured to one that is. Up to 2.12
 # it does not. Only the setter is public: torch.autograd.graph.set_override_stale_capture_stream.
 moves_nodes_into_captures: Callable[[], bool] = getattr(
     torch._C, "_override_stale_capture_stream", lambda: False
 )
 
 
-# The tensor in C++ behind an object: another one after torch.utils.swap_tensors.
+# The C++ tensor of a Python object; torch.utils.swap_tensors changes it.
 tensor_behind = attrgetter("_cdata")
-# How often that has been exchanged in this process, once count_swaps() was called.
+# Number of such swaps in this process since count_swaps() was called.
 swaps = [0]
 
 
@@ -412,9 +415,9 @@ swaps = [0]
 def count_swaps() -> None:
     """Count calls of ``torch.utils.swap_tensors``, also by ``module.to()`` and ``load_state_dict``.
 
-    To ask each parameter in each forward for its tensor took 0.3 us. torch leaves hooks in C++ with
-    the former tensor: ours follow the parameter, so that a backward that no forward announces is
-    noticed too.
+    Checking the tensor of each parameter in each forward took 0.3 us. torch leaves hooks in C++
+    with the former tensor. The hooks of this package follow the parameter, so that a backward that
+    no forward announces is noticed, too.
     """
     extension: Any = torch._C
     swap = extension._swap_tensor_impl
@@ -430,14 +433,15 @@ def count_swaps() -> None:
     extension._swap_tensor_impl = counted
 
 
-# Context: tensor subclasses count as plain tensors.
+# Context in which tensor subclasses count as plain tensors.
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
 def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """``tensor.register_post_accumulate_grad_hook``, past the overrides of tensor subclasses.
+    """Call ``tensor.register_post_accumulate_grad_hook``, bypassing overrides of subclasses.
 
-    Also after ``torch.utils.swap_tensors``, which leaves the dictionary of hooks with the object.
+    Works also after ``torch.utils.swap_tensors``, which leaves the dictionary of hooks with the
+    object.
     """
     with torch._C.DisableTorchFunctionSubclass():
         handle = tensor.register_post_accumulate_grad_hook(hook)
@@ -459,8 +463,8 @@ def keep_dynamo_out(traced: str) -> None:
     """Exclude this package from torch.compile, except the file ``traced`` and functions it calls.
 
     Otherwise a compiled training step would compile the hooks that its backward calls, and compile
-    them again whenever an attribute has changed. dynamo excludes torch's own files by the same
-    list. The import takes a second, but making an optimizer, or stock DDP, imports it too.
+    them again whenever an attribute has changed. dynamo excludes torch's own files with the same
+    list. The import takes a second, but creating an optimizer, or stock DDP, imports it too.
     """
     # In a separate thread: the import calls torch.fx.wrap, which makes a reference cycle with all
     # frames below it. The frames of the code that wraps a module would keep the wrapper, and with
@@ -472,7 +476,7 @@ def keep_dynamo_out(traced: str) -> None:
         for each in iter_modules(sys.modules[package].__path__, f"{package}."):
             if each.name not in (room, traced):
                 rules.add(each.name)
-    # What makes a dataclass or a named tuple is in no file that such a rule could name.
+    # Generated methods of dataclasses and named tuples are in no file that such a rule could name.
     own = f"{__name__.partition('.')[0]}."
     modules = [sys.modules[name] for name in sys.modules if name.startswith(own)]
     held = [each for module in modules for each in vars(module).values()]
@@ -486,7 +490,7 @@ def keep_dynamo_out(traced: str) -> None:
 def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
     """Decorator: when compiled code calls the function, dynamo traces ``traced`` instead.
 
-    Python still runs the decorated function, also if dynamo cannot trace all of ``traced``.
+    Python still runs the decorated function, even if dynamo cannot trace all of ``traced``.
     torch.compile marks its results in the same way.
     """
 
@@ -498,18 +502,19 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def comptime() -> Callable[[Callable[[Any], None]], None]:
-    """A function that, in code which dynamo traces, calls its argument while that is traced.
+    """Return a function that calls its argument while dynamo traces the call.
 
-    The argument gets a context whose ``graph()`` is the graph as far as it is traced.
+    The argument gets a context; its ``graph()`` is the graph as far as it is traced.
     """
     function: Any = importlib.import_module("torch._dynamo.comptime").comptime
     return function
 
 
 def graph_inputs(context: Any) -> dict[Any, Tensor]:
-    """The tensors that the graph of this context gets, by their nodes.
+    """Return the input tensors of the graph of this context, by their nodes.
 
-    One inside another, as of a checkpoint, has the fake tensors of the whole one.
+    A graph inside another one, for example of a checkpoint, has the fake tensors of the outermost
+    graph.
     """
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     outer = [node.meta for node in output.root_tracer.graph.find_nodes(op="placeholder")]
@@ -520,9 +525,9 @@ def graph_inputs(context: Any) -> dict[Any, Tensor]:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether ``tensor`` belongs to a graph that is being traced together with its backward.
+    """Return True if ``tensor`` belongs to a graph that is traced together with its backward.
 
-    Then a hook on an input of the graph is traced too, after all of the input's gradient is made.
+    Then a hook on an input of the graph is traced too, after the complete gradient of the input.
     """
     module = sys.modules.get("torch._subclasses.functional_tensor")
     return module is not None and isinstance(tensor, module.FunctionalTensor)
@@ -545,14 +550,14 @@ def keep_order(operator: Any) -> None:
     memory.reorder_for_peak_memory = reorder_others
 
 
-# Whether this process has begun RPC.
+# Whether RPC was initialized in this process.
 rpc_runs: Callable[[], bool] = (
     torch._C._distributed_rpc._is_current_rpc_agent_set if _HAS_RPC else bool
 )
 
 
 def distributed_context() -> int | None:
-    """Id of the ``torch.distributed.autograd.context()`` that this thread is in, if any.
+    """Return the ID of the current ``torch.distributed.autograd.context()`` of this thread, if any.
 
     torch has no public name for it. Its private function raises outside a context, so check
     :func:`rpc_runs` first: without RPC there are no contexts.
@@ -567,7 +572,7 @@ def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:
     """Set the gradient of ``param`` in this context of ``torch.distributed.autograd``.
 
     Python gets a copy of the context's dictionary, TorchScript the dictionary itself.
-    (``torch.jit.script`` would warn that it is deprecated.)
+    ``torch.jit.script`` would warn that it is deprecated.
     """
     _put()(context, param, gradient)
 
@@ -584,8 +589,8 @@ def _put() -> Any:
     return torch._C._create_function_from_graph("put_into_context", graph)
 
 
-# The backward is compiled too, without AccumulateGrad nodes and calls at its end, if this attribute
-# of this module, which may not be imported, is true. (Read without a call, in each backward.)
+# If this attribute of this module is true, the backward is compiled too, without AccumulateGrad
+# nodes and calls at its end. The module may not be imported. Read without a call in each backward.
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 IN_COMPILED_AUTOGRAD = "in_compiled_autograd_region"
 
@@ -598,17 +603,17 @@ def move_inputs(
     return moved_args[0], moved_kwargs[0]
 
 
-# Of a joinable: whether the ``Join`` raises on all ranks as soon as one rank has no inputs left.
+# For a joinable: whether ``Join`` raises on all ranks as soon as one rank has no inputs left.
 throws_on_early_termination = attrgetter("_join_config.throw_on_early_termination")
 
 
 class CountingJoin(Join):
     """torch's ``Join``, which counts the ranks that have inputs inside :attr:`counting`.
 
-    So an error in that collective names the missing ranks, not only the backend's message.
+    So an error in that collective names the missing ranks, in addition to the backend's message.
     """
 
-    counting: Callable[[], AbstractContextManager[None]]  # a method of the class that inherits it
+    counting: Callable[[], AbstractContextManager[None]]  # a method of the subclass
 
     def _get_num_nonjoined_procs(self) -> float:
         with self.counting():
@@ -616,14 +621,14 @@ class CountingJoin(Join):
 
 
 def leave_join(joinable: Any) -> None:
-    """Reset what ``Join`` has set, which it does not do: each forward would still notify it."""
+    """Reset the state that ``Join`` leaves behind: otherwise each forward would still notify it."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 
 
 def patches_of_stock() -> dict[str, Any]:
-    """Attributes that other libraries have set on torch's class, by name.
+    """Return attributes that other libraries have set on torch's class, by name.
 
-    Without torch's own methods, which need attributes that our class does not have.
+    torch's own methods are left out, since they need attributes that this package's class lacks.
     """
     patches = {}
     for name, value in vars(STOCK).items():
@@ -636,7 +641,7 @@ def patches_of_stock() -> dict[str, Any]:
 
 
 # The wrapper whose forward runs, torch's or ours. dynamo reads it from torch's class, and splits
-# the graph by the size of its buckets.
+# the graph by its bucket size.
 active_wrapper = partial(getattr, STOCK, "_active_ddp_module")
 set_active_wrapper = partial(setattr, STOCK, "_active_ddp_module")
 
@@ -645,12 +650,12 @@ def cast_inputs(
     dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast floating-point tensors in any nesting, as stock DDP does for ``mixed_precision``."""
-    # All inputs in one container: an argument of the module may be called dtype.
+    # All inputs in one container, because an argument of the module may be called dtype.
     return _cast_forward_inputs(dtype, args, kwargs)[0]
 
 
 def is_sliced(mesh: Any) -> bool:
-    """Whether ``mesh`` is one dimension of a larger mesh."""
+    """Return True if ``mesh`` is one dimension of a larger mesh."""
     if hasattr(mesh, "_get_root_mesh"):
         return bool(mesh._get_root_mesh() != mesh)
     meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # until torch 2.9
@@ -658,7 +663,7 @@ def is_sliced(mesh: Any) -> bool:
 
 
 def running_statistics(layer: torch.nn.Module) -> list[str]:
-    """Names of a layer's buffers with statistics of batches, as in BatchNorm."""
+    """Return names of a layer's buffers with batch statistics, as in BatchNorm."""
     if not isinstance(layer, _NormBase):
         return []
     names = ("running_mean", "running_var", "num_batches_tracked")
@@ -666,39 +671,40 @@ def running_statistics(layer: torch.nn.Module) -> list[str]:
 
 
 def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
-    """``all_gather_into_tensor``, whose name torch 2.13 deprecates; returns the work."""
+    """Call ``all_gather_into_tensor``, a name that torch 2.13 deprecates; return the work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, tensor, group=group, async_op=True)
 
 
 def reduce_scatter_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
-    """``reduce_scatter_tensor``, whose name torch 2.13 deprecates; returns the work."""
+    """Call ``reduce_scatter_tensor``, a name that torch 2.13 deprecates; return the work."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, tensor, group=group, async_op=True)
 
 
-# What a process of a DataLoader runs; it is looked up there when the process starts.
+# Main function of a DataLoader process; it is looked up when the process starts.
 loading_loop = partial(getattr, _loading, "_worker_loop")
 set_loading_loop = partial(setattr, _loading, "_worker_loop")
 
 
 def loading_processes() -> list[Any]:
-    """The processes of all DataLoaders, which only their iterators know."""
+    """Return the processes of all DataLoaders, which only their iterators know."""
     iterators = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
     return [process for each in iterators for process in getattr(each, "_workers", ())]
 
 
 def triton_compiled(kernel: Any, *arguments: Any, **options: Any) -> Any:
-    """``kernel.warmup`` of Triton: ``None`` in the interpreter, which has none until 3.5."""
+    """Call Triton's ``kernel.warmup``; return ``None`` in interpreters before 3.5, which lack
+    it."""
     warmup = getattr(kernel, "warmup", None)
     return warmup and warmup(*arguments, **options)
 
 
 def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:
-    """``compiled[shape]`` of a Triton kernel: a function that launches it on the current device.
+    """Return ``compiled[shape]`` of a Triton kernel, which launches it on the current device.
 
     For profiler hooks Triton makes a record and two calls per launch, even without a hook, which is
-    half of the Python time of a launch. This leaves them out, like torch's inductor.
+    half of the Python time of a launch. This function skips them, like torch's inductor.
     """
     with_hooks = compiled[shape]  # loads the kernel
     try:
@@ -714,7 +720,7 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
     def launch(*arguments: Any) -> None:
         try:
             is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
-        except AttributeError:  # no chains: Triton 3.4 has a function or None, a library its own
+        except AttributeError:  # Triton 3.4 has no chains: a function or None; libraries set one
             is_hooked = hooks.launch_enter_hook or hooks.launch_exit_hook
         if is_hooked:
             with_hooks(*arguments)
@@ -726,14 +732,14 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
 
 
 def sample_times(wrapper: Any, rate: int) -> None:
-    """Let a wrapper, torch's or ours, note when the parts of one step in ``rate`` began."""
+    """Let a wrapper, torch's or ours, record the times of one step in ``rate``."""
     wrapper._set_ddp_runtime_logging_sample_rate(rate)
 
 
 def logged_times(wrapper: Any) -> dict[str, int] | None:
-    """Nanoseconds of the last step whose parts a wrapper noted; None if there is none.
+    """Return nanoseconds of the last step whose parts a wrapper recorded; None if there is none.
 
-    ``began``, when its backward did, tells one from another.
+    ``began``, the start time of its backward, identifies the step.
     """
     data = wrapper._get_ddp_logging_data()
     names = {
@@ -748,7 +754,7 @@ def logged_times(wrapper: Any) -> dict[str, int] | None:
     return {name: data[field] for name, field in names.items()}
 
 
-# What C++ calls a dtype: in stock's logging data, and in a profile's events.
+# C++ names of dtypes: in stock DDP's logging data, and in events of a profile.
 CPP_NAMES = {
     torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16",

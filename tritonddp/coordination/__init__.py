@@ -1,1 +1,1 @@
-"""WITH WHAT: what ranks exchange beside gradients, and error messages that name missing ranks."""
+"""WITH WHAT: exchanges other than gradients, and error messages that name missing ranks."""

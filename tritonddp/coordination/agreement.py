@@ -1,9 +1,9 @@
 """Headers: what each rank tells the others in a reduction, so that a mismatch is found in time.
 
-A bucket ends with a *trailer*: elements that are summed with the gradients but are none. In the
-trailer of the first bucket each rank has a few elements of its own, its *header*, and writes zeros
-into the headers of the other ranks. The all-reduce of the bucket therefore gives every rank the
-headers of all ranks. Each element holds one byte, which is exact in every dtype.
+A bucket ends with a *trailer*: elements that are summed with the gradients but are not gradients.
+In the trailer of the first bucket each rank writes its *header* of a few elements, and zeros into
+the headers of the other ranks. The all-reduce of the bucket therefore gives every rank the headers
+of all ranks. Each element holds one byte, which is exact in every dtype.
 
 A header is a sequence of *fields*. A field is defined in the file of the feature that needs it.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class GradSource(enum.IntEnum):
-    """Where the gradients of a reduction come from. ``words`` are for errors and logs."""
+    """Where the gradients of a reduction come from. ``words`` is the text for errors and logs."""
 
     words: str
 
@@ -39,7 +39,7 @@ class GradSource(enum.IntEnum):
 
     FORWARD = 0, "the first backward through a forward"
     AGAIN = 1, "one more backward through a forward that it has reduced before"
-    ELSEWHERE = 2, "another backward"  # it may belong to either of these
+    ELSEWHERE = 2, "another backward"  # may match either of the two above
     BROKEN = 3, "a backward that broke off"
     REQUEST = 4, "reduce_gradients() of accumulated gradients"
     JOINED = 5, "nothing, as it has run out of inputs"
@@ -54,18 +54,18 @@ class GradSource(enum.IntEnum):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no backward runs, and all gradients of this rank count as zero."""
+        """Whether no backward runs, so that all gradients of this rank count as zero."""
         return self in (GradSource.JOINED, GradSource.SKIPPED)
 
 
 class Mismatch(Exception):
-    """The ranks do not reduce the same.
+    """The ranks reduce different gradients.
 
-    ``options`` are what else they compare then, in words; ``advice`` is what to do about them.
+    ``options`` are additional entries that the ranks then compare; ``advice`` is the remedy.
     """
 
-    sent: Sent | None = None  # what this rank has sent, if that was found in headers
-    where = ""  # this rank and the step, if that is over
+    sent: Sent | None = None  # what this rank sent, if headers revealed the mismatch
+    where = ""  # this rank and the step, if that step is over
 
     def __init__(
         self, message: str = "", options: Mapping[str, str] | None = None, advice: str = ""
@@ -75,7 +75,7 @@ class Mismatch(Exception):
 
 
 class Disagreement(Mismatch):
-    """Ranks are at different places of their programs; the message names them."""
+    """Ranks have diverged in their programs; the message names them."""
 
 
 class Unmatched(Mismatch):
@@ -83,18 +83,18 @@ class Unmatched(Mismatch):
 
 
 class SchemaMismatch(Mismatch):
-    """Ranks reduce different parameters, or in other places. Collectives find out which."""
+    """Ranks reduce different parameters, or at different places. Collectives find out which."""
 
 
 class HeaderField:
-    """One value in the header of each rank. Override what you need.
+    """One value in the header of each rank. Override the methods that you need.
 
     Attributes:
         size: bytes of a value.
-        default: value of a reduction that does not :meth:`~Reduction.tell` one. It may change at
-            any time, also in a signal handler: the next header has the new one.
-        is_late: its bytes are written into the bucket at launch, and :meth:`encode` returns zeros.
-            Such a field is the last one.
+        default: value of a reduction that does not :meth:`~Reduction.tell` one. It may change
+            at any time, even in a signal handler: the next header has the new value.
+        is_late: its bytes are written into the bucket at launch, and :meth:`encode` returns
+            zeros. Such a field is the last one.
     """
 
     size = 1
@@ -107,20 +107,20 @@ class HeaderField:
         return encoded
 
     def decode(self, encoded: bytes) -> Any:
-        """Return the value of some rank. Raise a ValueError if :meth:`encode` returns no such."""
+        """Return the value of any rank. Raise a ValueError if :meth:`encode` cannot return this."""
         return encoded
 
     def is_steady(self, value: Any) -> bool:
-        """Return True if equal headers with this value are not looked at again."""
+        """Return True if equal headers with this value need not be checked again."""
         return True
 
     def check(self, values: Mapping[int, Any], whole: Mapping[int, Any], mine: Any) -> None:
-        """Raise a Mismatch if the ranks do not make the same reduction.
+        """Raise a Mismatch if the ranks do not run the same reduction.
 
         Args:
-            values: by rank.
-            whole: those of ranks whose backward has not failed, and that have inputs.
-            mine: that of this rank, not encoded.
+            values: values by rank.
+            whole: values of the ranks whose backward has not failed, and that have inputs.
+            mine: value of this rank, not encoded.
         """
 
     def read(self, values: Mapping[int, Any]) -> None:
@@ -133,7 +133,7 @@ def differ(values: Mapping[int, Any]) -> bool:
 
 
 def in_words(words: Mapping[int, str]) -> str:
-    """List what each rank does."""
+    """Describe what each rank does, as a list in words."""
     return "; ".join(f"rank {rank}: {what}" for rank, what in words.items())
 
 
@@ -163,24 +163,24 @@ class _Source(HeaderField):
             )
 
 
-# The fields of every header: hash of the trainable parameters, and where the gradients come from.
+# The fields of every header: hash of the trainable parameters, and source of the gradients.
 SCHEMA, SOURCE = _Schema(), _Source()
 
 
 def schema_hash(parts: Sequence[str]) -> bytes:
-    """Three bytes that differ if ``parts`` do, save in one of 16 million cases."""
+    """Return three bytes that differ if ``parts`` do, except in one of 16 million cases."""
     return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).digest()[:3]
 
 
 class Sent(NamedTuple):
-    """What this rank tells the others in a reduction."""
+    """The values that this rank sends in its header in one reduction."""
 
-    values: dict[HeaderField, Any]  # of all fields
+    values: dict[HeaderField, Any]  # values of all fields
     encoded: bytes  # the bytes that it writes into the trailer of the first bucket
 
 
 class _Pending(NamedTuple):
-    """Headers on their way to the host, what was sent with them, and in which step."""
+    """Headers in flight to the host, what this rank sent with them, and the step."""
 
     readback: Readback
     sent: Sent
@@ -191,18 +191,18 @@ class Agreement:
     """Writes this rank's header in each reduction, and compares the headers of all ranks.
 
     Attributes:
-        fields: of a header, in the order in which they are checked: :data:`SCHEMA`, :data:`SOURCE`,
-            and those of features.
+        fields: fields of a header, in the order of their checks: :data:`SCHEMA`,
+            :data:`SOURCE`, and those of features.
         size: bytes of a header.
-        key: the last arguments of :meth:`open`. With the same arguments the header is the same.
-        sent: what this rank has told last.
-        expected: bytes of the reduced headers of the last reduction, if all headers were equal, and
-            all fields are steady: while they stay so, the host need not look at them. Else empty.
-        pending: on a GPU: headers that are not checked yet, oldest first, as the host does not wait
-            for them. The end of the next reduction checks them, once it has given the device all
-            its work. (All ranks have to find a mismatch, or a request to stop, at the same place,
-            so no rank looks earlier.)
-        all_broke_off: in the last reduction the backward of every rank broke off. (Not on a GPU.)
+        key: the last arguments of :meth:`open`. Equal arguments give an equal header.
+        sent: values that this rank sent last.
+        expected: bytes of the reduced headers of the last reduction, if all headers were equal
+            and all fields are steady: equal bytes need no further check. Else empty.
+        pending: on a GPU, headers that are not checked yet, oldest first, since the host does
+            not wait for them. The end of the next reduction checks them, after the host has
+            submitted all work to the device. All ranks must find a mismatch, or a request to stop,
+            at the same place, so no rank checks earlier.
+        all_broke_off: in the last reduction the backward of every rank failed. Not set on a GPU.
     """
 
     def __init__(self, group: Group, fields: Sequence[HeaderField]) -> None:
@@ -210,19 +210,19 @@ class Agreement:
         *places, self.size = accumulate((field.size for field in self.fields), initial=0)
         self._places = dict(zip(self.fields, places, strict=True))
         self._late = sum(field.size for field in self.fields if field.is_late)  # bytes
-        self.key: object = None  # which has led to:
+        self.key: object = None  # arguments that produced:
         self.sent = Sent({}, b"")
         self.pending: list[_Pending] = []
         self.expected = b""
         self._readbacks: list[Readback] = []  # not in use
         # By field, values of ranks that agree, which no field has read yet.
         self._unread: list[dict[HeaderField, dict[int, Any]]] = []
-        self._is_alone = False  # the group exchanges nothing; this was logged
-        self._has_heard = False  # headers of all ranks have come
+        self._is_alone = False  # the group exchanges no data; this was logged
+        self._has_heard = False  # headers of all ranks have been received
         self.all_broke_off = False
 
     def open(self, values: dict[HeaderField, Any], defaults: list[Any]) -> None:
-        """Make the header of a reduction with these values, where it differs from the last one."""
+        """Create the header of a reduction with these values, which differ from the last ones."""
         self.key = None  # an interrupt below leaves no key without its header
         all_values = {**dict(zip(self.fields, defaults, strict=True)), **values}
         mine = b"".join(field.encode(value) for field, value in all_values.items())
@@ -232,22 +232,23 @@ class Agreement:
         self.key = dict(values), defaults
 
     def column(self, headers: Tensor, field: HeaderField) -> Tensor:
-        """A field in the headers of all ranks: ``(world_size, field.size)``, a byte an element."""
+        """Return a field in the headers of all ranks: ``(world_size, field.size)``, one byte
+        each."""
         return headers.view(-1, self.size).narrow(1, self._places[field], field.size)
 
     def check(self, headers: Tensor, where: str, is_captured: bool = False) -> None:
-        """The first bucket is reduced: find out whether all ranks reduce the same.
+        """Check after the first bucket whether all ranks reduce the same gradients.
 
-        On the CPU this is called where the headers are not those :attr:`expected`. On a GPU the
-        host does not wait for them: :meth:`check_pending` looks at them.
+        On the CPU this is called if the headers differ from :attr:`expected`. On a GPU the host
+        does not wait for the headers: :meth:`check_pending` checks them.
 
         Args:
-            headers: those of all ranks.
+            headers: headers of all ranks.
             where: this rank and step, for messages.
-            is_captured: a CUDA graph is captured, whose replays the host does not see.
+            is_captured: a CUDA graph is being captured, whose replays the host does not see.
 
         Raises:
-            Mismatch: they do not; see :meth:`HeaderField.check`.
+            Mismatch: the ranks reduce different gradients; see :meth:`HeaderField.check`.
         """
         if headers.is_cpu:
             is_steady = self._look(headers, self.sent, where)
@@ -261,15 +262,15 @@ class Agreement:
             self.pending.append(_Pending(readback, self.sent, where))
 
     def check_pending(self, but_last: bool = False) -> None:
-        """Wait for headers that are not checked yet, and check them: raises as :meth:`check`.
+        """Wait for headers that are not checked yet, and check them; raise as :meth:`check` does.
 
-        What raises stays pending. With ``but_last``, at the end of a reduction of all ranks, those
-        of that are left out.
+        Headers that fail the check stay queued. With ``but_last``, the headers of the reduction
+        that just ended are not checked yet.
         """
         while len(self.pending) > but_last:
             readback, sent, where = self.pending[0]
             is_last = sent is self.sent
-            # (In the usual case the device is that far, and the host does not ask it.)
+            # Fast path: the copy has usually completed, so compare bytes without synchronizing.
             if not (is_last and string_at(*readback.memory) == self.expected):
                 headers = readback.peek() if is_capturing() else readback.wait()
                 if headers is None:
@@ -286,23 +287,23 @@ class Agreement:
             self._read()
 
     def _read(self) -> None:
-        """All ranks are at the same place of their programs: give the fields what was found."""
+        """Pass the unread values to the fields, since all ranks are at the same point."""
         for values in self._unread:
             for field in self.fields:
                 field.read(values[field])
         self._unread.clear()
 
     def _look(self, headers: Tensor, sent: Sent, where: str) -> bool:
-        """On the host: check the headers. Returns whether the same ones need no second look."""
+        """Check the headers on the host. Return True if equal headers need no second check."""
         rank, size = self.group.rank, self.group.size
         found, ranks = headers.tolist(), range(size)
         self.all_broke_off = False
         own, end = [*sent.encoded], (rank + 1) * self.size
         own[end - self._late : end] = found[end - self._late : end]
-        # Only this rank's own header has arrived: the backend exchanges nothing, as torch's
-        # ``fake`` backend does by design. (The header of a rank that takes part is all zeros in one
-        # case of 16 million. A group written in Python may give back what it got, as torchft's
-        # after an error.)
+        # Only this rank's header was received: the backend exchanges no data, as torch's ``fake``
+        # backend does by design. By chance, a participating rank has a header of only zeros in one
+        # of 16 million cases. A group written in Python may return its input, as torchft's does
+        # after an error.
         if (
             size > 1
             and found == own
@@ -346,11 +347,11 @@ class Agreement:
     def _decode(
         self, found: Sequence[float], ranks: Sequence[int]
     ) -> dict[HeaderField, dict[int, Any]]:
-        """The values of these ranks, by field and rank, from the reduced elements of all headers.
+        """Return the values by field and rank, from the reduced elements of all headers.
 
         Raises:
-            SchemaMismatch: the elements are no headers: another rank has written gradients there.
-            Unmatched: likewise, in a group whose ranks have exchanged headers before.
+            SchemaMismatch: the elements are not headers: another rank has written gradients there.
+            Unmatched: the same, in a group whose ranks have exchanged headers before.
         """
         size = self.size
         silent = [f"rank {r}" for r in ranks if not any(found[r * size : (r + 1) * size])]

@@ -1,7 +1,7 @@
-"""Collectives, called on the ``ProcessGroup`` object itself, as stock DDP's reducer calls them.
+"""Collectives, called directly on the ``ProcessGroup`` object as in stock DDP's reducer.
 
-So any group works: one that ``torch.distributed`` has not registered, one made without a default
-group, or one written in Python, which returns work objects of its own.
+So any group works: one that is not registered with ``torch.distributed``, one made without a
+default group, or one written in Python, which returns its own work objects.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from torch import Tensor
 
 from tritonddp._torch import ALL_TO_ALL_SINGLE, AllgatherOptions, all_gather_single
 
-# torch's own classes read this as "the timeout of the group".
+# torch's classes interpret this as "the timeout of the group".
 _NO_TIMEOUT = timedelta(0)
 
 
 class Work(Protocol):
-    """The handle of a collective under way: ``torch.distributed.Work`` is one."""
+    """The handle of a collective in flight, such as ``torch.distributed.Work``."""
 
     def wait(self) -> object:
-        """Block the current stream (CUDA) or the host (CPU) until the result is there."""
+        """Block the current stream (CUDA) or the host (CPU) until the result is ready."""
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is complete with the result. Only traces and comm hooks use it."""
+        """Return a future that completes with the result. Only traces and comm hooks use it."""
 
 
 def all_reduce(
     tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Work:
-    """Begin to reduce ``tensor``, which is not complex, in place over all ranks of ``group``."""
+    """Start to reduce ``tensor``, which is not complex, in place over all ranks of ``group``."""
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return _known(group.allreduce([tensor], options), tensor)
 
 
 def sum_directly(tensor: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to sum a small contiguous tensor on the CPU in place, by :func:`gather_directly`.
+    """Start to sum a small contiguous CPU tensor in place with :func:`gather_directly`.
 
-    All ranks add in the same order. While in flight, the tensor takes ``2 * world_size`` times its
-    memory.
+    All ranks add in the same order. While in flight, this takes ``2 * world_size`` times the memory
+    of the tensor.
     """
     total = tensor.view(-1)
     rows = total.new_empty(group.size(), len(total))
@@ -54,11 +54,11 @@ def sum_directly(tensor: Tensor, group: dist.ProcessGroup) -> Work:
 
 
 def gather_directly(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to gather small tensors on the CPU: each rank sends its own to each other rank.
+    """Start to gather small CPU tensors: each rank sends its tensor directly to every other rank.
 
-    gloo's collectives are rings of ``world_size - 1`` rounds, an all-reduce has two. Each round
-    waits for a thread of another process to wake, which takes the time of a small tensor. Here
-    there is one round. ``rows`` are contiguous, ``(world_size, n)``.
+    gloo's collectives are rings of ``world_size - 1`` rounds; an all-reduce has two rings. In each
+    round a thread of another process must wake up, which takes as long as sending a small tensor.
+    Here there is one round. ``rows`` are contiguous, ``(world_size, n)``.
     """
     sent = torch.empty_like(rows).copy_(tensor)
     options = dist.AllToAllOptions()
@@ -66,14 +66,14 @@ def gather_directly(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> W
 
 
 def reduce_scatter(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> Work:
-    """Begin to sum ``parts[r]`` over all ranks into ``output`` of rank ``r``: its own part."""
+    """Start to sum ``parts[r]`` over all ranks into ``output`` of rank ``r``."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
     return _known(group.reduce_scatter([output], [parts], options), output)
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> Work:
-    """Begin to overwrite ``tensor``, which is not complex, with that of rank ``group_src``."""
+    """Start to overwrite ``tensor``, which is not complex, with that of rank ``group_src``."""
     options = dist.BroadcastOptions()
     options.rootRank = group_src
     return _known(group.broadcast([tensor], options), tensor)
@@ -87,12 +87,12 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def begin_all_gather(rows: list[Tensor], tensor: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to gather every rank's ``tensor`` in ``rows``, one a rank."""
+    """Start to gather every rank's ``tensor`` in ``rows``, one row per rank."""
     return _known(group.allgather([rows], [tensor], AllgatherOptions()))
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to gather every rank's ``tensor`` in ``output``, concatenated in rank order."""
+    """Start to gather every rank's ``tensor`` in ``output``, concatenated in rank order."""
     if type(group) is dist.ProcessGroup:
         return all_gather_single(output, tensor, group)
     # Groups written in Python may support lists of tensors only.
@@ -101,18 +101,18 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) ->
 
 
 def send(tensor: Tensor, group: dist.ProcessGroup, rank: int, tag: int) -> Work:
-    """Begin to send ``tensor`` to rank ``rank`` of the group."""
+    """Start to send ``tensor`` to rank ``rank`` of the group."""
     return _known(group.send([tensor], rank, tag))
 
 
 def receive(tensor: Tensor, group: dist.ProcessGroup, rank: int, tag: int) -> Work:
-    """Begin to overwrite ``tensor`` with what rank ``rank`` of the group sends."""
+    """Start to receive a message of rank ``rank`` of the group into ``tensor``."""
     return _known(group.recv([tensor], rank, tag), tensor)
 
 
 def _known(work: Any, tensor: Tensor | None = None) -> Work:
     """Wrap ``work`` so that it is a :class:`Work` whose result is in ``tensor``."""
-    if work is None:  # the group has waited already
+    if work is None:  # the group has already waited
         return _Done()
     return _PythonWork(work, tensor) if isinstance(type(work).wait, FunctionType) else work
 
@@ -135,18 +135,18 @@ class _DirectSum:
             self._rows = None
 
     def get_future(self) -> torch.futures.Future:
-        """The future of the messages."""
+        """Return the future of the messages."""
         return self._work.get_future()
 
 
 class _Done:
-    """The work of a collective that was over when it returned."""
+    """The work of a collective that was complete when it returned."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is complete already."""
+        """Return a completed future."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(None)
         return future
@@ -155,9 +155,10 @@ class _Done:
 class _PythonWork:
     """A work object whose class is written in Python.
 
-    torch's C++ calls ``wait`` of such an object with a timeout, and takes the result from
+    torch's C++ code calls ``wait`` of such an object with a timeout, and takes the result from
     ``get_future``, which may be another tensor than the input. This class does the same, and copies
-    the result into ``tensor``. With ``None`` the group has put it in the output it was given.
+    the result into ``tensor``. With ``None``, the group has already written the result to its
+    output.
     """
 
     def __init__(self, work: Any, tensor: Tensor | None) -> None:
@@ -180,13 +181,13 @@ class _PythonWork:
                 tensor.copy_(result.reshape(tensor.shape))
 
     def get_future(self) -> torch.futures.Future:
-        """The future of the wrapped object."""
+        """Return the future of the wrapped object."""
         return self._work.get_future()
 
 
 @functools.cache
 def _needs_timeout(wait: FunctionType) -> bool:
-    """Whether this ``wait`` method requires a timeout."""
+    """Return True if this ``wait`` method requires a timeout."""
     try:
         inspect.signature(wait).bind(None)
     except TypeError:

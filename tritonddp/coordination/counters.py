@@ -1,4 +1,4 @@
-"""Exact counts of what a reducer did, for tests and benchmarks."""
+"""Exact counts of a reducer's work, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ class Counters:
     """Totals since the module was wrapped.
 
     Attributes:
-        flattens: flatten launches: one a bucket, on the CPU one for each segment (about 4 MiB).
-        collectives: collectives on gradients: one all-reduce a bucket, or an all-to-all and an
-            all-gather for a quantized bucket; and one broadcast when the bucket order is agreed.
-        wire_bytes: bytes that this rank handed to these collectives: gradients and trailers, the
-            elements at the end of a bucket that are no gradients.
-        sent_bytes: bytes of these that this rank sends by an algorithm that sends the least
-            possible (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W``
-            of the bytes of an all-reduce, ``(W-1)/W`` of any other collective, rounded up.
-        memory_bytes: bytes of them that went through memory shared by ranks, not through a process
-            group.
-        layout_copies: gradients that were copied before flatten, since their strides were not
-            those of their parameter.
+        flattens: flatten launches: one per bucket, on the CPU one per segment (about 4 MiB).
+        collectives: collectives on gradients: one all-reduce per bucket, or an all-to-all and an
+        all-gather for a quantized bucket; and one broadcast when the bucket order is agreed.
+        wire_bytes: bytes that this rank passed to these collectives: gradients and trailers, the
+        elements at the end of a bucket that are not gradients.
+        sent_bytes: bytes that this rank sends for these collectives, by an algorithm that sends the
+        least possible (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W``
+        of the bytes of an all-reduce, ``(W-1)/W`` of any other collective, rounded up.
+        memory_bytes: the part of ``wire_bytes`` that went through shared memory of the ranks, not
+        through a process group.
+        layout_copies: gradients that were copied before flatten, since their strides differed from
+        those of their parameter.
     """
 
     reductions: int = 0  # backward passes that were reduced
     flattens: int = 0
-    unflattens: int = 0  # unflatten launches: one a bucket, none where .grad is a bucket view
+    unflattens: int = 0  # unflatten launches: one per bucket, none if .grad is a bucket view
     collectives: int = 0
     wire_bytes: int = 0
     sent_bytes: int = 0
     memory_bytes: int = 0
-    memory_exchanges: int = 0  # collectives of them that went that way
+    memory_exchanges: int = 0  # the part of ``collectives`` that used shared memory
     layout_copies: int = 0
 
     @property
     def compiled(self) -> int:
         """Kernels that this process has compiled for GPUs, for all modules, since its start.
 
-        All that a step may need are compiled where buckets are made, so that no rank compiles while
-        others wait for it.
+        All kernels that a step may need are compiled when buckets are made, so that no rank
+        compiles while other ranks wait for it.
         """
         return _device.compiled_kernels
 

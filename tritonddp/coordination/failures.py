@@ -1,11 +1,10 @@
-"""A collective failed: where are the other ranks?
+"""Report where the other ranks are, after a collective has failed.
 
-The backend knows only that a connection broke or that time ran out. So each rank whose collective
-failed writes its place (step and collective) to the process group's store, its *post*, and looks up
-the processes of the ranks that have written none. If one of them has ended, that is the rank to
-look for, and the error is raised within half a second. Otherwise the rank waits for the posts of
-the other ranks. Nothing of this happens before a failure. After it the group cannot be used any
-more.
+The backend knows only that a connection broke or that the timeout expired. So each rank whose
+collective failed writes its place (step and collective) to the process group's store, its *post*,
+and looks up the processes of the ranks without a post. If one of them has ended, that is the rank
+to look for, and the error is raised within half a second. Otherwise the rank waits for the posts of
+the other ranks. None of this happens before a failure. After it the group is unusable.
 """
 
 from __future__ import annotations
@@ -32,25 +31,26 @@ from tritonddp.coordination.stacks import others_in_collectives
 
 logger = logging.getLogger(__name__)
 
-# Seconds from a rank's own post until it reads the posts of the others: at most, and once it is
-# known which rank has ended. Their collectives fail at once when connections are closed.
+# Maximum seconds from a rank's post until it reads the posts of the other ranks, in general and
+# when the rank that has ended is known. Their collectives fail immediately when connections are
+# closed.
 _PATIENCE, _NAMED = 2.0, 0.1
-# Seconds between two looks at the processes. A process closes its connections before it has ended.
+# Seconds between two checks of the processes. A process closes its connections before it ends.
 _PAUSE = 0.05
-# Seconds that rank 0 stays before it exits: without a launcher it hosts the TCPStore, which others
-# may still read.
+# Seconds that rank 0 waits before it exits: without a launcher it hosts the TCPStore, which other
+# ranks may still read.
 _HOST_STAYS = 1.0
 # Seconds for the whole exchange. A call to a TCPStore whose host is stopped or unreachable does not
-# return, whatever the store's timeout is.
+# return, whatever the store's timeout.
 _LIMIT = 5.0
 _DIGITS = 18  # digits of a post's number that are read
 _TAG = 0x7D0C  # tag of a message that no rank sends
-# Ranks in one sentence; the rest is counted.
+# Maximum number of ranks in one sentence; the rest is counted.
 _SHOWN = 10
-FAILED = "tritonddp/failed"  # keys of the store begin with it
-MADE = "tritonddp/made"  # keys where ranks write how many reduced backwards they have made
-AT_END = b"at end"  # follows the number of a rank whose program ends, and not by an exception
-ENDED = f"{FAILED}/ended"  # where a rank writes which rank of its host has ended
+FAILED = "tritonddp/failed"  # prefix of store keys
+MADE = "tritonddp/made"  # prefix of keys for each rank's number of reduced backwards
+AT_END = b"at end"  # follows the number of a rank whose program ends without an exception
+ENDED = f"{FAILED}/ended"  # key where a rank writes which rank of its host has ended
 
 # Sentences about other ranks, the most useful first. Some keys are states of a process.
 _SENTENCES = {
@@ -78,7 +78,7 @@ _REMEDY = (
 )
 
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares collectives before they are launched. Its error
-# prints both in full; useful are the operation, the sizes and the dtypes:
+# prints both in full; the operation, the sizes and the dtypes are useful:
 # CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[116], TensorDtypes=Float,
 #     TensorDeviceTypes=TensorOptions(dtype=float (default), ..., memory_format=(nullopt)))
 _COLLECTIVE = re.compile(
@@ -113,32 +113,32 @@ _MISMATCH_REMEDY = (
 
 @dataclasses.dataclass
 class FailureReport:
-    """A collective of ``group`` has failed on this rank: what the others have told of themselves.
+    """A collective of ``group`` failed on this rank; what the other ranks have reported.
 
-    Ranks are those of the group; where the global rank differs, it is named too.
+    Ranks are those of the group; if the global rank differs, it is named too.
     """
 
     group: dist.ProcessGroup
-    place: str  # of this rank: its step and its collective
-    error: BaseException  # what the backend raised
-    number: int  # of this failure in the group: a post with a smaller number is old
+    place: str  # place of this rank: its step and its collective
+    error: BaseException  # error of the backend
+    number: int  # number of this failure in the group: a post with a smaller number is old
     made: int  # reduced backwards of this rank in the group
     is_listed: bool  # this rank has written its process to the store
-    # The processes of ranks without a post, None if unknown: at first that of rank 0, which may
-    # host the store.
+    # The processes of ranks without a post; None if unknown. Initially the process of rank 0, which
+    # may host the store.
     processes: dict[int, Process | None]
-    # The posts that were read: number and place, by rank.
+    # Number and place from the posts that were read, by rank.
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose process has ended
-    others_made: dict[int, int] = dataclasses.field(default_factory=dict)  # where they have told
-    at_end: set[int] = dataclasses.field(default_factory=set)  # ranks that have told AT_END
+    others_made: dict[int, int] = dataclasses.field(default_factory=dict)  # if reported
+    at_end: set[int] = dataclasses.field(default_factory=set)  # ranks that reported AT_END
     threads: list[str] = dataclasses.field(default_factory=list)  # others that wait for ranks
-    # Why the posts are incomplete; an empty string once the exchange is done.
+    # Why the posts are incomplete; an empty string after a complete exchange.
     trouble: str = f"it did not answer in {_LIMIT:g} s"
 
     @property
     def title(self) -> str:
-        """What has failed, in one line."""
+        """The failure in one line."""
         return f"rank {self.group.rank()}, {self.place} failed: {_first_line(self.error)}"
 
     def asked(self) -> FailureReport:
@@ -154,7 +154,7 @@ class FailureReport:
         return dataclasses.replace(self, read=dict(self.read), processes=dict(self.processes))
 
     def message(self) -> str:
-        """All that is known, and what to do."""
+        """Return all known facts, and the remedy."""
         if store_of(self.group) is None:
             answers = [
                 "Which rank is missing is not known: this process group, a "
@@ -170,7 +170,7 @@ class FailureReport:
     def _remedy(self) -> str:
         if _is_mismatch(str(self.error)):
             return _MISMATCH_REMEDY
-        if self.at_end:  # its log has nothing to tell
+        if self.at_end:  # its log contains no error
             return _UNEVEN_REMEDY
         uneven = any(made != self.made for made in self.others_made.values()) and not self.ended
         return f"{_UNEVEN_REMEDY} {_REMEDY}" if uneven else _REMEDY
@@ -185,9 +185,9 @@ class FailureReport:
                 self.processes[rank] = Process.parse(text)
             close_connections(self.group)
             self._wait_for_a_name(store, _PATIENCE)
-            # All ranks must count this failure by the same number: a rank takes the greatest number
+            # All ranks must count this failure by the same number: a rank takes the largest number
             # that it reads. Of two ranks, the one that posts later reads the other's number in its
-            # first look; otherwise the other one reads its post in the second look.
+            # first pass; otherwise the other one reads its post in the second pass.
             before = self.number
             self._read_posts(store)
             if self.number > before:
@@ -220,7 +220,7 @@ class FailureReport:
         store.set(f"{FAILED}/{self.group.rank()}", f"{self.number} {self.place}")
 
     def _wait_for_a_name(self, store: Any, patience: float) -> None:
-        """Wait until a rank without a post has ended, as seen here or by a rank on its host."""
+        """Wait until a rank without a post has ended, as observed here or by a rank on its host."""
         deadline = time.monotonic() + patience
         while not self.ended and (silent := self._silent()) and time.monotonic() < deadline:
             found = [(rank, self.processes.get(rank)) for rank in silent]
@@ -238,11 +238,11 @@ class FailureReport:
             time.sleep(_NAMED if self.ended else _PAUSE)
 
     def _silent(self) -> list[int]:
-        """The other ranks without a post of this failure."""
+        """Return the other ranks without a post of this failure."""
         return [r for r in self._others() if self.read.get(r, (0, ""))[0] < self.number]
 
     def _answers(self) -> list[str]:
-        """Lines about the other ranks: one line for all ranks of which the same is known."""
+        """Return lines about the other ranks: one line for all ranks with the same report."""
         order = list(_SENTENCES)
         words: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank in self._others():
@@ -272,7 +272,7 @@ class FailureReport:
         return lines + self._of_numbers()
 
     def _of_numbers(self) -> list[str]:
-        """Lines about ranks that have made more or fewer reduced backwards than this one."""
+        """Return lines about ranks that ran more or fewer reduced backwards than this rank."""
         ranks_of: dict[int, list[int]] = defaultdict(list)
         for rank, made in self.others_made.items():
             if made != self.made and (not self.ended or rank in self.ended):
@@ -290,24 +290,24 @@ class FailureReport:
         ]
 
     def _of_silent(self, rank: int) -> tuple[str, str]:
-        """The key in ``_SENTENCES`` for a rank without a post, and its process if known."""
+        """Return the key in ``_SENTENCES`` for a rank without a post, and its process if known."""
         process = self.processes.get(rank)
         state = "ended" if rank in self.ended else process.state if process is not None else ""
         if state == "ended" and not (rank in self.ended or self.trouble):
-            state = "runs"  # it has ended since, and perhaps has posted before
-        # If a rank has ended, nobody has waited for the others.
+            state = "runs"  # it has ended since then, and may have posted before
+        # If a rank has ended, this rank has not waited for the others.
         if process is not None and (state in ("ended", "stopped") or not self.ended):
             return state, str(process)
         if self.trouble or self.ended:
             return "not asked", ""
-        # It was looked up in the store, and has not written its process there as this rank has.
+        # The rank was looked up in the store, and has not written its process, unlike this rank.
         return ("not begun" if self.is_listed else "silent"), ""
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.group.size()) if rank != self.group.rank()]
 
 
-_hosted: list[tuple[dist.Store, float]] = []  # the store that rank 0 may host, and until when
+_hosted: list[tuple[dist.Store, float]] = []  # store that rank 0 may host; when to stop
 
 
 @atexit.register
@@ -317,10 +317,10 @@ def _host() -> None:
 
 
 def rank_list(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
-    """``rank 1`` or ``ranks 1 and 2``; with global ranks where they differ."""
+    """Return ``rank 1`` or ``ranks 1 and 2``; with global ranks if they differ."""
     try:
         world = dist.get_process_group_ranks(group)
-    except Exception:  # torch has not registered the group, or not any more
+    except Exception:  # torch has not registered the group, or no longer
         world = list(range(group.size()))
     named = [
         str(rank) if world[rank] == rank else f"{rank} (global rank {world[rank]})"
@@ -334,17 +334,17 @@ def rank_list(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first three of these names, and the number of the others."""
+    """Return the first three of these names, and the number of the other names."""
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(map(repr, names[:3]))}{more}"
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Over gloo: make the collectives of all ranks fail now.
+    """Make the collectives of all ranks fail now, over gloo.
 
-    When a rank dies, gloo tells only its neighbours in the ring. All other ranks would wait for
-    these neighbours until they end, or until the timeout. A receive that times out makes gloo close
-    all connections of the group: so this posts one that no rank answers.
+    When a rank dies, gloo notifies only its neighbors in the ring. All other ranks would wait for
+    these neighbors until they end, or until the timeout. A receive that times out makes gloo close
+    all connections of the group: so this function posts a receive that no rank answers.
     """
     if backend_name(group, torch.device("cpu")) != "gloo":
         return
@@ -362,12 +362,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _is_mismatch(text: str) -> bool:
-    """Whether this is torch's error about ranks that launch different collectives."""
+    """Return True if this is torch's error about ranks that launch different collectives."""
     return "Detected mismatch between collectives" in text
 
 
 def in_short(text: str) -> str:
-    """``text`` with each collective shortened to the form ``ALLREDUCE of [116] Float, #7``."""
+    """Return ``text`` with each collective shortened, as in ``ALLREDUCE of [116] Float, #7``."""
     if not _is_mismatch(text):
         return text
     return _COLLECTIVE.sub(_short, text).replace(".Collectives", ". Collectives")

@@ -1,4 +1,4 @@
-"""The ranks of a process group: what all wrappers in it share on this rank."""
+"""The ranks of a process group: the state that all wrappers in it share on this rank."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from tritonddp.coordination.failures import AT_END, ENDED, FAILED, MADE, Failure
 from tritonddp.coordination.posts import plain
 from tritonddp.coordination.processes import Process, key_of, look_up
 
-# Up to so many bytes two ranks send each other a tensor directly. Above, the ring of an all-reduce
-# is no slower: it adds half as much on each rank.
+# Up to this number of bytes two ranks send each other a tensor directly. Above it, the ring of an
+# all-reduce is no slower: it adds half as much on each rank.
 _DIRECT = 256 * 1024
 
 
 class Outstanding(Protocol):
-    """An object that may owe collectives to the other ranks: of a backward that has failed."""
+    """An object that may owe collectives to the other ranks, for a backward that has failed."""
 
     @property
     def order(self) -> tuple[str, int]:
-        """Where it is in an order of all such objects that is the same on all ranks."""
+        """Sort key; identical on all ranks."""
 
     def has_failed(self) -> bool:
-        """Whether its backward has failed. One that runs, ends or waits has not."""
+        """Return True if its backward has failed; False while it runs, ends or waits."""
 
     def abandon(self) -> None:
-        """Its backward has failed: launch what is left of its buckets."""
+        """Launch the remaining buckets of its backward, which has failed."""
 
     def drain(self) -> None:
-        """Its backward has failed: make what is left of its collectives."""
+        """Complete the remaining collectives of its backward, which has failed."""
 
 
 class _Interrupted:
-    """Stands for a collective that no rank can make up for: Ctrl-C has cut it short."""
+    """A placeholder for a collective that Ctrl-C has interrupted: no rank can complete it."""
 
     order = "", -1
 
@@ -59,7 +59,7 @@ class _Interrupted:
         self._rank = rank
 
     def has_failed(self) -> bool:
-        """True: it is cut short for good."""
+        """Return True: the interrupt is final."""
         return True
 
     def drain(self) -> NoReturn:
@@ -77,25 +77,25 @@ class _Interrupted:
 class _Shared:
     """State that exists once per process group. It must not keep the group alive.
 
-    (What is in ``outstanding`` does, until the next collective; :func:`_forget_destroyed` is for
-    groups that make none.)
+    Entries in ``outstanding`` keep it alive until the next collective. :func:`_forget_destroyed`
+    handles groups that run no further collective.
     """
 
     is_listed: bool = False  # this rank has written its process to the store
-    first: Process | None = None  # of rank 0, which may host the store: known if that is gone
-    counters: list[Counters] = field(default_factory=list)  # of all wrappers that were in the group
+    first: Process | None = None  # process of rank 0, which may host the store, if it is gone
+    counters: list[Counters] = field(default_factory=list)  # of all wrappers ever in the group
     has_posted_made: bool = False  # see Group.tell_made()
     failures: int = 0  # number of the last failure: a post with a smaller number is old
-    outstanding: dict[Outstanding, None] = field(default_factory=dict)  # as they have begun
+    outstanding: dict[Outstanding, None] = field(default_factory=dict)  # in order of their start
     members: WeakSet[Any] = field(default_factory=WeakSet)
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
-    host_groups: Any = None  # where several hosts have several GPUs each
+    host_groups: Any = None  # process groups, if several hosts have several GPUs each
     recovering: RLock = field(default_factory=RLock)  # held by the thread in Group.recover()
-    recovers: bool = False  # that thread makes up for failed backwards
-    recovered_in: int = -1  # the backward in which Group.recover() was called last; -1 for none
-    is_known: bool = False  # torch has known the group, but perhaps not one written in Python
+    recovers: bool = False  # that thread completes failed backwards
+    recovered_in: int = -1  # the last backward in which Group.recover() was called; -1 for none
+    is_known: bool = False  # torch once knew the group; it may not know a group written in Python
     is_inherited: bool = False  # this process was forked from the rank that made the group
 
 
@@ -104,14 +104,14 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 @atexit.register
 def _let_threads_drop_tensors() -> None:
-    """If a process group outlives the program, let its threads take the interpreter once more.
+    """Let threads of process groups run once more, if a group outlives the program.
 
-    A thread of gloo drops the tensors of a collective some time after the result is there. If it
-    has to wait for the interpreter for that, and that exits, the process aborts. A wrapper that is
-    a global of a script keeps its group, and the threads, although the group was destroyed.
+    A gloo thread drops the tensors of a collective some time after the result is ready. To do so it
+    needs the interpreter; if the interpreter exits meanwhile, the process aborts. A wrapper that is
+    a global of a script keeps its group and the threads alive, although the group was destroyed.
     """
     if _shared:
-        gc.collect()  # a wrapper that is garbage
+        gc.collect()  # frees a wrapper that is garbage
     if _shared:
         time.sleep(0.1)  # on a busy machine a thread may be late
 
@@ -129,20 +129,20 @@ class Group:
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        # (A group written in Python may be alone today, and want each reduction all the same.)
+        # A group written in Python may have one rank now, and still need each reduction.
         self.is_alone = self.size == 1 and type(process_group) is dist.ProcessGroup
-        # Reducers whose backward has begun and not ended. Collectives are matched by their order:
-        # any other collective of the group must come after theirs. (Their wrappers may be freed
-        # before a backward that has failed is made up for.)
+        # Drivers whose backward has begun and not ended. Collectives are matched by their order:
+        # any other collective of the group must follow theirs. Their wrappers may be freed before a
+        # failed backward is recovered.
         self.outstanding = shared.outstanding
-        # The numbers of the next wrapper, and of the next exchange by messages between ranks: alike
-        # on all ranks.
+        # The numbers of the next wrapper, and of the next exchange by messages between ranks;
+        # identical on all ranks.
         self.next_wrapper = shared.wrappers.__next__
         self.next_exchange = shared.exchanges.__next__
 
     @property
     def name(self) -> str:
-        """The name that ``new_group`` gave it on all ranks; empty for a group written in Python."""
+        """Name that ``new_group`` gave it on all ranks; empty for a group written in Python."""
         try:
             return self.process_group.group_name
         except RuntimeError:
@@ -150,9 +150,9 @@ class Group:
 
     @property
     def peers(self) -> Any:
-        """What :func:`~tritonddp.coordination.host.connect.connect` has led to.
+        """Result of :func:`~tritonddp.coordination.host.connect.connect`.
 
-        ``Peers``, or why there are none; ``None`` before the call.
+        ``Peers``, or the reason why there are none; ``None`` before the call.
         """
         return self._shared.peers
 
@@ -162,9 +162,9 @@ class Group:
 
     @property
     def has_subgroups(self) -> bool:
-        """Whether torch can make groups of some of its ranks: in order of their global ranks.
+        """Whether torch can create groups of some of its ranks, in the order of global ranks.
 
-        It has to know this group, whose ranks have to be in that order, too.
+        For that, torch must know this group, whose ranks must be in that order, too.
         """
         if self.process_group not in process_groups():
             return False
@@ -173,7 +173,7 @@ class Group:
 
     @property
     def host_groups(self) -> Any:
-        """What :meth:`keep_host_groups` was given; ``None`` before."""
+        """The argument of :meth:`keep_host_groups`; ``None`` before the call."""
         return self._shared.host_groups
 
     def keep_host_groups(self, made: Any) -> None:
@@ -181,17 +181,17 @@ class Group:
         self._shared.host_groups = made
 
     def new_counters(self) -> Counters:
-        """The counters of a wrapper in the group."""
+        """Return the counters for a new wrapper in the group."""
         self._shared.counters.append(Counters())
         return self._shared.counters[-1]
 
     @property
     def made(self) -> int:
-        """Number of reduced backwards that this rank has made in the group."""
+        """Number of reduced backwards that this rank has run in the group."""
         return sum(each.reductions for each in self._shared.counters)
 
     def tell_made(self, store: dist.Store, *, at_end: bool = False) -> None:
-        """Write :attr:`made` to the store, as this rank goes no further, for now or ``at_end``."""
+        """Write :attr:`made` to the store, because this rank pauses, or ends (``at_end``)."""
         self._shared.has_posted_made = True
         text = f"{self.made} {AT_END.decode()}" if at_end else str(self.made)
         store.set(f"{MADE}/{self.rank}", text)
@@ -199,7 +199,7 @@ class Group:
     # Failures
 
     def enter(self) -> None:
-        """When a module is wrapped: write this rank's process to the store. Never raises."""
+        """Write this rank's process to the store when a module is wrapped. Never raises."""
         if self._shared.is_listed and not self._shared.has_posted_made:
             return
         with suppress(Exception):
@@ -212,7 +212,7 @@ class Group:
             self._shared.is_listed = True
 
     def remember_processes(self) -> None:
-        """After :meth:`enter` on all ranks: read rank 0's process, in case the store is lost.
+        """Read rank 0's process, after :meth:`enter` on all ranks, in case the store is lost.
 
         Never raises.
         """
@@ -226,16 +226,17 @@ class Group:
         return self._shared.first
 
     def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
-        """Make the error to raise from ``error``. Takes 2 to 5 s, 0.5 s if a rank has ended.
+        """Return the error to raise from ``error``. Takes 2 to 5 s, 0.5 s if a rank has ended.
 
         Never raises: if the store fails, the message says so. Over gloo it closes all connections
-        with the other ranks, so that none goes on waiting.
+        with the other ranks, so that no rank keeps waiting.
 
         Args:
             where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
-                The part behind the rank is posted, and compared with the posts of other ranks.
-            what: what failed, such as ``"all-reduce of 1.2 MiB"``; posted and compared too.
-            error: what the backend raised.
+                The part after the rank is posted, and compared with the posts of other ranks.
+            what: the failed operation, such as ``"all-reduce of 1.2 MiB"``; posted and compared
+                too.
+            error: error of the backend.
         """
         shared = self._shared
         if hasattr(shared.peers, "close"):
@@ -254,9 +255,9 @@ class Group:
 
     @contextmanager
     def guard(self, where: str, what: str) -> Iterator[None]:
-        """Context for one collective: if it fails, it raises what :meth:`explain` returns.
+        """Context for one collective: if it fails, raise the error of :meth:`explain`.
 
-        A KeyboardInterrupt inside is the end of the group's use, see :meth:`refuse_further_use`.
+        A KeyboardInterrupt inside makes the group unusable, see :meth:`refuse_further_use`.
         """
         try:
             with self.uninterrupted():
@@ -265,16 +266,16 @@ class Group:
             raise self.explain(where, what, error) from error
 
     def refuse_further_use(self) -> None:
-        """Ctrl-C has cut a collective short on this rank: :meth:`recover` raises from now on.
+        """Make :meth:`recover` raise from now on: Ctrl-C interrupted a collective on this rank.
 
-        In all groups: a rank that waits in one works for others too.
+        This applies to all groups: a rank that waits in one group works for other groups too.
         """
         for group, shared in list(_shared.items()):
             shared.outstanding[_Interrupted(group.rank())] = None
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Context for collectives: a KeyboardInterrupt inside is the end of the group's use."""
+        """Context for collectives: a KeyboardInterrupt inside makes the group unusable."""
         try:
             yield
         except KeyboardInterrupt:
@@ -285,9 +286,9 @@ class Group:
 
     @cached_property
     def sends_messages(self) -> bool:
-        """Whether direct messages may replace collectives on the CPU; the same on all ranks.
+        """Whether direct messages may replace collectives on the CPU; identical on all ranks.
 
-        (In debug mode they may not: torch then compares sizes between ranks, of all-reduces only.)
+        Not in debug mode: torch then compares sizes between ranks, for all-reduces only.
         """
         group, device = self.process_group, torch.device("cpu")
         return (
@@ -299,17 +300,17 @@ class Group:
 
     @cached_property
     def most_direct(self) -> int:
-        """Up to so many bytes :func:`collectives.sum_directly` is quicker than an all-reduce."""
+        """Number of bytes up to which :func:`collectives.sum_directly` beats an all-reduce."""
         return _DIRECT // (self.size - 1) ** 2 if self.sends_messages else 0
 
     def begin_sum(self, tensor: Tensor) -> Work:
-        """Begin to sum ``tensor`` in place over all ranks."""
+        """Start to sum ``tensor`` in place over all ranks."""
         if tensor.is_cpu and tensor.nbytes <= self.most_direct:
             return collectives.sum_directly(tensor, self.process_group)
         return collectives.all_reduce(tensor, self.process_group)
 
     def begin_gather(self, rows: Tensor, tensor: Tensor) -> Work:
-        """Begin to gather the ``tensor`` of each rank, ``(n,)``, in ``rows``, by rank."""
+        """Start to gather the ``tensor`` of each rank, ``(n,)``, in ``rows``, by rank."""
         if tensor.is_cpu and tensor.nbytes <= self.most_direct:
             return collectives.gather_directly(rows, tensor, self.process_group)
         return collectives.all_gather_into(rows.view(-1), tensor, self.process_group)
@@ -329,35 +330,35 @@ class Group:
         with self.guard(where, what):
             collectives.broadcast(tensor, self.process_group, source).wait()
 
-    # Backwards that have failed
+    # Failed backwards
 
     def recover(self, graph_task: int = -1) -> bool:
         """Complete the collectives of failed backwards, in all wrappers of the group.
 
         Collectives are matched by their order. So call this immediately before this rank issues
-        another collective of the group, and nowhere else: a rank that evaluates the module alone,
-        in a hook or on another thread, must not issue any.
+        another collective of the group, and nowhere else: a rank that only evaluates the module, in
+        a hook or on another thread, must not issue any.
 
         Args:
-            graph_task: the engine's id of the backward that runs and reaches a further wrapper; -1
-                for none. Once in each is enough: no other has begun since, and what fails in this
-                one ends it.
+            graph_task: the engine's ID of the running backward that reaches a further wrapper;
+                -1 for none. One call per backward suffices: no other backward has begun since, and
+                a failure in this one ends it.
 
         Returns:
-            Whether there was one.
+            Whether there was a failed backward.
         """
         self.refuse_if_forked()
         shared = self._shared
         if not self.outstanding or (graph_task != -1 and graph_task == shared.recovered_in):
             return False
-        with shared.recovering:  # another thread waits: its collective comes after these
-            if shared.recovers:  # a hook or signal handler, while this thread recovers
+        with shared.recovering:  # another thread waits: its collective follows these
+            if shared.recovers:  # called by a hook or signal handler while this thread recovers
                 return False
             shared.recovered_in, shared.recovers = graph_task, True
             try:
                 failed = [each for each in list(self.outstanding) if each.has_failed()]
-                # As in a backward of several wrappers that comes to its end: they launch in the
-                # order in which they have begun, and then wait in an order of their own.
+                # Same order as at the normal end of a backward of several wrappers: they launch in
+                # the order in which they began, and then wait in the order of their sort keys.
                 for driver in failed:
                     driver.abandon()
                 for driver in sorted(failed, key=lambda each: each.order):
@@ -369,14 +370,14 @@ class Group:
     # Forks
 
     def join_forks(self, member: Any) -> None:
-        """Have ``member.detach()`` called in every process that is forked from this one."""
+        """Call ``member.detach()`` in every process that is forked from this one."""
         self._shared.members.add(member)
 
     def refuse_if_forked(self) -> None:
         """Raise a RuntimeError if this process was forked from a rank of the group.
 
-        A forked process shares the connections of that rank. The other ranks would take its
-        messages for those of the rank, and gloo would end their processes.
+        A forked process shares the connections of that rank. The other ranks would attribute its
+        messages to the rank, and gloo would end their processes.
         """
         if self._shared.is_inherited:
             raise RuntimeError(
@@ -388,21 +389,21 @@ class Group:
 
 
 def _forget_destroyed() -> None:
-    """Free reducers that owe collectives to a group that does not exist any more."""
+    """Free drivers that owe collectives to a group that no longer exists."""
     for group, shared in list(_shared.items()):
         if shared.outstanding and shared.is_known and group not in process_groups():
             shared.outstanding.clear()
 
 
 def _inherit() -> None:
-    """Runs in a forked process: mark all groups of the parent, as this process is no rank."""
+    """Mark all groups of the parent in a forked process, since this process is not a rank."""
     for group in process_groups():
         _shared.setdefault(group, _Shared())
     for shared in list(_shared.values()):
         shared.is_inherited = True
         for member in list(shared.members):
-            # The destructor of a work on its way may wait for a thread that only the parent has:
-            # what holds works is never freed here, not even when this process ends.
+            # The destructor of a work in flight may wait for a thread that only the parent has. So
+            # an extra reference keeps the holders of works alive, even when this process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(dict(vars(member))))
             member.detach()
 

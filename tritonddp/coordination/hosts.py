@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""Find out which ranks of a group share a host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tritonddp.coordination.group import Group
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of each host, in order; as many on each."""
+    """The ranks of each host, in order; equally many on each host."""
 
     ranks: list[list[int]]
     host: int  # index of this rank's host in ``ranks``
@@ -27,7 +27,7 @@ class Hosts:
 
     @classmethod
     def of(cls, ranks: Iterable[list[int]], rank: int) -> Hosts:
-        """Those of ``rank``."""
+        """Return the hosts as seen by ``rank``."""
         hosts = list(ranks)
         host = next(at for at, each in enumerate(hosts) if rank in each)
         return cls(hosts, host, hosts[host].index(rank))
@@ -39,7 +39,7 @@ class Hosts:
 
 
 def _host() -> str:
-    """Name and kernel: what NCCL, too, tells hosts apart by."""
+    """Return host name and boot ID, by which NCCL distinguishes hosts, too."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -47,18 +47,17 @@ def _host() -> str:
 
 
 def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
-    """The hosts of the ranks of ``group``. All ranks call this, at the same time.
+    """Return the hosts of the ranks of ``group``. All ranks call this at the same time.
 
     Returns:
-        ``None`` if there is one host, if each has one rank, if their numbers of ranks differ, or
-        if a host comes before another one by some of its ranks alone: torch sorts the ranks of a
-        new group, so that hosts would not be in the same order in all groups.
-
+        ``None`` if there is one host, if each host has one rank, if their numbers of ranks differ,
+        or if the order of two hosts is not the same for all of their ranks: torch sorts the ranks
+        of a new group, so that hosts would not be in the same order in all groups.
     Raises:
         RuntimeError: a collective failed.
     """
     names = torch.zeros(group.size, dtype=torch.int64, device=device)
-    # (Names of hosts are no secret: the digest makes them numbers.)
+    # The digest only turns names into numbers; host names are not secret.
     digest = hashlib.blake2b(_host().encode(), digest_size=7).digest()
     names[group.rank] = int.from_bytes(digest, "big")
     group.all_reduce(names, where, "all-reduce of the names of hosts")
@@ -74,8 +73,9 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
 
 
 def subgroup(group: Group, ranks: Sequence[int], device: torch.device) -> Any:
-    """A new process group of these ranks of ``group``. All of them call this, in the same order."""
+    """Create a process group of these ranks of ``group``. All of them call this in the same
+    order."""
     of = group.process_group
     members = [dist.get_global_rank(of, rank) for rank in ranks]
-    # The ranks outside of ``group`` do not know that it is made.
+    # The ranks outside of ``group`` do not know that it is created.
     return new_group_of_members(members, timeout_of(of, device), backend_name(of, device))

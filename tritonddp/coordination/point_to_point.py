@@ -1,11 +1,11 @@
 """Messages between ranks over gloo, sent and received at the same time.
 
 In gloo a rank sends its data only after the receiver has announced, on the same connection, that it
-is ready to receive. gloo's own all-to-all posts its sends first. Of two ranks the later one then
-finds the other ready and fills the connection with its data, and its own announcement waits behind
-the data. So the network is used in one direction after the other. Here the receives are posted
-first. Measured between two hosts at 1 Gbit/s, 5.4 MB each way: gloo's all-to-all 89 ms, its
-all-gather 69 ms, this one 45 ms, the time that the network needs for the bytes.
+is ready to receive. gloo's all-to-all posts its sends first. Of two ranks, the later one then finds
+the other ready and fills the connection with its data, and its announcement queues after the data.
+So the network is used in only one direction at a time. Here the receives are posted first. Measured
+between two hosts at 1 Gbit/s, 5.4 MB each way: gloo's all-to-all 89 ms, its all-gather 69 ms, this
+module 45 ms, which is the time that the network needs for the bytes.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from torch import Tensor
 from tritonddp._torch import timeout_of
 from tritonddp.coordination import collectives
 
-# The steps of all exchanges. Each has tags of its own: where ranks make different exchanges, no
-# message is taken for one of another step. (gloo ends the process if sizes differ.)
+# The steps of all exchanges. Each step has separate tags: if ranks run different exchanges, no
+# message is taken for a message of another step. gloo ends the process if sizes differ.
 PARTS, SUMS = range(2)  # of quantized buckets
 TO_OWNERS, FROM_OWNERS = range(2, 4)
 SHARES, SUMS_OF_SHARES = range(4, 6)  # of sums in memory, between hosts
-# The first tag, the room for steps, and how many exchanges may be in flight.
+# The first tag, the number of tags per exchange, and the maximum of exchanges in flight.
 _FIRST_TAG, _STEPS, _IN_FLIGHT = 0x7D100000, 8, 4_096
 
 _CPU = torch.device("cpu")
 
 
 def tag_of(number: int, step: int) -> int:
-    """The tag of a step of exchange ``number``, which counts exchanges alike on all ranks."""
+    """Return the tag of a step of exchange ``number``, which is identical on all ranks."""
     return _FIRST_TAG + _STEPS * (number % _IN_FLIGHT) + step
 
 
 class MessagesUnderWay:
-    """Messages to and from other ranks that are under way, of tensors on the CPU.
+    """Messages in flight to and from other ranks, of tensors on the CPU.
 
     Messages between two ranks are matched by tag, and within a tag by order. So messages with
-    different tags, and collectives of the group, may be under way at the same time. Other ranks
-    send only after a receive is posted: make it early.
+    different tags, and collectives of the group, may be in flight at the same time. Other ranks
+    send only after a receive is posted: post it early.
 
     Args:
-        received, sent: contiguous tensors, by rank; empty ones are left out, and that of this rank.
-            Until :meth:`wait` has returned they belong to the group.
+        received, sent: contiguous tensors, by rank; empty tensors and the one of this rank are
+            left out. They belong to the group until :meth:`wait` has returned.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class MessagesUnderWay:
         self._failure: RuntimeError | None = None
 
     def wait(self) -> None:
-        """Wait for all of them.
+        """Wait for all messages.
 
         Raises:
-            RuntimeError: a rank is gone, or did not send within the group's timeout. A later call
-                raises it again.
+            RuntimeError: a rank has exited, or did not send within the group's timeout. A later
+                call raises it again.
         """
         if self._failure is not None:
             raise self._failure
-        # Messages would take the timeout that the group was made with, not the present one.
+        # By default messages use the timeout from the creation of the group, not the current one.
         timeout = timeout_of(self._group, _CPU)
         wait = methodcaller("wait", *([] if timeout is None else [timeout]))
         try:
@@ -83,13 +83,13 @@ class MessagesUnderWay:
 
 
 class SumOfParts:
-    """Sums a part that this rank owns over some ranks, and sends them theirs.
+    """Sums a part that this rank owns over some ranks, and sends the other ranks their parts.
 
     Args:
-        ranks: those that take part, this one among them, in the order of the sum.
-        parts: by rank of ``ranks``, what this rank has for it, 1-D. They may differ in length.
+        ranks: participating ranks, including this one, in the order of the sum.
+        parts: for each rank in ``ranks``, the contribution of this rank, 1-D. Lengths may differ.
         own: this rank. Its part becomes the sum.
-        rows: what arrives, a row for each other rank: ``(len(ranks) - 1, len(parts[own]))``.
+        rows: received data, one row per other rank: ``(len(ranks) - 1, len(parts[own]))``.
     """
 
     def __init__(
@@ -104,18 +104,18 @@ class SumOfParts:
         self._mine, self._own, self._rows = parts[own], ranks.index(own), rows.unbind()
         others = [rank for rank in ranks if rank != own]
         received = dict(zip(others, self._rows, strict=True))
-        self.messages = MessagesUnderWay(group, tag, received, parts)  # what is under way
+        self.messages = MessagesUnderWay(group, tag, received, parts)  # messages in flight
 
     def wait(self) -> None:
-        """Wait until the sum is in the own part. To be called once.
+        """Wait until the sum is in the part of this rank. Call it once.
 
         Raises:
-            RuntimeError: as :meth:`MessagesUnderWay.wait`.
+            RuntimeError: see :meth:`MessagesUnderWay.wait`.
         """
         self.messages.wait()
         mine, own, rows = self._mine, self._own, self._rows
         if own > 0:
-            # The ranks before this one, in the memory of the first of them.
+            # Sum the ranks before this one in the memory of the first of them.
             for other in rows[1:own]:
                 rows[0].add_(other)
             torch.add(rows[0], mine, out=mine)
@@ -124,7 +124,8 @@ class SumOfParts:
 
 
 def _others(messages: Mapping[int, Tensor], group: dist.ProcessGroup) -> Iterable[int]:
-    """The other ranks, from the next higher one on, so that ranks begin with different peers."""
+    """Return the other ranks, from the next higher one on, so that ranks start with different
+    peers."""
     rank, size = group.rank(), group.size()
     others = (each for each, one in messages.items() if each != rank and one.numel())
     return sorted(others, key=lambda each: (each - rank) % size)

@@ -11,17 +11,17 @@ _LONGEST = 400  # characters
 
 
 def read_all(store: dist.Store, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """What ranks have written under these keys, by rank; without those that have written none."""
+    """Return what ranks wrote under these keys, by rank, without ranks that wrote nothing."""
     if not keys:
         return {}
-    if not store.check([*keys.values()]):  # to get a key that is not there would wait
+    if not store.check([*keys.values()]):  # getting a missing key would wait
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     texts: Any = store.multi_get([*keys.values()]) if keys else []
     return dict(zip(keys, texts, strict=True))
 
 
 def plain(text: str | bytes, longest: int = _LONGEST) -> str:
-    """``text`` as one printable line of at most ``longest`` characters. It may be hostile."""
+    """Return untrusted ``text`` as one printable line of at most ``longest`` characters."""
     if isinstance(text, str):
         text = text.encode(errors="replace")
     characters = text[: 4 * longest].decode(errors="replace")

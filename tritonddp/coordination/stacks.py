@@ -1,4 +1,4 @@
-"""Where the threads of this process are: used by the errors of collectives and by the hang log."""
+"""Stacks of the threads of this process, for the errors of collectives and the hang log."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from tritonddp._torch import frames_of_threads
 from tritonddp.coordination.posts import plain
 
-FRAMES = 12  # frames of a stack that are shown
-_LINE = 160  # characters of each
-_OWN = "tritonddp"  # the names of the threads of this package begin with it
-# A thread whose innermost Python is here waits for other ranks.
+FRAMES = 12  # maximum number of frames of a stack in a message
+_LINE = 160  # maximum characters per frame
+_OWN = "tritonddp"  # prefix of the names of this package's threads
+# A thread whose innermost Python frame is here waits for other ranks.
 _WAITING = (
     str(Path(__file__).parents[1]) + os.sep,
     str(Path(dist.__file__).parent / "distributed_"),
 )
-# Python here is not the user's own.
+# Python code here does not belong to the user.
 _PACKAGES = (
     _WAITING[0],
     str(Path(torch.__file__).parents[1]),
@@ -33,12 +33,12 @@ _PACKAGES = (
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread with this innermost frame waits for other ranks."""
+    """Return True if a thread with this innermost frame waits for other ranks."""
     return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
 
 
 def stack_of(frame: FrameType | None) -> list[str]:
-    """Frames of a thread, innermost first, those of the user's own code before all others.
+    """Return frames of a thread, innermost first; frames of the user's code precede all others.
 
     Each is a line ``file:line in function: source``; at most :data:`FRAMES`.
     """
@@ -51,10 +51,10 @@ def stack_of(frame: FrameType | None) -> list[str]:
 
 
 def others_in_collectives() -> list[str]:
-    """The other threads of this process that wait for ranks: name, and innermost line of the user.
+    """Return the other threads of this process that wait for ranks, with the user's innermost line.
 
-    If all of a stack belongs to libraries, the line is that of the innermost caller of torch's or
-    this package's collectives.
+    If a stack consists of libraries only, use the line of the innermost caller of the collectives
+    of torch or this package.
     """
     frames = frames_of_threads()
     found = []

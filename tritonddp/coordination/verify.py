@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? All ranks get the same answer."""
+"""Verify that all ranks hold the same model. All ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tritonddp.coordination.posts import plain
 
 logger = logging.getLogger(__name__)
 
-# Most names in one error message; the rest is counted.
+# Maximum number of names in one error message; the rest is counted.
 _SHOWN = 10
 _CPU = torch.device("cpu")
 _BUILD_THE_SAME = "Build the same module with the same options on every rank."
 TRAIN_THE_SAME = (
     "Train the same parameters on every rank, and call wrapped modules in the same order."
 )
-# Most characters of a line in it: the text comes from another rank.
+# Maximum length of a line in it: the text comes from another rank.
 _LONGEST = 1_000
-# Classes of tensors whose values cannot be seen, of which the log has said so.
+# Tensor classes whose values are not accessible, and for which this was logged.
 _left_alone: set[str] = set()
-# Most bytes of a description: enough for some million parameters.
+# Maximum bytes of a description: enough for some million parameters.
 _LARGEST = 2**30
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its values are in memory of its own: not of a subclass that is made of other tensors.
+    """Return True if the tensor holds its values, instead of consisting of other tensors.
 
-    Such are quantized weights: those of torchao, for example.
+    Quantized weights, for example those of torchao, are subclasses that consist of other tensors.
     """
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not own or (not hasattr(tensor, "__tensor_flatten__") and bool(tensor.data_ptr()))
@@ -73,13 +73,13 @@ def refuse_read_only(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def plain_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The tensors that hold the values of these: themselves, or those that they are made of.
+    """Return the tensors that hold the values: the given tensors, or those they consist of.
 
-    What does not say of what it is made (``__tensor_flatten__``) is left out, and the log says so.
+    A tensor that does not declare its components (``__tensor_flatten__``) is left out and logged.
     """
     found: list[tuple[str, Any]] = []
     for name, tensor in named:
-        if is_plain(tensor) or _is_dtensor(tensor):  # of which each rank has its own part
+        if is_plain(tensor) or _is_dtensor(tensor):  # each rank has its local part of a DTensor
             found.append((name, tensor))
         elif hasattr(tensor, "__tensor_flatten__"):
             parts, _ = tensor.__tensor_flatten__()
@@ -104,16 +104,17 @@ def describe(
         "parameter": {
             name: _describe(param, f" strides {param.stride()}") for name, param in params
         },
-        # (Buffers travel in row-major order, whatever their strides.)
+        # Buffers are sent in row-major order, whatever their strides.
         "buffer": {name: _describe(buffer) for name, buffer in buffers},
         "option": {name: repr(value) for name, value in options.items()},
     }
 
 
 def tell_failure(error: Exception, group: Group, device: torch.device) -> None:
-    """This rank failed to wrap its module: tell the others, so that they do not wait for it.
+    """Tell the other ranks that this rank failed to wrap its module, so that they do not wait.
 
-    Returns if all ranks failed, or if the exchange itself fails: each then raises its own error.
+    Return if all ranks failed, or if the exchange itself fails: then each rank raises its own
+    error.
 
     Raises:
         RuntimeError: other ranks have not failed. Raised on every rank; names those that failed.
@@ -135,24 +136,25 @@ def verify_same(
 ) -> None:
     """Compare descriptions over all ranks of ``group``: one small all-gather if they are equal.
 
-    Descriptions are sent as JSON: nothing that comes from another rank is unpickled.
+    Descriptions are sent as JSON: no data from another rank is unpickled.
 
     Args:
         description: see :func:`describe`.
         device: the device of the tensors that are sent.
-        where: this rank and its place, for errors; by default that a module is being wrapped.
-        advice: what to do if they differ.
+        where: this rank and its place, for errors; by default, that a module is being wrapped.
+        advice: remedy if they differ.
 
     Raises:
-        RuntimeError: on EVERY rank if any two descriptions differ; names what differs, with both
-            values. (Not if no rank can wrap its module, see :func:`tell_failure`.) Or a rank is
-            missing, or a rank's number is not its place in the process group.
+        RuntimeError: any two descriptions differ. Raised on EVERY rank; names the differences,
+            with both values. Not raised if no rank can wrap its module, see :func:`tell_failure`.
+            Also raised if a rank is missing, or if a rank's number is not its position in the
+            process group.
     """
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
     place = where or f"rank {group.rank}, wrapping"
     with group.guard(place, "comparison of what the ranks hold"):
-        # In front: this rank's number, and random bytes, which differ on every rank.
+        # First this rank's number, and random bytes, which differ on every rank.
         sent = group.rank.to_bytes(8, "little") + os.urandom(8) + digest
         gathered = all_gather_bytes(sent, len(sent), group, device)
     ranks = [int.from_bytes(each[:8], "little") for each in gathered]
@@ -169,7 +171,7 @@ def verify_same(
         return
     longest = max(int.from_bytes(other[-8:], "little") for other in digests)
     with group.guard(place, "comparison of what the ranks hold"):
-        if longest > _LARGEST:  # on every rank alike
+        if longest > _LARGEST:  # the same on every rank
             raise RuntimeError(f"a rank announces a description of {longest} bytes")
         messages = all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
@@ -191,13 +193,13 @@ def _describe(tensor: Tensor, strides: str = "") -> str:
 def all_gather_bytes(
     message: bytes, length: int, group: Group, device: torch.device = _CPU
 ) -> list[bytes]:
-    """Every rank's ``message``, padded with zeros to ``length`` bytes."""
+    """Return every rank's ``message``, padded with zeros to ``length`` bytes."""
     mine = torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8).to(device)
     return [bytes(other.cpu().tolist()) for other in all_gather(mine, group.process_group)]
 
 
 def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
-    """Lines that tell how each rank differs from rank 0."""
+    """Return lines that describe how each rank differs from rank 0."""
     first = descriptions[0]
     lines = []
     for rank, other in enumerate(descriptions):
@@ -214,12 +216,12 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
                         f"  {kind} {name!r}: rank 0 has {items.get(name, 'none of this name')}, "
                         f"rank {rank} has {theirs.get(name, 'none of this name')}"
                     )
-    lines.sort(key=lambda line: "  option 'error'" not in line)  # it explains all the others
+    lines.sort(key=lambda line: "  option 'error'" not in line)  # it explains the other lines
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
     lines = [f"  {plain(line.strip(), _LONGEST)}" for line in lines]
     counts = [len(description["parameter"]) for description in descriptions]
-    if not any(counts):  # no module is meant
+    if not any(counts):  # the comparison is not about a module
         return "\n".join(["the ranks differ:", *lines])
     heading = "these differ:"
     odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)

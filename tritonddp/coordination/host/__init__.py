@@ -1,1 +1,1 @@
-"""Ranks of one host: how they find each other, and what they share there."""
+"""Ranks of one host: how they find each other, and what they share."""

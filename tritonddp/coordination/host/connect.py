@@ -25,9 +25,9 @@ from tritonddp.coordination.verify import all_gather_bytes
 
 # The first message of a connection: the sender's rank, and the secret of the receiver.
 _HELLO = struct.Struct("<I32s")
-# Bytes of the all-gather in which ranks exchange address and secret.
+# Message size in bytes of the all-gather in which ranks exchange addresses and secrets.
 _INTRODUCTION = 512
-# Bytes of the reason why a rank has failed.
+# Maximum bytes of the reason why a rank has failed.
 _WORDS = 256
 # Seconds within which all ranks of a host must have connected.
 _CONNECTING = 10.0
@@ -45,7 +45,7 @@ class Refusal:
 class Neighbours:
     """The other ranks of this host, connected."""
 
-    connections: dict[int, socket.socket]  # a socket for each (SOCK_SEQPACKET), by rank
+    connections: dict[int, socket.socket]  # one SOCK_SEQPACKET socket per rank
     hosts: Hosts
 
 
@@ -56,8 +56,9 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
         refusal: why this rank does not want connections; empty if it does.
 
     Returns:
-        The connections, or the reason why there are none, on all ranks alike: a rank does not want
-        them, a connection failed, or hosts differ in their number of ranks, or have one each.
+        The connections, or the reason why there are none, identical on all ranks: a rank does not
+        want them, a connection failed, hosts differ in their number of ranks, or each host has one
+        rank.
 
     Raises:
         RuntimeError: a collective failed.
@@ -104,7 +105,7 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
 
 
 def first_failure(failure: str, group: Group) -> str:
-    """The failure of the lowest rank that has one, else ``""``. Collective."""
+    """Return the failure of the lowest rank that has one, else ``""``. Collective."""
     gathered = all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group)
     for rank, each in enumerate(gathered):
         if text := each.rstrip(b"\0").decode(errors="replace"):
@@ -113,13 +114,13 @@ def first_failure(failure: str, group: Group) -> str:
 
 
 def _host() -> str:
-    """Kernel, network and user: equal on two ranks if one can connect to the other's socket."""
+    """Return kernel, network and user: equal on two ranks if they can connect to each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
 
 
 def _listener() -> socket.socket:
-    """A socket that listens under an abstract name, which leaves no file."""
+    """Return a socket that listens under an abstract name, which leaves no file."""
     if not sys.platform.startswith("linux"):
         raise OSError(f"needs Linux, not {sys.platform}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,7 +137,7 @@ def _meet(
     others: Sequence[dict[str, str]],
     found: dict[int, socket.socket],
 ) -> None:
-    """Connect to the lower of ``ranks``, accept the higher ones; the sockets go to ``found``."""
+    """Connect to the lower of ``ranks`` and accept the higher ones; store sockets in ``found``."""
     end = time.monotonic() + _CONNECTING
     for rank in ranks[: ranks.index(group.rank)]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -171,7 +172,7 @@ def _meet(
 
 
 def _rank_of(connection: socket.socket, token: bytes, ranks: Sequence[int], own: int) -> int | None:
-    """The rank that has connected; ``None`` if it is none of ``ranks`` above ``own``."""
+    """Return the rank that connected; ``None`` if it is not one of ``ranks`` above ``own``."""
     try:
         _check_user(connection)
         rank, theirs = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_DONTWAIT))

@@ -1,7 +1,7 @@
 """Memory that the ranks of one host share.
 
-It is anonymous (``memfd_create``); its file descriptor is sent over a Unix socket. So there is no
-file in /dev/shm, and nothing stays when the processes have ended.
+The memory is anonymous (``memfd_create``); its file descriptor is sent over a Unix socket. So there
+is no file in /dev/shm, and nothing remains when the processes have ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritonddp._modes import outside_modes
 
-_MAP_FIXED = 0x10  # Python has no name for it
+_MAP_FIXED = 0x10  # not defined in Python
 
 
 @dataclass(eq=False)
@@ -25,13 +25,13 @@ class Memory:
     """Memory that ranks of this host share."""
 
     tensor: Tensor  # uint8 (nbytes,), mapped from the shared memory
-    descriptor: int = -1  # file descriptor of the memory; -1 once it is closed
+    descriptor: int = -1  # file descriptor of the memory; -1 when it is closed
 
     @classmethod
     def create(cls, nbytes: int, is_reserved: bool = True) -> Memory:
-        """New memory of zeros, which other ranks can map.
+        """Return new zeroed memory, which other ranks can map.
 
-        Without ``is_reserved`` call :meth:`reserve` for each part before it is used.
+        Without ``is_reserved``, call :meth:`reserve` for each part before it is used.
 
         Raises:
             OSError: there is no memory, or none that can be shared.
@@ -48,7 +48,7 @@ class Memory:
         return memory
 
     def reserve(self, first: int, nbytes: int) -> None:
-        """Allocate pages now: a lack of memory is a signal (SIGBUS) at the first write to a page.
+        """Allocate pages now. Otherwise a lack of memory is a SIGBUS at the first write to a page.
 
         Raises:
             OSError: there is no memory.
@@ -59,19 +59,19 @@ class Memory:
     def received(cls, descriptor: int, nbytes: int) -> Memory:
         """Map the memory of another rank, and close its descriptor."""
         try:
-            if os.fstat(descriptor).st_size < nbytes:  # a read behind its end would be a signal
+            if os.fstat(descriptor).st_size < nbytes:  # a read after its end would be a signal
                 raise OSError(f"it is smaller than the {nbytes} bytes announced")
             return cls(_mapped(descriptor, nbytes))
         finally:
             os.close(descriptor)
 
     def detach(self) -> None:
-        """In a forked process: what this process writes from now on, the ranks do not see.
+        """Make the mapping private in a forked process: the ranks do not see its later writes.
 
         Raises:
             OSError: the system refuses that.
         """
-        # The same addresses become a private mapping. (Python's mmap takes no address.)
+        # The same addresses become a private mapping. Python's mmap does not accept an address.
         remap = ctypes.CDLL(None, use_errno=True).mmap
         remap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_size_t]
         remap.restype = c_void_p
@@ -81,7 +81,7 @@ class Memory:
             raise OSError(ctypes.get_errno(), "memory of gradients cannot be made private")
 
     def close_descriptor(self) -> None:
-        """Close the descriptor: no other rank needs to map the memory."""
+        """Close the descriptor, when no other rank needs to map the memory."""
         if self.descriptor >= 0:
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
@@ -91,7 +91,7 @@ class Memory:
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    # (Python's mmap would keep one more descriptor open for each mapping.)
+    # Python's mmap would keep one additional descriptor open for each mapping.
     path = f"/proc/self/fd/{descriptor}"
     try:
         with outside_modes():

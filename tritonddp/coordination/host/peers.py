@@ -1,12 +1,14 @@
 """The other ranks of this host, and how a rank waits for them.
 
-Messages go over Unix sockets. A message orders memory (what was written before it was sent can be
-read after it has come), and wakes the receiver. When a process dies, its connections close. A
-message may come twice without harm: where one buffer is full it is sent to all peers again. After
-Ctrl-C in a wait a rank exchanges no more, see :meth:`Group.refuse_further_use`.
+Messages are sent over Unix sockets. A message orders memory accesses (data written before it was
+sent can be read after it was received), and wakes the receiver. When a process dies, its
+connections close. A duplicate message is harmless: if one buffer is full, a message is sent to all
+peers again. After Ctrl-C in a wait, a rank exchanges no more messages, see
+:meth:`Group.refuse_further_use`.
 
-A message is five numbers: kind, wrapper or :data:`ANY`, a detail, count, another detail. What the
-details are depends on the kind. The count grows with each message of a kind and wrapper.
+A message consists of five numbers: kind, wrapper or :data:`ANY`, a detail, a count, another detail.
+The meaning of the details depends on the kind. The count increases with each message of a kind and
+wrapper.
 """
 
 from __future__ import annotations
@@ -28,33 +30,33 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.host.connect import Neighbours
 from tritonddp.coordination.host.memory import Memory
 
-# Kinds of messages. Of a rank about a sum in memory: its part is packed; its share of the sum is
-# there; it has read what the others packed.
+# Kinds of messages. About a sum in memory: the rank has packed its part; its share of the sum is
+# complete; it has read what the other ranks packed.
 PACKED, SUMMED, READ = range(3)
-# About a broadcast of buffers: the source has it ready; a receiver has read it, or has mapped the
-# memory that the source lends.
+# About a broadcast of buffers: the source is ready; a receiver has read it; a receiver has mapped
+# the memory that the source lends.
 SHOWN, SEEN, MAPPED = range(3, 6)
-# With a descriptor of memory: for buckets, of each rank; for buffers, of the source.
+# With a descriptor of memory: for buckets, sent by each rank; for buffers, sent by the source.
 HANDED, LENT = range(6, 8)
 
-# Instead of a wrapper's number: the bucket goes through the process group; or any wrapper.
+# Replaces a wrapper's number: the bucket uses the process group; or any wrapper.
 ANY = 2**32 - 1
 
 # Kind, wrapper, bucket or another number, number of the message, bytes.
 MESSAGE = struct.Struct("<IIIQQ")
 # Arguments of recvmsg, for map(): a message, room for one descriptor, and its close-on-exec flag.
-# (Windows has no CMSG_SPACE, and none of these connections.)
+# Windows has no CMSG_SPACE, and none of these connections.
 _ROOM = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 _RECEIVE = (MESSAGE.size,), (_ROOM,), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
 # Seconds of waiting after which the timeout of the group is checked.
 _PATIENCE = 1.0
 _NO_TIMEOUT = 1800.0  # seconds, if the group has none
-# Seconds of trying to send a message to a rank whose buffer is full, and between two tries.
+# Seconds of attempts to send a message to a rank whose buffer is full, and between two attempts.
 _SENDING, _PAUSE = 10.0, 1e-3
 
 
 class PeerError(RuntimeError):
-    """A rank of this host is gone, or does not answer."""
+    """A rank of this host has exited, or does not answer."""
 
 
 class Peer:
@@ -62,13 +64,13 @@ class Peer:
 
     Attributes:
         counts: number of its last message, by kind and wrapper.
-        packed: wrapper, bucket and bytes of the buckets it has packed, by number of the sum.
+        packed: wrapper, bucket and bytes of the buckets that it has packed, by number of the sum.
         last: third and last number of its last message about buffers, by kind and wrapper.
         seen: number of its last broadcast of buffers that this rank has read, by wrapper.
         handed: its memory for buckets, or why it could not be mapped, by wrapper.
         lent: memory with its buffers, or why it could not be mapped, by wrapper.
-        received: messages that are not handled yet. A user's signal handler may raise between any
-            two instructions, so one call in C both receives a message and appends it here.
+        received: messages that are not handled yet. A user's signal handler may raise between
+            any two instructions, so a single call in C both receives a message and appends it here.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -80,7 +82,7 @@ class Peer:
         self.seen: defaultdict[int, int] = defaultdict(int)
         self.handed: dict[int, Memory | str] = {}
         self.lent: dict[int, Memory | str] = {}
-        self.is_open = True  # messages may still come
+        self.is_open = True  # messages may still arrive
         self.received: deque[Any] = deque()
         self.receive, self.send_now = connection.recvmsg, connection.send  # they do not block
         self.unsent: deque[bytes] = deque()  # messages that did not fit into the socket buffer
@@ -90,7 +92,7 @@ class Peer:
     def send(self, message: bytes) -> None:
         """Send now, or later if the socket buffer is full, which takes hundreds of messages.
 
-        (If the peer is gone, waiting for its messages raises the error.)
+        If the peer has exited, waiting for its messages raises the error.
         """
         self.unsent.append(message)
         self.send_rest()
@@ -107,7 +109,7 @@ class Peer:
             self.unsent.popleft()
 
     def hand_over(self, message: bytes, descriptor: int) -> bool:
-        """Send a message with a file descriptor of memory; returns False if the buffer is full.
+        """Send a message with a file descriptor of memory; return False if the buffer is full.
 
         Raises:
             OSError: it cannot be sent.
@@ -118,7 +120,7 @@ class Peer:
         try:
             socket.send_fds(self._connection, [message], [descriptor])
         except OSError as error:
-            # (The system limits the descriptors of a user that are in flight.)
+            # The system limits the number of descriptors of a user that are in flight.
             if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
                 return False
             raise
@@ -135,38 +137,36 @@ class Background(Protocol):
     """Work that other ranks may wait for while this rank waits for one of them."""
 
     def sum_packed(self) -> None:
-        """Do what can be done now, with the messages that have come."""
+        """Do the work that is possible now, with the messages received so far."""
 
     def start(self) -> bool:
-        """Receive messages, and begin what can be begun; returns whether something is left to do.
+        """Receive messages, and start the work that is possible; return True if any is left.
 
         Called before this thread waits for another host, in any group.
         """
 
     def go_on(self) -> bool:
-        """Likewise, and end what other ranks of this host wait for.
+        """Like :meth:`start`, but also finish what other ranks of this host wait for.
 
         Called while this thread waits in another group.
         """
 
 
 class Peers:
-    """The other ranks of a group that are on this host.
-
-    There is one object for a group.
+    """The other ranks of a group that are on this host. There is one object per group.
 
     Attributes:
         hosts: the ranks of each host.
         has_line: there are several hosts.
         direct_sends: functions that send a message to each peer, if its socket buffer has room.
-        sends: ``direct_sends``; or, while messages are unsent, a function that queues behind them.
+        sends: ``direct_sends``; or, while messages are unsent, a function that queues after them.
         background: other work to do while this rank waits.
     """
 
     def __init__(self, group: Group, found: Neighbours, background: Background) -> None:
         self.hosts = found.hosts
         self.has_line = len(found.hosts.ranks) > 1
-        # The connections, in the order of ranks.
+        # The connections, in rank order.
         self.others = [Peer(rank, each) for rank, each in sorted(found.connections.items())]
         self.direct_sends = [peer.send_now for peer in self.others]
         self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
@@ -181,7 +181,7 @@ class Peers:
     # Sending
 
     def send(self, message: bytes) -> None:
-        """Send to all peers, or queue where a socket buffer is full. Does not block."""
+        """Send to all peers, or queue the message if a socket buffer is full. Does not block."""
         for peer in self.others:
             peer.send(message)
         self._note_unsent()
@@ -198,8 +198,8 @@ class Peers:
     def flush(self) -> None:
         """Wait until all unsent messages are sent, except READ, which peers need only at a pack.
 
-        Peers receive, since they wait for these messages. Gives up after ``_SENDING`` seconds, if a
-        peer is suspended, for example.
+        Peers do receive, since they wait for these messages. Give up after ``_SENDING`` seconds,
+        for example if a peer is suspended.
         """
         if self.sends is self.direct_sends:
             return
@@ -224,7 +224,7 @@ class Peers:
     # Receiving
 
     def take_unusual(self, peer: Peer) -> None:
-        """Handle the next message of ``peer``, which is its end, or hands over memory."""
+        """Handle the next message of ``peer`` if it ends the connection, or hands over memory."""
         content, ancillary, _, _ = peer.received[0]
         if not content:
             self.drop(peer)
@@ -246,17 +246,17 @@ class Peers:
         peer.received.popleft()
 
     def drop(self, peer: Peer) -> None:
-        """The connection of ``peer`` has ended: expect no more messages."""
+        """Stop expecting messages from ``peer``, whose connection has ended."""
         if peer.is_open:
             self._poll.unregister(peer.descriptor)
         peer.received.clear()
         peer.is_open = False
 
     def attend(self, late: Peer, waited: float) -> None:
-        """Do other work while this rank waits for ``late``, since ``waited`` seconds.
+        """Do other work while this rank waits for ``late``, for ``waited`` seconds so far.
 
         Raises:
-            PeerError: ``late`` was not there within the group's timeout.
+            PeerError: ``late`` did not arrive within the group's timeout.
         """
         self.send_rest()
         self.background.sum_packed()
@@ -276,31 +276,31 @@ class Peers:
             self.poll(1000 * left)
 
     def start_all(self) -> None:
-        """Begin the work of other groups, before this rank waits for another host."""
+        """Start the work of other groups, before this rank waits for another host."""
         for background in self._other_work():
             background.start()
 
     def _other_work(self) -> list[Background]:
-        """Of the other groups."""
+        """Return the work of the other groups."""
         others = [each() for each in list(_working)]
         return [each.background for each in others if each is not None and each is not self]
 
     def work_while_waiting(self) -> None:
-        """Call :attr:`background` in every wait from now on, also in the waits of other groups."""
+        """Call :attr:`background` in every wait from now on, including waits of other groups."""
         _working.add(ref(self, _working.discard))
 
     def close(self) -> None:
-        """Close all connections: the others find that this rank is gone."""
+        """Close all connections, which tells the other ranks that this rank has exited."""
         for peer in self.others:
             peer.close()
 
-    detach = close  # in a forked process: its messages would be taken for those of this rank
+    detach = close  # in a forked process, whose messages would be attributed to this rank
 
     def __del__(self) -> None:
         self.close()
 
 
-# Groups that have work to do while a rank waits. (Threads may add to it while others read it.)
+# Groups that have work to do while a rank waits. Threads may add to it while others read it.
 _working: set[ref[Peers]] = set()
 
 
@@ -308,8 +308,8 @@ class WaitPoint:
     """A point that all ranks reach repeatedly, and where they wait for each other."""
 
     def __init__(self, wrapper: int, peers: Peers, seq: int = 0) -> None:
-        self.wrapper = wrapper  # its number, the same on all ranks
-        self.seq = seq  # counts the times
+        self.wrapper = wrapper  # number of the wrapper, identical on all ranks
+        self.seq = seq  # number of times that the point was reached
         self.peers = peers
         self._keys = [(kind, wrapper) for kind in range(LENT + 1)]
         self._keys[PACKED] = PACKED, ANY
@@ -320,12 +320,13 @@ class WaitPoint:
         return self
 
     def wait_for(self, kind: int, waits: bool = True, source: Peer | None = None) -> None:
-        """Wait until all peers, or the one given, have sent ``kind`` with this ``seq``.
+        """Wait until all peers, or only ``source``, have sent ``kind`` with this ``seq``.
 
-        With ``waits=False`` only receive the messages that have come, of all kinds and wrappers.
+        With ``waits=False``, only receive the messages that have arrived, of all kinds and
+        wrappers.
 
         Raises:
-            PeerError: a rank is gone, or was not there within the group's timeout.
+            PeerError: a rank has exited, or did not arrive within the group's timeout.
         """
         peers, key, seq = self.peers, self._keys[kind], self.seq
         if peers.sends is not peers.direct_sends:
@@ -335,8 +336,8 @@ class WaitPoint:
             late = None
             for peer in peers.others:
                 received, counts = peer.received, peer.counts
-                # While this rank waits it takes all messages: poll() would return for each that is
-                # left.
+                # While this rank waits it takes all messages: poll() would return for each
+                # remaining one.
                 while received or (peer.is_open and (since or not waits or counts[key] < seq)):
                     try:
                         if not received:
@@ -354,7 +355,7 @@ class WaitPoint:
                         continue
                     what, wrapper, bucket, at, nbytes = MESSAGE.unpack(content)
                     of = what, ANY if what == PACKED else wrapper
-                    if counts[of] < at:  # not a message that came twice
+                    if counts[of] < at:  # not a duplicate
                         if what == PACKED:
                             peer.packed[at] = wrapper, bucket, nbytes
                         elif what >= SHOWN:
@@ -377,13 +378,13 @@ class WaitPoint:
             peers.poll(peers.pause)
 
     def check(self, late: Peer) -> None:
-        """This rank has waited for ``late`` for long: raise a PeerError if that is in vain."""
+        """Raise a PeerError if the long wait for ``late`` is futile."""
 
     def hand_over(self, kind: int, memory: Memory) -> None:
         """Send ``memory`` to all peers, and receive messages meanwhile.
 
-        Few descriptors may be in flight at a time, so a peer has to take it before the next one
-        gets its own.
+        Few descriptors may be in flight at a time, so a peer must take its descriptor before the
+        next peer gets one.
 
         Raises:
             OSError: it cannot be sent.
