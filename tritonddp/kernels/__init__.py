@@ -1,1 +1,1 @@
-"""WITH WHAT: device code, each Triton kernel beside the same in plain torch. It knows no ranks."""
+"""WITH WHAT: device code. Each Triton kernel has a twin in plain torch. It knows no ranks."""

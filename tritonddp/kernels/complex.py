@@ -1,4 +1,4 @@
-"""Complex gradients for kernels of real numbers: each gets one more dimension, of size two."""
+"""Complex gradients for real-valued kernels: each gets one more dimension, of size two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
-# Dtypes of gradients, and of their real and imaginary parts.
+# Dtypes of complex gradients, and of their real and imaginary parts.
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -22,7 +22,7 @@ class ComplexBuffer(FlatBuffer):
         real: the same buffer with real views, for kernels and collectives.
     """
 
-    tables: Any = property(  # those of the real buffer
+    tables: Any = property(  # the tables of the real buffer
         lambda self: self.real.tables, lambda self, tables: setattr(self.real, "tables", tables)
     )
 
@@ -40,7 +40,7 @@ class ComplexBuffer(FlatBuffer):
         super().cut(first, last)
 
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Real views of these gradients, which do not have the conjugate bit."""
+        """Return real views of these gradients, which must not have the conjugate bit."""
         if grads is self.views:  # kernels compare with this list by identity
             return self.real.views  # type: ignore[return-value]
         return [
@@ -50,7 +50,7 @@ class ComplexBuffer(FlatBuffer):
 
 
 def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
-    """A kernel for complex buffers."""
+    """Adapt a kernel to complex buffers."""
 
     def complex_kernel(
         flat: ComplexBuffer, grads: Sequence[Tensor | None], *args: Any, **kwargs: object

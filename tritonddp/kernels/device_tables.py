@@ -1,14 +1,14 @@
-"""Device tables: tables of addresses, by which one launch reaches any number of gradients.
+"""Device tables: tables of addresses, with which one launch reaches any number of gradients.
 
 A *chunk* is the work of one program: at most ``block`` consecutive elements of one gradient. The
 chunks of a buffer never change. The addresses of the gradients may change every step. Together with
-the used flags, the headers and the scale they are one small table, which stays where it is.
+the used flags, the headers and the scale they form one small table at a fixed address.
 
-Addresses alone change often, so they get there as arguments of a launch that writes them: that
-needs no pinned memory and no copy. Anything else that changes is uploaded. (If ``flatten`` itself
-took the addresses as arguments, each of its programs would choose one of them. The compiler loads
-all of them first: Triton 3.7 needs 61 registers for 64 gradients on sm_90 where 32 do, and spills
-for 256.)
+Often only addresses change. They are passed as arguments of a launch that writes them to the table:
+that needs no pinned memory and no copy. Any other change is uploaded. If ``flatten`` itself took
+the addresses as arguments, each of its programs would select one of them. The compiler loads all of
+them first: for 64 gradients Triton 3.7 needs 61 registers on sm_90 instead of 32, and it spills for
+256.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from tritonddp.kernels import launch
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.launch import Launcher
 
-# In elements of the wire dtype: so every 16-byte access to the buffer is aligned for any wire
-# dtype, which the compiler can rely on without a check per launch.
+# In elements of the wire dtype. So every 16-byte access to the buffer is aligned for any wire
+# dtype, and the compiler can rely on that without a check per launch.
 ALIGNMENT = 16
 
-# Elements of a chunk, and warps of a program: 4 accesses of 16 bytes in flight per thread at about
-# 30 registers. The same for all buffers, since no other choice was better: on an H100 buffers of
-# 0.3 to 205 MB reached 97 to 100 % of the bandwidth of the best of 1024 to 8192 elements with 4 or
-# 8 warps (benchmarks/results/gpu-h100/host.txt).
+# Elements of a chunk, and warps of a program: 4 accesses of 16 bytes in flight per thread with
+# about 30 registers. The same for all buffers, since no other choice was better: on an H100,
+# buffers of 0.3 to 205 MB reached 97 to 100 % of the bandwidth of the best of 1024 to 8192 elements
+# with 4 or 8 warps (benchmarks/results/gpu-h100/host.txt).
 BLOCK, WARPS = 2048, 4
 
 ADDRESS_OF = Tensor.data_ptr
 _DTYPE_OF = attrgetter("dtype")
 
-# Numbers of addresses that a launch may take as arguments: with each comes a kernel of its own. The
-# largest one takes 2 KiB of the 4 KiB of arguments that every GPU has; beyond it they are uploaded.
+# Numbers of addresses that a launch may take as arguments; each number compiles a separate kernel.
+# The largest takes 2 KiB of the 4 KiB of arguments that every GPU supports. More addresses are
+# uploaded.
 _SIZES = (16, 64, 256)
-# A number that no int32 holds: whatever the addresses are, they are compiled as int64.
+# A number that does not fit int32, so that addresses are always compiled as int64.
 _ANY_ADDRESS = 1 << 40
 
 
 @triton.jit(do_not_specialize=["addresses", "slots"])
 def write_addresses_kernel(dynamic, addresses, slots):  # type: ignore[no-untyped-def]
-    """One program writes the first ``slots`` of the ``addresses`` to the table."""
+    """Write the first ``slots`` of the ``addresses`` to the table, in one program."""
     for slot in tl.static_range(len(addresses)):
         tl.store(dynamic + slot, addresses[slot].to(tl.int64), mask=slot < slots)
 
@@ -66,17 +67,17 @@ class DeviceTables:
 
     Attributes:
         chunks: int64 ``(num_chunks, 4)``, one row per program: slot, first element within the
-            gradient, first element within the buffer, number of elements (1 to ``block``).
-            Gradients without elements have no rows.
-        dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
-            launch depends on the scale's value.
+        gradient, first element within the buffer, number of elements (1 to ``block``). Gradients
+        without elements have no rows.
+        dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 if there is no gradient), n used flags (0
+        or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no launch
+        depends on the scale's value.
         block: largest number of elements of a chunk, a power of two and a multiple of 16.
-        addresses, dtype, used, headers, scale: those of the last update.
+        addresses, dtype, used, headers, scale: values of the last update.
         uploads: number of copies of ``dynamic`` to the device so far.
         moves: number of launches so far that wrote addresses to it.
-        launches: prepared launches for this buffer. The key is the kernel's launcher, and all that
-            is compiled in and may change between steps.
+        launches: prepared launches for this buffer. The key is the kernel's launcher, and
+        everything that is compiled in and may change between steps.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DeviceTables:
                 is not aligned for 16-byte accesses.
         """
         block = BLOCK if block is None else block
-        self.num_warps = WARPS if num_warps is None else num_warps  # of a program
+        self.num_warps = WARPS if num_warps is None else num_warps  # per program
         if block < 16 or block & (block - 1):
             raise ValueError(f"block should be a power of two of at least 16, but is {block}")
         layout, device = flat.layout, flat.data.device
@@ -105,11 +106,11 @@ class DeviceTables:
         words = 2 * len(layout.numels) + layout.headers + 1
         self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
         self._slots = len(layout.numels)
-        self._is_known = True  # dynamic holds what the attributes below say
+        self._is_known = True  # dynamic matches the attributes below
         self.launches: dict[Any, Any] = {}
-        self.one = torch.ones(1, dtype=torch.float64, device=device)  # the factor, without one
+        self.one = torch.ones(1, dtype=torch.float64, device=device)  # used if there is no factor
         self.aligned = True  # every address is a multiple of 16 bytes
-        self.usual_dtype = flat.dtype  # for which a flatten without any gradient is compiled
+        self.usual_dtype = flat.dtype  # used to compile a flatten without any gradient
         self.uploads = self.moves = 0
         self.device_index = device.index if device.type == "cuda" else None
         self._layout = layout
@@ -125,7 +126,7 @@ class DeviceTables:
         self.in_place: tuple[int, list[int]] = 0, []
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
-        """The rows of :attr:`chunks`, on the CPU."""
+        """Return the rows of :attr:`chunks`, on the CPU."""
         numels = torch.tensor(flat.layout.numels, dtype=torch.int64)
         offsets = torch.tensor(flat.layout.offsets, dtype=torch.int64)
         per_slot = (numels + block - 1) // block
@@ -137,7 +138,7 @@ class DeviceTables:
 
     @classmethod
     def of(cls, flat: FlatBuffer) -> Any:
-        """The tables of ``flat``, built when they are first asked for."""
+        """Return the tables of ``flat``, which are built at the first call."""
         if flat.tables is None:
             with outside_modes([flat.data]):
                 flat.tables = cls(flat)
@@ -150,29 +151,29 @@ class DeviceTables:
         scale: float | None = None,
         headers: Sequence[int] | None = None,
     ) -> torch.dtype | None:
-        """Bring ``dynamic`` up to date on the current stream, uploading it only if it changed.
+        """Update ``dynamic`` on the current stream; upload it only if it changed.
 
         Args:
             grads: one per slot, each with its slot's shape and strides.
             used: one flag per slot. ``None``, here and below, keeps the last value.
             scale: the factor.
-            headers: as many as the layout has; fastest if they are the same ``bytes`` each time.
+            headers: as many as in the layout; fastest if they are the same ``bytes`` each time.
 
         Returns:
-            The dtype of the gradients, ``None`` if there are none.
+            The dtype of the gradients; ``None`` if there are none.
 
         Raises:
-            ValueError: the number of gradients or flags is not that of the slots; or the headers
-                are not as many as the layout's, or not in 0..255.
-            TypeError: a gradient has another dtype or device than expected. Checked when an
-                address or the first dtype changed, not at every launch.
+            ValueError: the number of gradients or flags is not the number of slots; or the
+                number of headers does not match the layout, or a header is not in 0..255.
+            TypeError: the dtype or device of a gradient is not the expected one. Checked when
+                an address or the first dtype changed, not at every launch.
         """
-        # The fast path, if nothing has changed: in C, without a call of another function. (That of
-        # flatten and of JointUnflatten is in them, to spare the call.)
+        # Fast path, if nothing has changed: in C, without calls of other functions. flatten and
+        # JointUnflatten contain copies of it, to save the call.
         try:
             addresses = list(map(ADDRESS_OF, grads))  # type: ignore[arg-type]
             dtype = grads[0].dtype if grads else None  # type: ignore[union-attr]
-        except TypeError:  # one is missing
+        except TypeError:  # a gradient is missing
             return self.change(grads, used, scale, headers)
         if (
             addresses != self.addresses
@@ -193,9 +194,9 @@ class DeviceTables:
         headers: Sequence[int] | None = None,
         addresses: list[int] | None = None,
     ) -> torch.dtype | None:
-        """As :meth:`update`, where something seems to have changed: check everything.
+        """Handle a possible change in :meth:`update`: check everything.
 
-        ``addresses`` are those of the gradients, if none is missing.
+        ``addresses`` are the addresses of the gradients, if none is missing.
         """
         present: Any = grads
         if addresses is None:
@@ -211,21 +212,21 @@ class DeviceTables:
         if headers is None:
             headers = self.headers
         elif (headers or b"") == self.headers:
-            headers = bytes(headers)  # itself if it is bytes
+            headers = bytes(headers)  # the same object if it is bytes
         else:
             headers = self._layout.encode_headers(headers)
         has_moved = addresses != self.addresses
         if has_moved or dtype is not self.dtype:
             # A kernel cannot check an address: with a wrong dtype it would read garbage, and a host
-            # address faults on the device.
+            # address causes a fault on the device.
             if not (
                 {dtype}.issuperset(map(_DTYPE_OF, present))
-                # (Numbers of devices: objects would take thrice the time.)
+                # Compare device numbers: device objects would take three times as long.
                 and {self._device_number}.issuperset(map(Tensor.get_device, present))
             ):
                 self._refuse(grads, dtype)
             self.aligned = not reduce(or_, addresses, 0) & 15
-        # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
+        # Compare the bits of the scale: -0.0 equals 0.0, and NaN does not equal itself.
         bits = pack("<d", self.scale if scale is None else scale)
         is_uploaded = (
             used != self.used
@@ -236,7 +237,7 @@ class DeviceTables:
             or not self._is_known
         )
         if is_uploaded or has_moved:
-            self._is_known, self.addresses = False, []  # until the device has been given all of it
+            self._is_known, self.addresses = False, []  # until the whole update is submitted
         if is_uploaded:
             words = [*addresses, *map(int, map(bool, used)), *headers, *unpack("<q", bits)]
             pinned = upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
@@ -253,12 +254,12 @@ class DeviceTables:
         return dtype
 
     def compile(self) -> None:
-        """Compile what writes addresses."""
+        """Compile the kernel that writes addresses."""
         if self._slots <= _SIZES[-1]:
             self._prepare()
 
     def _prepare(self) -> tuple[Callable[..., None], tuple[int, ...]]:
-        """The launch that writes addresses to :attr:`dynamic`, and what to add to them."""
+        """Return the launch that writes addresses to :attr:`dynamic`, and the padding to add."""
         slots = self._slots
         size = next(each for each in _SIZES if slots <= each)
         given = (_ANY_ADDRESS,) * size, slots
@@ -268,9 +269,9 @@ class DeviceTables:
         return self.launches[_launch]
 
     def check_places(self, flat: FlatBuffer, addresses: list[int]) -> bool:
-        """Whether these addresses of ``flat.views`` are still those of their places in ``flat``.
+        """Return True if these addresses of ``flat.views`` are still their places in ``flat``.
 
-        (A view is ``.grad``, whose ``.data`` anybody may set.)
+        They may have moved, because a view is ``.grad``, and any code may set its ``.data``.
         """
         first = flat.data.data_ptr()
         if self.in_place != (first, addresses):
@@ -293,7 +294,7 @@ class DeviceTables:
         return [self.chunks, self.one, self.dynamic]
 
     def capture(self) -> None:
-        """The capture of a CUDA graph begins, whose launches read :attr:`dynamic`.
+        """Prepare for the capture of a CUDA graph, whose launches read :attr:`dynamic`.
 
         From now on each ``flatten`` uploads its table again, into the same memory: a replay may
         have overwritten it.
@@ -301,7 +302,7 @@ class DeviceTables:
         self.is_captured = True
 
     def _refuse(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
-        """Raise the error for the first gradient of another dtype or device."""
+        """Raise the error for the first gradient with another dtype or device."""
         for slot, grad in enumerate(grads):
             if grad is None:
                 continue

@@ -1,6 +1,6 @@
-"""The choice of kernels for a device: Triton, or the same in plain torch.
+"""The choice of kernels for a device: Triton, or the twins in plain torch.
 
-Imports without Triton; only the kernels of a CUDA or ROCm device need it.
+This module imports without Triton; only the kernels of a CUDA or ROCm device need it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout
 from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 
-# What gradients may be.
+# Supported dtypes of gradients.
 GRADIENT_DTYPES = (*DTYPES, *REAL)
 
 
 def _none(flat: FlatBuffer, *arguments: Any) -> None:
-    """On the CPU there are no tables, and nothing is compiled."""
+    """Do nothing: on the CPU there are no tables, and nothing is compiled."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Kernels:
     flatten: Callable[..., None]  # (flat, grads, used, scale, headers=()): see reference.flatten
     unflatten: Callable[..., None]  # (flat, grads, factor=None): see reference.unflatten
     alignment: int  # the alignment for Layout.of that these kernels need, in elements
-    takes_pointers: bool  # they read gradients by address, so the memory order has to be the slot's
-    # Cuts a layout into ranges of slots [first, last), each flattened by one launch.
+    takes_pointers: bool  # they read gradients by address, so they need the slot's memory order
+    # Divides a layout into ranges of slots [first, last), each flattened by one launch.
     segments: Callable[[Layout], list[tuple[int, int]]]
-    # Whether gradients are so large that each is worth a call of its own.
+    # Whether gradients are so large that each is worth a separate call.
     are_large: Callable[[Layout], bool]
     buffer: Callable[..., FlatBuffer] = FlatBuffer  # (layout, dtype, device, memory=None)
-    # Makes what unflattens several buffers in one launch, see unflatten.JointUnflatten.
+    # Creates an object that unflattens several buffers in one launch: unflatten.JointUnflatten.
     joint_unflatten: Callable[[Sequence[FlatBuffer]], Any] | None = None
-    # Makes the tables of a buffer. That is not possible while a CUDA graph is captured.
+    # Creates the tables of a buffer. Not possible while a CUDA graph is captured.
     tables: Callable[[FlatBuffer], Any] = _none
-    # (flat, dtype of gradients, in_place, is_joint): compiles all that may be launched for the
-    # buffer: see unflatten.compile_for.
+    # (flat, dtype of gradients, in_place, is_joint): compiles all kernels that may be launched for
+    # the buffer: see unflatten.compile_for.
     compile: Callable[[FlatBuffer, torch.dtype, bool, bool], None] = _none
 
 
@@ -65,15 +65,16 @@ class QuantizedKernels:
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of ``param.grad``: ``grad_dtype``, that of the parameter unless a user sets it.
+    """Return the dtype of ``param.grad``: ``grad_dtype``, by default the parameter's dtype.
 
-    (``None`` allows any: that of the parameter is expected then. A tensor with a graph has none.)
+    If ``grad_dtype`` is ``None``, any dtype is allowed, and the parameter's dtype is expected. A
+    tensor with a graph has no ``grad_dtype``.
     """
     return (grad_dtype_of(param) if param.is_leaf else None) or param.dtype
 
 
 def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
-    """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
+    """Return the kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
 
     ``dtype`` is one of :data:`GRADIENT_DTYPES`.
 
@@ -86,7 +87,7 @@ def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
 
 
 def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:
-    """``kernels`` of ``device`` for a bucket whose gradients are quantized."""
+    """Return ``kernels`` of ``device`` for a bucket whose gradients are quantized."""
     quantized = select_quantized(device)
     return replace(
         kernels,
@@ -101,13 +102,13 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
 
 
 def select_quantized(device: torch.device) -> QuantizedKernels:
-    """The kernels that quantize gradients on ``device``; raises as :func:`select`."""
+    """Return the kernels that quantize gradients on ``device``; raises like :func:`select`."""
     return _quantized_for(device.type)
 
 
 @cache
 def _quantized_for(device_type: str) -> QuantizedKernels:
-    _for_device_type(device_type)  # raises where there are none
+    _for_device_type(device_type)  # raises if there are none
     if device_type == "cpu":
         from tritonddp.kernels.quantized import reference as quantized
 
@@ -118,7 +119,7 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
 
 
 def quantized_in_triton() -> QuantizedKernels:
-    """The kernels of a GPU that quantize, for any tensors."""
+    """Return the quantizing kernels of a GPU, for any tensors."""
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     def compile_all(flat: QuantizedBuffer, dtype: torch.dtype, *_: bool) -> None:
@@ -190,7 +191,7 @@ def _for_device_type(device_type: str) -> Kernels:
 
 
 def in_triton() -> Kernels:
-    """The kernels of a GPU, for any tensors."""
+    """Return the kernels of a GPU, for any tensors."""
     from tritonddp.kernels import device_tables, flatten, unflatten
 
     def compile_all(flat: FlatBuffer, dtype: torch.dtype, in_place: bool, is_joint: bool) -> None:
@@ -211,10 +212,10 @@ def in_triton() -> Kernels:
 
 
 def _whole(layout: Layout) -> list[tuple[int, int]]:
-    """One segment: on a GPU a launch costs more time than a cache saves."""
+    """Return one segment: on a GPU a launch costs more time than a cache saves."""
     return [(0, len(layout.numels))]
 
 
 def _never(layout: Layout) -> bool:
-    """On a GPU one launch serves all gradients; complex ones are summed as real ones."""
+    """Return False: on a GPU one launch serves all gradients; complex ones count as real ones."""
     return False

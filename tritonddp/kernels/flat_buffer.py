@@ -5,9 +5,10 @@
     | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flags | headers | pad |
     |<----------------- payload ------------------->|<------- trailer ------>|
 
-A *header* here is an integer from 0 to 255. Each rank writes to places of its own, and zeros to
-those of others, so that a sum over ranks gives all headers to all ranks, exactly in every wire
-dtype. A flag that is NaN, on one rank, is NaN on all: the gradient is not finite there.
+A *header* here is an integer from 0 to 255. Each rank writes its headers to separate places, and
+zeros to the places of the other ranks. So a sum over ranks gives all headers to all ranks, exactly
+in every wire dtype. A flag that is NaN on one rank is NaN on all ranks: the gradient is not finite
+there.
 
 Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 """
@@ -26,19 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The dtypes of gradients, and the wire dtypes, in any combination. (For kernels a complex gradient
-# is a real one of another shape.)
+# Supported dtypes of gradients and wire dtypes, in any combination. Kernels treat a complex
+# gradient as a real one with another shape.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not smaller than ``value``."""
+    """Return the smallest multiple that is not smaller than ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each gradient lies in the flat buffer, and where the trailer begins.
+    """Position of each gradient in the flat buffer, and of the trailer.
 
     Strides are always dense: a gradient fills ``prod(shape)`` consecutive elements of the buffer in
     *memory* order.
@@ -46,11 +47,11 @@ class Layout:
 
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]  # in elements
-    numels: tuple[int, ...]  # of each gradient; 0 is allowed
+    numels: tuple[int, ...]  # elements of each gradient; 0 is allowed
     offsets: tuple[int, ...]  # first element of each gradient, a multiple of the alignment
     flags_offset: int  # first element of the trailer, which is the first flag
     headers: int  # number of headers of all ranks; they follow the last flag
-    numel: int  # length of the whole buffer, trailer included
+    numel: int  # length of the whole buffer, including the trailer
 
     @classmethod
     def of(
@@ -60,7 +61,7 @@ class Layout:
         alignment: int,
         headers: int = 0,
     ) -> Layout:
-        """A layout of gradients with these shapes and dense strides, one after the other.
+        """Create a layout of gradients with these shapes and dense strides, one after the other.
 
         ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
         wire dtype, 1 leaves no gaps.
@@ -81,9 +82,9 @@ class Layout:
         )
 
     def part(self, first: int, last: int) -> Layout:
-        """The layout of slots ``[first, last)`` alone, at the same places of the same buffer.
+        """Return the layout of slots ``[first, last)``, at the same places of the same buffer.
 
-        Headers belong to the whole: a part has none.
+        Headers belong to the whole buffer: a part has none.
         """
         return replace(
             self,
@@ -96,10 +97,10 @@ class Layout:
         )
 
     def encode_headers(self, headers: Sequence[int]) -> bytes:
-        """The headers, one byte each; ``bytes`` are returned unchanged, which costs nothing.
+        """Return the headers, one byte each; ``bytes`` are returned unchanged, without cost.
 
         Raises:
-            ValueError: their number is not that of the layout, or one is not in 0..255.
+            ValueError: their number does not match the layout, or a header is not in 0..255.
         """
         if len(headers) != self.headers:
             raise ValueError(
@@ -118,7 +119,7 @@ class Layout:
 
     @cached_property
     def gapless(self) -> tuple[int, int] | None:
-        """First element and end of the gradients, if there are no gaps between them."""
+        """Start and end of the gradients, if there are no gaps between them."""
         if not self.numels:
             return 0, 0
         ends = list(map(add, self.offsets, self.numels))
@@ -126,7 +127,7 @@ class Layout:
 
     @cached_property
     def is_row_major(self) -> bool:
-        """Whether the payload is the gradients one after the other, each row-major."""
+        """Whether the payload is the concatenation of the gradients, each row-major."""
         return sum(self.numels) == self.flags_offset and all(
             torch.empty_strided(*each, device="meta").is_contiguous()
             for each in zip(self.shapes, self.strides, strict=True)
@@ -144,34 +145,34 @@ class Layout:
 
 
 class FlatBuffer:
-    """The storage of one bucket: ``data`` is what the collective sends.
+    """The storage of one bucket; the collective sends ``data``.
 
     Attributes:
         layout: see :class:`Layout`.
-        dtype: dtype of the views: that of ``data``, except for complex gradients.
+        dtype: dtype of the views: the dtype of ``data``, except for complex gradients.
         data: 1-D tensor of the wire dtype, ``layout.numel`` long. Gaps between gradients hold
             zeros and are never written, so that a sum over ranks keeps them zero.
         payload: view of ``data`` without the trailer.
         flags: view of the used flags, one element per gradient: 1 or 0 before the collective,
-            afterwards the number of ranks that used the parameter (any non-zero value: the
-            sum of many ones saturates in fp16 and bf16, but never becomes zero).
-        headers: view of the headers, one element each: before the collective those of this rank
-            and zeros, afterwards those of all ranks. Empty in a part.
+            afterwards the number of ranks that used the parameter. Any nonzero value means used:
+            the sum of many ones saturates in fp16 and bf16, but never becomes zero.
+        headers: view of the headers, one element each: before the collective the headers of
+            this rank and zeros, afterwards the headers of all ranks. Empty in a part.
         trailer: view of the used flags and the headers. A part has none.
         encoded: the content of ``trailer`` before the collective: ``encoded_flags`` and
             ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
-        views: one tensor per gradient in its place, with the gradient's own shape and strides.
+        views: one tensor per gradient in its place, with the gradient's shape and strides.
     """
 
-    # Defaults for subclasses too, whose constructors differ.
+    # Defaults, also for subclasses, whose constructors differ.
     is_part = False  # made by part(): its flags are written with those of the whole buffer
-    first_slot = 0  # of a part, its number in the whole buffer
-    tables: Any = None  # tables of the kernels, made at their first launch
+    first_slot = 0  # index of a part's first slot in the whole buffer
+    tables: Any = None  # tables of the kernels, created at their first launch
     encoded: Tensor | None = None
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
-    batched: Any = None  # state of the CPU's flatten, made at its first call
-    # Bytes of the reduced flags in the last reduction, and what reduced_flags() has returned then.
+    batched: Any = None  # state of the CPU's flatten, created at its first call
+    # Bytes of the reduced flags in the last reduction, and the result of reduced_flags() for them.
     last_flags: tuple[bytes, Sequence[float]] = b"", ()
 
     def __init__(
@@ -182,8 +183,8 @@ class FlatBuffer:
         self.dtype = dtype
         if memory is None:
             self.data = torch.empty(layout.numel, dtype=dtype, device=device)
-            # The places of gradients need no zeros: the system gives them memory when gradients are
-            # written there.
+            # The places of gradients need no zeros: the system allocates their pages when gradients
+            # are written there.
             is_gapless = sum(layout.numels) == layout.flags_offset
             self.data[layout.flags_offset if is_gapless else 0 :].zero_()
         else:
@@ -193,7 +194,7 @@ class FlatBuffer:
         self.flags = self.trailer[: len(layout.numels)]
         self.headers = self.trailer[len(layout.numels) :]
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
-        self.addresses = list(map(Tensor.data_ptr, self.views))  # where they were last
+        self.addresses = list(map(Tensor.data_ptr, self.views))  # last known addresses
 
     @property
     def memory(self) -> list[Tensor]:
@@ -201,9 +202,10 @@ class FlatBuffer:
         return [self.data]
 
     def tensor_at(self, slot: int) -> Tensor:
-        """A new tensor in the place of gradient ``slot``, with a version counter of its own.
+        """Return a new tensor in the place of gradient ``slot``, with a separate version counter.
 
-        (Views in autograd's sense share one, so that a write to one would count for all of them.)
+        Views in autograd's sense share one counter, so that a write to one would count for all of
+        them.
         """
         layout, data = self.layout, self.data
         start = data.storage_offset() * data.element_size() // self.dtype.itemsize
@@ -215,7 +217,7 @@ class FlatBuffer:
         )
 
     def restore_views(self) -> None:
-        """Lead :attr:`views` back here that are elsewhere now, with their values."""
+        """Move :attr:`views` that are elsewhere back into the buffer, with their values."""
         for slot, view in enumerate(self.views):
             offset = self.layout.offsets[slot] * self.dtype.itemsize
             is_elsewhere = view.numel() and view.data_ptr() != self.data.data_ptr() + offset
@@ -224,13 +226,13 @@ class FlatBuffer:
         self.addresses = list(map(Tensor.data_ptr, self.views))
 
     def part(self, first: int, last: int) -> Any:
-        """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""
+        """Return slots ``[first, last)`` as a separate flat buffer in the same storage."""
         part = copy.copy(self)
         part.cut(first, last)
         return part
 
     def cut(self, first: int, last: int) -> None:
-        """Become the part ``[first, last)`` of the buffer that this is a copy of."""
+        """Become the part ``[first, last)`` of the buffer of which this is a copy."""
         self.layout = self.layout.part(first, last)
         self.flags = self.flags[first:last]
         self.headers = self.headers[:0]
@@ -250,26 +252,27 @@ class FlatBuffer:
         self.trailer.copy_(self.encoded)  # type: ignore[arg-type]
 
     def own_header(self, rank: int, world_size: int) -> Tensor:
-        """View of this rank's header, before the collective: ``(copies, bytes of a header)``."""
+        """Return a view of this rank's header before the collective: ``(copies, header bytes)``."""
         return self.headers.view(world_size, -1)[rank : rank + 1]
 
     def encode_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """Update :attr:`encoded`, which does not change in most steps.
 
         Raises:
-            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
+            ValueError: the number of flags is not the number of gradients; or see
+                :meth:`Layout.encode_headers`.
         """
         own_headers = self.layout.encode_headers(headers)
         slots = len(self.layout.numels)
         if len(used) != slots:
             raise ValueError(f"the buffer has {slots} slots, but {len(used)} flags came")
-        # From bytes, since torch.tensor takes 0.1 us a flag. From a bytearray, since torch warns of
-        # read-only memory. (And it refuses an empty one.)
+        # From bytes, since torch.tensor takes 0.1 us per flag. From a bytearray, since torch warns
+        # about read-only memory. It does not accept an empty one.
         content = bytearray(used) + own_headers
         encoded = torch.empty_like(self.trailer)
         if content:
             encoded.copy_(torch.frombuffer(content, dtype=torch.uint8))
-        self.encoded = None  # not valid if an interrupt comes before the end
+        self.encoded = None  # invalid if an interrupt occurs before the end
         # A copy, since callers change their list in place.
         self.encoded_flags, self.encoded_headers = list(used), own_headers
         self.encoded = encoded
@@ -280,11 +283,11 @@ class FlatBuffer:
         return self.flags.numel() * self.flags.element_size()
 
     def reduced_flags(self) -> Sequence[float]:
-        """The :attr:`flags` on the host, which waits for a GPU; empty if all of them are set."""
+        """Return :attr:`flags` on the host, which waits for a GPU; empty if all flags are set."""
         if not self.data.is_cpu:
             return self.flags.tolist()
-        # In most steps they are those of the step before. (The address is read each time:
-        # share_memory() moves gradients that are views.)
+        # In most steps they equal the flags of the previous step. The address is read each time:
+        # share_memory() moves gradients that are views.
         content = string_at(self.flags.data_ptr(), self.flags_nbytes)
         if content != self.last_flags[0] or not content:
             flags = self.flags.tolist()
@@ -293,7 +296,7 @@ class FlatBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a reduction gives to collectives: payload and trailer."""
+        """Bytes that a reduction passes to collectives: payload and trailer."""
         return self.data.nbytes
 
     def fill_nan(self) -> None:
@@ -301,15 +304,15 @@ class FlatBuffer:
         self.payload.fill_(torch.nan)
 
     def note_not_finite(self, which: Tensor, rank: int, world_size: int) -> None:
-        """These gradients, bool ``(n,)``, are not finite on this rank: tell all ranks.
+        """Tell all ranks that these gradients, bool ``(n,)``, are not finite on this rank.
 
-        The last ``world_size`` headers are places of the ranks for that.
+        The last ``world_size`` headers are reserved for that, one per rank.
         """
         self.flags.masked_fill_(which, torch.nan)
         self.trailer[len(self.trailer) - world_size + rank].copy_(which.any())
 
     def not_finite(self, world_size: int) -> tuple[Tensor, Tensor]:
-        """After the reduction: which gradients some rank has noted, and which ranks have."""
+        """Return which gradients are not finite, and on which ranks, after the reduction."""
         return self.flags.isnan(), self.trailer[len(self.trailer) - world_size :] != 0
 
     def check_factor(self, factor: Tensor) -> None:

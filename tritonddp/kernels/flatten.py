@@ -1,7 +1,8 @@
 """Flatten: scale, cast and gather all gradients of a bucket, and its trailer, in one launch.
 
-It is faster than one copy per gradient, which needs more launches, and than ``torch.cat``, a scale
-and a cast, which need more passes over memory. The same in plain torch is in ``reference.py``.
+It is faster than one copy per gradient, which needs more launches, and faster than ``torch.cat``, a
+scale and a cast, which need more passes over memory. The twin in plain torch is in
+``reference.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TRITON_DTYPES = {
 
 
 # Number of flags and headers that a program writes: one per thread. A whole BLOCK of int64 would
-# need more registers, also in the programs of chunks.
+# need more registers, even in the programs of chunks.
 FLAG_BLOCK = 128
 
 
@@ -39,7 +40,7 @@ FLAG_BLOCK = 128
 def widen(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Cast ``x`` to ``TO``, fp32 or fp64, exactly.
 
-    In two steps via fp32, because not every backend converts bf16 to fp64. The interpreter reads
+    Uses two steps via fp32, because not every backend converts bf16 to fp64. The interpreter reads
     subnormal bf16 wrongly, so there the bits are converted by integer operations.
     """
     if EMULATE and x.dtype == tl.bfloat16:
@@ -55,9 +56,9 @@ def widen(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untype
 def narrow(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Cast ``x``, fp32 or fp64, to ``TO``, rounding to nearest even.
 
-    From fp64 to 16 bits in two steps via fp32, as torch does on the CPU, for the same bits. The
-    interpreter truncates to bf16 where the hardware rounds, so there the bits are computed by
-    integer operations.
+    Casts from fp64 to 16 bits in two steps via fp32, as torch does on the CPU, to get the same
+    bits. The interpreter truncates to bf16 where the hardware rounds, so there the bits are
+    computed by integer operations.
     """
     if x.dtype == TO:
         return x
@@ -87,11 +88,12 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program per chunk, then one per ``FLAG_BLOCK`` of the ``trailer`` flags and headers.
+    """Run one program per chunk, then one per ``FLAG_BLOCK`` of the ``trailer``'s flags and
+    headers.
 
-    In the mask the chunk's length is rounded down to 16: otherwise the compiler could not prove
-    that accesses of 16 bytes are safe. The rest is a 16-wide tail. ``multiple_of`` is the only hint
-    that the compiler accepts, for a pointer in bytes and for an offset in elements.
+    In the mask the chunk's length is rounded down to a multiple of 16: otherwise the compiler could
+    not prove that 16-byte accesses are safe. The rest is a 16-wide tail. ``multiple_of`` is the
+    only hint that the compiler accepts, in bytes for a pointer and in elements for an offset.
     """
     wire = bucket.dtype.element_ty
     program = tl.program_id(0)
@@ -112,7 +114,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(row + 3)
     scale = tl.load(dynamic + slots + trailer).to(tl.float64, bitcast=True).to(COMPUTE)
     present = address != 0
-    # Not a further term of the masks: the interpreter of Triton 3.9 cannot load with the
+    # Not an additional term of the masks: the interpreter of Triton 3.9 cannot load with the
     # conjunction of a block and a scalar.
     readable = tl.where(present, count, 0)
 
@@ -130,7 +132,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + rest, narrow(y, wire, EMULATE), mask=rest < count)
 
 
-# Decided when @triton.jit runs, once for the process.
+# Decided once per process, when @triton.jit runs.
 INTERPRETED = not isinstance(flatten_kernel, triton.JITFunction)
 
 _launch = Launcher(flatten_kernel)
@@ -145,15 +147,15 @@ def flatten(
 ) -> None:
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
-    One launch on the current stream, which should be the one that produced the gradients. Arguments
-    are those of ``reference.flatten``; for errors see :meth:`DeviceTables.update`.
+    Uses one launch on the current stream, which should be the stream that produced the gradients.
+    For arguments see ``reference.flatten``; for errors see :meth:`DeviceTables.update`.
     """
     tables = flat.tables or DeviceTables.of(flat)
-    # As in DeviceTables.update, without its call.
+    # Inlined from DeviceTables.update, to save the call.
     dtype: Any
     try:
         addresses, dtype = list(map(ADDRESS_OF, grads)), grads[0].dtype  # type: ignore[arg-type, union-attr]
-    except (TypeError, IndexError):  # one is missing, or there are none
+    except (TypeError, IndexError):  # a gradient is missing, or there are none
         dtype = tables.update(grads, used, scale, headers)
     else:
         if (
@@ -166,14 +168,14 @@ def flatten(
             or tables.is_captured
         ):
             tables.change(grads, used, scale, headers, addresses)
-    # (Where the buffer is: its storage may be anybody's who has a view of it.)
+    # Compare addresses, not storages: a user may hold a view of this storage.
     key = _launch, flat.data.data_ptr(), dtype, tables.aligned
     run = tables.launches.get(key)
     if run is None:
         if not flat.layout.numels and not flat.layout.headers:
             return
         run = tables.launches[key] = _prepare(flat, tables, dtype, tables.aligned)
-    # The same as launch.run(), without one more call.
+    # Inlined from launch.run(), to save the call.
     if tables.device_index is None or tables.device_index == _torch.current_device():
         run()
     else:
@@ -183,7 +185,7 @@ def flatten(
 
 
 def compile_for(flat: FlatBuffer, dtype: torch.dtype) -> None:
-    """Compile all that :func:`flatten` may need for gradients of this dtype, or none."""
+    """Compile all kernels that :func:`flatten` may need for this gradient dtype, or for none."""
     tables = DeviceTables.of(flat)
     tables.usual_dtype = dtype
     tables.compile()
@@ -194,7 +196,7 @@ def compile_for(flat: FlatBuffer, dtype: torch.dtype) -> None:
 def _prepare(
     flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None, aligned: bool
 ) -> partial[None]:
-    """The launch of ``flatten`` for gradients of this dtype and alignment."""
+    """Return the launch of ``flatten`` for gradients of this dtype and alignment."""
     layout = flat.layout
     source = dtype or tables.usual_dtype
     compute = compute_dtype(source, flat.data.dtype)

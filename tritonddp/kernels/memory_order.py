@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def gradient_strides(param: Tensor) -> tuple[int, ...]:
-    """Strides that a gradient of ``param`` has by autograd's layout contract.
+    """Return the strides of a gradient of ``param`` by autograd's layout contract.
 
-    The parameter's own if it is dense without overlap, else row-major (see the comment "Gradient
-    Layout Contract" in ``torch/csrc/autograd/functions/accumulate_grad.h``).
+    These are the parameter's strides if it is dense without overlap, else row-major (see the
+    comment "Gradient Layout Contract" in ``torch/csrc/autograd/functions/accumulate_grad.h``).
     """
     if dims_by_stride(param.shape, param.stride()) is not None:
         return param.stride()
@@ -22,10 +22,10 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
 def dims_by_stride(
     shape: Sequence[int], strides: Sequence[int]
 ) -> list[tuple[int, int, int]] | None:
-    """Stride, size and number of each dimension, the innermost first, those of size 1 left out.
+    """Return stride, size and index of each dimension, innermost first, without those of size 1.
 
-    Two tensors of one shape with the same answer keep their elements in the same memory order.
-    ``None`` if the strides leave gaps, overlap, or hold no element.
+    Two tensors of one shape with equal results have the same memory order. ``None`` if the strides
+    leave gaps or overlap, or if there is no element.
     """
     numbered = zip(strides, shape, range(len(shape)), strict=True)
     dims = sorted(each for each in numbered if each[1] != 1)

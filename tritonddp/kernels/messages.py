@@ -1,11 +1,11 @@
-"""What ranks send each other to sum values that each of them holds: plain, cast, or quantized.
+"""Messages with which ranks sum values that each of them holds: plain, cast, or quantized.
 
-Each of the ranks owns one *part* of the values. It gets that part from all of them, sums it in the
-order of the ranks, and sends the sum to all. So there are two rounds of messages. Two ranks may
-send each other all of their values instead, which is the same number of bytes: both make the sum,
-and there is no second round. Such an exchange is *direct*.
+Each rank owns one *part* of the values. It gets that part from all ranks, sums it in rank order,
+and sends the sum to all ranks. So there are two rounds of messages. Two ranks may send each other
+all of their values instead, which is the same number of bytes: both compute the sum, and there is
+no second round. Such an exchange is *direct*.
 
-An exchange of messages does not know what is in them. See :class:`Messages`.
+An exchange of messages does not depend on their content. See :class:`Messages`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Elements that are cast at once: see reference._CAST.
+# Elements that are cast in one call: see reference._CAST.
 _CAST = 262_144
 
 
 class Messages(Protocol):
-    """The memory of one exchange, of the ranks that take part in it, in their order.
+    """The memory of one exchange; sequences are in the order of the participating ranks.
 
     Attributes:
-        sent: for each rank, what this rank sends it in the first round.
-        received: from each rank, what comes then. The entry of this rank belongs to it, too.
-        reduced: what this rank sends to all in the second round.
-        gathered: from each rank, what comes then; empty if the exchange is direct.
+        sent: for each rank, the message to it in the first round.
+        received: for each rank, the message from it in the first round, including this rank.
+        reduced: the message of this rank to all ranks in the second round.
+        gathered: for each rank, the message from it in the second round; empty if the exchange
+            is direct.
     """
 
     @property
@@ -43,27 +44,27 @@ class Messages(Protocol):
     def gathered(self) -> Sequence[Tensor]: ...
 
     def encode(self) -> None:
-        """Write the values into what is sent."""
+        """Write the values into the messages to send."""
 
     def reduce(self) -> None:
-        """Sum what was received."""
+        """Sum the received messages."""
 
     def decode(self) -> None:
         """Write the sums into the values."""
 
 
 class PlainMessages:
-    """Messages that are views of the values, 1-D, in which the sums arrive.
+    """Messages that are views of the values, 1-D, to which the sums are written.
 
     Args:
-        values: of this rank.
+        values: values of this rank.
         ranks: number of ranks.
-        rank: index of this one.
+        rank: index of this rank.
     """
 
     def __init__(self, values: Tensor, ranks: int, rank: int) -> None:
         is_direct = ranks == 2
-        # (Sums replace parts that have been sent: their owner has received them.)
+        # Sums replace parts that were sent: their owner has received them.
         self.sent = [values] * 2 if is_direct else list(values.tensor_split(ranks))
         self.reduced = self.sent[rank]
         self.received = [self.reduced.new_empty(len(self.reduced)) for _ in range(ranks)]
@@ -82,13 +83,13 @@ class PlainMessages:
 
 
 class CastMessages:
-    """Messages in another dtype than the values, which are summed in their own.
+    """Messages whose dtype differs from the values; sums are computed in the dtype of the values.
 
     Args:
-        values: of this rank, 1-D.
-        dtype: of the messages.
+        values: values of this rank, 1-D.
+        dtype: dtype of the messages.
         ranks: number of ranks.
-        rank: index of this one.
+        rank: index of this rank.
     """
 
     def __init__(self, values: Tensor, dtype: torch.dtype, ranks: int, rank: int) -> None:

@@ -1,6 +1,6 @@
 """The kernels in plain torch: used on the CPU, and in tests as the reference for Triton kernels.
 
-Same names, signatures and bits as ``flatten.py`` and ``unflatten.py``.
+Names, signatures and bits are those of ``flatten.py`` and ``unflatten.py``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ ALIGNMENT = 1
 # Gradients of fewer elements on average are copied together and then scaled together: a second
 # pass over memory costs less than a call per gradient.
 _SMALL = 8_192
-# Elements that are flattened at once: 4 MiB in fp32, a part of the last-level cache. Measured:
+# Elements that are flattened in one call: 4 MiB in fp32, a part of the last-level cache. Measured:
 # smaller segments are no faster, since Python costs what copies save; from 16 MiB on copies take
 # twice as long.
 _SEGMENT = 1_048_576
-# Elements that are cast at once: torch casts via a temporary tensor, which so stays in the cache.
-# Measured: a tenth of the time of one call for 10 million elements. Fewer elements need more calls.
+# Elements that are cast in one call: torch casts via a temporary tensor, which then stays in the
+# cache. Measured: a tenth of the time of one call for 10 million elements. Fewer elements need more
+# calls.
 _CAST = 262_144
 
 
 def compute_dtype(source: torch.dtype, wire: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients are scaled: fp32, or fp64 if either side is fp64."""
+    """Return the dtype in which gradients are scaled: fp32, or fp64 if either side is fp64."""
     return torch.float64 if torch.float64 in (source, wire) else torch.float32
 
 
@@ -52,12 +53,14 @@ def flatten(
         flat: the destination; gaps and padding of the trailer are not written.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
-        used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
-        scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
-        headers: as many as the layout has, in 0..255; none for a part of a buffer.
+            used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a
+                buffer.
+            scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
+            headers: as many as in the layout, in 0..255; none for a part of a buffer.
 
-    Raises:
-        ValueError: the headers are not as many as the layout's, or not in 0..255.
+        Raises:
+            ValueError: the number of headers does not match the layout, or a header is not in
+                0..255.
     """
     wire = flat.data.dtype
     batched = flat.batched
@@ -74,8 +77,8 @@ def flatten(
         or (headers or b"") != flat.encoded_headers
     ):
         flat.encode_trailer(used, headers)
-    # The fast path of nearly all steps, without a call of another function: Python would take
-    # longer than the copy. For other gradients torch raises before it writes anything.
+    # Fast path of nearly all steps, without calls of other functions: Python would take longer than
+    # the copy. For other gradients torch raises before it writes anything.
     if (
         batched.applies
         and grads
@@ -111,9 +114,9 @@ def flatten(
             if grad is None:
                 view.zero_()
             elif grad.shape == view.shape:
-                # With two operands without dimensions, torch would promote the dtype.
+                # With two zero-dim operands, torch would promote the dtype.
                 torch.mul(grad, batched.factor if grad.dim() else scale, out=view)
-            else:  # torch would make room for it
+            else:  # torch would resize the view
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
     if not flat.is_part:
         flat.trailer.copy_(flat.encoded)  # type: ignore[arg-type]
@@ -132,14 +135,14 @@ def unflatten(
         grads: one per slot, of one dtype, with the slot's shape. A gradient may be
             ``flat.views[i]`` itself: it is then scaled in place.
         factor: one fp64 element on the buffer's device, rounded to :func:`compute_dtype` and
-            applied in it before the cast to the gradients' dtype. ``None`` counts as 1, which
-            changes no number, not even -0.0. A NaN stays a NaN, perhaps with other bits.
+        applied in it before the cast to the gradients' dtype. ``None`` counts as 1, which changes
+        no number, not even -0.0. A NaN stays a NaN, perhaps with other bits.
 
     Raises:
         TypeError: the factor is not one fp64 element on the buffer's device.
     """
     targets, sources = grads, flat.views
-    # (Without a call where they are those of the last step.)
+    # Without a call if they equal the flags of the last step.
     content, flags = flat.last_flags
     if string_at(flat.flags.data_ptr(), flat.flags_nbytes) != content:
         flags = flat.reduced_flags()
@@ -157,16 +160,16 @@ def unflatten(
     elif targets:
         try:
             foreach_copy_(targets, sources)
-        except RuntimeError:  # torch copies to lazily negated tensors one by one only
+        except RuntimeError:  # torch copies to lazily negated tensors only one by one
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)  # type: ignore[union-attr]
 
 
 def segments(layout: Layout) -> list[tuple[int, int]]:
-    """Cut a bucket into ranges of slots ``[first, last)`` that are flattened at once.
+    """Divide a bucket into ranges of slots ``[first, last)`` that are flattened in one call each.
 
     On the CPU it is fastest to copy a gradient soon after it is ready, while it is in the cache.
-    But each call costs some 10 us, so small gradients wait for each other.
+    But each call costs about 10 us, so small gradients wait for each other.
     """
     cuts: list[tuple[int, int]] = []
     first, size = 0, 0
@@ -179,12 +182,12 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
 
 
 def are_large(layout: Layout) -> bool:
-    """Whether a call for each gradient costs less than a copy: so from some KiB each on."""
+    """Return True if one call per gradient costs less than a copy: from some KiB each on."""
     return layout.mean_numel >= _SMALL
 
 
 def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
-    """Flatten gradients whose dtype is not the wire dtype."""
+    """Flatten gradients whose dtype differs from the wire dtype."""
     views: Sequence[Tensor] = flat.views
     present: Any = grads
     if NoneType in map(type, grads):
@@ -206,7 +209,7 @@ def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float
 
 
 def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
-    """Scale and cast a gradient that has the dtype in which it is scaled."""
+    """Scale and cast a gradient whose dtype is the compute dtype."""
     if grad.shape != view.shape:  # torch would resize or broadcast
         raise RuntimeError("a gradient is not of the size that the buffer was made for")
     if grad.numel() <= _CAST or grad.stride() != view.stride():
@@ -219,21 +222,21 @@ def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
 
 
 class _Batched:
-    """State that all flattens of one buffer share; made at the first of them.
+    """State that all flattens of one buffer share; created at the first of them.
 
     Small gradients without gaps in the buffer are copied together, and then scaled together.
     """
 
     is_small: bool  # the gradients are small, and without gaps: copied together if not cast
-    applies: bool  # also, the last gradients were all present, and none was a view of the buffer
+    applies: bool  # in addition, all last gradients were present, and none was a buffer view
     payload: Tensor  # the place of all gradients
-    # If all gradients are vectors: the payload and the trailer (which a part does not have). One
+    # If all gradients are vectors: the payload and the trailer, which a part does not have. One
     # call that copies all vectors takes a third of the time of separate copies.
     line: Tensor | None = None
-    numel: int  # of line
+    numel: int  # size of line
     places: list[Tensor]  # the place of each gradient, and the trailer if there is one
-    # A tensor without dimensions: torch multiplies by it in half the time of a number, with the
-    # same bits. It has the dtype in which torch computes.
+    # A zero-dim tensor: torch multiplies by it in half the time of a number, with the same bits. It
+    # has the dtype in which torch computes.
     factor: Tensor
 
     def __init__(self, flat: FlatBuffer) -> None:
@@ -251,16 +254,16 @@ class _Batched:
             self.numel = self.line.numel()
 
     def rescale(self, scale: float) -> None:
-        """Make the factor for this scale."""
-        self.scale = math.nan  # not valid if an interrupt comes before the end
-        # Via fp64, as torch does with a number: it may be too large for fp32.
+        """Create the factor for this scale."""
+        self.scale = math.nan  # invalid if an interrupt occurs before the end
+        # Via fp64, as torch does with a number, which may be too large for fp32.
         with outside_modes():
             self.factor = torch.tensor(scale, dtype=torch.float64, device="cpu").to(self._dtype)
         self.scale = scale
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
-    """Flatten as :class:`_Batched` describes, if that is possible; returns whether it was."""
+    """Flatten as :class:`_Batched` describes, if possible; return whether all were copied so."""
     payload = flat.batched.payload
     targets, sources = flat.views, list(grads)
     missing, in_place = NoneType in map(type, grads), any(map(is_, grads, flat.views))
@@ -281,7 +284,7 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
 
 
 def _unflatten_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], factor: float) -> None:
-    """Unflatten with a factor. It is a number: a tensor would take part in type promotion."""
+    """Unflatten with a factor, a Python number: a tensor would take part in type promotion."""
     for grad, view in zip(grads, views, strict=True):
         if grad.dtype is not view.dtype:
             compute = compute_dtype(grad.dtype, view.dtype)
@@ -291,5 +294,5 @@ def _unflatten_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], factor: 
                 grad.copy_(torch.mul(view.to(compute), factor))
         elif grad.shape == view.shape:
             torch.mul(view, factor, out=grad)
-        else:  # torch would make room for it
+        else:  # torch would resize the gradient
             raise RuntimeError("a gradient is not of the size that the buffer was made for")

@@ -1,7 +1,7 @@
 """Unflatten: scale, cast and scatter a reduced bucket into all its gradients, in one launch.
 
 It needs fewer launches than one copy per gradient. If ``.grad`` is a view of the bucket, it is
-scaled in place, or nothing is launched. The same in plain torch is in ``reference.py``.
+scaled in place, or nothing is launched. The twin in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tritonddp.kernels.reference import compute_dtype
 _DATA_OF = attrgetter("data")
 
 
-# (A factor may be one of several in a tensor, so at any multiple of 8.)
+# A factor may be one element of a larger tensor, so it is at any multiple of 8.
 @triton.jit(do_not_specialize=["flags_offset"], do_not_specialize_on_alignment=["factor"])
 def unflatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
@@ -43,17 +43,17 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     IN_PLACE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program per chunk; mask, tail and hints as in ``flatten_kernel``.
+    """Run one program per chunk; mask, tail and hints as in ``flatten_kernel``.
 
     The flag (whether any rank used the parameter) and the factor are read on the device, so the
-    host does not wait for them. There is always a factor: 1.0 changes no number, not even -0.0,
-    and its cost is hidden by the memory accesses. With ``IN_PLACE`` gradients are views of the
-    bucket, and a factor of 1.0 leaves nothing to do.
+    host does not wait for them. There is always a factor: 1.0 changes no number, not even -0.0, and
+    its cost is hidden by the memory accesses. With ``IN_PLACE`` gradients are views of the bucket,
+    and a factor of 1.0 leaves nothing to do.
 
-    If ``bucket`` and ``dynamic`` are ``None``, the chunks are those of several buffers, see
-    :class:`JointUnflatten`: they say by address where all else is.
+    If ``bucket`` and ``dynamic`` are ``None``, the chunks belong to several buffers, see
+    :class:`JointUnflatten`: they contain the addresses of everything else.
     """
-    # (Not in fp64, where Triton 3.7 would spill two registers for sm_100.)
+    # Not in fp64, where Triton 3.7 would spill two registers for sm_100.
     if IN_PLACE and COMPUTE == tl.float32:  # noqa: SIM102, SIM300  constexprs
         if tl.load(factor) == 1.0:
             return
@@ -92,7 +92,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
         rest = body + tl.arange(0, 16)
         y = widen(tl.load(source + rest, mask=rest < count, other=0.0), COMPUTE, EMULATE)
         if COMPUTE == tl.float64:  # noqa: SIM300
-            # Read again: to keep it, Triton 3.6 would spill two registers for sm_90.
+            # Load it again: keeping it, Triton 3.6 would spill two registers for sm_90.
             scale = tl.load(factor)
         tl.store(target + rest, narrow(y * scale, TARGET, EMULATE), mask=rest < count)
 
@@ -105,14 +105,14 @@ def unflatten(
 ) -> None:
     """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
-    One launch on the current stream, which must have waited for the collective; none if there is
-    nothing to write. Arguments are those of ``reference.unflatten``. Gradients have the strides of
-    their slots. The factor is ready on the current stream, and the host does not read it.
+    Uses one launch on the current stream, which must have waited for the collective; no launch if
+    there is nothing to write. For arguments see ``reference.unflatten``. Gradients have the strides
+    of their slots. The factor is ready on the current stream, and the host does not read it.
 
     Raises:
-        ValueError: there is not one gradient per slot.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device; or the factor
-            is not one fp64 element on that device.
+        ValueError: the number of gradients is not the number of slots.
+        TypeError: the gradients differ in dtype, or are not on the buffer's device; or the
+            factor is not one fp64 element on that device.
     """
     tables = flat.tables or DeviceTables.of(flat)
     if factor is not None:
@@ -134,9 +134,9 @@ def unflatten(
 
 
 def compile_for(flat: FlatBuffer, dtype: torch.dtype, in_place: bool, is_joint: bool) -> None:
-    """Compile all that :func:`unflatten` may need for gradients of this dtype.
+    """Compile all kernels that :func:`unflatten` may need for this gradient dtype.
 
-    With ``is_joint`` what :class:`JointUnflatten` may need, too.
+    With ``is_joint``, also those for :class:`JointUnflatten`.
     """
     tables = DeviceTables.of(flat)
     for aligned in {True, in_place}:
@@ -154,7 +154,7 @@ def _prepare(
     in_place: bool,
     factor: Tensor | None,
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The launch for gradients of this dtype and alignment, and its last arguments."""
+    """Return the launch for gradients of this dtype and alignment, and its last arguments."""
     kind = dtype, flat.data.dtype, aligned, in_place
     tensors = tables.chunks, tables.dynamic, flat.data
     return _bind(tables, tables.num_chunks, tensors, flat.layout.flags_offset, kind, factor)
@@ -168,15 +168,15 @@ def _bind(
     kind: tuple[torch.dtype, torch.dtype, bool, bool],
     factor: Tensor | None,
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """A launch of the kernel, and its last arguments.
+    """Return a launch of the kernel, and its last arguments.
 
-    Without a factor, it has to be called without arguments; else with the factor, which may be
+    Without a factor, call it without arguments. Otherwise call it with the factor, which may be
     another tensor each time, and the last arguments. One compiled kernel fits the storage of all
     factors: only the first element is read.
 
     Args:
-        tables: of a buffer, which says where a factor of 1 is, and how large programs are.
-        programs: one per chunk.
+        tables: tables of a buffer, which provide a factor of 1 and the program size.
+        programs: number of programs, one per chunk.
         tensors: ``chunks``, ``dynamic`` and ``bucket``.
         flags_offset: see :class:`Layout`.
         kind: dtypes of gradients and wire, ``ALIGNED``, ``IN_PLACE``.
@@ -196,10 +196,10 @@ def _bind(
 
 
 class JointUnflatten:
-    """Unflattens several buffers in one launch, with the bits of one :func:`unflatten` for each.
+    """Unflattens several buffers in one launch, with the same bits as :func:`unflatten` for each.
 
-    For buffers of one wire dtype on one device, whose memory stays where it is. It is made once,
-    not while a CUDA graph is captured, and kept as long as the same buffers come.
+    The buffers have one wire dtype and device, and their memory does not move. The object is
+    created once, not while a CUDA graph is captured, and kept while the buffers remain the same.
     """
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
@@ -216,9 +216,9 @@ class JointUnflatten:
         return [self._chunks, *self._former]
 
     def _build(self) -> Tensor:
-        """The chunks of all buffers: int64 ``(num_chunks, 5)``, one row per program.
+        """Return the chunks of all buffers: int64 ``(num_chunks, 5)``, one row per program.
 
-        Where the address of the gradient is, first element within the gradient, address of that
+        Columns: where the gradient's address is, first element within the gradient, address of that
         element in the buffer, number of elements, address of the used flag.
         """
         self._places = [flat.data.data_ptr() for flat in self._flats]
@@ -242,8 +242,8 @@ class JointUnflatten:
     ) -> None:
         """Write ``cast(factor * payload)`` of each reduced buffer into its gradients.
 
-        One launch on the current stream, if all gradients have one dtype and all or none are
-        views of the buffers; else one for each buffer.
+        Uses one launch on the current stream if all gradients have one dtype and all or none are
+        views of the buffers; otherwise one launch per buffer.
 
         Args:
             grads: for each buffer, one gradient per slot: see :func:`unflatten`, also for errors.
@@ -252,7 +252,7 @@ class JointUnflatten:
         flats, aligned = self._flats, True
         first_kind, is_mixed, has_none = (None, False), False, False
         for flat, tables, each in zip(flats, self._tables, grads, strict=True):
-            # As in unflatten() and DeviceTables.update(), without their calls.
+            # Inlined from unflatten() and DeviceTables.update(), to save the calls.
             dtype: Any
             try:
                 addresses, dtype = list(map(ADDRESS_OF, each)), each[0].dtype  # type: ignore[arg-type, union-attr]
@@ -269,7 +269,7 @@ class JointUnflatten:
             ):
                 tables.change(each, addresses=addresses)
             if dtype is None and not in_place:
-                has_none = True  # that goes with gradients of any dtype, but not with views
+                has_none = True  # compatible with gradients of any dtype, but not with views
             elif first_kind == (None, False):
                 first_kind = dtype, in_place
             elif first_kind != (dtype, in_place):
@@ -296,7 +296,7 @@ class JointUnflatten:
             )
         run, rest = found
         arguments = () if factor is None else (factor, *rest)
-        # The same as launch.run(), without one more call.
+        # Inlined from launch.run(), to save the call.
         index = self._tables[0].device_index
         if index is None or index == _torch.current_device():
             run(*arguments)
@@ -306,7 +306,7 @@ class JointUnflatten:
         launch.launches += 1
 
     def _move(self) -> None:
-        """The memory of a buffer has moved."""
+        """Rebuild the chunks after the memory of a buffer has moved."""
         if any(tables.is_captured for tables in self._tables):
             self._former.append(self._chunks)
         record_use(self._chunks)

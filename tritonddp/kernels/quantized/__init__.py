@@ -1,1 +1,1 @@
-"""Gradients as blocks of 8-bit numbers: Triton kernels, and the same in plain torch."""
+"""Gradients as blocks of 8-bit or 4-bit numbers: Triton kernels, and twins in plain torch."""

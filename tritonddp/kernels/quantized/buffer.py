@@ -1,23 +1,23 @@
 """A flat buffer that is sent quantized, in blocks, and the layout of its message.
 
 A *block* is 256 consecutive elements, in memory order, of one gradient: 256 numbers, in a code of C
-bytes (``code.py``; 256 in int8), and one fp32 scale. Each gradient begins a new block, so that its
+bytes (``code.py``; 256 in int8), and one fp32 scale. Each gradient starts a new block, so that its
 quantization does not depend on its bucket. *Exact* gradients are sent in fp32 in the same message.
 
 Each of W ranks owns one part of the blocks, and of the exact elements: it gets that part from all
-ranks, sums it, and sends the sum to all. So the message of a rank has W equal parts::
+ranks, sums it, and sends the sum to all ranks. So the message of a rank has W equal parts::
 
     part p      | numbers: C Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
     trailer     | flag 0 .. flag n-1 | this rank's header |  (a byte each)
 
     Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
 
-The sums that each rank sends afterwards are such a part without the trailer. The trailer is the
-same in each part, so that every rank gets the trailers of all. Padding has no meaning.
+The sums that each rank sends afterwards form such a part without the trailer. The trailer is the
+same in each part, so that every rank gets the trailers of all ranks. Padding has no meaning.
 
 Two ranks may instead send each other their whole message, which is the same number of bytes, and
-both sum all of it. That is done on the CPU, where it saves half of the work. Such an exchange is
-*direct*, and its message has one part.
+both sum all of it. The CPU does so, since it saves half of the work. Such an exchange is *direct*,
+and its message has one part.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from torch import Tensor
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, round_up
 from tritonddp.kernels.quantized.code import BLOCK, INT8, BlockCode
 
-# Alignment in elements of exact gradients, and of the parts that ranks own of them, so that the
+# Alignment in elements of exact gradients, and of the parts of them that ranks own, so that the
 # kernels can use 16-byte accesses for gradients of any dtype.
 EXACT_ALIGNMENT = 16
 
-# A used flag of a gradient that is not finite; others are 0 and 1.
+# The used flag of a gradient that is not finite; other flags are 0 and 1.
 _NOT_FINITE = 255
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of one gradient that lie in one part of the message."""
+    """Consecutive elements of one gradient in one part of the message."""
 
     slot: int
     start: int  # element of the gradient, in memory order: a multiple of 256, or of 16 if exact
     numel: int  # at least 1
     part: int
-    place: int  # number of its first block in the part, or of its first exact element
+    place: int  # index of its first block in the part, or of its first exact element
 
 
 class Fragment(NamedTuple):
-    """Consecutive elements of one slot of a bucket that lie in one share of its flat buffer."""
+    """Consecutive elements of one slot of a bucket in one share of its flat buffer."""
 
-    slot: int  # the number of slots for the trailer
+    slot: int  # slot index; the number of slots stands for the trailer
     start: int  # element of the slot, in memory order: a multiple of 256 if it is quantized
     numel: int  # at least 1
     offset: int  # in the flat buffer
 
 
 def fragments_of(layout: Layout, first: int, last: int) -> list[Fragment]:
-    """What lies in elements ``[first, last)`` of a flat buffer."""
+    """Return the fragments in elements ``[first, last)`` of a flat buffer."""
     starts = [*layout.offsets, layout.flags_offset]
     numels = [*layout.numels, layout.numel - layout.flags_offset]
     found = []
@@ -73,18 +73,18 @@ def fragments_of(layout: Layout, first: int, last: int) -> list[Fragment]:
 
 
 class MessageLayout:
-    """Where each gradient lies in the message.
+    """Position of each gradient in the message.
 
     Attributes:
         quantized: for each gradient, whether it is quantized; otherwise it is exact.
         is_direct: each rank gets the whole message of the other, and sums are not sent.
-        places: for a quantized gradient the number of its first block, for an exact one the number
-            of its first element among all exact elements.
+        places: for a quantized gradient the index of its first block, for an exact one the
+            index of its first element among all exact elements.
         blocks, exact: blocks, and exact elements with padding, of all gradients.
-        part_blocks, part_exact: those in a part (``Bp`` and ``Ep``).
+        part_blocks, part_exact: the same in a part (``Bp`` and ``Ep``).
         scales_offset, exact_offset: offset in a part, in bytes.
         part_bytes: bytes of a part without its trailer, which is the offset of the trailer.
-        stride: bytes from one part of a rank's message, which has ``parts``, to the next.
+        stride: bytes from one part to the next in a rank's message, which has ``parts``.
         gathered_numel: bytes of the sums of all ranks.
     """
 
@@ -97,13 +97,14 @@ class MessageLayout:
         is_direct: bool = False,
         code: BlockCode = INT8,
     ) -> None:
-        """A layout of gradients with ``numels`` elements, and ``headers`` bytes for all ranks."""
+        """Create the layout for gradients of ``numels`` elements, and ``headers`` bytes in
+        total."""
         self.numels = tuple(numels)  # of each gradient
         self.quantized = tuple(quantized)
         self.world_size = world_size
         self.is_direct = is_direct
-        self.parts = parts = 1 if is_direct else world_size  # of a message
-        self.header = headers // world_size  # bytes, of one rank
+        self.parts = parts = 1 if is_direct else world_size  # in a message
+        self.header = headers // world_size  # bytes per rank
         self.places: list[int] = []
         self.blocks = self.exact = 0
         for numel, is_quantized in zip(numels, quantized, strict=True):
@@ -115,7 +116,7 @@ class MessageLayout:
                 self.exact += round_up(numel, EXACT_ALIGNMENT)
         self.part_blocks = -(-self.blocks // parts)
         self.part_exact = round_up(-(-self.exact // parts), EXACT_ALIGNMENT)
-        self.code = code  # of blocks
+        self.code = code  # code of the blocks
         self.scales_offset = self.part_blocks * code.nbytes
         self.exact_offset = self.scales_offset + round_up(4 * self.part_blocks, 16)
         self.part_bytes = self.exact_offset + 4 * self.part_exact
@@ -123,13 +124,13 @@ class MessageLayout:
         self.gathered_numel = 0 if is_direct else world_size * self.part_bytes
 
     def owned_blocks(self, rank: int) -> int:
-        """Number of blocks that ``rank`` owns; the last ranks may have less than the others."""
+        """Return the number of blocks that ``rank`` owns; the last ranks may own fewer."""
         if self.is_direct:
             return 0
         return min(max(self.blocks - rank * self.part_blocks, 0), self.part_blocks)
 
     def pieces(self, first: int, last: int, most: int = sys.maxsize) -> Iterator[Piece]:
-        """The pieces of slots ``[first, last)``, in slot order, then by element.
+        """Yield the pieces of slots ``[first, last)``, in slot order, then by element.
 
         No piece has more than ``most`` elements, a multiple of 256.
         """
@@ -149,7 +150,7 @@ class Sections(NamedTuple):
     """Views of some parts of a message, one row per part."""
 
     numbers: Tensor  # (rows, Bp, C), of the code's dtype
-    scales: Tensor  # (rows, Bp), fp32. With NaN the block is all NaN, with 0 all zeros
+    scales: Tensor  # (rows, Bp), fp32. NaN makes the block all NaN, 0 all zeros
     exact: Tensor  # (rows, Ep), fp32
     trailers: Tensor  # (rows, n + bytes of a header), uint8; no columns in gathered sums
 
@@ -158,18 +159,18 @@ class Sections(NamedTuple):
 class Residuals:
     """Quantization errors so far, to be added to later gradients (error feedback).
 
-    In the unit in which gradients are sent: they are scaled. Residuals belong to the bucket, whose
-    buffers may be replaced.
+    They have the unit in which gradients are sent, so they are scaled. Residuals belong to the
+    bucket, whose buffers may be replaced.
     """
 
     sent: Tensor | None  # (blocks, 256), fp32: of this rank's gradients; None: not kept
-    reduced: Tensor  # (owned blocks, 256), fp32: of the sums that this rank sends to all
+    reduced: Tensor  # (owned blocks, 256), fp32: of the sums that this rank sends to all ranks
 
     @classmethod
     def zeros(
         cls, message: MessageLayout, rank: int, device: torch.device, sums_only: bool = False
     ) -> Residuals:
-        """Residuals at the beginning; with ``sums_only`` not those of gradients."""
+        """Return initial residuals; with ``sums_only``, without those of gradients."""
         sent, reduced = (
             torch.zeros(count, BLOCK, dtype=torch.float32, device=device)
             for count in (0 if sums_only else message.blocks, message.owned_blocks(rank))
@@ -179,31 +180,31 @@ class Residuals:
 
 @dataclass
 class Quantization:
-    """How the gradients of one bucket are quantized. It belongs to the bucket.
+    """The quantization of the gradients of one bucket, to which this object belongs.
 
-    Either each rank quantizes its gradients, or, where several hosts have several ranks each, the
-    sum over its host of one *share* of the bucket.
+    Normally each rank quantizes its gradients. If several hosts have several ranks each, a rank
+    quantizes the sum over its host of one *share* of the bucket.
     """
 
     message: MessageLayout  # its slots are those of the bucket, or the fragments of the share
-    rank: int  # index of this rank among those that send each other messages
+    rank: int  # index of this rank among the ranks that exchange messages
     residuals: Residuals | None  # None without error feedback
-    unit: float | None = None  # unit of weights of the residuals, once known: see rescale()
+    unit: float | None = None  # unit of weights of the residuals, when known: see rescale()
     share: Sequence[Fragment] | None = None
-    # By slot of the bucket: residuals of blocks that other ranks of the host quantize now. They are
+    # By slot of the bucket: residuals of blocks that other ranks of the host now quantize. They are
     # added to this rank's next gradient.
     unsent: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def fragments(self) -> Iterator[tuple[int, Fragment]]:
-        """What is quantized, each with its place in the message."""
+        """The quantized fragments, each with its place in the message."""
         message = self.message
         for at, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):
             if message.quantized[at]:
                 yield place, Fragment(at, 0, numel, 0) if self.share is None else self.share[at]
 
     def rescale(self, unit: float) -> None:
-        """Weights are divided by ``unit`` from now on: convert the residuals to it."""
+        """Convert the residuals to ``unit``, by which weights are divided from now on."""
         before, self.unit = self.unit, unit
         if before not in (unit, None) and self.residuals is not None:
             for each in (self.residuals.sent, self.residuals.reduced, *self.unsent.values()):
@@ -220,24 +221,24 @@ class QuantizedBuffer(FlatBuffer):
     which ``dequantize`` writes the gradients.
 
     Memory: on a GPU twice the message, about two bytes per element. On the CPU three times the
-    message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
-    ``data``, in which the mean is computed.
+    message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. In
+    addition ``data``, in which the mean is computed.
 
     The quantization is that of its bucket; its rank and residuals are attributes, too. If the
-    buffer is a share, there are no flags that say which residuals to send: those of a block whose
-    values are all zero are not sent. The offsets
-    of the layout are computed anew.
+    buffer is a share, no flags tell which residuals to send: residuals of a block whose values are
+    all zero are not sent. The offsets of the layout are recomputed.
 
     Attributes:
         message: uint8: the message of this rank.
         received: uint8, the parts from all ranks, one row each.
-        gathered: uint8, the sums of all. On a GPU it is the beginning of ``message``, which has
-            been sent then. On the CPU it is separate: others may send sums before that.
+        gathered: uint8, the sums of all ranks. On a GPU it is the beginning of ``message``,
+            which has been sent by then. On the CPU it is separate: other ranks may send sums
+            earlier.
         reduced: uint8, the beginning of ``received``: the sums that this rank owns.
         outgoing, incoming, result: sections of ``message``, ``received`` and ``gathered``.
-        data: fp32, one gradient after the other, quantized ones first, each at a multiple of 256.
-            Elements between them have no meaning. On a GPU it is the message.
-        flags, headers: fp32, after ``reduce_parts``.
+        data: fp32, one gradient after the other, quantized ones first, each at a multiple of
+            256. Elements between them have no meaning. On a GPU it is the message.
+        flags, headers: fp32, valid after ``reduce_parts``.
     """
 
     def __init__(
@@ -325,16 +326,16 @@ class QuantizedBuffer(FlatBuffer):
 
     @property
     def nbytes(self) -> int:
-        """See :attr:`FlatBuffer.nbytes`: of both collectives."""
+        """See :attr:`FlatBuffer.nbytes`: the bytes of both collectives."""
         return self.received.numel() + self.gathered.numel()
 
     def fill_nan(self) -> None:
-        """See :meth:`FlatBuffer.fill_nan`. Residuals stay as they are."""
+        """See :meth:`FlatBuffer.fill_nan`. Residuals do not change."""
         self.outgoing.scales.fill_(torch.nan)
         self.outgoing.exact.fill_(torch.nan)
 
     def note_not_finite(self, which: Tensor, rank: int, world_size: int) -> None:
-        """See :meth:`FlatBuffer.note_not_finite`: all ranks get the flags of each."""
+        """See :meth:`FlatBuffer.note_not_finite`. All ranks get the flags of each rank."""
         self.outgoing.trailers[:, : len(which)].masked_fill_(which, _NOT_FINITE)
 
     def not_finite(self, world_size: int) -> tuple[Tensor, Tensor]:

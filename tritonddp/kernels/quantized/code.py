@@ -1,8 +1,8 @@
-"""How the numbers of a block are coded in bytes. A further wire format is a further code.
+"""The codes of block numbers in bytes. A new wire format needs only a new code.
 
-A *block* is 256 consecutive elements of one gradient: a scale, fp32, and 256 integer numbers from
-``-limit`` to ``limit``, whose code has ``nbytes`` bytes. What an element stands for is number times
-scale: see ``reference.py``.
+A *block* is 256 consecutive elements of one gradient: a scale, fp32, and 256 integers from
+``-limit`` to ``limit``, encoded in ``nbytes`` bytes. The value of an element is its number times
+the scale: see ``reference.py``.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ BLOCK = 256
 class BlockCode:
     """A code of blocks, on the CPU and, by its Triton functions, on GPUs."""
 
-    name: str  # for the user
+    name: str  # name for the user
     limit: float  # largest number, at most 127
-    nbytes: int  # of a block, a multiple of 16
-    dtype: torch.dtype  # of a code in memory: of one byte
+    nbytes: int  # bytes of a block, a multiple of 16
+    dtype: torch.dtype  # dtype of a code in memory; one byte
     write: Callable[[Tensor, Tensor], object]  # (codes (n, nbytes), numbers (n, 256) of fp32)
     read: Callable[[Tensor, Tensor], object]  # (numbers, codes)
     triton: str  # module of the Triton functions ``write`` and ``read``
 
     @property
     def constexprs(self) -> tuple[Any, ...]:
-        """What kernels are compiled for: ``(limit, nbytes, write, read)``."""
+        """Compile-time constants of the kernels: ``(limit, nbytes, write, read)``."""
         functions = importlib.import_module(self.triton)
         return self.limit, self.nbytes, functions.write, functions.read
 
 
 def _write_pairs(codes: Tensor, numbers: Tensor) -> None:
-    """Two numbers a byte, the first one in its lower half."""
+    """Write two numbers per byte, the first one in its lower half."""
     pairs = numbers.to(torch.int8).view(-1, BLOCK // 2, 2)
     upper = pairs[..., 1].bitwise_left_shift(4)
     codes.copy_(pairs[..., 0].bitwise_and(0xF).bitwise_or_(upper).view(torch.uint8))

@@ -1,6 +1,6 @@
 """Dequantize: scale, cast and scatter the sums of all ranks into all gradients, in one launch.
 
-The same in plain torch is in ``reference.py``.
+The twin in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """One program per chunk; mask, tail, flag and factor as in ``unflatten_kernel``."""
+    """Run one program per chunk; mask, tail, flag and factor as in ``unflatten_kernel``."""
     row = chunks + tl.program_id(0).to(tl.int64) * 5
     slot = tl.load(row)
     address = tl.load(dynamic + slot)
@@ -81,7 +81,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     scales = (begin + part_blocks.to(tl.int64) * CODE).to(tl.pointer_type(tl.float32))
     scale = tl.load(scales + place + blocks, mask=there, other=0.0)
     x = narrow(number * scale[:, None] * multiplier, TARGET, EMULATE)
-    if not ALIGNED:  # nothing is wide: a store for the tail would only cost registers
+    if not ALIGNED:  # no access is wide, so a separate store for the tail only costs registers
         body = count
     tl.store(target + places, x, mask=places < body)
     if body < count:
@@ -96,8 +96,8 @@ def dequantize(
 ) -> None:
     """Write ``cast(factor * sum)`` of the sums in ``flat.gathered`` into ``grads``.
 
-    One launch on the current stream, which must have waited for the all-gather; none if there is
-    nothing to write. Arguments and skipped gradients are those of ``reference.dequantize``. The
+    Uses one launch on the current stream, which must have waited for the all-gather; no launch if
+    there is nothing to write. For arguments and skipped gradients see ``reference.dequantize``. The
     host does not read the factor. Raises the errors of ``unflatten``.
     """
     tables = flat.tables or QuantizedTables.of(flat)
@@ -117,7 +117,7 @@ def dequantize(
 
 
 def compile_for(flat: QuantizedBuffer, dtype: torch.dtype) -> None:
-    """Compile all that :func:`dequantize` may need for gradients of this dtype."""
+    """Compile all kernels that :func:`dequantize` may need for this gradient dtype."""
     for aligned in (True, False):
         _prepare(flat, QuantizedTables.of(flat), dtype, aligned)
 
@@ -125,7 +125,7 @@ def compile_for(flat: QuantizedBuffer, dtype: torch.dtype) -> None:
 def _prepare(
     flat: QuantizedBuffer, tables: QuantizedTables, dtype: torch.dtype, aligned: bool
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The launch for gradients of this dtype and alignment, as in ``unflatten``."""
+    """Return the launch for gradients of this dtype and alignment, as in ``unflatten``."""
     layout = flat.message_layout
     tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags, tables.one)
     offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes)

@@ -1,7 +1,7 @@
-"""Quantized messages: of a bucket whose gradients are quantized, or of the share of a bucket.
+"""Quantized messages of a bucket whose gradients are quantized, or of the share of a bucket.
 
-A share is to the kernels what a bucket is: its fragments are the gradients, and the trailer of the
-flat buffer is one more, which is exact.
+Kernels treat a share like a bucket: its fragments are the gradients, and the trailer of the flat
+buffer is one more gradient, which is exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 
 
 class QuantizedMessages:
-    """Those of a bucket: ``pack`` encodes them, and ``unpack`` decodes them; see ``Messages``."""
+    """Messages of a bucket: ``pack`` encodes and ``unpack`` decodes them; see ``Messages``."""
 
     def __init__(self, flat: QuantizedBuffer) -> None:
         self.flat, layout = flat, flat.message_layout
@@ -36,7 +36,7 @@ class QuantizedMessages:
         """See ``Messages``."""
 
     def reduce(self) -> None:
-        """See ``Messages``. In a direct exchange ``decode`` makes the sums."""
+        """See ``Messages``. In a direct exchange ``decode`` computes the sums."""
         self._kernels.reduce_parts(self.flat)
 
     def decode(self) -> None:
@@ -44,10 +44,10 @@ class QuantizedMessages:
 
 
 class ShareMessages(QuantizedMessages):
-    """Those of one share of a flat buffer.
+    """Messages of one share of a flat buffer.
 
     Args:
-        quantization: that of the share.
+        quantization: quantization of the share.
         data: the flat buffer.
     """
 
@@ -59,9 +59,9 @@ class ShareMessages(QuantizedMessages):
         self._used = [True] * len(self._values)
 
     def prepare(self) -> None:
-        """On a GPU: compile what a step needs, and upload the tables of the kernels.
+        """Compile what a step needs on a GPU, and upload the tables of the kernels.
 
-        They never change afterwards: the capture of a CUDA graph uploads nothing.
+        The tables never change afterwards: the capture of a CUDA graph uploads nothing.
         """
         self._kernels.compile(self.flat, self._values[0].dtype, False, False)
         self._kernels.tables(self.flat).update(self._values, self._used, 1.0)

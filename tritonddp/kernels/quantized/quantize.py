@@ -1,8 +1,8 @@
 """Quantize: write the gradients of a bucket, and its trailer, into the message, in one launch.
 
-Gradients are scaled, and residuals (earlier quantization errors) are added. In torch that would be
-ten passes over memory, and launches for each gradient. The same in plain torch, with the format of
-the numbers, is in ``reference.py``; the layout of the message is in ``buffer.py``.
+Gradients are scaled, and residuals (earlier quantization errors) are added. In torch that would
+take ten passes over memory, and several launches for each gradient. The twin in plain torch, with
+the number format, is in ``reference.py``; the layout of the message is in ``buffer.py``.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """One program per chunk, then for each part one per ``FLAG_BLOCK`` of its trailer.
+    """Run one program per chunk, then for each part one per ``FLAG_BLOCK`` of its trailer.
 
-    Masks and hints as in ``flatten_kernel``. Only gradients have a tail, which is read into its
+    Masks and hints are as in ``flatten_kernel``. Only gradients have a tail, which is read into its
     place in the last block. The message and residuals have room for whole blocks.
     """
     program = tl.program_id(0)
@@ -84,7 +84,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(row + 4)
     scale = tl.load(dynamic + scale_place).to(tl.float64, bitcast=True).to(tl.float32)
     present = address != 0
-    # Not a further term of the masks: the interpreter of Triton 3.9 cannot load with the
+    # Not an additional term of the masks: the interpreter of Triton 3.9 cannot load with the
     # conjunction of a block and a scalar.
     readable = tl.where(present, count, 0)
     body = (readable // 16) * 16
@@ -122,7 +122,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         x = x + tl.load(residual, mask=own[:, None], other=0.0)
     number, block_scale = encode(x, LIMIT)
     if FEEDBACK:
-        # Elsewhere residuals stay: not to be kept for that, they would cost 16 registers.
+        # Other residuals are left in memory: keeping them in registers would cost 16 registers.
         changed = own & (block_scale == block_scale)
         tl.store(residual, error_of(x, number, block_scale), mask=changed[:, None])
     WRITE(tl.multiple_of(begin + place * CODE, 16), number, there)
@@ -138,9 +138,9 @@ class QuantizedTables(DeviceTables):
 
     Attributes:
         chunks: int64 ``(num_chunks, 5)``: slot, first element within the gradient, part of the
-            message, place in it (see :class:`~tritonddp.kernels.quantized.buffer.Piece`), number of
-            elements (1 to ``block``). No chunk crosses the border of a part.
-        quantized_chunks: number of chunks of quantized gradients, which come first.
+        message, place in it (see :class:`~tritonddp.kernels.quantized.buffer.Piece`), number of
+        elements (1 to ``block``). No chunk crosses the border of a part.
+        quantized_chunks: number of chunks of quantized gradients, which are first.
     """
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
@@ -168,8 +168,9 @@ def quantize(
 ) -> None:
     """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
-    One launch on the current stream, which should be the one that produced the gradients. Arguments
-    and residuals are those of ``reference.quantize``; for errors see :meth:`DeviceTables.update`.
+    Uses one launch on the current stream, which should be the stream that produced the gradients.
+    For arguments and residuals see ``reference.quantize``; for errors see
+    :meth:`DeviceTables.update`.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
@@ -185,7 +186,7 @@ def quantize(
 
 
 def compile_for(flat: QuantizedBuffer, dtype: torch.dtype) -> None:
-    """Compile all that :func:`quantize` may need for gradients of this dtype, or none."""
+    """Compile all kernels that :func:`quantize` may need for this gradient dtype, or for none."""
     tables = QuantizedTables.of(flat)
     tables.usual_dtype = dtype
     tables.compile()
@@ -200,7 +201,7 @@ def _prepare(
     aligned: bool,
     sent: Tensor | None,
 ) -> Callable[[], None] | None:
-    """The launch for gradients of this dtype and alignment; ``None`` if none is needed.
+    """Return the launch for gradients of this dtype and alignment; ``None`` if not needed.
 
     ``sent`` are residuals.
     """

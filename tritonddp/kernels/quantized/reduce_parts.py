@@ -1,7 +1,7 @@
 """Sum the part that this rank owns over all ranks, and quantize the sums, in one launch.
 
-Residuals (earlier quantization errors of the sums) are added. In torch that would be three passes
-over memory per rank, and ten more. The same in plain torch is in ``reference.py``.
+Residuals (earlier quantization errors of the sums) are added. In torch that would take three passes
+over memory per rank, and ten more. The twin in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """One program for each ``BLOCK`` quantized elements, each ``BLOCK`` exact ones, and each
-    ``FLAG_BLOCK`` of the flags and of the headers.
+    """Run one program for each ``BLOCK`` quantized elements, each ``BLOCK`` exact elements, and
+    each ``FLAG_BLOCK`` of the flags and headers.
 
-    Each program writes to the row of rank 0, in a place that no other program reads. Sums begin
+    Each program writes to the row of rank 0, in a place that no other program reads. Sums start
     with residuals, or with -0.0, the zero that changes no number (``tl.full`` would make it 0.0).
     Loops are unrolled, so that several loads are in flight. They are not pipelined, since that
     would make the loads narrower.
@@ -78,7 +78,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
         line = (program - block_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         own = (received + exact_offset).to(tl.pointer_type(tl.float32))
         own = tl.multiple_of(own, 16) + line
-        # A multiple of 16, which the compiler cannot find out.
+        # Always a multiple of 16, which the compiler cannot deduce.
         mask = line < (part_exact // 16) * 16
         total = tl.zeros((BLOCK,), tl.float32) * -1.0
         for rank in tl.range(0, RANKS, num_stages=1, loop_unroll_factor=4):
@@ -112,7 +112,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     WRITE(own_numbers, number, there)
     tl.store(own_scales.to(tl.pointer_type(tl.float32)) + blocks, scale, mask=there)
     if FEEDBACK:
-        # Elsewhere residuals stay: not to be kept for that, they would cost 16 registers.
+        # Other residuals are left in memory: keeping them in registers would cost 16 registers.
         changed = there & spoken & (scale == scale)
         tl.store(residual + places, error_of(x, number, scale), mask=changed[:, None])
 
@@ -123,8 +123,8 @@ _launch = Launcher(reduce_parts_kernel)
 def reduce_parts(flat: QuantizedBuffer) -> None:
     """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
 
-    One launch on the current stream, which must have waited for the all-to-all. For all else see
-    ``reference.reduce_parts``.
+    Uses one launch on the current stream, which must have waited for the all-to-all. For everything
+    else see ``reference.reduce_parts``.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     reduced = flat.sums_left_out
@@ -137,12 +137,13 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
 
 
 def compile_for(flat: QuantizedBuffer) -> None:
-    """Compile what :func:`reduce_parts` needs."""
+    """Compile the kernel of :func:`reduce_parts`."""
     _prepare(flat, flat.sums_left_out)
 
 
 def _prepare(flat: QuantizedBuffer, reduced: Tensor | None) -> Callable[[], None] | None:
-    """The launch for this buffer and these residuals; ``None`` if there is nothing to sum."""
+    """Return the launch for this buffer and these residuals; ``None`` if nothing is to be
+    summed."""
     layout, block = flat.message_layout, device_tables.BLOCK
     slots, num_headers = len(flat.layout.numels), flat.layout.headers
     owned_blocks = layout.owned_blocks(flat.rank)

@@ -1,15 +1,16 @@
 """The quantizing kernels in plain torch: used on the CPU, and in tests as the reference for Triton.
 
-Same names, signatures and bits as the Triton kernels in this folder. A block of values v becomes
+Names, signatures and bits are those of the Triton kernels in this folder. A block of values v
+becomes
 
     scale = max|v| / limit          the last 8 of the 24 bits of its significand are cut off
     number = round(v / scale)       to nearest even
 
-in fp32; ``code.py`` has the limit. No number has more than 8 significant bits, so ``number *
+in fp32; ``code.py`` defines the limit. No number has more than 8 significant bits, so ``number *
 scale`` is exact, and a device gets the same sum with a fused multiply-add as with two operations.
 It does not overflow either. If the scale would be subnormal, it is 0, and the block is all zeros,
-since its numbers could not be told apart. A block that holds NaN or Inf has the scale NaN, and
-numbers that are 0.
+since its numbers could not be distinguished. A block that contains NaN or Inf has the scale NaN,
+and numbers that are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tritonddp.kernels.quantized.code import BLOCK, BlockCode
 # Number of blocks per operation: 1 MiB of fp32, which stays in the cache from one operation to the
 # next. Fewer blocks would need more calls.
 _BLOCKS = 1_024
-# Pieces with at least so many elements on average get one call each.
+# Pieces with at least this many elements on average get one call each.
 _LARGE = 8_192
 
 _LARGEST_SUBNORMAL = torch.finfo(torch.float32).tiny * (1 - 2**-23)
@@ -49,7 +50,7 @@ class _Chunk:
         gaps: for each of ``sizes``, whether it is padding.
         numbers, scales: views of the message for these blocks.
         residual: residuals of the blocks; ``None`` without error feedback.
-        code: of the blocks.
+        code: code of the blocks.
         residuals: residuals of the pieces, 1-D; empty without error feedback.
     """
 
@@ -76,17 +77,17 @@ class _Chunk:
             self.residuals = self.without_gaps(self.residual.view(-1).split(self.sizes))
 
     def without_gaps(self, fragments: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The fragments that are pieces, of fragments with ``sizes``."""
+        """Return the fragments that are pieces, from fragments of ``sizes`` elements."""
         return list(compress(fragments, map(not_, self.gaps)))
 
     def rows_of(self, piece: Piece) -> slice:
-        """The range of these blocks that belongs to a piece."""
+        """Return the range of these blocks that belongs to a piece."""
         first = piece.place - self._first
         return slice(first, first - (-piece.numel // BLOCK))
 
 
 def _cut(flat: QuantizedBuffer) -> tuple[list[_Chunk], list[Piece]]:
-    """Chunks of the quantized gradients, and pieces of the exact ones."""
+    """Return chunks of the quantized gradients, and pieces of the exact ones."""
     layout = flat.message_layout
     runs: list[list[Piece]] = []
     exact: list[Piece] = []
@@ -114,16 +115,16 @@ def quantize(
 ) -> None:
     """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
-    The residuals ``residuals.sent`` are added to quantized gradients, and become the new errors.
-    The residual of a slot that is not ``used``, or of a block that becomes NaN, is not sent, and
-    stays as it is; nor, in a share, that of a block of zeros.
+    The residuals ``residuals.sent`` are added to quantized gradients, and become the new errors. A
+    residual is not sent, and does not change, if its slot is not ``used``, if its block becomes
+    NaN, or, in a share, if its block is all zeros.
 
-    Arguments are those of ``reference.flatten``. Gradients are not of fp64, and the factor is
-    applied in fp32. A part of a buffer writes no trailer.
+    For arguments see ``reference.flatten``. Gradients must not be fp64, and the factor is applied
+    in fp32. A part of a buffer writes no trailer.
 
     Raises:
-        ValueError: the headers are not as many as the layout's, or not in 0..255; or there is not
-            one gradient per slot.
+        ValueError: the number of headers does not match the layout, or a header is not in
+            0..255; or the number of gradients is not the number of slots.
     """
     encoded = flat.layout.encode_headers(headers)
     if len(grads) != len(flat.layout.numels):
@@ -151,10 +152,10 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
 
     Blocks are summed in fp32, with the residuals of earlier sums, ``residuals.reduced``, and
-    quantized again. The residual of a block that is zero on all ranks, or becomes NaN, is not sent,
-    and stays as it is. Afterwards ``flat.flags`` and ``flat.headers`` are those of all ranks.
-    ``flat`` is not a part of a buffer. In a direct exchange no rank owns a part, and only the
-    trailers are read.
+    quantized again. The residual of a block that is zero on all ranks, or becomes NaN, is not sent
+    and does not change. Afterwards ``flat.flags`` and ``flat.headers`` hold the values of all
+    ranks. ``flat`` is not a part of a buffer. In a direct exchange no rank owns a part, and only
+    the trailers are read.
     """
     numbers, scales, exact, trailers = flat.incoming
     residuals, code = flat.sums_left_out, flat.message_layout.code
@@ -184,8 +185,8 @@ def dequantize(
 ) -> None:
     """Write ``cast(factor * sum)`` of the sums in ``flat.gathered`` into ``grads``.
 
-    Arguments and skipped gradients are those of ``reference.unflatten``. ``flat`` is not a part of
-    a buffer, gradients have the strides of their slots, and the factor is applied in fp32.
+    For arguments and skipped gradients see ``reference.unflatten``. ``flat`` is not a part of a
+    buffer, gradients have the strides of their slots, and the factor is applied in fp32.
 
     Raises:
         TypeError: the factor is not one fp64 element on the buffer's device.
@@ -264,7 +265,8 @@ def _gather(
 ) -> bool:
     """Write ``scale`` times these pieces of the gradients into ``targets``, views of ``line``.
 
-    Adds their ``residuals`` if that needs no further pass over memory; returns whether it did.
+    Add their ``residuals`` if that needs no further pass over memory; return whether they were
+    added.
     """
     present, there, absent = [], [], []
     for piece, target in zip(pieces, targets, strict=True):
@@ -295,7 +297,7 @@ def _gather(
 
 
 def _divisor(scale: float) -> Tensor | None:
-    """The inverse of a power of two, else ``None``: dividing by it rounds like multiplying.
+    """Return the inverse of a power of two, else ``None``: dividing by it rounds like multiplying.
 
     Torch can divide and add in one pass, with two roundings on every machine. Its function that
     multiplies and adds rounds only once on some machines.
@@ -317,8 +319,8 @@ def _encode(
 ) -> None:
     """Quantize ``values``, fp32 ``(n, 256)``, into ``numbers`` and ``scales``.
 
-    ``residual`` gets the errors; but for blocks that are ``kept``, or not finite, it stays as it
-    is. ``values`` is overwritten; ``other`` is scratch memory like it.
+    ``residual`` gets the errors, but does not change for blocks that are ``kept`` or not finite.
+    ``values`` is overwritten; ``other`` is scratch memory of the same kind.
     """
     amax = torch.amax(torch.abs(values, out=other), dim=1)
     scale = amax / code.limit
@@ -368,9 +370,9 @@ _thread = threading.local()
 
 
 def _scratch(blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scratch memory for ``blocks`` blocks, twice, and a 1-D view of the first.
+    """Return scratch memory for ``blocks`` blocks, twice, and a 1-D view of the first.
 
-    It is the thread's own, and valid until the next call.
+    It belongs to the thread, and is valid until the next call.
     """
     try:
         memory = _thread.memory
