@@ -69,7 +69,7 @@ class Int8:
             (``"head.*"``), or a function of name and parameter.
 
     Raises:
-            TypeError: ``error_feedback`` is not a valid value, or ``exact`` is none of these.
+        TypeError: ``error_feedback`` is not a valid value, or ``exact`` is none of these.
 
     Example::
 

@@ -14,16 +14,17 @@ class Counters:
     Attributes:
         flattens: flatten launches: one per bucket, on the CPU one per segment (about 4 MiB).
         collectives: collectives on gradients: one all-reduce per bucket, or an all-to-all and an
-        all-gather for a quantized bucket; and one broadcast when the bucket order is agreed.
+            all-gather for a quantized bucket; and one broadcast when the bucket order is agreed.
         wire_bytes: bytes that this rank passed to these collectives: gradients and trailers, the
-        elements at the end of a bucket that are not gradients.
+            elements at the end of a bucket that are not gradients.
         sent_bytes: bytes that this rank sends for these collectives, by an algorithm that sends the
-        least possible (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W``
-        of the bytes of an all-reduce, ``(W-1)/W`` of any other collective, rounded up.
+            least possible (Chan et al., Collective communication, 2007): with ``W`` ranks ``2
+            (W-1)/W`` of the bytes of an all-reduce, ``(W-1)/W`` of any other collective, rounded
+            up.
         memory_bytes: the part of ``wire_bytes`` that went through shared memory of the ranks, not
-        through a process group.
+            through a process group.
         layout_copies: gradients that were copied before flatten, since their strides differed from
-        those of their parameter.
+            those of their parameter.
     """
 
     reductions: int = 0  # backward passes that were reduced

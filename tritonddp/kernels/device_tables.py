@@ -67,17 +67,17 @@ class DeviceTables:
 
     Attributes:
         chunks: int64 ``(num_chunks, 4)``, one row per program: slot, first element within the
-        gradient, first element within the buffer, number of elements (1 to ``block``). Gradients
-        without elements have no rows.
+            gradient, first element within the buffer, number of elements (1 to ``block``).
+            Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 if there is no gradient), n used flags (0
-        or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no launch
-        depends on the scale's value.
+            or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
+            launch depends on the scale's value.
         block: largest number of elements of a chunk, a power of two and a multiple of 16.
         addresses, dtype, used, headers, scale: values of the last update.
         uploads: number of copies of ``dynamic`` to the device so far.
         moves: number of launches so far that wrote addresses to it.
         launches: prepared launches for this buffer. The key is the kernel's launcher, and
-        everything that is compiled in and may change between steps.
+            everything that is compiled in and may change between steps.
     """
 
     def __init__(

@@ -53,14 +53,12 @@ def flatten(
         flat: the destination; gaps and padding of the trailer are not written.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
-            used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a
-                buffer.
-            scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
-            headers: as many as in the layout, in 0..255; none for a part of a buffer.
+        used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
+        scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
+        headers: as many as in the layout, in 0..255; none for a part of a buffer.
 
-        Raises:
-            ValueError: the number of headers does not match the layout, or a header is not in
-                0..255.
+    Raises:
+        ValueError: the number of headers does not match the layout, or a header is not in 0..255.
     """
     wire = flat.data.dtype
     batched = flat.batched
@@ -135,8 +133,8 @@ def unflatten(
         grads: one per slot, of one dtype, with the slot's shape. A gradient may be
             ``flat.views[i]`` itself: it is then scaled in place.
         factor: one fp64 element on the buffer's device, rounded to :func:`compute_dtype` and
-        applied in it before the cast to the gradients' dtype. ``None`` counts as 1, which changes
-        no number, not even -0.0. A NaN stays a NaN, perhaps with other bits.
+            applied in it before the cast to the gradients' dtype. ``None`` counts as 1, which
+            changes no number, not even -0.0. A NaN stays a NaN, perhaps with other bits.
 
     Raises:
         TypeError: the factor is not one fp64 element on the buffer's device.

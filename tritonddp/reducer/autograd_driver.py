@@ -62,22 +62,21 @@ class AutogradDriver:
 
     Attributes:
         reducer: see above.
-            counters, events, group, parameters, sync, agreement, manager, forwards, deferred: the
-                attributes of ``reducer``.
-            use: records which parameters are used.
-            tracker: tracks which segments are ready.
-            backward: the backward that is running, has failed, or waits for
-                ``finalize_backward()``.
-            post_backward: futures to wait for at the end of the next backward, or before the
-                next forward.
-            is_detached: hooks were removed; later backwards are not noticed.
-            launching: lock that is held while a segment is packed, because hooks of a
-                multi-device module run on one thread per device.
-            reference: weak reference to this object.
-            comm_hook: reduces the buckets; ``None`` if the user has registered none.
-            steps_optimizers: optimizers step during the backward.
-            finalizes_manually: the user calls ``finalize_backward()`` after each backward.
-            last: last reduction of a backward; it holds no gradients any more.
+        counters, events, group, parameters, sync, agreement, manager, forwards, deferred: the
+            attributes of ``reducer``.
+        use: records which parameters are used.
+        tracker: tracks which segments are ready.
+        backward: the backward that is running, has failed, or waits for ``finalize_backward()``.
+        post_backward: futures to wait for at the end of the next backward, or before the next
+            forward.
+        is_detached: hooks were removed; later backwards are not noticed.
+        launching: lock that is held while a segment is packed, because hooks of a multi-device
+            module run on one thread per device.
+        reference: weak reference to this object.
+        comm_hook: reduces the buckets; ``None`` if the user has registered none.
+        steps_optimizers: optimizers step during the backward.
+        finalizes_manually: the user calls ``finalize_backward()`` after each backward.
+        last: last reduction of a backward; it holds no gradients any more.
     """
 
     # If True, one rank packs, sends and unpacks buckets as many ranks do. Only benchmarks and tests

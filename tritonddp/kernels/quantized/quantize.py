@@ -138,8 +138,8 @@ class QuantizedTables(DeviceTables):
 
     Attributes:
         chunks: int64 ``(num_chunks, 5)``: slot, first element within the gradient, part of the
-        message, place in it (see :class:`~tritonddp.kernels.quantized.buffer.Piece`), number of
-        elements (1 to ``block``). No chunk crosses the border of a part.
+            message, place in it (see :class:`~tritonddp.kernels.quantized.buffer.Piece`), number of
+            elements (1 to ``block``). No chunk crosses the border of a part.
         quantized_chunks: number of chunks of quantized gradients, which are first.
     """
 
