@@ -83,8 +83,7 @@ class Readback:
         return self._copy
 
     def peek(self) -> Tensor | None:
-        """Return the copy if it is complete, else ``None``. Queries no event, so captures allow
-        it."""
+        """Return the copy if it is complete, else ``None``. Queries no event: works in captures."""
         return None if self._copy.isnan().any() else self._copy
 
 
@@ -171,8 +170,7 @@ class SideStreams:
 
     @contextmanager
     def behind_current(self, device: torch.device, *memory: Tensor) -> Iterator[None]:
-        """Context: the side stream of ``device`` is current, and first waits for the current
-        stream.
+        """Context in which the side stream of ``device`` is current, after the current stream.
 
         Tensors of ``memory`` are used inside, and may be dropped before the stream is done.
         """

@@ -94,9 +94,8 @@ is_profiling: Callable[[], bool] = partial(
 def agree_on_overflow(combine: Callable[[Any, Any, Any], Any]) -> None:
     """Let ``combine`` decide whether GradScaler has found a gradient that is not finite.
 
-    ``combine(optimizer, found, default)`` gets for each device a tensor that is nonzero if so, or
-    nothing if the optimizer has no gradient; ``default`` is such a tensor of zero. Patched once per
-    process.
+    ``combine(optimizer, found, default)`` gets by device a tensor that is nonzero if so, or nothing
+    if the optimizer has no gradient; ``default`` is such a tensor of zero. Patched once a process.
     """
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
@@ -201,8 +200,7 @@ def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a C function, as dynamo makes it, that tells whether its tensors are like these.
 
-    It compares dtype, device, sizes and strides. Three loops over attributes take three times as
-    long.
+    It compares dtype, device, sizes and strides. Three loops over attributes take thrice as long.
     """
     guard = torch._C._dynamo.guards.TensorGuards
     nothing: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
@@ -218,8 +216,7 @@ def new_group_of_members(ranks: Sequence[int], timeout: timedelta | None, backen
     """Return a ``new_group`` of these global ranks; only these ranks call it.
 
     If the world was given a device (``init_process_group(device_id=...)``), torch creates groups
-    with ``ncclCommSplit``, which waits for all ranks of the world, even non-members. So the device
-    is hidden.
+    with ``ncclCommSplit``, which waits for all ranks of the world. So the device is hidden.
     """
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
@@ -299,8 +296,7 @@ def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
 
 
 def steps_optimizers(hook: Any) -> bool:
-    """Return True if ``hook`` is, by name, stock DDP's hook that steps optimizers in the
-    backward."""
+    """Return True if ``hook`` is stock DDP's hook that steps optimizers, by its name."""
     return getattr(hook, "__name__", "") == "apply_optim_in_backward_hook"
 
 
@@ -440,8 +436,7 @@ without_overrides = torch._C.DisableTorchFunctionSubclass
 def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Call ``tensor.register_post_accumulate_grad_hook``, bypassing overrides of subclasses.
 
-    Works also after ``torch.utils.swap_tensors``, which leaves the dictionary of hooks with the
-    object.
+    Works also after ``torch.utils.swap_tensors``, which leaves the hooks with the Python object.
     """
     with torch._C.DisableTorchFunctionSubclass():
         handle = tensor.register_post_accumulate_grad_hook(hook)
@@ -513,8 +508,7 @@ def comptime() -> Callable[[Callable[[Any], None]], None]:
 def graph_inputs(context: Any) -> dict[Any, Tensor]:
     """Return the input tensors of the graph of this context, by their nodes.
 
-    A graph inside another one, for example of a checkpoint, has the fake tensors of the outermost
-    graph.
+    An inner graph, for example of a checkpoint, has the fake tensors of the outermost graph.
     """
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     outer = [node.meta for node in output.root_tracer.graph.find_nodes(op="placeholder")]
@@ -589,8 +583,8 @@ def _put() -> Any:
     return torch._C._create_function_from_graph("put_into_context", graph)
 
 
-# If this attribute of this module is true, the backward is compiled too, without AccumulateGrad
-# nodes and calls at its end. The module may not be imported. Read without a call in each backward.
+# If this attribute of this module (if imported) is true, the backward is compiled too, without
+# AccumulateGrad nodes and calls at its end. Read without a call in each backward.
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 IN_COMPILED_AUTOGRAD = "in_compiled_autograd_region"
 
@@ -694,8 +688,7 @@ def loading_processes() -> list[Any]:
 
 
 def triton_compiled(kernel: Any, *arguments: Any, **options: Any) -> Any:
-    """Call Triton's ``kernel.warmup``; return ``None`` in interpreters before 3.5, which lack
-    it."""
+    """Call Triton's ``kernel.warmup``; return ``None`` in interpreters before 3.5 (no warmup)."""
     warmup = getattr(kernel, "warmup", None)
     return warmup and warmup(*arguments, **options)
 

@@ -43,8 +43,7 @@ class BucketCaps:
 
     @classmethod
     def for_nccl(cls) -> BucketCaps:
-        """Return the default on CUDA devices: stock DDP's sizes, with smaller first and last
-        buckets.
+        """Return the default on CUDA devices: stock DDP's sizes, smaller at both ends.
 
         A bucket closes at 25 MiB, with two exceptions:
 
@@ -133,7 +132,7 @@ class BucketCaps:
             cut = replace(self, is_registered=False).cut(order[::-1], sizes)
             return [bucket[::-1] for bucket in cut]
         buckets: list[list[int]] = []
-        room, rest = 0, sum(sizes[index] for index in order)  # bytes left in a bucket, in all
+        room, rest = 0, sum(sizes[index] for index in order)  # bytes left: bucket, total
         for index in order:
             if self.tapers and sizes[index] >= 3 * self.limits[-1]:
                 buckets.append([index])

@@ -204,8 +204,7 @@ class Bucket:
         return flat
 
     def compile_kernels(self, is_joint: bool) -> None:
-        """Compile all kernels that a step may need, so that other ranks never wait for a
-        compilation.
+        """Compile all kernels that a step may need, so that no rank waits for it later.
 
         Args:
             is_joint: the bucket is unpacked together with other buckets.
@@ -281,7 +280,7 @@ class Bucket:
         self.packed.note_not_finite(which, *self.checked)
 
     def not_finite(self) -> tuple[Tensor, Tensor]:
-        """Return which reduced gradients were not finite, and on which ranks any was."""
+        """Return which reduced gradients were not finite, and which ranks had such gradients."""
         assert self.checked is not None
         found: tuple[Tensor, Tensor] = self.flat.not_finite(self.checked[1])
         return found
@@ -320,8 +319,7 @@ class Bucket:
         return {param: view for param, view in pairs if param.grad is view}
 
     def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
-        """Move gradients here from the buffer of a former bucket; remove them from
-        ``in_buffer``."""
+        """Move gradients here from a former bucket; remove them from ``in_buffer``."""
         if not in_buffer or not self.storage.has_views:
             return
         if self.flat is None:
@@ -336,7 +334,7 @@ class Bucket:
     def copy_to_slot_layout(self) -> None:
         """Copy gradients whose memory order differs from their slot, as users may set them.
 
-        An expanded gradient, for example, cannot be written to. Sparse gradients have no slot.
+        An expanded gradient, for example, cannot be written to. Sparse gradients are skipped.
 
         Raises:
             GradientError: a gradient does not fit its parameter.

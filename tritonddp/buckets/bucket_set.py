@@ -105,9 +105,9 @@ class BucketSet:
         if self.is_on_gpu and transport.ends_in_order and not self._is_temporary:
             devices = {param.device for param in self.params}  # NCCL has one stream per device
             if len(devices) == len(set(map(id, exchanges))) == 1 and JointUnpack.fits(self.buckets):
-                # The last bucket separately, so that the others are unpacked while it is being
-                # reduced. In a model of the overlap, more groups hide no more, and cost the host a
-                # launch each.
+                # Unpack the last bucket separately, so that the others are unpacked while it is in
+                # flight. In a model of the overlap, more groups hide no more communication, and
+                # each costs the host a launch.
                 parts = filter(None, (self.buckets[:-1], self.buckets[-1:]))
                 self.unpack_groups = [(part[-1], JointUnpack(part)) for part in parts]
 

@@ -1,4 +1,4 @@
-"""Protocols by which the buckets use an exchange."""
+"""Protocols of the exchanges that buckets use."""
 
 from __future__ import annotations
 

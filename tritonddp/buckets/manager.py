@@ -218,8 +218,7 @@ class BucketManager:
         }
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:
-        """Return parameters of the last reduction, and for each the number of ranks that used
-        it."""
+        """Return the parameters of the last reduction, each with the number of ranks using it."""
         if self.former_counts is not None:
             return self.former_counts
         return [(bucket.params, bucket.rank_counts()) for bucket in self.current.buckets]

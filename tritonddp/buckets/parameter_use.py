@@ -150,8 +150,8 @@ class ParameterUse:
 
         A parameter without a gradient counts, with zeros, if a hook has dropped the gradient. With
         ``find_unused_parameters=False`` it also counts if a custom function returned no gradient. A
-        parameter that was frozen meanwhile does not count. One may have been used under no_sync,
-        and its gradient dropped.
+        parameter that was frozen meanwhile does not count, nor one whose gradient of a ``no_sync``
+        backward was dropped.
         """
         ready: Iterable[Tensor] = () if self._finds_unused else self.ready
         ready = [param for param in ready if param.grad is None and param.requires_grad]
@@ -166,8 +166,7 @@ class ParameterUse:
     # A backward is over
 
     def add_local(self, is_usual: bool) -> None:
-        """Record the end of a local backward. If ``is_usual``, all expected gradients were
-        ready."""
+        """End a local backward. If ``is_usual``, all expected gradients were ready."""
         used = self.expected
         if not is_usual:
             ready = {*self.ready_indices()}

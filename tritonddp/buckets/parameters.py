@@ -187,8 +187,10 @@ class ModuleParameters:
         return {param for _, param in self.params}
 
     def have_left(self) -> bool:
-        """Return True if some bucketed parameters require gradients, even removed ones: torch's
-        transform for tensor parallelism replaces parameters by plain tensors."""
+        """Return True if a bucketed parameter requires gradients, even if it was removed.
+
+        Torch's transform for tensor parallelism replaces parameters by plain tensors.
+        """
         return any(map(_requires_grad, self._bucketed))
 
     def bucketed(self) -> list[tuple[str, Parameter]]:
@@ -216,7 +218,7 @@ class ModuleParameters:
         return bool(found)
 
     def refresh(self, where: Callable[[], str]) -> bool:
-        """Return True if parameters changed since the last call: frozen, replaced, added, ...
+        """Return True if parameters were frozen, replaced, added or removed since the last call.
 
         A bucketed parameter that gets no more gradients counts as unused, which needs no action. A
         parameter in no bucket (:attr:`unplaced`) needs new buckets on all ranks.
@@ -366,8 +368,7 @@ class ModuleParameters:
         self.module_buffers.commit()
 
     def new(self) -> list[tuple[str, Parameter]]:
-        """Return :attr:`unplaced` parameters added since :meth:`commit`; ranks may differ in
-        them."""
+        """Return :attr:`unplaced` parameters added since :meth:`commit`; ranks may differ."""
         return [each for each in self.unplaced if each[1] not in self.ignored.reduced]
 
     def _sort(self) -> None:

@@ -192,8 +192,7 @@ def _saved(states: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str
 
 
 def _in_shape(rows: Tensor, first: int, param: Tensor) -> Tensor:
-    """Return a tensor like ``param`` with these blocks from block ``first``, and zeros
-    elsewhere."""
+    """Return a tensor like ``param`` with these blocks from ``first`` on, zeros elsewhere."""
     blocks = -(-param.numel() // BLOCK)
     memory = rows.new_zeros(blocks, BLOCK)
     memory[first : first + len(rows)] = rows
@@ -201,7 +200,7 @@ def _in_shape(rows: Tensor, first: int, param: Tensor) -> Tensor:
 
 
 def _in_blocks(tensor: Tensor, param: Tensor) -> Tensor:
-    """The inverse of :func:`_in_shape`."""
+    """Apply the inverse of :func:`_in_shape`."""
     blocks = -(-param.numel() // BLOCK)
     memory = torch.zeros(blocks, BLOCK, dtype=torch.float32, device=param.device)
     memory.as_strided(param.shape, gradient_strides(param)).copy_(tensor)

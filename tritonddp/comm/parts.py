@@ -175,6 +175,5 @@ def _end_threads() -> None:
 
 
 def tags_of(number: int, first: int) -> tuple[int, int]:
-    """Return the tags of exchange ``number``, whose rounds are steps ``first`` and ``first +
-    1``."""
+    """Return the tags of exchange ``number``, whose rounds are ``first`` and the next step."""
     return tag_of(number, first), tag_of(number, first + 1)

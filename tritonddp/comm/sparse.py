@@ -50,8 +50,7 @@ class _Rows:
         record_use(indices, values)  # made on the stream of the gradient
 
     def read(self, messages: Tensor) -> None:
-        """Pass the rows of all ranks to the bucket, in rank order; ``messages`` has a row per
-        rank."""
+        """Pass the rows of all ranks to the bucket, in rank order; a message row per rank."""
         dtype = self._storage.gradient_dtype
         width = self._width // dtype.itemsize
         all_indices, all_values = [], []

@@ -89,7 +89,7 @@ class TransportChoice:
     def of_wrapper(
         self, group: Group, counters: Counters, device: torch.device, quantizes: bool
     ) -> tuple[ProcessGroupTransport, HostMemory | None]:
-        """Return the transport of a wrapper's buckets, and its use of shared hosts, if any.
+        """Return the transport of the buckets, and the object that uses shared hosts, if any.
 
         Args:
             device: device of the module.

@@ -96,8 +96,7 @@ class Weights(HeaderField):
             self.unit = 2.0 ** round(math.log2(sum(weights) / len(weights)))
 
     def factor(self, agreement: Agreement, headers: Tensor, over_present: bool) -> Tensor | None:
-        """Return the factor of the sum over ranks, from their headers: fp64 ``(1,)``; ``None`` for
-        1.
+        """Return the fp64 ``(1,)`` factor of the sum, from the headers; ``None`` for 1.
 
         With ``over_present`` an unweighted mean is over the ranks that still have inputs. The ranks
         agree on that when a forward inside ``join()`` begins.

@@ -232,8 +232,7 @@ class Agreement:
         self.key = dict(values), defaults
 
     def column(self, headers: Tensor, field: HeaderField) -> Tensor:
-        """Return a field in the headers of all ranks: ``(world_size, field.size)``, one byte
-        each."""
+        """Return a field in all headers, one byte per element: ``(world_size, field.size)``."""
         return headers.view(-1, self.size).narrow(1, self._places[field], field.size)
 
     def check(self, headers: Tensor, where: str, is_captured: bool = False) -> None:

@@ -307,7 +307,7 @@ class FailureReport:
         return [rank for rank in range(self.group.size()) if rank != self.group.rank()]
 
 
-_hosted: list[tuple[dist.Store, float]] = []  # store that rank 0 may host; when to stop
+_hosted: list[tuple[dist.Store, float]] = []  # store that rank 0 may host; end time
 
 
 @atexit.register

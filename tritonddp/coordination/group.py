@@ -82,7 +82,7 @@ class _Shared:
     """
 
     is_listed: bool = False  # this rank has written its process to the store
-    first: Process | None = None  # process of rank 0, which may host the store, if it is gone
+    first: Process | None = None  # process of rank 0; kept in case it hosts the store and exits
     counters: list[Counters] = field(default_factory=list)  # of all wrappers ever in the group
     has_posted_made: bool = False  # see Group.tell_made()
     failures: int = 0  # number of the last failure: a post with a smaller number is old
@@ -413,7 +413,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def group_backend(group: dist.ProcessGroup) -> str:
-    """Torch's name for the backend, or backends, of ``group``, which need not be registered."""
+    """Return torch's name for the backend or backends of ``group``, registered or not."""
     try:
         return dist.get_backend(group)
     except ValueError:

@@ -53,6 +53,7 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
         ``None`` if there is one host, if each host has one rank, if their numbers of ranks differ,
         or if the order of two hosts is not the same for all of their ranks: torch sorts the ranks
         of a new group, so that hosts would not be in the same order in all groups.
+
     Raises:
         RuntimeError: a collective failed.
     """
@@ -73,8 +74,7 @@ def find_hosts(group: Group, device: torch.device, where: str) -> Hosts | None:
 
 
 def subgroup(group: Group, ranks: Sequence[int], device: torch.device) -> Any:
-    """Create a process group of these ranks of ``group``. All of them call this in the same
-    order."""
+    """Create a process group of these ranks. All of them call this in the same order."""
     of = group.process_group
     members = [dist.get_global_rank(of, rank) for rank in ranks]
     # The ranks outside of ``group`` do not know that it is created.

@@ -124,8 +124,7 @@ class SumOfParts:
 
 
 def _others(messages: Mapping[int, Tensor], group: dist.ProcessGroup) -> Iterable[int]:
-    """Return the other ranks, from the next higher one on, so that ranks start with different
-    peers."""
+    """Return the other ranks, the next higher one first: ranks start with different peers."""
     rank, size = group.rank(), group.size()
     others = (each for each, one in messages.items() if each != rank and one.numel())
     return sorted(others, key=lambda each: (each - rank) % size)

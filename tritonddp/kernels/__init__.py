@@ -1,1 +1,1 @@
-"""WITH WHAT: device code. Each Triton kernel has a twin in plain torch. It knows no ranks."""
+"""WITH WHAT: device code, independent of ranks. Each Triton kernel has a twin in plain torch."""

@@ -217,5 +217,5 @@ def _whole(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _never(layout: Layout) -> bool:
-    """Return False: on a GPU one launch serves all gradients; complex ones count as real ones."""
+    """Return False: on a GPU one launch serves all gradients; complex ones are summed as real."""
     return False

@@ -267,7 +267,7 @@ class FlatBuffer:
         if len(used) != slots:
             raise ValueError(f"the buffer has {slots} slots, but {len(used)} flags came")
         # From bytes, since torch.tensor takes 0.1 us per flag. From a bytearray, since torch warns
-        # about read-only memory. It does not accept an empty one.
+        # about read-only memory. torch.frombuffer rejects an empty one.
         content = bytearray(used) + own_headers
         encoded = torch.empty_like(self.trailer)
         if content:

@@ -88,8 +88,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Run one program per chunk, then one per ``FLAG_BLOCK`` of the ``trailer``'s flags and
-    headers.
+    """Run one program per chunk, then one per ``FLAG_BLOCK`` of flags and headers.
 
     In the mask the chunk's length is rounded down to a multiple of 16: otherwise the compiler could
     not prove that 16-byte accesses are safe. The rest is a 16-wide tail. ``multiple_of`` is the

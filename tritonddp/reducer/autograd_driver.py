@@ -62,13 +62,12 @@ class AutogradDriver:
 
     Attributes:
         reducer: see above.
-        counters, events, group, parameters, sync, agreement, manager, forwards, deferred: the
-            attributes of ``reducer``.
+        counters, events, group, parameters, sync, agreement, manager, forwards, deferred: see
+            ``reducer``.
         use: records which parameters are used.
         tracker: tracks which segments are ready.
         backward: the backward that is running, has failed, or waits for ``finalize_backward()``.
-        post_backward: futures to wait for at the end of the next backward, or before the next
-            forward.
+        post_backward: futures to wait for at the end of a backward, or before a forward.
         is_detached: hooks were removed; later backwards are not noticed.
         launching: lock that is held while a segment is packed, because hooks of a multi-device
             module run on one thread per device.
@@ -117,8 +116,7 @@ class AutogradDriver:
 
     @property
     def backward_runs(self) -> bool:
-        """Whether a backward is running: False if it failed or waits for
-        ``finalize_backward()``."""
+        """Whether a backward is running; False if it failed or awaits finalization."""
         backward = self.backward
         return not (backward is None or backward.phase is FAILED or backward.is_unfinalized)
 
@@ -127,9 +125,9 @@ class AutogradDriver:
     def before_forward(self) -> None:
         """Complete outstanding work, and look for changed parameters.
 
-        Collectives run only with gradients enabled: then the module may run some (SyncBatchNorm),
-        and its backward will. For the errors see the wrapper's ``forward()``. On a GPU a mismatch
-        between ranks is found in the backward, see :class:`Agreement`.
+        This happens only with gradients enabled: then the module may run collectives
+        (SyncBatchNorm), and its backward will. For errors see the wrapper's ``forward()``. On a GPU
+        a mismatch between ranks is found in the backward, see :class:`Agreement`.
         """
         if (self.post_backward or self.deferred or self.group.outstanding) and not self._catch_up():
             return
@@ -184,8 +182,7 @@ class AutogradDriver:
         self.refresh_parameters()
 
     def refresh_parameters(self) -> None:
-        """Look for changed parameters without a collective; see
-        :meth:`ModuleParameters.refresh`."""
+        """Look for changed parameters, without collectives; see :class:`ModuleParameters`."""
         if self.parameters.refresh(self.where):
             self.watch_others()
 
@@ -201,7 +198,7 @@ class AutogradDriver:
         self.watch_others()
 
     def watch_others(self) -> None:
-        """Where every call counts, notice backwards that reach only parameters without a bucket.
+        """If every call counts, notice backwards that reach only parameters without a bucket.
 
         For a parameter that was added or unfrozen, there may be no forward that detects it.
         """
@@ -272,8 +269,7 @@ class AutogradDriver:
         return self._look_at_missing(self.tracker.query())
 
     def _catch_up_in_backward(self) -> list[bool] | None:
-        """Call :meth:`_catch_up`. Return the expected parameters, since buckets may have
-        changed."""
+        """Call :meth:`_catch_up`, then query the expected parameters: buckets may have changed."""
         former = self.backward
         if former is not None:
             former.finish_waiting()  # a callback of the user, at its end, runs another backward
@@ -290,8 +286,7 @@ class AutogradDriver:
     def _on_further_output(self, backward: Backward, forward: Forward) -> None:
         """Handle a further output, of ``forward``, that the running backward goes through.
 
-        The caller may also be another backward inside it: in a hook of the user, or a reentrant
-        checkpoint.
+        Or an inner backward does: in a hook of the user, or a reentrant checkpoint.
         """
         if current_graph_task_id() != backward.graph_task and not accumulates():
             return  # torch.autograd.grad
@@ -504,8 +499,7 @@ class AutogradDriver:
     # End of backward
 
     def _compute_ended(self) -> None:
-        """Launch the remaining buckets after the backward; :class:`EndsOfBackward` waits for
-        them."""
+        """Launch the remaining buckets; :class:`EndsOfBackward` waits for them."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._compute_ended()
@@ -594,7 +588,7 @@ class AutogradDriver:
             self.wait_post_backward()
 
     def _fail(self, backward: Backward, error: Exception) -> NoReturn:
-        """Raise ``error``, with which the reduction of ``backward`` ended, with its message."""
+        """Raise ``error`` of the reduction of ``backward``, with an explanation."""
         try:
             if isinstance(error, Mismatch):
                 self.reducer.raise_mismatch(error, backward.reduction)
@@ -625,7 +619,7 @@ class AutogradDriver:
     # A backward that failed on this rank: all ranks still run the same collectives
 
     def has_failed(self) -> bool:
-        """Whether the last backward failed with an exception."""
+        """Return True if the last backward failed with an exception."""
         backward = self.backward
         return backward is not None and backward.has_failed(self.manager.current.is_on_gpu)
 

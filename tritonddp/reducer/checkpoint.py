@@ -1,4 +1,4 @@
-"""Save and load the communication state, so that a later run continues bit by bit."""
+"""Save and load the communication state, so that a later run gets identical bits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def comm_state(reducer: Reducer) -> dict[str, Any]:
-    """Return the bucket order and all other state that determines the bits of the next
-    reduction."""
+    """Return all state that determines the bits of the next reduction, such as bucket order."""
     manager, unit = reducer.manager, reducer.weights.unit
     return {
         "rank": reducer.group.rank,
@@ -62,8 +61,7 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
 
 
 def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> list[float]:
-    """Return this state as numbers, which rank 0 sends to the other ranks; the bucket order is
-    last.
+    """Return this state as numbers, which rank 0 sends to the other ranks; order last.
 
     Numbers suffice, since all ranks have the same parameters. So no rank unpickles data from
     another rank.

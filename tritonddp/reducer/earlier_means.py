@@ -86,14 +86,12 @@ class EarlierMeans(Extension):
         return [each for each in means if is_added or each[1] is not first_param]
 
     def on_request(self, reduction: Reduction) -> None:
-        """Check ``.grad``: everything in it is reduced if no backward ran since the last
-        reduction."""
+        """Reduce everything in ``.grad``, unless a local gradient was added to a mean."""
         self._check(reduction.where)
 
     @torch.no_grad()
     def set_aside(self, means: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the means aside when a reduction begins. Copy them: ``.grad`` may be a bucket
-        view."""
+        """Set copies of the means aside, since ``.grad`` may be a bucket view."""
         self._aside = {p: p.grad.clone() for _, p in means if p.grad is not None}
         for param in self._aside:
             param.grad.zero_()  # type: ignore[union-attr]

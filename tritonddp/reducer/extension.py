@@ -47,8 +47,7 @@ class Extension:
         """
 
     def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
-        """Called before the final gradients of a segment are packed. The method may replace
-        them."""
+        """Called before the final gradients of a segment are packed. May replace them."""
 
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
         """Called before ``bucket`` is launched."""

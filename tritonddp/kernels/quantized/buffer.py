@@ -97,8 +97,7 @@ class MessageLayout:
         is_direct: bool = False,
         code: BlockCode = INT8,
     ) -> None:
-        """Create the layout for gradients of ``numels`` elements, and ``headers`` bytes in
-        total."""
+        """Create the layout for these gradients, and ``headers`` bytes for all ranks."""
         self.numels = tuple(numels)  # of each gradient
         self.quantized = tuple(quantized)
         self.world_size = world_size

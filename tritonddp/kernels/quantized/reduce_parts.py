@@ -51,8 +51,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """Run one program for each ``BLOCK`` quantized elements, each ``BLOCK`` exact elements, and
-    each ``FLAG_BLOCK`` of the flags and headers.
+    """Run one program per ``BLOCK`` quantized or exact elements, and per ``FLAG_BLOCK`` trailers.
 
     Each program writes to the row of rank 0, in a place that no other program reads. Sums start
     with residuals, or with -0.0, the zero that changes no number (``tl.full`` would make it 0.0).
@@ -142,8 +141,7 @@ def compile_for(flat: QuantizedBuffer) -> None:
 
 
 def _prepare(flat: QuantizedBuffer, reduced: Tensor | None) -> Callable[[], None] | None:
-    """Return the launch for this buffer and these residuals; ``None`` if nothing is to be
-    summed."""
+    """Return the launch for this buffer and these residuals; ``None`` if there is no sum."""
     layout, block = flat.message_layout, device_tables.BLOCK
     slots, num_headers = len(flat.layout.numels), flat.layout.headers
     owned_blocks = layout.owned_blocks(flat.rank)

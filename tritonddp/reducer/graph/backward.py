@@ -545,8 +545,7 @@ def _of_types(family: set[type], kinds: set[type], values: list[Any]) -> list[An
 
 
 def _values_in(containers: list[Any]) -> tuple[set[type], list[Any]]:
-    """Return the values in these objects of one type, or plain ones, and the types of the
-    values."""
+    """Return the values in these objects, of one type or plain, and the values' types."""
     held: list[Any] = []
     kind = type(containers[0]) if containers else NoneType
     if kind in _PLAIN:

@@ -104,8 +104,7 @@ class GradientLog:
         self.set_hook((_gradient_tells, (self._hook, usual, self._listener), {}, None))
 
     def inherit(self, former: GradientLog, kept: Collection[Tensor]) -> None:
-        """Take over the streams of ``former`` for the parameters in ``kept``, whose nodes
-        remain."""
+        """Take over the streams of ``former`` for ``kept``, whose nodes are the same."""
         self.streams[:], self.other_streams[:] = former.streams, former.other_streams
         self.unheard.difference_update(set(kept).difference(former.unheard))
 
