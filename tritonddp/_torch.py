@@ -200,7 +200,7 @@ def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a C function, as dynamo makes it, that tells whether its tensors are like these.
 
-    It compares dtype, device, sizes and strides. Three loops over attributes take thrice as long.
+    It compares dtype, device, sizes and strides. Three loops over attributes take 3 times as long.
     """
     guard = torch._C._dynamo.guards.TensorGuards
     nothing: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}

@@ -73,7 +73,7 @@ class Ignored:
                 self._parts[id(part)] = weakref.ref(part)
             for table in (part._parameters, part._buffers):
                 if not isinstance(table, dict):
-                    continue  # TorchScript's
+                    continue  # a table of TorchScript
                 keys = {key: _joined(prefix, key) in self.names for key in table}
                 if any(keys.values()):
                     self._keys[id(table)] = keys

@@ -315,7 +315,7 @@ class ModuleParameters:
         stand_ins = {
             tensor
             for _, each in modules
-            if isinstance(each._parameters, dict)  # else TorchScript's
+            if isinstance(each._parameters, dict)  # TorchScript has other tables
             for tensor in each._parameters.values()
             if not (tensor is None or isinstance(tensor, Parameter))
         }
@@ -453,7 +453,7 @@ def _is_plain(part: Any) -> bool:
     """Return True if this is a module without parameters, buffers and submodules."""
     return (
         isinstance(part, nn.Module)
-        and isinstance(part._parameters, dict)  # else TorchScript's
+        and isinstance(part._parameters, dict)  # TorchScript has other tables
         and not (part._parameters or part._modules or part._buffers)
     )
 

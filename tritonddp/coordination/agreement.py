@@ -210,7 +210,7 @@ class Agreement:
         *places, self.size = accumulate((field.size for field in self.fields), initial=0)
         self._places = dict(zip(self.fields, places, strict=True))
         self._late = sum(field.size for field in self.fields if field.is_late)  # bytes
-        self.key: object = None  # arguments that produced:
+        self.key: object = None  # arguments that produced ``sent``
         self.sent = Sent({}, b"")
         self.pending: list[_Pending] = []
         self.expected = b""

@@ -223,7 +223,7 @@ class QuantizedBuffer(FlatBuffer):
     message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. In
     addition ``data``, in which the mean is computed.
 
-    The quantization is that of its bucket; its rank and residuals are attributes, too. If the
+    The quantization belongs to the bucket; its rank and residuals are attributes, too. If the
     buffer is a share, no flags tell which residuals to send: residuals of a block whose values are
     all zero are not sent. The offsets of the layout are recomputed.
 
