@@ -447,7 +447,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     # Stopping together
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop. Call it at any time, on any rank or thread, or in a signal handler.
+        """Ask all ranks to stop. Call it anytime, on any rank or thread, or in a signal handler.
 
         Example::
 
