@@ -224,7 +224,7 @@ class DDPState:
         self.logger = Logger(wrapper)
         core.events.install(self.logger)
         DDPState.live.add(self)
-        # Add to `live` first: a signal may arrive between the two lines. A new group must agree again.
+        # Add to `live` first: a signal may arrive between the two lines. A new group agrees again.
         if DDPState.stop_requests or (former and (former.default or former.is_stopped)):
             self.request_stop()
 
