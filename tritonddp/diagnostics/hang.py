@@ -361,7 +361,7 @@ class _GroupWatch:
             return None
         self._exchange = None
         since, answer = self._answer
-        return answer if since == self._since else self._ask(own)  # not that of an earlier hang
+        return answer if since == self._since else self._ask(own)  # not for an earlier hang
 
     def _run(self, own: Post, since: float) -> None:
         answer: list[str] | None = None
