@@ -52,7 +52,7 @@ BLOCKS, RESAMPLES = 20, 2000  # of the interval: blocks of neighboring steps; nu
 
 @dataclass
 class Run:
-    """One trained model and what was measured on it."""
+    """One trained model and its measurements."""
 
     ddp: Any
     optimizer: torch.optim.Optimizer

@@ -283,7 +283,7 @@ def _plain_class(kind: type) -> type:
 
 
 def _class_of(plain: type) -> type:
-    """Return the subclass of ``plain`` for replicated modules: always the same, same name."""
+    """Return the subclass of ``plain`` for replicated modules, cached and of the same name."""
     kinds: list[type] = plain.__subclasses__()
     for kind in kinds:
         if kind.__bases__ == (ReplicatedModule, plain):

@@ -141,7 +141,7 @@ class DDPState:
 
     def _count_any_call(self, wrapper: nn.Module) -> None:
         self.group.join_forks(self)
-        step_in_backward(self.core)  # no forward of the module may look for them
+        step_in_backward(self.core)  # possibly no forward of the module does it
         self.core.events.install(CallSites(self.sync))
         self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 

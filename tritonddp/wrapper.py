@@ -459,8 +459,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def should_stop(self) -> bool:
         """Return True on all ranks after the same reduction, once any rank has requested a stop.
 
-        This is the first reduction that begins after the request; on a GPU it is the one after
-        that, because the host does not wait for the device. It costs no collective: see
+        The result changes with the first reduction that begins after the request; on a GPU, with
+        the next one, because the host does not wait for the device. It costs no collective: see
         ``docs/stopping.md``. If a failed backward owes reductions to the other ranks, this call
         completes them, and may then raise the errors of :meth:`forward`.
 
@@ -575,7 +575,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         return self._ddp_state.scalars.reduced()
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """Return the state to save with the module, so that a new wrapper continues bitwise.
+        """Return the state to save with the module, for a new wrapper to continue bit for bit.
 
         All ranks must call it between two steps, and each rank saves its own result.
 
@@ -646,8 +646,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Raises:
             RuntimeError: a hook is already registered, or a backward is running. Also in
                 ``backward()``, with rank, step and bucket, if the hook fails.
-            TypeError: ``hook`` is not callable, or is a bfloat16 hook without support in torch.
-            ValueError: its annotations have other types, or ``gradient_divide_factor`` was given.
+            TypeError: ``hook`` is not callable, or is a bfloat16 hook that torch does not support.
+            ValueError: its annotations are wrong, or ``gradient_divide_factor`` was given.
 
         Example::
 

@@ -2,10 +2,10 @@
 
     python examples/failures/run.py [NAME ...] [--limit SECONDS] [--out FILE]
 
-Every script of this folder is one failure in small, on two ranks, and knows nothing of tritonddp.
-In the end it prints a verdict that it has measured. It runs under torchrun, and under
-`tritonddp run` as it is. If it has comments `# tritonddp: LINE`, it runs there once more with these
-lines in the place of the ones below them; they are printed. The two or three run side by side.
+Every script in this folder reproduces one failure on two ranks, and does not use tritonddp. At the
+end it prints a verdict that it has measured. It runs under torchrun, and unchanged under
+`tritonddp run`. If it has comments `# tritonddp: LINE`, it also runs with these lines in place of
+the lines below them; they are printed. The two or three runs are parallel.
 
 Exit codes: 0; 1 if a failure remains with tritonddp; 2 for a wrong command line.
 """

@@ -42,7 +42,7 @@ class Lines:
         return inner * (1 - 1 / self.ranks), size * (1 - 1 / self.hosts)
 
     def times(self, wire: str, parameters: float, backward: float) -> tuple[float, float, float]:
-        """Return seconds of the exchange, of quantizing, and exposed. All times are in seconds."""
+        """Return the time of the exchange, of quantizing, and the exposed time, all in seconds."""
         within, across = self.bytes_sent(wire)
         exchange = parameters * max(within / self.within, across / self.across)
         few = wire == "int8" or (wire == "bf16" and not self.on_gpu)

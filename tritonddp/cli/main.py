@@ -32,7 +32,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default of this process. Return the exit code."""
+    """Run a command line, by default the one of this process. Return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         _overview().print_help(sys.stderr)

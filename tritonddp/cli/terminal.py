@@ -35,7 +35,7 @@ def positive(text: str) -> float:
 
 
 def ranks(text: str) -> str:
-    """Parse ``--nproc-per-node``: a number, or a word of torchrun (``gpu``, ``auto``)."""
+    """Parse ``--nproc-per-node``: a number, or a keyword of torchrun (``gpu``, ``auto``)."""
     if not text.isalpha() and not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text} is no number of ranks: 1 or more, or gpu, auto")
     return text

@@ -558,7 +558,7 @@ class StockDDPNames:
         forwards and backwards with zero gradients. When all ranks have left the body, every rank
         receives the parameters and buffers of a rank that left last.
 
-        As in stock DDP, the *forward* decides inside what is reduced, because it notifies the
+        Inside, as in stock DDP, the *forward* decides what is reduced, because it notifies the
         waiting ranks: exactly one reduced backward must follow each forward that runs with
         gradients outside :meth:`no_sync`. Run all other backwards under :meth:`no_sync`. If no
         backward follows a forward, the next forward or the end of the body reduces zeros in its

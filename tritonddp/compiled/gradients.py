@@ -13,8 +13,8 @@ user hooks may change a gradient. The first backward that announces a gradient c
 gradients that autograd changes wait for the end of each backward.
 
 The last bucket always waits for the end, because its gradients are computed last. If a gradient
-turns out to have been sent too early, this bucket is filled with NaN, so that no rank steps
-unnoticed.
+turns out to have been sent too early, this bucket is filled with NaN, so that no rank takes
+the step without noticing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GraphGradients(Extension):
         self._index_of: dict[str, int] = {}  # parameter numbers by name
         # By parameter name: whether autograd passes the announced gradient on unchanged.
         self._is_whole: dict[str, bool] = {}
-        self._early: set[int] = set()  # segments in which it does for all parameters
+        self._early: set[int] = set()  # segments in which this holds for all parameters
         self._dense: list[int] = []  # indices of buckets with announced, dense gradients
         # State of the current backward.
         self._is_single = False  # it is reduced and belongs to one forward

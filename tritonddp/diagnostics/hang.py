@@ -70,7 +70,7 @@ def hang_seconds() -> float:
     """Return the seconds without movement after which ranks report; 0 disables reports.
 
     Raises:
-        ValueError: the environment variable is not such a number.
+        ValueError: the environment variable is not a number >= 0.
     """
     text = os.environ.get(SECONDS) or _DEFAULT
     try:

@@ -40,8 +40,8 @@ ADDED = (
     "backward before a step outside no_sync(), and all others inside"
 )
 
-# Attribute of a recorded gradient with the number of the record. It must not be a weak reference,
-# which would prevent swap_tensors. The record itself would prevent pickling.
+# Attribute of a recorded gradient: the number of its record, to distinguish it from other gradients
+# of the parameter. A weak reference would prevent swap_tensors, and the record itself pickling.
 _MARK = "_tritonddp_note"
 _seqs = count()
 

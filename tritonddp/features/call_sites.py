@@ -2,9 +2,9 @@
 
 A module that is replicated in place reduces every backward through its parameters. If only one rank
 runs a backward, for example for a saliency map, the other ranks would take it for their next step.
-Counting forwards or backwards does not reveal this, because every rank has run equally many until
-the program ends. What differs is the call site of ``backward()``: the innermost line of the user's
-program. Its callers are not compared, because rank 0 may time or log its steps.
+Counting forwards or backwards does not reveal this, because all ranks have run the same number
+until the program ends. What differs is the call site of ``backward()``: the innermost line of the
+user's program. Its callers are not compared, because rank 0 may time or log its steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CallSite:
 
     Attributes:
         name: the function and the line, for errors.
-        hash: hash of the line, 3 bytes. The function is excluded, because torch.compile renames it,
+        hash: hash of the line, 3 bytes. The function is excluded, because torch.compile replaces it,
             possibly on one rank only.
     """
 

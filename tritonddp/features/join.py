@@ -152,7 +152,7 @@ class JoinProtocol:
             self._state.core.reducer.shadow_backward(GradSource.SKIPPED)
 
     def counting(self) -> AbstractContextManager[None]:
-        """Name the missing rank in errors of the count of ranks with inputs, in this context."""
+        """Return a context whose errors name the rank missing from the count of ranks."""
         what = "count of the ranks that have inputs, inside join()"
         guard: AbstractContextManager[None] = self._group.guard(self._next_forward(), what)
         return guard
@@ -217,7 +217,7 @@ class JoinProtocol:
     # The end
 
     def take_over(self, is_last: bool) -> None:
-        """Receive the model of the highest of the ranks that ended last, once all have ended."""
+        """Receive the model of the last rank to run out of inputs; of several, the highest."""
         ddp, state = self._ddp, self._state
         where = f"{state.core.where()}, end of join()"
         what = "agreement on whose model all take over inside join()"

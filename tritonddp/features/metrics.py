@@ -32,7 +32,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
-EVERY = 10  # gather times every so many steps
+EVERY = 10  # steps between two gatherings of times
 _WHAT = "all-gather of times (metrics)"
 
 
@@ -193,7 +193,7 @@ class Metrics(Extension):
         ranks = {rank: StepTimes(*row) for rank, row in enumerate(rows.tolist()) if row[0] >= 0}
         self._ranks = ranks or self._ranks
 
-    # What users read
+    # Results for users
 
     def metrics(self) -> dict[str, float | int | None]:
         """See :meth:`tritonddp.DistributedDataParallel.metrics`."""

@@ -263,8 +263,8 @@ class ContextBackward:
     def has_failed(self) -> bool:
         """Return whether the backward has failed and still owes its collectives.
 
-        A thread of the distributed engine may drop the callback shortly after the error, as on a
-        GPU.
+        A thread of the distributed engine may drop the callback shortly after the error, as in a
+        backward on a GPU.
         """
         return not self.driver.is_detached and self.backward.has_failed(is_on_gpu=True)
 
@@ -302,6 +302,6 @@ def _arrives(arrived: set[int], number: int, _: Any, gradients: tuple[Tensor | N
 
 
 def _broke_off(reference: weakref.ref[Backward], _: object) -> None:
-    """Mark a backward as failed, whose callback the engine dropped without calling it."""
+    """Mark a backward as failed because the engine dropped its callback without calling it."""
     if (backward := reference()) is not None:
         backward.fail()

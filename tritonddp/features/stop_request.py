@@ -18,7 +18,7 @@ class StopRequest(HeaderField):
     Attributes:
         default: whether the next header of this rank asks.
         is_stopped: whether a rank has asked in a completed reduction. On a GPU, in the reduction
-            before, whose headers all ranks have read.
+            before that, whose headers all ranks have read by then.
     """
 
     default = False

@@ -68,7 +68,7 @@ class MasterWeights:
             self._versions[param] = param._version
 
     def load(self, param: Tensor, value: Tensor) -> None:
-        """Load the fp32 copy of ``param``, to use where it rounds to the value of ``param``.
+        """Load the fp32 copy of ``param``; elements that do not round to ``param`` are dropped.
 
         The next step compares the two, because the parameters may be loaded later.
         """

@@ -18,8 +18,8 @@ class OwnedMeans(Extension):
     """Keeps the mean in ``.grad`` of the owner after a reduction; other ranks have ``None``.
 
     Args:
-        parameters: parameters of the wrapper. Replaced layers keep their owners.
-        owners: the owner of each parameter.
+        parameters: parameters of the wrapper.
+        owners: the owner of each parameter, also in replaced layers.
         is_reduced: whether gradients already hold means.
         optimizer: weak reference to the optimizer that assigned the owners.
     """
@@ -68,7 +68,7 @@ class OwnedMeans(Extension):
         self._earlier.on_begin(backward)
 
     def _refuse_set(self, where: str) -> None:
-        """Raise if ``.grad`` was set: the owner could not tell such a gradient from its mean."""
+        """Raise if the user set ``.grad``: the owner could not tell it from a mean."""
         if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
             raise LocalError(  # the owner detects nothing
                 f"{where}: .grad of {listed([name for name, _ in found])} was set since the last "
@@ -85,7 +85,7 @@ class OwnedMeans(Extension):
     def on_reduced_all(self, reduction: Reduction) -> None:
         """Add the earlier means. Drop the mean that the first reduction left on all ranks."""
         self._earlier.on_reduced_all(reduction)
-        # Layers that were frozen until now are excluded: they are reduced after all buckets.
+        # Layers that were frozen until now are in no bucket; they are reduced afterwards.
         for bucket in reduction.buckets:
             for _, param in self._of_others(zip(bucket.names, bucket.params, strict=True)):
                 param.grad = None

@@ -31,7 +31,7 @@ _LINES, _WIDTH = 25, 80  # of a log: lines shown after a failure, characters of 
 # Output of torchrun.
 _NOISE = ("torch/distributed/elastic", "*****", "Setting OMP_NUM_THREADS")
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-# Seconds for torchrun to end after its script. It gives ranks that do not end when asked 30.
+# Seconds for torchrun to end after its script. It waits 30 s for ranks that do not exit.
 _ENDING = 40.0
 _SECONDS_FOR_STACK = 0.3  # for each rank; otherwise the lines of two would mix
 
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass
 class Played:
-    """What a contender has shown in one launch; unknown values are empty."""
+    """Results of a contender in one launch; unknown values are empty."""
 
     blocks: list[float] = field(default_factory=list)  # seconds per step, of the slowest rank
     steps: dict[int, list[float]] = field(default_factory=dict)  # seconds of each step, by rank
