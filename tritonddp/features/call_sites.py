@@ -33,7 +33,7 @@ class CallSite:
 
     Attributes:
         name: the function and the line, for errors.
-        hash: hash of the line, 3 bytes. The function is excluded, because torch.compile replaces it,
+        hash: 3-byte hash of the line. The function is excluded, because torch.compile replaces it,
             possibly on one rank only.
     """
 
