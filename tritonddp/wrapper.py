@@ -62,8 +62,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             gradients. Parameters may be fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which input tensors are moved.
-        output_device: accepted for compatibility, like ``dim``. The module determines the device of
-            its outputs.
+        output_device: accepted, like ``dim``. The module determines the device of its outputs.
         broadcast_buffers: deprecated in torch 2.13 in favor of ``forward_sync_buffers``. ``False``
             also excludes buffers from the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast
@@ -74,30 +73,23 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             8, 16, then 25. The default on the CPU is 1 for the first bucket, then 25; with
             ``reduce_dtype`` or ``compression``, it is 1, 1, 2, 4, then 8.
         find_unused_parameters: ``None`` or ``True``: detect unused parameters automatically
-            (``True`` uses stock DDP's buckets). ``False``: raise at the forward after a backward
-            that left a parameter unused.
-        gradient_as_bucket_view: make each ``.grad`` a view of its bucket, which saves a copy and
-            memory.
-        static_graph: accepted for compatibility. Everything that it enables in stock DDP works
-            without it.
+            (``True`` uses stock DDP's buckets). ``False``: they raise at the next forward.
+        gradient_as_bucket_view: make ``.grad`` views of the buckets, which saves a copy and memory.
+        static_graph: accepted. Everything that it enables in stock DDP works without it.
         delay_all_reduce_named_params: named parameters (with any names), whose gradients are sent
             after all others, in one bucket for each dtype and device.
-        param_to_hook_all_reduce: a parameter, required with ``delay_all_reduce_named_params``. No
-            bucket waits for its gradient: each bucket is sent when it and all buckets before it are
-            full.
+        param_to_hook_all_reduce: a parameter, required with ``delay_all_reduce_named_params``. Its
+            gradient delays nothing: a bucket is sent when it and all buckets before it are full.
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
             parameters and inputs in ``param_dtype``, gradients are sent in ``reduce_dtype``
             (default: ``param_dtype``), and buffers are cast to ``buffer_dtype`` permanently.
             Parameters and ``.grad`` stay in full precision.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``. It may be one
             dimension of a larger mesh that uses its other dimensions for tensor parallelism.
-        skip_all_reduce_unused_params: do not send a bucket, except the first, if a backward uses
-            none of its parameters. These buckets must be the same on all ranks; otherwise every
-            rank raises an error.
-        bucket_cap_mb_list: bucket sizes in MiB: of the first bucket, of the second, and so on. The
-            last size also applies to all further buckets.
-        batched_grad_copy: accepted for compatibility, like ``check_reduction``. Gradients are
-            always copied bucket by bucket.
+        skip_all_reduce_unused_params: do not send buckets (except the first) that a backward does
+            not use. They must be the same on all ranks; otherwise every rank raises an error.
+        bucket_cap_mb_list: sizes in MiB of the first, second, ... and all further buckets.
+        batched_grad_copy: accepted, like ``check_reduction``. Gradients are copied by bucket.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
             synchronized forward. On by default.
         lazy_bucket_allocation: (torch 2.15) allocate bucket memory during backwards only.
@@ -123,7 +115,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank: do not use shared memory.
             ``"registered_memory"``: allocate buckets in memory registered with NCCL, or raise an
             error where that is not possible. See ``docs/options.md`` and ``docs/gpus.md``.
-        metrics: time the parts of each step, and exchange the times every tenth step, for
+        metrics: time the parts of each step, and exchange the times every tenth step; see
             :meth:`metrics`.
         gradient_divide_factor: divide the sum of the gradients by this number instead of the number
             of ranks, also inside :meth:`join`. Use ``1`` for losses whose parts add up over the
