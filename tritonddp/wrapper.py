@@ -73,7 +73,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             8, 16, then 25. The default on the CPU is 1 for the first bucket, then 25; with
             ``reduce_dtype`` or ``compression``, it is 1, 1, 2, 4, then 8.
         find_unused_parameters: ``None`` or ``True``: detect unused parameters automatically
-            (``True`` uses stock DDP's buckets). ``False``: an unused one raises at the next forward.
+            (``True``: in stock's buckets). ``False``: an unused one raises at the next forward.
         gradient_as_bucket_view: make ``.grad`` views of the buckets, which saves a copy and memory.
         static_graph: accepted. Everything that it enables in stock DDP works without it.
         delay_all_reduce_named_params: named parameters (with any names), whose gradients are sent
