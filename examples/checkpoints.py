@@ -1,18 +1,18 @@
-"""Checkpoints that survive whatever happens while they are written.
+"""Checkpoints that survive any failure while they are written.
 
     folder/
-      step-00000040/     what torch.distributed.checkpoint has written, and manifest.json
+      step-00000040/     files of torch.distributed.checkpoint, and manifest.json
       step-00000060/
       latest             "step-00000060"
 
-A checkpoint is written to ``step-00000060.tmp``, and has its name only when every byte of it is on
-the disk. ``latest`` is replaced after that. So there is no moment at which a process, all of them,
-or the machine may stop and leave a checkpoint that looks complete and is not, or none at all. The
-manifest has the size and the hash of every file, because disks and copies fail too: a checkpoint
-that does not match its manifest is passed over for the one before it.
+A checkpoint is written to ``step-00000060.tmp``, and renamed only when every byte of it is on disk.
+``latest`` is replaced after that. If one process, all processes or the machine stop at any moment,
+they cannot leave a checkpoint that looks complete and is not, and at least one complete checkpoint
+remains. The manifest has the size and the hash of every file, because disks and copies fail too: a
+checkpoint that does not match its manifest is skipped in favor of the one before it.
 
-All ranks must see the same folder. What is in it is unpickled when it is loaded: it belongs to one
-user alone, and so do the files (0700, 0600).
+All ranks must see the same folder. Loading unpickles its content, so the folder and its files are
+accessible to one user only (0700, 0600).
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ import torch.distributed.checkpoint as dcp
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_NOTHING, _NOTHING_COMPLETE = -1, -2  # instead of a step
+_NOTHING, _NOTHING_COMPLETE = -1, -2  # in place of a step
 
 
 class CheckpointError(Exception):
-    """No checkpoint can be used; the message is one line that says what to do."""
+    """No checkpoint can be used. The message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is complete.
+    """A complete checkpoint.
 
     Attributes:
-        path: its folder.
-        step: after which it was saved.
+        path: folder of the checkpoint.
+        step: number of steps before it was saved.
         world_size: number of ranks that saved it.
     """
 
@@ -57,7 +57,7 @@ class Checkpoint:
     world_size: int
 
     def load(self, state: dict[str, Any]) -> None:
-        """Fill ``state`` in, tensors in place. All ranks call it, each with the keys it wants."""
+        """Fill ``state``, tensors in place. All ranks must call it, each with the keys it needs."""
         dcp.load(state, storage_reader=dcp.FileSystemReader(self.path))
 
 
@@ -65,8 +65,8 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: made if it is not there.
-        keep: so many are there at least, once there have been so many; older ones are removed.
+        folder: created if it does not exist.
+        keep: minimum number of checkpoints to keep; older ones are removed.
 
     Raises:
         CheckpointError: other users may write to the folder.
@@ -83,31 +83,31 @@ class Checkpoints:
             )
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save ``state``. All ranks call it.
+        """Save ``state``. All ranks must call it.
 
-        What ranks have under the same key is alike, and one of them writes it; what is of one rank
-        alone needs a key of its own. When rank 0 returns, the checkpoint is there.
+        Values under the same key must be identical on all ranks; one rank writes them. Rank-local
+        values need separate keys. The checkpoint is complete when this returns on rank 0.
         """
         name = f"step-{step:08d}"
         temporary = self.folder / f"{name}.tmp"
         with _private():
             if dist.get_rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+                shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
                 temporary.mkdir()
             dist.barrier()
-            # Each rank syncs its files; after that rank 0 writes the index, syncs it, and returns.
+            # Each rank syncs its files. Then rank 0 writes and syncs the index, and returns.
             dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
             if dist.get_rank() == 0:
                 self._publish(temporary, step)
 
     def _publish(self, temporary: Path, step: int) -> None:
-        """Everything has been written: give it its name. The order of the lines is the point."""
+        """Rename a completely written checkpoint. The order of the operations is essential."""
         files = {file.name: _fingerprint(file) for file in sorted(temporary.iterdir())}
         manifest = {"world_size": dist.get_world_size(), "files": files}
         _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
         _sync(temporary)
         final = temporary.with_suffix("")
-        if final.exists():  # torn, or of a run that went back further than this one
+        if final.exists():  # torn, or from a run that went further back than this one
             shutil.rmtree(final)
         temporary.rename(final)
         _sync(self.folder)
@@ -115,21 +115,21 @@ class Checkpoints:
         (self.folder / "latest.tmp").replace(self.folder / "latest")
         _sync(self.folder)
         steps = self._steps()
-        # (What is half removed does not match its manifest.)
-        # Later ones were left behind when the run went back: they are no part of its past.
+        # A partially removed checkpoint does not match its manifest.
+        # Later checkpoints remain from before the run went back; they are not part of its history.
         for old in [n for n in steps if n > step] + [n for n in steps if n <= step][self.keep :]:
             shutil.rmtree(self.folder / f"step-{old:08d}")
         for leftover in self.folder.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def last_good(self) -> Checkpoint | None:
-        """The newest complete checkpoint, ``None`` if nothing has been saved. All ranks call it.
+        """Return the newest complete checkpoint, or ``None`` if there is none. All ranks call it.
 
         Raises:
-            CheckpointError: something has been saved, and none of it is complete.
+            CheckpointError: checkpoints exist, but none of them is complete.
         """
         step = self.find() if dist.get_rank() == 0 else _NOTHING
-        # A number: nothing that would have to be unpickled.
+        # Send a number, which need not be unpickled.
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         found = torch.tensor([step], device=device)
         dist.broadcast(found, src=0)
@@ -145,7 +145,7 @@ class Checkpoints:
         return Checkpoint(path, step, _manifest(path)["world_size"])
 
     def find(self) -> int:
-        """The step of the newest complete checkpoint; says on stderr what is passed over."""
+        """Return the step of the newest complete checkpoint. Report skipped ones on stderr."""
         candidates = self._candidates()
         for path in candidates:
             problem = _problem(path)
@@ -155,7 +155,7 @@ class Checkpoints:
         return _NOTHING_COMPLETE if candidates else _NOTHING
 
     def _candidates(self) -> list[Path]:
-        """What ``latest`` names, then all others from the newest on."""
+        """Return the checkpoint named by ``latest``, then all others, newest first."""
         names = [f"step-{step:08d}" for step in self._steps()]
         try:
             latest = (self.folder / "latest").read_text().strip()
@@ -165,13 +165,13 @@ class Checkpoints:
         return [self.folder / name for name in names]
 
     def _steps(self) -> list[int]:
-        """Of all checkpoints, complete or not, from the newest on."""
+        """Return the steps of all checkpoints, complete or not, newest first."""
         matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def _problem(path: Path) -> str | None:
-    """Why the checkpoint at ``path`` cannot be used, ``None`` if it can."""
+    """Return why the checkpoint at ``path`` cannot be used, or ``None`` if it can."""
     try:
         manifest = _manifest(path)
         if not isinstance(manifest["world_size"], int):
@@ -189,7 +189,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _fingerprint(file: Path) -> list[Any]:
-    """Size in bytes and SHA-256 of what is in ``file``."""
+    """Return the size in bytes and the SHA-256 hash of ``file``."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -205,7 +205,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Names are part of their folder: they are on the disk when that is."""
+    """Sync a folder: names of files are on disk once their folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -215,7 +215,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _private() -> Iterator[None]:
-    """Context: what this process makes belongs to its user alone, whoever makes it."""
+    """Restrict new files of this process to its user in this context."""
     before = os.umask(0o077)
     try:
         yield

@@ -56,15 +56,15 @@ from tritonddp import DistributedDataParallel as DDP
 
 
 class Batches:
-    """Which samples each rank gets: a permutation of all of them in every epoch.
+    """The samples of each rank: a permutation of all samples in every epoch.
 
     Args:
-        samples: how many there are.
-        size: of a batch, of all ranks together. What is left of an epoch sits out.
-        seed: of the permutations.
+        samples: number of samples.
+        size: size of a global batch. An incomplete batch at the end of an epoch is dropped.
+        seed: seed of the permutations.
 
     Attributes:
-        epoch, position: where the next batch begins, whatever the number of ranks.
+        epoch, position: start of the next batch, for any number of ranks.
     """
 
     def __init__(self, samples: int, size: int, seed: int) -> None:
@@ -72,7 +72,7 @@ class Batches:
         self.epoch = self.position = 0
 
     def next(self, rank: int, world_size: int) -> Tensor:
-        """Indices of this rank's part of the next batch, int64; parts differ by one at most."""
+        """Return this rank's indices of the next batch, int64; sizes differ by at most one."""
         if self.position + self._size > self._samples:
             self.epoch, self.position = self.epoch + 1, 0
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
@@ -88,7 +88,7 @@ class Training:
     def __init__(self, task: Task, args: argparse.Namespace, device: torch.device) -> None:
         self.task, self.args, self.device = task, args, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        torch.manual_seed(args.seed + self.rank)  # the wrapper hands out rank 0's parameters
+        torch.manual_seed(args.seed + self.rank)  # the wrapper broadcasts rank 0's parameters
         self.ddp = DDP(
             task.make_model().to(device),
             device_ids=[device] if device.type == "cuda" else None,
@@ -113,7 +113,7 @@ class Training:
         self.step += 1
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """All ranks call it, after the same step."""
+        """Save a checkpoint. All ranks must call it after the same step."""
         file = io.BytesIO()
         torch.save(self._of_this_rank(), file)
         state = {**self._of_all_ranks(), f"rank {self.rank}": file.getvalue()}
@@ -139,10 +139,10 @@ class Training:
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on behind ``checkpoint``, with as many ranks as it was saved by, or others."""
+        """Continue from ``checkpoint``, with the same number of ranks or another."""
         state = self._of_all_ranks()
-        # Of a rank that is gone the state of its communication goes to one that is there. A rank
-        # that was not there then takes rank 0's buffers, and keeps the random numbers of its seed.
+        # A remaining rank takes over the communication state of a rank that is gone. A new rank
+        # takes rank 0's buffers, and keeps the random numbers of its seed.
         mine = list(range(self.rank, checkpoint.world_size, self.world_size))
         names = [f"rank {rank}" for rank in mine or [0]]
         state.update(dict.fromkeys(names, b""))
@@ -159,12 +159,12 @@ class Training:
         for name, buffer in self.ddp.module.named_buffers():
             buffer.copy_(ranks[0]["buffers"][name])
         self.ddp.load_comm_state_dict(*(ranks[n]["communication"] for n in range(len(mine))))
-        if mine:  # last: nothing may draw random numbers after it
+        if mine:  # last: nothing may draw random numbers afterwards
             _set_random_state(ranks[0]["random"], self.device)
 
     @torch.no_grad()
     def report(self) -> str:
-        """One line about the model as it is now."""
+        """Return one line about the current model."""
         name = first_difference(self.ddp.module.named_parameters())
         if name is not None:
             raise RuntimeError(f"rank {self.rank}, step {self.step}: ranks differ in {name}")
@@ -181,7 +181,7 @@ class Training:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Of torch alone, since nothing else draws here; Python's and NumPy's would belong to it."""
+    """Return the state of torch's generators; nothing here uses Python's or NumPy's."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -197,7 +197,7 @@ def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 def train(
     task: Task, args: argparse.Namespace, device: torch.device, checkpoints: Checkpoints
 ) -> Training:
-    """From the last good checkpoint, or from the seed, to the end."""
+    """Train to the end, from the last good checkpoint or from the seed."""
     training = Training(task, args, device)
     checkpoint = checkpoints.last_good()
     if checkpoint is not None:
@@ -218,7 +218,7 @@ def train(
 
 
 def say(line: str) -> None:
-    """Print it once, on rank 0."""
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -248,7 +248,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def set_up(args: argparse.Namespace) -> torch.device:
-    """Join the other processes; the device of this one."""
+    """Join the other processes. Return the device of this one."""
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         raise UsageError(
             "start it with torchrun: torchrun --standalone --nproc-per-node 2 --max-restarts 3 "
@@ -260,16 +260,16 @@ def set_up(args: argparse.Namespace) -> torch.device:
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only so
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed for determinism
         torch.use_deterministic_algorithms(True)
     else:
-        torch.set_num_threads(1)  # a process per core
+        torch.set_num_threads(1)  # one process per core
     timeout = timedelta(seconds=args.timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        # torchrun keeps its store when it starts the ranks again, with the addresses of those that
-        # are gone (pytorch/pytorch#135712): a name for each life keeps them apart.
+        # torchrun keeps its store when it restarts the ranks, with the addresses of ranks that
+        # are gone (pytorch/pytorch#135712). A prefix for each life keeps them apart.
         store=dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
         rank=rank,
         world_size=world_size,
@@ -290,7 +290,7 @@ def main() -> int:
             print(f"elastic.py: error: {error}", file=sys.stderr)
         return 2
     say(training.report())
-    # (After a failure nobody waits for ranks that are gone: the process just ends.)
+    # After a failure, do not wait for ranks that are gone: the process just ends.
     dist.destroy_process_group()
     return 0
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface_trainer.py
 
-The model is a small Llama with random weights, for characters; nothing is downloaded.
+The model is a small Llama with random weights on characters; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tritonddp.integrations.accelerate import use_tritonddp as wrap_with_tritond
 
 
 class Logits(nn.Module):
-    """The model as the other examples know it: characters to logits."""
+    """The model with the interface of the other examples: characters to logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def train(task: Task, use_tritonddp: bool, steps: int) -> Trained:
             eos_token_id=None,
         )
     )
-    # The model itself moves the labels on by one.
+    # The model itself shifts the labels by one.
     samples: list[dict[str, Any]] = [
         {"input_ids": window, "labels": window} for window in task.inputs[: 16 * 2 * steps]
     ]

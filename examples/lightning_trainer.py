@@ -27,7 +27,7 @@ from tritonddp.integrations.lightning import TritonDDPStrategy
 
 
 class Classifier(LightningModule):
-    """The model of a task, as Lightning wants it."""
+    """The model of a task as a LightningModule."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()

@@ -3,9 +3,9 @@
 #
 #     sbatch --nodes 2 examples/slurm.sh 100000
 #
-# trains for 100,000 steps. Two minutes before its end, and when it is preempted, Slurm sends SIGTERM
-# to the task of each node, which is torchrun; that hands it on to its ranks. All ranks save after the
-# same step and end, and the job goes back into the queue.
+# trains for 100,000 steps. Two minutes before its end, and when it is preempted, Slurm sends
+# SIGTERM to the task of each node, which is torchrun. torchrun forwards it to its ranks. All ranks
+# save after the same step and exit, and the job is requeued.
 #SBATCH --job-name=elastic
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -21,13 +21,13 @@ ranks=${SLURM_GPUS_ON_NODE:-2}
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then device=cuda; else device=cpu; fi
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-last_step() { # that is saved; 0 if none is
+last_step() { # the last saved step; 0 if there is none
     [ -e "$folder/latest" ] || { echo 0; return; }
     sed 's/[^0-9]//g; s/^0*//' "$folder/latest"
 }
 
 before=$(last_step)
-# Time to save: longer than torchrun gives its ranks by default (30 s), shorter than Slurm gives it.
+# Time to save: longer than torchrun's default for its ranks (30 s), shorter than Slurm's limit.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 srun --kill-on-bad-exit=0 torchrun \
@@ -42,7 +42,7 @@ if [ "$after" -ge "$steps" ]; then
 elif [ "$after" -gt "$before" ]; then
     echo "stopped at step $after: again"
     scontrol requeue "$SLURM_JOB_ID"
-else # nobody gains from trying again what comes to no checkpoint
+else # do not retry without progress
     echo "failed at step $after, status $status" >&2
     exit 1
 fi

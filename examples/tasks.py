@@ -1,7 +1,7 @@
-"""What the example trains on: data that lies on every machine, and the models for it.
+"""The tasks of the examples: data that exists on every machine, and models for it.
 
-A task is two pairs of tensors (training and held-out data) and a function that makes its model.
-For both, ``cross_entropy(model(inputs), targets)`` is the loss, in nats per target.
+A task has two pairs of tensors (training and held-out data) and a function that creates its model.
+For both pairs, ``cross_entropy(model(inputs), targets)`` is the loss, in nats per target.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.nn.functional import cross_entropy, one_hot, scaled_dot_product_atten
 
 
 class UsageError(Exception):
-    """The example cannot run as asked; the message is one line that says what to do."""
+    """The example cannot run as requested. The message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Data, model and good settings of one problem; sizes count samples (first dimension).
+    """Data, model and good settings of one problem. Sizes count samples (first dimension).
 
     Attributes:
-        target: what one target is, for "nats per ...".
+        target: name of one target, for "nats per ...".
         inputs, targets: training data.
-        held_out_inputs, held_out_targets: data that training never sees.
+        held_out_inputs, held_out_targets: data that is not used in training.
         baselines: held-out loss of simpler predictors, in nats per target.
         steps, batch_size, lr: defaults; ``batch_size`` counts samples per rank.
     """
@@ -98,16 +98,16 @@ class ConvNet(nn.Sequential):
 # --- text -------------------------------------------------------------------------------------
 
 CONTEXT = 128  # characters that the transformer sees
-VOCABULARY = 96  # newline and the printable ASCII characters; any other counts as "?"
-MAX_BYTES = 16_000_000  # of source text read
-MAX_HELD_OUT = 128_000  # characters held out: enough for two digits, seconds to evaluate
+VOCABULARY = 96  # newline and printable ASCII; other characters become "?"
+MAX_BYTES = 16_000_000  # maximum size of the source text
+MAX_HELD_OUT = 128_000  # held-out characters: enough for two digits, seconds to evaluate
 
 
 def text() -> Task:
     """Source text of Python's standard library, character by character.
 
-    Reads the ``.py`` files of the running Python in sorted order, without its tests and whatever
-    was installed into it. Every twentieth file is held out.
+    Reads the ``.py`` files of the running Python in sorted order, without its tests and installed
+    packages. Every twentieth file is held out.
     """
     training, held_out = _standard_library()
     held_out = held_out[:MAX_HELD_OUT]
@@ -134,7 +134,7 @@ def text() -> Task:
 
 
 def _standard_library() -> tuple[Tensor, Tensor]:
-    """Training and held-out text as character numbers, int64."""
+    """Return training and held-out text as character numbers, int64."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = sorted(
@@ -162,7 +162,7 @@ def _encode(source: bytes) -> Tensor:
 
 
 def _windows(characters: Tensor) -> tuple[Tensor, Tensor]:
-    """Windows of ``CONTEXT`` characters, and for each character the one that follows it."""
+    """Return windows of ``CONTEXT`` characters, and the next character for each character."""
     count = (len(characters) - 1) // CONTEXT
     used = characters[: count * CONTEXT + 1]
     return used[:-1].view(count, CONTEXT), used[1:].view(count, CONTEXT)
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each behind a norm and beside a skip."""
+    """Causal self-attention and a feed-forward network, each with a pre-norm and a skip."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Block(nn.Module):
 
 
 def _table_loss(counts: Tensor, targets: Tensor) -> float:
-    """Loss of predicting by counts alone: one row for all targets, or one row for each."""
+    """Return the loss of predicting from counts: one row for all targets, or one row each."""
     return cross_entropy(counts.log().expand(len(targets), -1), targets).item()
 
 

@@ -47,24 +47,24 @@ WRAPPERS: dict[str, Callable[..., Any]] = {"stock": StockDDP, "tritonddp": Distr
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-BLOCKS, RESAMPLES = 20, 2000  # of the interval: blocks of neighbouring steps, drawn so often
+BLOCKS, RESAMPLES = 20, 2000  # of the interval: blocks of neighboring steps; number of resamples
 
 
 @dataclass
 class Run:
-    """One trained model and what was measured on it."""
+    """One trained model and its measurements."""
 
     ddp: Any
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
-    step_ms: list[float] = field(default_factory=list)  # of rank 0
+    step_ms: list[float] = field(default_factory=list)  # on rank 0
     loss: float = math.nan
     accuracy: float = math.nan
-    difference: str | None = None  # the first tensor that is not the same on all ranks
+    difference: str | None = None  # first tensor that differs between ranks
 
 
 def wrapped(task: Task, name: str, args: argparse.Namespace, device: torch.device) -> Run:
-    """A model from the seed: the same start, whatever ``name`` of ``WRAPPERS`` it is."""
+    """Create a model from the seed: the same initial state for each ``name`` in ``WRAPPERS``."""
     torch.manual_seed(args.seed)
     ddp = WRAPPERS[name](
         task.make_model().to(device),
@@ -78,18 +78,18 @@ def wrapped(task: Task, name: str, args: argparse.Namespace, device: torch.devic
 
 
 def train(task: Task, runs: list[Run], args: argparse.Namespace, device: torch.device) -> None:
-    """Train all side by side: in each step all take the same batch, in turns."""
+    """Train all models in turns: each step uses the same batch for all."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = shards(len(task.inputs), args.batch_size, rank, world_size, args.seed)
     for step in progress(args.steps, task.name):
         indices = next(batches)
         inputs, targets = task.inputs[indices].to(device), task.targets[indices].to(device)
-        for run in runs[:: 1 if step % 2 else -1]:  # who comes first has no advantage
+        for run in runs[:: 1 if step % 2 else -1]:  # alternate the order for fairness
             wait_for(device)
             dist.barrier()
             started = time.perf_counter()
             loss = batch_loss(run.ddp(inputs), targets)
-            loss.backward()  # here gradients are averaged over the ranks
+            loss.backward()  # averages gradients over the ranks
             run.optimizer.step()
             run.optimizer.zero_grad()
             run.schedule.step()
@@ -99,7 +99,7 @@ def train(task: Task, runs: list[Run], args: argparse.Namespace, device: torch.d
 
 
 def wire_options(args: argparse.Namespace) -> dict[str, Any]:
-    """How gradients travel: arguments that stock DDP does not have."""
+    """Return the options for sending gradients, which stock DDP does not have."""
     return {
         "reduce_dtype": DTYPES.get(args.reduce_dtype),
         "compression": args.compression and Int8(error_feedback=args.error_feedback),
@@ -107,7 +107,7 @@ def wire_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def warmup_and_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    """The rate rises during the first tenth of the steps, and falls to zero at their end."""
+    """Increase the rate during the first tenth of the steps; decrease it to zero at the end."""
     warmup = max(1, steps // 10)
     return LambdaLR(
         optimizer,
@@ -116,15 +116,15 @@ def warmup_and_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
 
 
 def batch_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats per target; logits ... x classes, targets ..."""
+    """Return the cross-entropy in nats per target; logits ... x classes, targets ..."""
     return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 def shards(size: int, batch_size: int, rank: int, world_size: int, seed: int) -> Iterator[Tensor]:
-    """Indices of this rank's batches, without end: every epoch all ranks draw the same
+    """Yield indices of this rank's batches, without end. In every epoch, all ranks draw the same
     permutation of all samples, and each takes every ``world_size``-th of it."""
     generator = torch.Generator().manual_seed(seed)
-    batches = size // (batch_size * world_size)  # the rest, too few for all ranks, sits out
+    batches = size // (batch_size * world_size)  # drop the rest, which is too small for all ranks
     while True:
         mine = torch.randperm(size, generator=generator)[rank::world_size]
         yield from mine[: batches * batch_size].split(batch_size)
@@ -132,11 +132,11 @@ def shards(size: int, batch_size: int, rank: int, world_size: int, seed: int) ->
 
 @torch.no_grad()
 def evaluate(task: Task, ddp: Any, device: torch.device) -> tuple[float, float]:
-    """Loss and accuracy over all held-out data: each rank sums over its share, then all add up.
-    The model is in evaluation mode then, with rank 0's buffers on all ranks."""
+    """Return loss and accuracy over all held-out data: sum over the share of each rank, then
+    all-reduce. The model is left in evaluation mode, with rank 0's buffers on all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = ddp.eval().module
-    ddp(task.inputs[:1].to(device))  # DDP hands out rank 0's buffers at every forward
+    ddp(task.inputs[:1].to(device))  # DDP broadcasts rank 0's buffers in every forward
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, count
     for indices in torch.arange(rank, len(task.held_out_inputs), world_size).split(128):
         logits = model(task.held_out_inputs[indices].to(device))
@@ -150,7 +150,7 @@ def evaluate(task: Task, ddp: Any, device: torch.device) -> tuple[float, float]:
 
 
 def ratio(ours: list[float], its: list[float]) -> tuple[float, float, float]:
-    """That of the medians, and its 95 % interval by a bootstrap over blocks of paired steps."""
+    """Return the ratio of the medians, and its 95 % interval by a bootstrap over paired blocks."""
     size = max(1, len(ours) // BLOCKS)
     count = len(ours) // size
     blocks = torch.tensor([ours[: count * size], its[: count * size]]).view(2, count, size)
@@ -161,10 +161,10 @@ def ratio(ours: list[float], its: list[float]) -> tuple[float, float, float]:
 
 
 def first_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Name of the first tensor whose bytes differ between ranks; every rank gets this answer."""
+    """Return the name of the first tensor whose bytes differ between ranks; same on all ranks."""
     named = list(tensors)
     digests = [hashlib.sha256(each.detach().cpu().numpy().tobytes()).digest() for _, each in named]
-    # Bytes, not objects, which would have to be unpickled.
+    # Send bytes, because objects would have to be unpickled.
     mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
     mine = mine.view(len(named), -1).to(named[0][1].device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -174,7 +174,7 @@ def first_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def report(task: Task, runs: dict[str, Run]) -> None:
-    """Print one column for each run, and how the runs compare."""
+    """Print one column for each run, and compare the runs."""
     per_target = f"per {task.target}"
     rows: dict[str, Callable[[Run], str]] = {
         f"held-out loss, nats {per_target}": lambda run: f"{run.loss:.4f}",
@@ -210,7 +210,7 @@ def report(task: Task, runs: dict[str, Run]) -> None:
 
 
 def progress(steps: int, label: str) -> Iterator[int]:
-    """Count steps on rank 0: a bar in a terminal, else a line now and then; silent elsewhere."""
+    """Count steps on rank 0: a progress bar in a terminal, otherwise a line now and then."""
     if dist.get_rank() != 0:
         yield from range(steps)
     elif sys.stderr.isatty():
@@ -223,7 +223,7 @@ def progress(steps: int, label: str) -> Iterator[int]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Let the device finish what was launched, so that a clock tells the truth."""
+    """Wait until the device has finished, so that clock readings are valid."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -265,7 +265,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def set_up(args: argparse.Namespace) -> tuple[Task, torch.device]:
-    """Check what was asked for, fill in defaults and join the other processes."""
+    """Check the arguments, fill in defaults, and join the other processes."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise UsageError(
             "start it with torchrun: "
@@ -283,12 +283,12 @@ def set_up(args: argparse.Namespace) -> tuple[Task, torch.device]:
             raise UsageError(f"more processes than CUDA devices: use --nproc-per-node {found}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only so
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed for determinism
         torch.use_deterministic_algorithms(True)
     elif args.backend == "nccl":
         raise UsageError("--backend nccl moves CUDA tensors only: use --device cuda, or gloo")
     else:
-        torch.set_num_threads(1)  # a process per core
+        torch.set_num_threads(1)  # one process per core
 
     task = TASKS[args.task]()
     for name in ("steps", "batch_size", "lr"):
@@ -332,7 +332,7 @@ def main() -> int:
             run.difference = first_difference([*module.named_parameters(), *module.named_buffers()])
         if dist.get_rank() == 0:
             report(task, runs)
-        dist.barrier()  # torchrun ends all processes as soon as one fails: let rank 0 print first
+        dist.barrier()  # torchrun ends all processes once one fails: let rank 0 print first
         return int(any(run.difference for run in runs.values()))
     finally:
         dist.destroy_process_group()
@@ -343,6 +343,6 @@ if __name__ == "__main__":
         sys.exit(main())
     except UsageError as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(30)  # rank 0 has most likely the same to say; torchrun then ends the others
+            time.sleep(30)  # rank 0 probably reports the same; torchrun then ends the others
         print(f"{os.path.basename(__file__)}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/zero.py
 
-The digits are learnt with AdamW, with torch's class on stock DDP and with tritonddp's on its own.
-In the middle a checkpoint is saved, and loaded into a new model and a new optimizer, which go on.
+AdamW learns the digits, with torch's class on stock DDP and with tritonddp's class on its DDP.
+Halfway, a checkpoint is saved and loaded into a new model and a new optimizer, which continue.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def train(task: Task, use_tritonddp: bool, steps: int) -> Trained:
         save(path, ddp, optimizer)
         ddp, optimizer = make(task, use_tritonddp)
         whole = load(path, ddp, optimizer)
-        dist.barrier()  # nobody reads the file any more
+        dist.barrier()  # all ranks have read the file
     loss = train_steps(task, ddp, optimizer, itertools.islice(batches, steps - first))
     of_ranks = torch.zeros(world_size, dtype=torch.int64)
     of_ranks[rank] = nbytes(optimizer.optim.state)
@@ -52,25 +52,25 @@ def train(task: Task, use_tritonddp: bool, steps: int) -> Trained:
 
 
 def make(task: Task, use_tritonddp: bool) -> tuple[Any, Any]:
-    """The wrapped model, and the optimizer of its parameters."""
+    """Return the wrapped model and its optimizer."""
     wrapper, zero = (TritonDDP, TritonZero) if use_tritonddp else (StockDDP, StockZero)
     ddp = wrapper(task.make_model())
     return ddp, zero(ddp.parameters(), optimizer_class=torch.optim.AdamW, lr=task.lr)
 
 
 def train_steps(task: Task, ddp: Any, optimizer: Any, batches: Any) -> float:
-    """Train on these batches; the loss of the last one on this rank."""
+    """Train on these batches. Return the loss of the last batch on this rank."""
     loss = torch.tensor(torch.nan)
     for indices in batches:
         optimizer.zero_grad()
         loss = batch_loss(ddp(task.inputs[indices]), task.targets[indices])
-        loss.backward()  # tritonddp: the mean of a gradient goes to the rank that steps it
-        optimizer.step()  # each rank its share, whose new values it sends to the others
+        loss.backward()  # tritonddp: the mean goes to the rank that steps the parameter
+        optimizer.step()  # each rank steps its share and sends the new values to the others
     return loss.item()
 
 
 def save(path: Path, ddp: Any, optimizer: Any) -> None:
-    """Rank 0 writes the model and the state of the whole optimizer. All ranks call it."""
+    """Write the model and the full optimizer state on rank 0. All ranks must call it."""
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
@@ -79,10 +79,10 @@ def save(path: Path, ddp: Any, optimizer: Any) -> None:
 
 
 def load(path: Path, ddp: Any, optimizer: Any) -> int:
-    """Each rank takes over the state of its share, of as many ranks as have saved or of others.
+    """Load the state of each rank's share; the number of ranks may differ from the saved run.
 
     Returns:
-        The bytes of the state of the whole optimizer.
+        The bytes of the full optimizer state.
     """
     checkpoint = torch.load(path, weights_only=True)
     whole = nbytes(checkpoint["optimizer"]["state"])
@@ -92,13 +92,13 @@ def load(path: Path, ddp: Any, optimizer: Any) -> int:
 
 
 def nbytes(state: Mapping[Any, dict[str, Any]]) -> int:
-    """Of all tensors in the state of an optimizer."""
+    """Return the bytes of all tensors in an optimizer state."""
     values = [value for each in state.values() for value in each.values()]
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def from_rank_0(text: str) -> str:
-    """What rank 0 has given, on all ranks."""
+    """Return the ``text`` of rank 0, on all ranks."""
     content = torch.zeros(512, dtype=torch.uint8)
     encoded = text.encode()
     content[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)

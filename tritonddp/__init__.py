@@ -1,7 +1,7 @@
 """A drop-in replacement for torch's DistributedDataParallel that flattens whole buckets at once.
 
-What it offers is imported when it is first used: the command line answers without torch, and a
-program pays for the sharded optimizer, which imports all of torch's optimizers, only if it has one.
+Public names are imported lazily: the command line starts without torch, and a program imports
+all of torch's optimizers, which the sharded optimizer needs, only if it uses that optimizer.
 """
 
 from importlib import import_module
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value  # the next use does not come here
+    globals()[name] = value  # later uses bypass this function
     return value
 
 

@@ -1,4 +1,4 @@
-"""The constructor's arguments, checked before any collective."""
+"""Check the constructor's arguments before any collective."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tritonddp.features.check_finite import check_mode
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
 
-# Options of the constructor that are on or off.
+# Boolean options of the constructor.
 FLAGS = (
     "batched_grad_copy",
     "broadcast_buffers",
@@ -46,7 +46,7 @@ FLAGS = (
     "skip_all_reduce_unused_params",
     "static_graph",
 )
-# Those that a wrapper shows, or looks at, as they were given.
+# Arguments that the wrapper exposes, or reads later, as they were given.
 _KEPT = (*FLAGS, "check_finite", "dim", "mixed_precision")
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
@@ -57,15 +57,15 @@ class DDPConfig:
     """The checked arguments of the constructor, in the form that the other classes need."""
 
     given: Any  # some of the arguments as they were given, as attributes
-    wire: WireOptions  # in which form gradients are sent: dtype or quantized
+    wire: WireOptions  # how gradients are sent: dtype or quantization
     caps: BucketCaps
     device_ids: list[int] | None  # None where it has no effect
     output_device: int | None  # None where it has no effect
     divide_factor: float | None  # gradient_divide_factor
     transport: TransportChoice
-    syncs_buffers: bool  # whether forwards do
-    syncs_initial_buffers: bool  # whether the constructor does
-    options: dict[str, Any]  # options that must be equal on all ranks, by name
+    syncs_buffers: bool  # whether forwards synchronize buffers
+    syncs_initial_buffers: bool  # whether the constructor broadcasts buffers
+    options: dict[str, Any]  # options that must match on all ranks, by name
 
     @classmethod
     def of(
@@ -75,9 +75,9 @@ class DDPConfig:
         params: Sequence[tuple[str, Tensor]],
         group: dist.ProcessGroup,
     ) -> DDPConfig:
-        """Check the arguments; for the errors see :class:`tritonddp.DistributedDataParallel`.
+        """Check the arguments. Raise the errors of :class:`tritonddp.DistributedDataParallel`.
 
-        They are the attributes of ``given``. ``params`` are the parameters to be synchronized.
+        ``given`` has the arguments as attributes. ``params`` are the parameters to synchronize.
         """
         arguments: dict[str, Any] = vars(given)
         devices = {param.device for _, param in params}
@@ -86,7 +86,7 @@ class DDPConfig:
         transport = TransportChoice.of(given.transport, group, devices, compression)
         check_flags({name: arguments[name] for name in FLAGS})
         divide_factor = divide_factor_of(given.gradient_divide_factor)
-        # (broadcast_buffers, deprecated, is ignored beside forward_sync_buffers.)
+        # forward_sync_buffers overrides the deprecated broadcast_buffers.
         former, current = given.broadcast_buffers, given.forward_sync_buffers
         syncs_buffers = former is not False if current is None else bool(current)
         if given.mixed_precision is not None:
@@ -94,14 +94,14 @@ class DDPConfig:
         exact = None if compression is None else ExactParams(module, compression.exact)
         wire = WireOptions.of(given.reduce_dtype, given.mixed_precision, compression, exact)
         wire.check(group, devices)
-        wire_options = wire.description(params)  # calls the user's function, if exact is one
+        wire_options = wire.description(params)  # calls the user's function, if exact is a function
         check_module(module, params, given.gradient_as_bucket_view, group)
         device_ids, output_device = device_ids_of(given.device_ids, given.output_device, devices)
         delayed = delayed_names(
             given.delay_all_reduce_named_params, given.param_to_hook_all_reduce, params
         )
         device_type = params[0][1].device.type
-        # (The first bucket is always sent: to leave out others, unused parameters have to go last.)
+        # The first bucket is always sent. To skip other buckets, put unused parameters last.
         keeps_order = not (given.static_graph or given.skip_all_reduce_unused_params)
         caps = BucketCaps.of(
             given.bucket_cap_mb,
@@ -144,9 +144,9 @@ class DDPConfig:
 def delayed_names(
     delayed: Any, until: Any, named_params: Sequence[tuple[str, Tensor]]
 ) -> frozenset[str]:
-    """The parameters whose buckets are sent last, by the names that the module has for them.
+    """Return the module's names of the parameters whose buckets are sent last.
 
-    (Those in ``delayed`` may be others. Nothing waits for the gradient of ``until``.)
+    ``delayed`` may use other names. No bucket waits for the gradient of ``until``.
     """
     if (delayed is None) != (until is None):
         raise ValueError(
@@ -175,7 +175,7 @@ def delayed_names(
 
 
 def divide_factor_of(factor: Any) -> float | None:
-    """``gradient_divide_factor`` as a float, by which gradients can be divided; raises if not."""
+    """Return ``gradient_divide_factor`` as a float. Raise if gradients cannot be divided by it."""
     if factor is None:
         return None
     if isinstance(factor, bool) or not isinstance(factor, Real):
@@ -190,7 +190,7 @@ def divide_factor_of(factor: Any) -> float | None:
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:
-    """A device whose tensors the group can send, even if the module is on a wrong device."""
+    """Return a device whose tensors the group can send, even if the module's device is wrong."""
     devices = [torch.device("cpu")]
     if device.type == "cuda":
         devices.insert(0, device)
@@ -205,7 +205,7 @@ def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.devic
 def process_group_of(
     process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:
-    """The process group to average over, from the constructor's arguments; raises as that does."""
+    """Return the process group to average over. Raise the errors of the constructor."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if not dist.is_available():
@@ -236,7 +236,7 @@ def process_group_of(
 def check_module(
     module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, group: dist.ProcessGroup
 ) -> None:
-    """Raise if this module cannot be wrapped; errors name the parameters.
+    """Raise if this module cannot be wrapped. The errors name the parameters.
 
     For the arguments see :meth:`DDPConfig.of`.
     """
@@ -301,9 +301,9 @@ def device_ids_of(
     output_device: int | torch.device | None,
     devices: set[torch.device],
 ) -> tuple[list[int] | None, int | None]:
-    """The indices of ``device_ids`` and ``output_device``, ``None`` where they have no effect.
+    """Return the indices of ``device_ids`` and ``output_device``, ``None`` if without effect.
 
-    ``devices`` are those of the parameters.
+    ``devices`` are the devices of the parameters.
     """
     if device_ids is not None and not isinstance(device_ids, Sequence):
         raise TypeError(f"device_ids should be None or a list of one device, got {device_ids!r}")
@@ -312,7 +312,7 @@ def device_ids_of(
             f"device_ids can only be None or contain a single element, got {list(device_ids)}"
         )
     one_gpu = len(devices) == 1 and next(iter(devices)).type != "cpu"
-    if not one_gpu and (device_ids or output_device):  # as in stock, output_device=0 is let pass
+    if not one_gpu and (device_ids or output_device):  # like stock DDP, accept output_device=0
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
             "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
@@ -333,7 +333,7 @@ def _device_index(device: int | str | torch.device) -> int:
 
 
 def suggesting(constructor: _Constructor) -> _Constructor:
-    """Say of an option that the constructor does not have how it is spelt."""
+    """Suggest the correct spelling of an unknown option."""
     known = inspect.signature(constructor).parameters
 
     @wraps(constructor)

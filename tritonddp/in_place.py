@@ -1,4 +1,4 @@
-"""Data parallelism in place: the module stays what it is, and its wrapper works behind it."""
+"""Data parallelism in place: the module keeps its identity, and a hidden wrapper does the work."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tritonddp.state import DDPState
 from tritonddp.wrapper import DistributedDataParallel
 
 _Module = TypeVar("_Module", bound=nn.Module)
-# Of all modules, once one is replicated.
+# Registration hooks of all modules, installed with the first replicated module.
 _hooks: list[Any] = []
-# Methods of the wrapper that the module has too.
+# Methods of the wrapper that a replicated module has too.
 _METHODS = (
     "no_sync",
     "weighted",
@@ -51,7 +51,7 @@ _ATTRIBUTES = (
     "require_manual_backward_finalization",
     "should_finalize_after_backward",
 )
-# What scripts read of a wrapper, where neither the module nor its class has it.
+# Attributes of the wrapper that scripts read, unless the module or its class defines them.
 _READ = (
     *("reducer", "process_group", "device", "device_ids", "find_unused_parameters"),
     *("static_graph", "gradient_as_bucket_view", "broadcast_buffers"),
@@ -59,10 +59,10 @@ _READ = (
 
 
 class _Behind:
-    """Holds the wrapper behind a module. A copy or a pickle of it is ``None``.
+    """Holds the hidden wrapper of a module. A copy or a pickle of it is ``None``.
 
-    Classes that copy themselves often copy their ``__dict__``, as parametrized modules do: what
-    they make is a plain module too.
+    Classes that copy themselves often copy their ``__dict__``, for example parametrized modules.
+    Their copies are plain modules too.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
@@ -73,32 +73,32 @@ class _Behind:
 
 
 class ReplicatedModule:
-    """What :func:`replicate` adds to a module, beside the methods of its wrapper."""
+    """What :func:`replicate` adds to a module, in addition to the methods of its wrapper."""
 
     @traced_as(replicated_in_one_graph)
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, with all that the wrapper does before its forward and after it."""
+        """Run the module, and all that the wrapper does before and after its forward."""
         behind = self.__dict__.get(WRAPPER)
         wrapper: Any = None if behind is None else behind.wrapper
-        # What slicing or a copy of the dictionary has made has none, or that of another module.
+        # A slice has no wrapper; a copy of the dictionary has the wrapper of another module.
         is_own = wrapper is not None and wrapper._modules["module"] is self
         state = wrapper._ddp_state if is_own else None
-        if state is None or state.call is None or get_ident() in state.running:  # it calls itself
+        if state is None or state.call is None or get_ident() in state.running:  # recursive call
             return super().__call__(*inputs, **kwargs)  # type: ignore[misc]
-        # As wrapper.forward(), which would be one more call in each step.
+        # The same as wrapper.forward(), inlined to save a call in each step.
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
             inputs, kwargs = wrapper._pre_forward(*inputs, **kwargs)
             return wrapper._post_forward(wrapper._run_ddp_forward(*inputs, **kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copies and pickles, which are plain modules: they belong to no process group."""
+        """Make copies and pickles plain modules: they belong to no process group."""
         reduced = super().__reduce_ex__(protocol)
         if not isinstance(reduced, tuple):
             return reduced
         make, arguments, *rest = reduced
         own, plain = type(self), _plain_class(type(self))
-        if arguments == (own,):  # pickle would insist on that class; the result needs no tritonddp
+        if arguments == (own,):  # pickle requires that class; the result must not need tritonddp
             make, arguments = _reconstructor, (plain, object, None)
         arguments = tuple(plain if each is own else each for each in arguments)
         if rest and isinstance(rest[0], dict):
@@ -110,12 +110,12 @@ class ReplicatedModule:
         return ddp(self)._ddp_state
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backwards from now on are reduced, or accumulate gradients on their rank.
+        """Set whether following backwards are reduced, or accumulate gradients locally.
 
-        What :meth:`no_sync` sets for the time of its body. The name is that of FSDP2.
+        :meth:`no_sync` sets the same flag in its context. The name is from FSDP2.
 
         Raises:
-            TypeError: it is neither on nor off.
+            TypeError: the value is neither true nor false.
         """
         check_flags({"requires_gradient_sync": requires_gradient_sync})
         ddp(self).require_backward_grad_sync = bool(requires_gradient_sync)
@@ -140,9 +140,9 @@ def _attribute_of_wrapper(name: str) -> property:
 
 
 class _ReadOfWrapper:
-    """No data descriptor, so that the module may set its own attribute.
+    """A non-data descriptor, so that the module may set its own attribute.
 
-    A ``__getattr__`` would hand on all that is missing, and be called for each part of the module.
+    A ``__getattr__`` would forward every missing name, and run for each access to a submodule.
     """
 
     def __init__(self, name: str) -> None:
@@ -150,16 +150,16 @@ class _ReadOfWrapper:
 
     def __get__(self, module: Any, _: type) -> Any:
         try:
-            return type(module).__getattr__(module, self._name)  # a part, or the class's own way
+            return type(module).__getattr__(module, self._name)  # a part, or the class's lookup
         except AttributeError:
-            return getattr(_wrapper_of(module), self._name)  # of a copy the module's own error
+            return getattr(_wrapper_of(module), self._name)  # for a copy: the module's error
 
 
 for _name in _METHODS:
     setattr(ReplicatedModule, _name, _of_wrapper(_name))
-for _name in _ATTRIBUTES:  # scripts set them, where a plain attribute would change nothing
+for _name in _ATTRIBUTES:  # scripts set them; a plain attribute would have no effect
     setattr(ReplicatedModule, _name, _attribute_of_wrapper(_name))
-# The names that a module must not have itself.
+# Names that the module itself must not define.
 _ADDED = [name for name in vars(ReplicatedModule) if not name.startswith("__")]
 
 
@@ -171,41 +171,41 @@ def replicate(
     device_ids: Sequence[int | torch.device] | None = None,
     **options: Any,
 ) -> _Module:
-    """Train ``module`` data-parallel in place: it stays the same module, and no wrapper is around.
+    """Train ``module`` data-parallel in place, without a wrapper: it stays the same module.
 
-    The names of its parameters, its ``state_dict()``, its attributes and methods are unchanged; an
-    optimizer may be made before or after. From now on every ``backward()`` that reaches its
-    parameters is reduced, whatever was called: the module, another method of it, or a submodule.
-    It stays on its rank inside ``module.no_sync()``, and ``torch.autograd.grad`` returns gradients
-    as always. So all ranks make the same backwards: where one rank alone makes one, for a probe
-    say, all ranks get an error that names both lines of the program, before anything is averaged.
+    Its parameter names, ``state_dict()``, attributes and methods are unchanged. An optimizer
+    may be made before or after. From now on, every ``backward()`` that reaches its parameters
+    is reduced, no matter what was called: the module, another method of it, or a submodule.
+    Inside ``module.no_sync()``, backwards are local. ``torch.autograd.grad`` returns local
+    gradients as always. All ranks must run the same backwards: if only one rank runs a backward,
+    for example for a probe, all ranks raise an error that names both lines of the program,
+    before anything is averaged.
 
-    A forward alone exchanges nothing, so that one rank may evaluate the module: all ranks get the
-    buffers of rank 0 at the end of each reduced backward. Inputs are moved to ``device_ids`` by
-    calls of the module itself.
+    A forward alone exchanges nothing, so one rank may evaluate the module: all ranks receive
+    the buffers of rank 0 at the end of each reduced backward. Calls of the module itself move
+    inputs to ``device_ids``.
 
     The module's class becomes a subclass with the same name and these methods: ``no_sync``,
     ``set_requires_gradient_sync``, ``weighted``, ``join``, ``reduce_gradients``, ``check_sync``,
     ``metrics``, ``add_scalars``, ``reduced_scalars``, ``comm_state_dict``,
     ``load_comm_state_dict``, ``register_comm_hook``, ``finalize_backward``, ``should_stop`` and
-    ``request_stop``. :func:`ddp` has all that the wrapper has. Copies and pickles are plain
-    modules.
+    ``request_stop``. :func:`ddp` returns the wrapper. Copies and pickles are plain modules.
 
     Args:
         module: as for :class:`DistributedDataParallel`.
-        process_group: as there.
-        device_mesh: as there.
-        device_ids: as there.
-        options: its other options, such as ``compression="int8"``, by name.
+        process_group: as for :class:`DistributedDataParallel`.
+        device_mesh: as for :class:`DistributedDataParallel`.
+        device_ids: as for :class:`DistributedDataParallel`.
+        options: other options of that class by keyword, for example ``compression="int8"``.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        TypeError: ``module`` is no module, is a wrapper, or its class can have no such subclass, as
-            with TorchScript; or an option is unknown.
-        ValueError: it has an attribute with the name of an added method, or is replicated or
-            wrapped already, as a whole, as a part or in parts.
+        TypeError: ``module`` is not a module, is a wrapper, or its class cannot have such a
+            subclass (as with TorchScript); or an option is unknown.
+        ValueError: the module has an attribute with the name of an added method; or the module, a
+            part of it, or a module that contains it is already replicated or wrapped.
         NotImplementedError, RuntimeError: as :class:`DistributedDataParallel`.
 
     Example::
@@ -232,21 +232,21 @@ def replicate(
     call = super(ReplicatedModule, module).__call__  # type: ignore[misc]
     wrapper._ddp_state.run_in_place(wrapper, call)
     if not _hooks:
-        hook = unless_traced(_note_part)  # compiled forwards may make modules, by a slice say
+        hook = unless_traced(_note_part)  # compiled forwards make modules, for example slices
         _hooks.append(register_module_module_registration_hook(hook))
         _hooks.append(register_module_parameter_registration_hook(hook))
     return module
 
 
 def ddp(module: Any) -> DistributedDataParallel:
-    """The wrapper that works behind a module which :func:`replicate` has got.
+    """Return the hidden wrapper of a module that was given to :func:`replicate`.
 
-    It has all methods and attributes of :class:`DistributedDataParallel`, and calling it is calling
-    the module. A wrapper itself is returned as it is, and so is what ``torch.compile`` has made of
-    either.
+    It has all methods and attributes of :class:`DistributedDataParallel`. Calling it calls the
+    module. If ``module`` is a wrapper, it is returned as is. Modules and wrappers compiled by
+    ``torch.compile`` work too.
 
     Raises:
-        TypeError: ``module`` is not replicated and no wrapper.
+        TypeError: ``module`` is neither replicated nor a wrapper.
 
     Example::
 
@@ -264,33 +264,33 @@ def ddp(module: Any) -> DistributedDataParallel:
 
 
 def _note_part(owner: nn.Module, _: str, part: nn.Module | nn.Parameter | None) -> None:
-    """A module gets a part: a backward may reach that alone, and no forward of the whole tells."""
+    """Watch for backwards of a new part, which may bypass the forward of the whole module."""
     for state in DDPState.all_live():
         if state.call is not None and part is not None and state.parameters.expects(owner, part):
             state.core.watch_others()
 
 
 def _wrapper_of(module: Any) -> DistributedDataParallel | None:
-    """That of this very module: a copy of its ``__dict__`` belongs to another one."""
+    """Return the wrapper of this module; a copy of its ``__dict__`` has another module's."""
     behind: _Behind | None = getattr(module, "__dict__", {}).get(WRAPPER)
     is_own = behind is not None and behind.wrapper._modules["module"] is module
     return behind.wrapper if behind is not None and is_own else None
 
 
 def _plain_class(kind: type) -> type:
-    """The class of a replicated module before that."""
+    """Return the class that a replicated module had before."""
     return next(each for each in kind.__mro__[1:] if not issubclass(each, ReplicatedModule))
 
 
 def _class_of(plain: type) -> type:
-    """The subclass of ``plain`` for replicated modules: always the same, and of the same name."""
+    """Return the subclass of ``plain`` for replicated modules, cached and of the same name."""
     kinds: list[type] = plain.__subclasses__()
     for kind in kinds:
         if kind.__bases__ == (ReplicatedModule, plain):
             return kind
     named: dict[str, Any] = {name: plain.__dict__[name] for name in ("__module__", "__doc__")}
     named |= {name: _ReadOfWrapper(name) for name in _READ if not hasattr(plain, name)}
-    # These look into the class of the module, and make or change one that is like it.
+    # These methods inspect the class of the module, and make or change one like it.
     for name in ("__deepcopy__", *(["recompile"] if issubclass(plain, GraphModule) else [])):
         if hasattr(plain, name):
             named[name] = partialmethod(_as_plain, getattr(plain, name))
@@ -308,7 +308,7 @@ def _as_plain(module: nn.Module, method: Callable[..., Any], *arguments: Any) ->
 
 
 def _checked(module: Any) -> type:
-    """The class that ``module`` is going to have; raises if it cannot be replicated."""
+    """Return the replicated class of ``module``. Raise if it cannot be replicated."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     name = type(module).__name__
@@ -323,7 +323,7 @@ def _checked(module: Any) -> type:
         )
     _check_parts(module)
     plain = type(module)
-    if issubclass(plain, ReplicatedModule):  # a part that slicing has made
+    if issubclass(plain, ReplicatedModule):  # a part made by slicing
         return plain
     clashes = [each for each in _ADDED if _has(module, each)]
     if clashes:
@@ -343,9 +343,9 @@ def _checked(module: Any) -> type:
 
 
 def _check_parts(module: nn.Module) -> None:
-    """Raise a ValueError if the module is wrapped already, or a part of it, or it is a part."""
+    """Raise a ValueError if the module, a part of it, or its parent is already wrapped."""
     if _other_use(module):
-        gc.collect()  # a module that was replicated holds itself, by way of its wrapper
+        gc.collect()  # a replicated module refers to itself through its wrapper
         if used := _other_use(module):
             raise ValueError(
                 f"this {type(module).__name__} cannot be replicated: {used} already, and its "
@@ -354,7 +354,7 @@ def _check_parts(module: nn.Module) -> None:
 
 
 def _other_use(module: nn.Module) -> str:
-    """Which wrapper reduces parameters of the module, in words; empty if none does."""
+    """Describe the wrapper that reduces parameters of the module; empty if there is none."""
     parts = set(module.modules())
     for state in DDPState.all_live():
         whole = state.parameters.module
@@ -370,5 +370,5 @@ def _other_use(module: nn.Module) -> str:
 def _has(module: nn.Module, name: str) -> bool:
     try:
         return hasattr(module, name)
-    except Exception:  # a property that fails now
+    except Exception:  # a property that raises now
         return True

@@ -1,8 +1,8 @@
-"""What a wrapper holds beyond stock's attributes, behind its one private attribute ``_ddp_state``.
+"""The private state of a wrapper, in its attribute ``_ddp_state``.
 
-It makes its objects from the options: the reducer and the extensions of it that are asked for.
-Since all is behind one name a user may set any other attribute on the wrapper, and a subclass may
-hand on to the module whatever the wrapper does not have.
+The state creates the reducer and the extensions that the options require. Everything is in one
+attribute, so that a user may set any other attribute on the wrapper, and a subclass may forward
+all other names to the module.
 """
 
 from __future__ import annotations
@@ -65,41 +65,41 @@ class DDPState:
     """The objects and options of one wrapper.
 
     Attributes:
-        call: runs the module that is replicated in place; ``None`` where a wrapper calls it, and in
-            a forked process.
-        window: counts what weighted backwards have accumulated, once there is one.
+        call: runs a module that is replicated in place. ``None`` if a wrapper calls the module, and
+            in a forked process.
+        window: the weighted backwards accumulated so far; ``None`` before the first.
     """
 
     wrapped: ClassVar[int] = 0  # number of modules wrapped in this process
-    live: ClassVar[WeakSet[DDPState]] = WeakSet()  # those of all wrappers with a reducer
-    stop_requests: ClassVar[set[object]] = set()  # of the process: wrappers to come stop too
+    live: ClassVar[WeakSet[DDPState]] = WeakSet()  # states of all wrappers with a reducer
+    stop_requests: ClassVar[set[object]] = set()  # per process: future wrappers stop too
 
     config: DDPConfig  # the checked arguments
     device: torch.device  # of the first parameter
-    group: Group  # the ranks. What is made again for another group is not in the constructor.
-    sync: SyncState  # what the user wants of the next backward
-    ignored: Ignored  # parameters and buffers that stay with each rank
+    group: Group  # the ranks; objects that depend on the group are created later
+    sync: SyncState  # what the user requested for the next backward
+    ignored: Ignored  # parameters and buffers that are not synchronized
     low_precision: LowPrecision | None = None  # runs the module with mixed_precision
     call: Callable[..., Any] | None = None
-    running: set[int] = field(default_factory=set)  # threads on which a forward runs
+    running: set[int] = field(default_factory=set)  # threads that run a forward
     finalizes_manually: bool = False  # see require_manual_backward_finalization
-    builtin_hook: dist.BuiltinCommHookType | None = None  # torch's in C++, if one is registered
-    buffer_hook: BufferHook | None = None  # registered by the user, instead of a broadcast
+    builtin_hook: dist.BuiltinCommHookType | None = None  # the registered C++ hook of torch
+    buffer_hook: BufferHook | None = None  # registered by the user; replaces the broadcast
     state_broadcast: StateBroadcast = field(init=False)  # sends parameters and buffers
-    parameters: ModuleParameters = field(init=False)  # of the module, with its buffers
-    counters: Counters = field(init=False)  # of what was sent
+    parameters: ModuleParameters = field(init=False)  # parameters and buffers of the module
+    counters: Counters = field(init=False)  # count what was sent
     buffer_sync: BufferSync = field(init=False)  # synchronizes buffers before forwards
     core: AutogradDriver = field(init=False)  # reduces gradients
-    metrics: Metrics | None = field(init=False)  # with metrics=True, times the parts of a step
-    scalars: Scalars = field(init=False)  # summed with the gradients, if there are names
+    metrics: Metrics | None = field(init=False)  # times the parts of a step, with metrics=True
+    scalars: Scalars = field(init=False)  # summed with the gradients, if the user named any
     traced: Traced = field(init=False)  # forwards that torch.compile has traced into one graph
     logger: Logger = field(init=False)  # configuration and statistics
-    stop: StopRequest = field(init=False)  # a rank has asked all ranks to stop
+    stop: StopRequest = field(init=False)  # a request of any rank to stop
     window: AccumulationWindow | None = field(init=False, default=None)
 
     @classmethod
     def all_live(cls) -> list[DDPState]:
-        """Those in :attr:`live` now."""
+        """Return the states in :attr:`live`."""
         return members(cls.live)
 
     @classmethod
@@ -111,9 +111,9 @@ class DDPState:
         group: Group,
         ignored: Ignored,
     ) -> DDPState:
-        """Check the constructor's arguments; if they are wrong, the other ranks hear of it.
+        """Check the constructor's arguments. If they are invalid, notify the other ranks.
 
-        See :meth:`DDPConfig.of`. Raises as :class:`tritonddp.DistributedDataParallel`.
+        See :meth:`DDPConfig.of`. Raise the errors of :class:`tritonddp.DistributedDataParallel`.
         """
         device = params[0][1].device if params else torch.device("cpu")
         try:
@@ -126,27 +126,27 @@ class DDPState:
         return cls(config, device, group, SyncState(), ignored)
 
     def load(self, process_group: dist.ProcessGroup, syncs: bool) -> None:
-        """The wrapper was copied or loaded: it belongs to this group, and ``syncs`` or not."""
+        """Set the group and ``syncs`` of a wrapper that was copied or loaded."""
         self.sync, self.group = SyncState(), Group(process_group)
         self.sync.enabled = syncs
 
     def run_in_place(self, wrapper: nn.Module, call: Callable[..., Any]) -> None:
-        """The module is replicated in place, and ``call`` runs it; any call of it counts."""
+        """Run the replicated module with ``call``, and reduce any backward that reaches it."""
         self.call = call
         self._count_any_call(wrapper)
 
     def detach(self) -> None:
-        """This process was forked: a module that is replicated in place is a plain one here."""
+        """Make a replicated module a plain module in a forked process."""
         self.call = None
 
     def _count_any_call(self, wrapper: nn.Module) -> None:
         self.group.join_forks(self)
-        step_in_backward(self.core)  # perhaps no forward of the module will look for them
+        step_in_backward(self.core)  # possibly no forward of the module does it
         self.core.events.install(CallSites(self.sync))
         self.core.count_any_call(partial(_buffers_after_backward, weakref.ref(wrapper)))
 
     def enter_group(self, wrapper: Any) -> None:
-        """Make the objects for the process group and the module's parameters. No collective."""
+        """Create the objects for the process group and the module's parameters. No collective."""
         self.group.enter()
         hang.watch(self)
         self.state_broadcast = StateBroadcast(self.group, self.sync)
@@ -154,14 +154,14 @@ class DDPState:
         self.parameters = ModuleParameters(wrapper, self.ignored, self.group, keeps_frozen)
 
     def begin_alike(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Verify that all ranks wrap the same module, and give all the values of rank 0.
+        """Verify that all ranks wrap the same module, and broadcast the values of rank 0.
 
-        As in stock DDP these are of what ``named_parameters()`` of the module yields, also where it
+        As in stock DDP, this sends what the module's ``named_parameters()`` yields, even if that
         hides some of ``params``.
 
         Raises:
-            NotImplementedError: a tensor cannot be overwritten; names it.
-            RuntimeError: they do not; names what differs.
+            NotImplementedError: a tensor cannot be overwritten. The message names it.
+            RuntimeError: the ranks wrap different modules. The message names what differs.
         """
         parameters = self.parameters
         buffers = parameters.buffers() if self.config.syncs_initial_buffers else []
@@ -181,10 +181,10 @@ class DDPState:
         self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
 
     def build_reducer(self, wrapper: Any) -> None:
-        """Make the reducer of ``wrapper`` from the options, and what uses it. No collective."""
+        """Create the reducer of ``wrapper`` and the objects that use it. No collective."""
         config, group, broadcast = self.config, self.group, self.state_broadcast
-        former: StopRequest | None = getattr(self, "stop", None)  # of another process group
-        # As in stock, with static_graph unused parameters are no error.
+        former: StopRequest | None = getattr(self, "stop", None)  # for the previous process group
+        # As in stock DDP, unused parameters are not an error with static_graph.
         finds_unused = True if wrapper.static_graph else wrapper.find_unused_parameters
         self.sync.finds_unused = finds_unused
         self.counters, self.window, self.metrics = group.new_counters(), None, None
@@ -224,7 +224,7 @@ class DDPState:
         self.logger = Logger(wrapper)
         core.events.install(self.logger)
         DDPState.live.add(self)
-        # (In this order: a signal may come here. The ranks of a new group agree anew.)
+        # Add to `live` first: a signal may arrive between the two lines. A new group agrees again.
         if DDPState.stop_requests or (former and (former.default or former.is_stopped)):
             self.request_stop()
 
@@ -234,7 +234,7 @@ class DDPState:
 
     def should_stop(self) -> bool:
         """See :meth:`DistributedDataParallel.should_stop`."""
-        # A backward that broke off here may have ended on the other ranks.
+        # A backward that failed on this rank may have completed on the other ranks.
         self.group.recover()
         return self.stop.should_stop(self.counters.reductions)
 
@@ -243,7 +243,7 @@ class DDPState:
         given = config.given
         quantizes = config.wire.compression is not None and group.size > 1
         transport, memory = config.transport.of_wrapper(group, counters, self.device, quantizes)
-        # Of one rank gradients stay where autograd has put them, and buckets need no memory.
+        # With world_size == 1, autograd's gradients stay in place, and buckets need no memory.
         is_alone = group.is_alone and not AutogradDriver.exchanges_alone
         factory = BucketFactory(
             config.wire,
@@ -260,7 +260,7 @@ class DDPState:
 
     def _extensions(self, core: AutogradDriver) -> Iterator[Extension]:
         config, given, parameters = self.config, self.config.given, self.parameters
-        if given.metrics:  # first: its end of a reduction comes before one that raises
+        if given.metrics:  # first: its end of a reduction must precede errors
             device = parameters.params[0][1].device
             self.metrics = Metrics(self.group, device, self.counters)
             yield self.metrics
@@ -325,7 +325,7 @@ class DDPState:
         )
 
     def register_hook(self, state: Any, hook: Hook) -> None:
-        """Have ``hook`` reduce all buckets; raises as the wrapper's ``register_comm_hook``."""
+        """Reduce all buckets with ``hook``. Raise the errors of ``register_comm_hook``."""
         if self.config.divide_factor is not None:
             raise ValueError(
                 "gradient_divide_factor was given when the module was wrapped, and a communication "
@@ -352,21 +352,21 @@ class DDPState:
         self.core.reduce_by(CommHook(hook, state, self.group, self.counters))
 
     def register_builtin_hook(self, kind: dist.BuiltinCommHookType, hook: Hook) -> None:
-        """Have ``hook``, which does the same as torch's of this kind, reduce all buckets."""
+        """Reduce all buckets with ``hook``, the equivalent of torch's built-in hook ``kind``."""
         self.register_hook(self.group.process_group, hook)
         self.builtin_hook = kind
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
-        """Synchronize buffers by ``hook``."""
+        """Synchronize buffers with ``hook``."""
         self.buffer_hook = hook
         if hook.is_after:
             self.traced.refuse_buffers_after()
 
     def count_weights(self) -> None:
-        """From now on note which weights the accumulated gradients have.
+        """Start to record the weights of accumulated gradients.
 
         Raises:
-            ValueError: the sum is divided by a number of the user's.
+            ValueError: the user gave ``gradient_divide_factor``.
         """
         if (divisor := self.config.divide_factor) is not None:
             raise ValueError(
@@ -383,22 +383,23 @@ class DDPState:
 
 
 def members(live: WeakSet[_T]) -> list[_T]:
-    """Those that are alive now. For signal handlers and any thread: it takes no lock."""
+    """Return the live members. Safe in signal handlers and on any thread: it takes no lock."""
     while True:
         try:
             return list(live)
-        except RuntimeError:  # another thread has added one meanwhile
+        except RuntimeError:  # another thread added a member
             continue
 
 
-# Attributes that are made again for a new process group, and the group itself.
+# Attributes that a new process group recreates, and the group itself.
 _OF_THE_GROUP = {each.name for each in fields(DDPState) if not each.init} | {"group", "sync"}
 
 
 def _buffers_after_backward(reference: weakref.ref[Any]) -> None:
-    """A reduction of a module that is replicated in place is over: synchronize its buffers.
+    """Synchronize the buffers of a replicated module after a reduction.
 
-    Inside ``join()`` its forwards do that, as those of a wrapper: ranks without inputs take part.
+    Inside ``join()``, forwards synchronize them, as in a wrapper, because ranks without inputs
+    participate there.
     """
     wrapper = reference()
     if wrapper is not None and wrapper.forward_sync_buffers:

@@ -48,91 +48,93 @@ from tritonddp.state import DDPState
 
 
 class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
-    """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
+    """Average gradients over the ranks: a drop-in for torch's class of the same name.
 
-    Wrap the same module on every rank, then train as with one process: during each ``backward()``
-    gradients are averaged over the ranks, bucket by bucket, while the rest of the backward runs.
-    Parameters that a backward does not reach need no flag. ``torch.distributed`` must be
-    initialized first.
+    Wrap the same module on every rank, then train as in a single process. During each
+    ``backward()``, gradients are averaged over the ranks, bucket by bucket, while the rest of the
+    backward runs. Unused parameters need no flag. Initialize ``torch.distributed`` first.
 
-    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order;
-    those that stock does not have follow, by name only.
+    The arguments of :class:`torch.nn.parallel.DistributedDataParallel` come first, in the same
+    order. The arguments that stock DDP does not have are keyword-only.
 
     Args:
-        module: the module to train, available as ``.module``; at least one parameter requires
-            gradients. Parameters are fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
+        module: the module to train, available as ``.module``. At least one parameter must require
+            gradients. Parameters may be fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
-        device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
-        output_device: kept for compatibility, as ``dim``: the module decides where outputs lie.
-        broadcast_buffers: deprecated by torch 2.13 for ``forward_sync_buffers``; ``False`` also
-            leaves buffers out of the initial broadcast.
+        device_ids: ``None``, or one CUDA device, to which input tensors are moved.
+        output_device: accepted, like ``dim``. The module determines the device of its outputs.
+        broadcast_buffers: deprecated in torch 2.13 in favor of ``forward_sync_buffers``. ``False``
+            also excludes buffers from the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast
             parameters and buffers from rank 0.
-        process_group: the ranks to average over; the default group if ``None``.
-        bucket_cap_mb: bucket size in MiB of gradients. By default on CUDA devices 25, smaller to
-            both ends (``docs/gpus.md``); with ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all
-            others. By default on the CPU 25, and 1 for the first bucket; with ``reduce_dtype`` or
-            ``compression`` 1, 1, 2, 4, and 8.
-        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
-            with ``True`` in stock's buckets. ``False``: one is an error at the next forward.
-        gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves a copy and memory.
-        static_graph: accepted; all that it makes possible in stock DDP works without it here.
-        delay_all_reduce_named_params: parameters, with any names, whose gradients are sent after
-            all others, in one bucket for each dtype and device.
-        param_to_hook_all_reduce: given with it, a parameter for whose gradient nothing waits: each
-            bucket is sent when it is full, and those before it are.
+        process_group: the process group to average over; the default group if ``None``.
+        bucket_cap_mb: bucket size in MiB of gradients. The default on CUDA devices is 25, with
+            smaller buckets at both ends (``docs/gpus.md``); with ``compression``, it is 1, 1, 2, 4,
+            8, 16, then 25. The default on the CPU is 1 for the first bucket, then 25; with
+            ``reduce_dtype`` or ``compression``, it is 1, 1, 2, 4, then 8.
+        find_unused_parameters: ``None`` or ``True``: detect unused parameters automatically
+            (``True``: in stock's buckets). ``False``: an unused one raises at the next forward.
+        gradient_as_bucket_view: make ``.grad`` views of the buckets, which saves a copy and memory.
+        static_graph: accepted. Everything that it enables in stock DDP works without it.
+        delay_all_reduce_named_params: named parameters (with any names), whose gradients are sent
+            after all others, in one bucket for each dtype and device.
+        param_to_hook_all_reduce: a parameter, required with ``delay_all_reduce_named_params``. Its
+            gradient delays nothing: a bucket is sent when it and all buckets before it are full.
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
-            parameters and inputs in ``param_dtype``, gradients travel in ``reduce_dtype``
-            (``param_dtype`` if it is not given), buffers are cast to ``buffer_dtype`` for good.
+            parameters and inputs in ``param_dtype``, gradients are sent in ``reduce_dtype``
+            (default: ``param_dtype``), and buffers are cast to ``buffer_dtype`` permanently.
             Parameters and ``.grad`` stay in full precision.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``. It may be one
-            dimension of a larger mesh, with tensor parallelism in the others.
-        skip_all_reduce_unused_params: buckets (but the first) that a backward does not reach are
-            not sent. They must be the same on all ranks, otherwise every rank gets an error.
+            dimension of a larger mesh that uses its other dimensions for tensor parallelism.
+        skip_all_reduce_unused_params: do not send buckets (except the first) that a backward does
+            not use. They must be the same on all ranks; otherwise every rank raises an error.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... and all further buckets.
-        batched_grad_copy: accepted, as ``check_reduction`` is: gradients are copied in buckets.
+        batched_grad_copy: accepted, like ``check_reduction``. Gradients are copied by bucket.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
-            synchronized one. On by default.
-        lazy_bucket_allocation: (torch 2.15) buckets have memory during backwards only.
-        reduce_dtype: the dtype in which gradients travel and are summed: ``torch.bfloat16`` or
-            ``torch.float16`` for half the bytes of fp32, ``torch.float32`` for full precision of
-            parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
-            its dtype (``grad_dtype``), and is a copy, also with ``gradient_as_bucket_view``. By
-            default each gradient travels in its own dtype, as complex and sparse ones always do.
-        compression: ``"int8"`` or ``"int4"``: gradients travel in 8 or 4 bits an element, on
-            several hosts of several ranks each between hosts alone. :class:`tritonddp.Int8` has the
-            details, and its options; ``docs/fewer-bytes.md``, on which lines it pays.
-        check_finite: ``"raise"`` or ``"warn"``: gradients that are NaN or infinite on a rank, or
-            beyond the dtype in which they travel, are a ``FloatingPointError`` or a
-            ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of
-            the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
-            On a GPU the host waits there. Optimizers in the backward have made their steps, and a
-            rank that has run out of inputs inside :meth:`join` only warns.
-        transport: ``"auto"``: over gloo, ranks of a host exchange gradients through memory that
-            they share, where all hosts have as many ranks each. ``"peer_memory"``: where that
-            cannot be, as on GPUs, it is an error. ``"process_group"``, or
-            ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank, leaves it off.
-            ``"registered_memory"``: buckets lie in memory that NCCL has registered, an error where
-            it cannot. See ``docs/options.md``, ``docs/gpus.md``.
-        metrics: ranks time the parts of their steps, and tell each other in each tenth step: for
+            synchronized forward. On by default.
+        lazy_bucket_allocation: (torch 2.15) allocate bucket memory during backwards only.
+        reduce_dtype: the dtype in which gradients are sent and summed: ``torch.bfloat16`` or
+            ``torch.float16`` to send half the bytes of fp32, ``torch.float32`` to sum gradients of
+            low-precision parameters in full precision. Gradients are scaled in fp32 before the
+            cast. ``.grad`` keeps its dtype (``grad_dtype``) and is a copy, even with
+            ``gradient_as_bucket_view``. By default, each gradient is sent in its own dtype, as
+            complex and sparse gradients always are.
+        compression: ``"int8"`` or ``"int4"``: send gradients with 8 or 4 bits per element. If there
+            are several hosts with several ranks each, this applies only between hosts. See
+            :class:`tritonddp.Int8` for details and options, and ``docs/fewer-bytes.md`` for the
+            networks on which it pays off.
+        check_finite: ``"raise"`` or ``"warn"``: if a gradient on any rank is NaN, infinite, or out
+            of range of the dtype in which it is sent, raise a ``FloatingPointError`` or issue a
+            ``RuntimeWarning`` at the end of the backward. Every rank names the same parameters and
+            ranks. ``.grad`` holds the means by then, and training may continue. On a GPU, the host
+            waits for the device there. Optimizers in the backward have already stepped. A rank that
+            has run out of inputs inside :meth:`join` only warns.
+        transport: ``"auto"``: over gloo, the ranks of a host exchange gradients through shared
+            memory if all hosts have the same number of ranks. ``"peer_memory"``: raise an error
+            where that is not possible, for example on GPUs. ``"process_group"``, or
+            ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank: do not use shared memory.
+            ``"registered_memory"``: allocate buckets in memory registered with NCCL, or raise an
+            error where that is not possible. See ``docs/options.md`` and ``docs/gpus.md``.
+        metrics: time the parts of each step, and exchange the times every tenth step; see
             :meth:`metrics`.
-        gradient_divide_factor: gradients are summed, and divided by this number instead of the
-            number of ranks, also inside :meth:`join`. ``1`` sums: for losses whose parts add up
-            over the ranks (``docs/batches.md``). Gradients that are in ``.grad`` before a backward,
-            reduced already, are added as they are.
-        scalars: names of numbers to log, such as ``("loss", "tokens")``: for :meth:`add_scalars`.
+        gradient_divide_factor: divide the sum of the gradients by this number instead of the number
+            of ranks, also inside :meth:`join`. Use ``1`` for losses whose parts add up over the
+            ranks (``docs/batches.md``). Reduced gradients that are in ``.grad`` before a backward
+            are added unchanged.
+        scalars: names of the numbers to log with :meth:`add_scalars`, for example
+            ``("loss", "tokens")``.
 
     Attributes:
         module: the wrapped module.
-        require_backward_grad_sync: whether the next backward is reduced, as :meth:`no_sync` sets.
-        reducer: ``reducer.counters`` count what was sent; it also has the names of stock's reducer.
+        require_backward_grad_sync: whether the next backward is reduced; set by :meth:`no_sync`.
+        reducer: has the names of stock DDP's reducer, and ``counters`` of what was sent.
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.
-        RuntimeError: no parameter requires gradients, parameters are uninitialized, or ranks hold
-            different models (raised on every rank, naming what differs).
-        TypeError: an argument has a wrong type, or a flag is neither on nor off.
-        ValueError: no process group, or arguments that contradict each other or the module.
+        RuntimeError: no parameter requires gradients, parameters are uninitialized, or the ranks
+            hold different models (raised on every rank, with the names that differ).
+        TypeError: an argument has the wrong type, or a flag is neither true nor false.
+        ValueError: there is no process group, or arguments contradict each other or the module.
 
     Example::
 
@@ -177,7 +179,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         given = SimpleNamespace(**locals())
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        super().__init__()  # of the next class: a subclass may have other bases
+        super().__init__()  # next in the MRO: a subclass may have other bases
         self._adopt_patches()
         self.process_group = process_group_of(process_group, device_mesh)
         group = Group(self.process_group)
@@ -213,9 +215,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: with ``find_unused_parameters=False``: the last backward left parameters
-                unused. Or it waits for :meth:`finalize_backward`; ranks reduced different things,
-                or one is gone; an option does not work in ``torch.distributed.autograd.context()``.
+            RuntimeError: with ``find_unused_parameters=False``, the last backward left parameters
+                unused. Also if the last backward waits for :meth:`finalize_backward`, if the ranks
+                have diverged or one has exited, or if an option does not work in
+                ``torch.distributed.autograd.context()``.
         """
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
@@ -223,8 +226,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module alone. Subclasses may override this to call another method of it."""
-        state, outer = self._ddp_state, active_wrapper()  # dynamo splits graphs in here at buckets
+        """Run only the module. Subclasses may override this to call another method of it."""
+        state, outer = self._ddp_state, active_wrapper()  # dynamo splits graphs at buckets here
         set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         thread = get_ident()
         is_outermost = thread not in state.running
@@ -239,11 +242,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             set_active_wrapper(outer)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Everything before the module runs; returns the inputs on its device."""
+        """Do everything that precedes the module's forward. Return the inputs on its device."""
         state = self._ddp_state
         core, sync, sampler = state.core, state.sync, state.logger.sampler
         if sync.enabled and torch.is_grad_enabled():
-            sampler.iteration += 1  # here, since a call costs in each step
+            sampler.iteration += 1  # inlined: a call would cost time in each step
             if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
         try:
@@ -275,10 +278,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         return inputs, kwargs
 
     def _adopt_parameters(self) -> None:
-        """Parameters have come or gone, and with them buffers perhaps.
+        """Adopt parameters that were added or removed, and synchronize buffers again.
 
-        Only now: a rank whose parameters are as before has synchronized its buffers too. In a
-        transform of ``torch.func`` the module holds its parameters for this forward only.
+        This follows the usual synchronization of buffers, which ranks with unchanged parameters
+        have run too. It is skipped in a transform of ``torch.func``, where the module holds its
+        parameters for one forward only.
         """
         state = self._ddp_state
         if torch.is_grad_enabled() and not in_transform():
@@ -287,14 +291,14 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 self._sync_buffers()
 
     def _post_forward(self, output: Any) -> Any:
-        """Everything after the module has run; returns its output."""
+        """Do everything that follows the module's forward. Return its output."""
         state = self._ddp_state
         if state.logger.sampler.moments is not None:
             state.logger.sampler.forward_ended()
         if state.buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         syncs, has_grad, held = state.sync.enabled, torch.is_grad_enabled(), state.parameters
-        if has_grad and (held.trainable or held.have_left()):  # else there is nothing to reduce
+        if has_grad and (held.trainable or held.have_left()):  # otherwise nothing to reduce
             context, core = distributed_context() if rpc_runs() else None, state.core
             if context is None:
                 is_one = type(output) is Tensor
@@ -304,8 +308,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 from tritonddp.features import rpc_contexts  # imports torch.distributed.rpc
 
                 rpc_contexts.watch(core, output, context, syncs)
-        # As in stock: the next forward need not synchronize buffers if nothing made ranks differ.
-        if self.require_forward_param_sync is not (has_grad and syncs):  # to set it is slow
+        # As in stock DDP: skip the next synchronization of buffers if nothing made ranks differ.
+        if self.require_forward_param_sync is not (has_grad and syncs):  # setting it is slow
             self.require_forward_param_sync = has_grad and syncs
         return output
 
@@ -313,12 +317,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context: backwards accumulate gradients locally; the first one after it reduces all.
+        """Accumulate gradients locally in this context. The next backward after it reduces all.
 
-        As in stock, put the forward of each microbatch except the last one inside, alone or with
-        its backward: the first backward after a forward outside is reduced, earlier ones are not.
-        Unlike in stock, a backward that starts inside is local too, wherever its forward ran. After
-        ``reducer.prepare_for_backward([])`` the next backward is reduced in any case.
+        As in stock DDP, run the forward of every microbatch except the last in it, with or without
+        its backward. The first backward after a forward outside is reduced; earlier backwards are
+        not. Unlike in stock DDP, a backward that starts inside is local too, wherever its forward
+        ran. After ``reducer.prepare_for_backward([])``, the next backward is always reduced.
 
         Example::
 
@@ -337,33 +341,35 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     @contextmanager
     def weighted(self, n: float | Tensor, reduction: str = "mean") -> Iterator[None]:
-        """Context: the gradients of a backward inside have weight ``n`` in the mean over the ranks.
+        """Give gradients of backwards in this context the weight ``n`` in the mean over the ranks.
 
-        For batches of different size. The gradients become ``sum_r(n_r g_r) / sum_r(n_r)`` over the
-        ranks ``r``. If the loss of each rank is a mean over its own ``n_r`` items (samples,
-        tokens), these are the gradients of the mean over the items of all ranks. Without it each
-        rank has the same weight, so that an item of a small batch counts more.
+        Use it for batches of different sizes. The gradients become ``sum_r(n_r g_r) / sum_r(n_r)``
+        over the ranks ``r``. If the loss of each rank is a mean over its ``n_r`` items (samples,
+        tokens), this is the gradient of the mean over the items of all ranks. Without weights, all
+        ranks count equally, so an item of a small batch counts more.
 
-        Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``: the
-        sums then run over all backwards of all ranks, whose number may differ. ``backward()`` must
-        run inside; the forward need not. Earlier losses without a weight belong to the same mean.
+        Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``. The
+        sums then run over all backwards of all ranks, and ranks may run different numbers of
+        backwards. Call ``backward()`` inside; the forward may run outside. Gradients of unweighted
+        backwards accumulated before are part of the same mean.
 
-        Every rank must weight the backward that is reduced. If all weights are zero, so are the
-        gradients. If ranks accumulate different numbers of backwards, and forwards broadcast
-        buffers, run the forwards under :meth:`no_sync` too. In fp16, weights must be within a
-        factor of 100 of those of the last reduction, in the first reduction of 16.
+        Every rank must weight the backward that is reduced. If all weights are zero, the gradients
+        are zero. If ranks accumulate different numbers of backwards, and forwards broadcast
+        buffers, run the forwards under :meth:`no_sync` too. In fp16, the weights must be within a
+        factor of 100 of the weights of the last reduction, and of 16 in the first reduction.
 
         Args:
-            n: number of items, zero or more, whole or not; or a tensor of one element, which the
-                host reads. With ``n=0`` gradients of a mean are ignored, even if they are NaN.
-            reduction: how the loss combines its items. ``"mean"``, or ``"sum"``: then the gradients
-                become ``sum_r(g_r) / sum_r(n_r)``, in which those of a rank with ``n=0`` count.
+            n: number of items, zero or more, not necessarily an integer; or a tensor with one
+                element, which the host reads. With ``n=0``, gradients of a mean are ignored, even
+                if they are NaN.
+            reduction: how the loss combines its items: ``"mean"`` or ``"sum"``. With ``"sum"``, the
+                gradients become ``sum_r(g_r) / sum_r(n_r)``, including those of ranks with ``n=0``.
 
         Raises:
-            RuntimeError: in ``backward()``: some ranks have a weight and some have none; weighted
-                and other backwards, or those of means and of sums, are accumulated together; or a
-                loss that does not depend on the module's outputs is to be accumulated with others.
-            TypeError: ``n`` is no number.
+            RuntimeError: in ``backward()``: only some ranks have a weight; weighted and unweighted
+                backwards, or backwards of means and of sums, are accumulated together; or a loss
+                that does not depend on the module's outputs would be accumulated with others.
+            TypeError: ``n`` is not a number.
             ValueError: ``n`` is negative or not finite, ``reduction`` is unknown, or
                 ``gradient_divide_factor`` was given.
 
@@ -388,29 +394,29 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
         """Average gradients over the ranks now, also under :meth:`no_sync`.
 
-        For gradients of ``torch.autograd.grad``, or made by hand. All ranks must call it for the
-        same parameters. Inside :meth:`weighted` the mean is weighted. Gradients travel in full
-        precision, also with ``compression``.
+        Use it for gradients from ``torch.autograd.grad`` or gradients made by hand. All ranks must
+        call it for the same parameters. Inside :meth:`weighted`, the mean is weighted. Gradients
+        are sent in full precision, even with ``compression``.
 
         Args:
-            gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
-                overwritten. Or one, or ``None``, for each of ``params``, as from
-                ``torch.autograd.grad``. Or a mapping from names of parameters, as the wrapped
-                module has them, to gradients; one that is missing counts as ``None``.
-            params: the parameters of the gradients, by default all parameters of the module that
-                require gradients, in the order of ``module.parameters()``. One more small
-                collective verifies that they are the same on all ranks.
+            gradients: ``None`` to average and overwrite ``.grad`` of all parameters that require
+                gradients. Or a gradient or ``None`` for each of ``params``, as returned by
+                ``torch.autograd.grad``. Or a mapping from the wrapped module's parameter names to
+                gradients; a missing name counts as ``None``.
+            params: the parameters of the gradients; by default, all parameters of the module that
+                require gradients, in the order of ``module.parameters()``. If given, one more small
+                collective verifies that all ranks pass the same parameters.
 
         Returns:
-            ``None`` if ``gradients`` is. Otherwise the means, as a tuple or a dictionary: new
-            tensors without a graph. ``None`` where no rank had a gradient; if only some ranks had
-            one, ``None`` counts as zero.
+            ``None`` if ``gradients`` is ``None``. Otherwise the means, as a tuple or a dictionary
+            of new tensors without a graph. The mean is ``None`` where no rank had a gradient; if
+            only some ranks had one, ``None`` counts as zero.
 
         Raises:
             RuntimeError: called during a backward or inside :meth:`join`, or the ranks reduce
                 different parameters.
-            TypeError: a gradient or a parameter is no tensor.
-            ValueError: number, name, shape or dtype of gradients and parameters do not match.
+            TypeError: a gradient or a parameter is not a tensor.
+            ValueError: the number, names, shapes or dtypes of gradients and parameters differ.
             FloatingPointError: with ``check_finite="raise"``, a gradient is not finite on a rank.
 
         Example::
@@ -433,7 +439,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     # Stopping together
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop. One is enough, at any time, on any thread, in a signal's handler.
+        """Ask all ranks to stop. Call it anytime, on any rank or thread, or in a signal handler.
 
         Example::
 
@@ -443,11 +449,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._ddp_state.request_stop()
 
     def should_stop(self) -> bool:
-        """Whether a rank has asked: True on all ranks after the same reduction, and from then on.
+        """Return True on all ranks after the same reduction, once any rank has requested a stop.
 
-        It is the first reduction that begins after the request; on a GPU, where the host waits for
-        nothing, the one behind that. It costs no collective: see ``docs/stopping.md``. Reductions
-        that a failed backward owes the other ranks are made here; raises as :meth:`forward` then.
+        The result changes with the first reduction that begins after the request; on a GPU, with
+        the next one, because the host does not wait for the device. It costs no collective: see
+        ``docs/stopping.md``. If a failed backward owes reductions to the other ranks, this call
+        completes them, and may then raise the errors of :meth:`forward`.
 
         Example::
 
@@ -458,28 +465,29 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         return self._ddp_state.should_stop()
 
-    # Reports, and what goes into checkpoints
+    # Reports and checkpoints
 
     def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
         """Verify that all ranks hold the same parameters, buffers and gradients, bit for bit.
 
-        All ranks must call it. It changes nothing, and training may go on after its error. It makes
-        two small collectives, and checksums of 64 bits: a NaN equals the same NaN, 0.0 differs from
-        -0.0. Parameters and buffers of ``_ddp_params_and_buffers_to_ignore`` are left out.
+        All ranks must call it. It changes nothing, and training may continue after its error. It
+        runs two small collectives and compares 64-bit checksums: a NaN equals the same NaN, and 0.0
+        differs from -0.0. Tensors in ``_ddp_params_and_buffers_to_ignore`` are excluded.
 
         Args:
-            buffers: ``None`` for all except those that differ by design: the running statistics of
-                BatchNorm and InstanceNorm, which each rank's forwards change by its own batches
-                (those of SyncBatchNorm are compared). ``True`` for all, ``False`` for none.
-            gradients: ``None`` for all that are equal by design: those written by the last reduced
-                backward, of parameters that require gradients. Left out are gradients to which any
-                rank has added under :meth:`no_sync` since, or which :meth:`join` has restored.
-                ``True`` for all, ``False`` for none. A missing one differs from any other.
+            buffers: ``None`` to check all except those that differ by design: the running
+                statistics of BatchNorm and InstanceNorm, which each rank updates with its own
+                batches (SyncBatchNorm is checked). ``True`` for all, ``False`` for none.
+            gradients: ``None`` to check all that are equal by design: the gradients that the last
+                reduced backward wrote, of parameters that require gradients. Excluded are gradients
+                to which any rank has since added under :meth:`no_sync`, or which :meth:`join` has
+                restored. ``True`` for all, ``False`` for none. A missing gradient differs from any
+                other.
 
         Raises:
-            RuntimeError: on every rank, if tensors differ: names the first ones, which ranks have
-                which values, and what to do; or if names, shapes or dtypes differ. Also: called
-                during a backward or inside :meth:`join`, or a rank does not take part.
+            RuntimeError: on every rank, if tensors, names, shapes or dtypes differ. For tensors, it
+                names the first ones, the ranks that hold each value, and the remedy. Also if called
+                during a backward or inside :meth:`join`, or if a rank does not call it.
             TypeError: an argument is not ``None``, ``True`` or ``False``.
 
         Example::
@@ -493,15 +501,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_sync(self.module, state.core, state.ignored, buffers, gradients)
 
     def metrics(self) -> dict[str, float | int | None]:
-        """How long steps take. Needs ``metrics=True``. No collective: any rank may call it.
+        """Return step times. Requires ``metrics=True``. Any rank may call it: no collective.
 
         Returns:
-            A dictionary, alike on all ranks between two steps. ``step``: reduced backwards so far.
-            ``slowest_rank``: the rank with the longest own time. In milliseconds ``step_ms``, its
-            parts ``input_ms``, ``forward_ms``, ``backward_ms`` and ``exposed_ms``, and ``own_ms``,
-            all but the last of these: the mean over the ranks, each with ``_min`` and ``_max``
-            behind it for the least and the greatest. Each rank sends its mean of ten steps. Values
-            that are not known yet, as in the first ten steps, are ``None``.
+            A dictionary, identical on all ranks between two steps. ``step``: number of reduced
+            backwards so far. ``slowest_rank``: the rank with the longest own time. In milliseconds:
+            ``step_ms``, its parts ``input_ms``, ``forward_ms``, ``backward_ms`` and ``exposed_ms``,
+            and ``own_ms``, the sum of all parts but the last. Each is a mean over the ranks, and
+            has a minimum with the suffix ``_min`` and a maximum with ``_max``. Each rank sends its
+            mean of ten steps. Values that are not known yet, as in the first ten steps, are
+            ``None``.
 
         Raises:
             RuntimeError: the module was wrapped without ``metrics=True``.
@@ -521,17 +530,17 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         return state.metrics.metrics()
 
     def add_scalars(self, /, **values: float | Tensor) -> None:
-        """Add numbers for a log, which the next reduced backward sums over the ranks.
+        """Add numbers to log, which the next reduced backward sums over the ranks.
 
         No collective is added, and the host does not wait for a GPU. Call it before that backward,
-        on every rank. Calls add up, as gradients do under :meth:`no_sync`. Inside :meth:`weighted`
+        on every rank. Calls add up, as gradients do under :meth:`no_sync`. Inside :meth:`weighted`,
         each call has that weight in the mean.
 
         Args:
-            values: for each name of the argument ``scalars`` a real number, or a tensor of one.
+            values: for each name in the argument ``scalars``, a real number or one-element tensor.
 
         Raises:
-            RuntimeError: in ``backward()``, on a GPU in the next one: only some ranks have called.
+            RuntimeError: in ``backward()``, on a GPU in the next one: only some ranks called this.
             TypeError: a value is not a real number.
             ValueError: a name is missing or unknown.
 
@@ -551,21 +560,23 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Returns:
             By name, ``sum`` and ``mean``: fp64 tensors of shape ``()``, on the device of the module
-            and alike on all ranks. The mean is over all calls on all ranks; ranks without inputs
-            inside :meth:`join` make none. Without any call the sum is 0, and the mean NaN.
+            and identical on all ranks. The mean is over all calls on all ranks; ranks without
+            inputs inside :meth:`join` make no calls. Without any call, the sum is 0 and the mean is
+            NaN.
         """
         return self._ddp_state.scalars.reduced()
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """State to save with the module, so that a new wrapper continues with the same bits.
+        """Return the state to save with the module, for a new wrapper to continue bit for bit.
 
-        All ranks call it, between two steps, and each saves its own result.
+        All ranks must call it between two steps, and each rank saves its own result.
 
         Returns:
-            ``rank`` and ``world_size`` of this run. Alike on all ranks: ``bucket_order``, names of
-            parameters, empty before the first reduced backward; ``keeps_order``, whether they stay
-            as registered; ``weight_unit`` of the next weights. Of this rank, with ``compression``:
-            ``sent`` and ``reduced``, quantization errors by parameter name, fp32.
+            ``rank`` and ``world_size`` of this run. Identical on all ranks: ``bucket_order``, the
+            parameter names, empty before the first reduced backward; ``keeps_order``, whether they
+            stay in registration order; ``weight_unit`` of the next weights. Local to this rank,
+            with ``compression``: ``sent`` and ``reduced``, the fp32 quantization errors by
+            parameter name.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.
@@ -581,24 +592,24 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         return comm_state(core.reducer)
 
     def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
-        """Continue a saved run: the next step has the same bits as the next step of that run.
+        """Continue a saved run: the next step is bitwise identical to the next step of that run.
 
-        All ranks call it, between two steps, after the module has loaded the parameters of that
-        run, frozen ones included. It makes one small all-reduce.
+        All ranks must call it between two steps, after the module has loaded the parameters of that
+        run, including frozen ones. It runs one small all-reduce.
 
         Args:
-            states: what :meth:`comm_state_dict` returned. With the same number of ranks: each
-                rank's own state. With fewer or more ranks: the states of all saved ranks ``r`` with
-                ``r % world_size`` equal to this rank, which may be none; their quantization errors
-                are added up. Parameters that the module does not have are ignored; trainable
-                parameters that no state names go last.
+            states: results of :meth:`comm_state_dict`. With the same number of ranks: the state of
+                this rank. With fewer or more ranks: the states of all saved ranks ``r`` for which
+                ``r % world_size`` is this rank, possibly none; their quantization errors are added
+                up. Parameters that the module does not have are ignored. Trainable parameters that
+                no state names go last.
 
         Raises:
-            RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or a state
-                on another rank is invalid. Then nothing is loaded on any rank.
-            TypeError: a state is no dictionary, or an entry has a wrong type.
-            ValueError: an entry is missing or out of range; or a parameter had another shape, and
-                its gradients have quantization errors.
+            RuntimeError: a backward is running, or waits for ``finalize_backward()``; or a state on
+                another rank is invalid. No rank loads anything then.
+            TypeError: a state is not a dictionary, or an entry has the wrong type.
+            ValueError: an entry is missing or out of range; or a parameter with quantization errors
+                in the state has another shape.
         """
         core = self._ddp_state.core
         core.flush_outside_backward(
@@ -610,25 +621,25 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     # Communication hooks
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` decide how gradients are reduced, bucket by bucket.
+        """Reduce gradients with ``hook``, bucket by bucket.
 
-        Its result is written to ``.grad``. All hooks of
-        ``torch.distributed.algorithms.ddp_comm_hooks`` work. It is called once for each bucket of a
-        backward, in the same order on every rank. Register it once, on all ranks between the same
-        two steps. :meth:`reduce_gradients` does without it.
+        The result of the hook is written to ``.grad``. All hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` work. The hook is called once for each
+        bucket of a backward, in the same order on every rank. Register it once, on all ranks
+        between the same two steps. :meth:`reduce_gradients` does not use it.
 
         Args:
             state: passed to each call.
             hook: ``hook(state, bucket)``. ``bucket`` has the methods of
                 ``torch.distributed.GradBucket`` (see :mod:`tritonddp.comm.grad_bucket`). Its
-                gradients are not divided by the number of ranks: that is up to the hook. It returns
+                gradients are not divided by the number of ranks; the hook decides. The hook returns
                 a ``torch.futures.Future`` of one tensor like ``bucket.buffer()``.
 
         Raises:
-            RuntimeError: a hook is registered already, or a backward is under way; and in
-                ``backward()``, naming rank, step and bucket, if the hook fails.
-            TypeError: ``hook`` is not callable, or is a bfloat16 hook without support in torch.
-            ValueError: its annotations have other types, or ``gradient_divide_factor`` was given.
+            RuntimeError: a hook is already registered, or a backward is running. Also in
+                ``backward()``, with rank, step and bucket, if the hook fails.
+            TypeError: ``hook`` is not callable, or is a bfloat16 hook that torch does not support.
+            ValueError: its annotations are wrong, or ``gradient_divide_factor`` was given.
 
         Example::
 
@@ -639,17 +650,17 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._ddp_state.register_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
-    # When the caller says where a backward ends
+    # Manual finalization
 
     @property
     def require_manual_backward_finalization(self) -> bool:
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
-        Other work goes on while gradients travel.
+        Other work can run while gradients are sent.
 
         Raises:
-            RuntimeError: when set while a backward waits for its end.
-            TypeError: when set to something that is not on or off.
+            RuntimeError: it is set while a backward waits for finalization.
+            TypeError: it is set to a value that is neither true nor false.
 
         Example::
 
@@ -669,25 +680,25 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def should_finalize_after_backward(self) -> bool:
         """Whether :meth:`finalize_backward` may be called only after the next backward returns.
 
-        True for the first reduced backward, in which the bucket order is not known yet. In later
-        ones it may also be called from a hook. Always false if finalization is not manual.
+        True for the first reduced backward, before the bucket order is known. In later backwards,
+        a hook may also call it. Always False if finalization is not manual.
         """
         state = self._ddp_state
         return state.finalizes_manually and state.core.manager.is_provisional
 
     def finalize_backward(self) -> None:
-        """Wait for the reductions of the last backward, and write their results to ``.grad``.
+        """Wait for the reductions of the last backward, and write the results to ``.grad``.
 
-        Call it once for each reduced backward, after it has returned; or from one of its hooks,
-        when all buckets have been launched (see :attr:`should_finalize_after_backward`).
+        Call it once for each reduced backward: after the backward has returned, or from one of its
+        hooks once all buckets are launched (see :attr:`should_finalize_after_backward`).
 
         Raises:
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
-                for gradients, or no reduction is under way, as under ``no_sync``.
+                for gradients, or no reduction is running, for example under ``no_sync``.
         """
         self._ddp_state.finalize_backward()
 
 
 # Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo
-# treat this class like torch's. (The metaclass of torch's class is ABCMeta.)
+# treat this class like torch's. This works because the metaclass of torch's class is ABCMeta.
 STOCK.register(DistributedDataParallel)

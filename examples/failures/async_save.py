@@ -1,8 +1,8 @@
 """A checkpoint that is saved in the background mixes its collectives with those of the training.
 
-KempnerInstitute/KempnerForge#104 (2026): `dcp.async_save` plans on a thread, by collectives of the
-default group. Those of the training are issued at the same time, in another order on each rank, and
-the run breaks off or hangs. (KempnerForge has a group for its own barrier now.)
+KempnerInstitute/KempnerForge#104 (2026): `dcp.async_save` plans on a thread, with collectives of
+the default group. Training issues its collectives at the same time, in another order on each rank,
+and the run fails or hangs. KempnerForge now has a group for its own barrier.
 """
 
 import tempfile
@@ -45,10 +45,10 @@ def train(folder: str) -> None:
 
 
 def main() -> None:
-    # By default a rank waits for 30 minutes.
+    # The default timeout is 30 minutes.
     dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     with tempfile.TemporaryDirectory() as own:
-        name = torch.tensor(list(own.encode()))  # as long on all ranks
+        name = torch.tensor(list(own.encode()))  # equally long on all ranks
         dist.broadcast(name, 0)
         train(bytes(name.tolist()).decode())
         dist.barrier()

@@ -1,8 +1,8 @@
 """Parameters in bf16 lose what the optimizer adds to them, and the loss stops falling.
 
-TensorAuto/OpenTau#181 (2026): the policy is cast to bf16 and given to AdamW. DeepSpeed keeps fp32
+TensorAuto/OpenTau#181 (2026): the policy is cast to bf16 and passed to AdamW. DeepSpeed keeps fp32
 copies of the parameters, and 94 % of the tasks succeeded; DDP keeps none, and 0 % did.
-Here a network learns from another one, in fp32 and in bf16, with the same start and batches.
+Here, one network learns from another, in fp32 and in bf16, with the same initial state and batches.
 """
 
 import torch
@@ -17,7 +17,7 @@ STEPS, LR = 600, 1e-4
 
 
 def train(dtype: torch.dtype) -> list[float]:
-    """The loss on this rank after each step."""
+    """Return the loss on this rank after each step."""
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
     policy = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 1)).to(dtype)

@@ -1,8 +1,8 @@
 """Checkpointed layers, and a head that not every batch uses: no flag of DDP allows both.
 
 roboflow/rf-detr#1489 (2026) sets `static_graph=True` after a probe in which the same parameter was
-unused in all batches; where that changes, DDP is to fail. Here it does: some batches have masks.
-`find_unused_parameters` fails with reentrant checkpoints (pytorch/pytorch#24005), not with others.
+unused in all batches, and expects DDP to fail if that changes. Here it changes: some batches have
+masks. `find_unused_parameters` fails with reentrant checkpoints only (pytorch/pytorch#24005).
 """
 
 import torch
@@ -28,7 +28,7 @@ class Segmenter(nn.Module):
 
 
 def train(flags: dict | None, ranks: slice) -> Tensor:
-    """The parameters after training on batches of these ranks, without DDP if flags are None."""
+    """Return the parameters after training on batches of ``ranks``, without DDP if no flags."""
     torch.manual_seed(0)
     net = Segmenter()
     model = net if flags is None else DistributedDataParallel(net, **flags)

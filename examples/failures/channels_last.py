@@ -1,8 +1,8 @@
 """A model becomes channels_last after wrapping, and gradients of convolutions are scrambled.
 
 pytorch/pytorch#157862 (2025) and many others report the warning that strides do not match, which
-"is not an error, but may impair performance". Where all shapes are 1 x 1 it is none. After a
-conversion DDP copies means back in another order than it took gradients.
+"is not an error, but may impair performance". This is true if all shapes are 1 x 1. After a
+conversion, DDP copies means back in another order than it read the gradients.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def train(ranks: slice, with_ddp: bool) -> Tensor:
-    """The parameters after training on the batches of these ranks."""
+    """Return the parameters after training on the batches of these ranks."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     model: Any = DistributedDataParallel(net) if with_ddp else net
-    model.to(memory_format=torch.channels_last)  # as a trainer's callback or an option does
+    model.to(memory_format=torch.channels_last)  # as trainer callbacks or options do
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(20):
         images = torch.randn(2, 8, 3, 12, 12)[ranks].flatten(0, 1)

@@ -1,8 +1,8 @@
 """Private training clips each sample's gradient in two backwards of one forward; one is averaged.
 
-meta-pytorch/opacus#734 (2025): ghost clipping finds the norms of the samples in a first backward,
-and sums the clipped gradients in a second one, with the losses scaled. Stock averages the first,
-whose gradients are dropped; the second stays with its rank. (#734 puts no_sync() in.)
+meta-pytorch/opacus#734 (2025): ghost clipping computes the norms of the samples in a first
+backward, and sums the clipped gradients in a second backward with scaled losses. Stock DDP averages
+the first, whose gradients are dropped; the second stays local. (#734 adds no_sync().)
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 CLIP = 0.1
 
 
-class GhostNorms:  # of a linear layer: |gradient| = |its output's gradient| * |(its input, 1)|
+class GhostNorms:  # for a linear layer: |gradient| = |output's gradient| * |(input, 1)|
     def __init__(self, net: nn.Sequential) -> None:
         self.squares: list[Tensor] = []
         for layer in net:

@@ -1,8 +1,8 @@
 """Optimizer state in flat shards, and Muon, which needs whole matrices: updates are silently wrong.
 
-deepspeedai/DeepSpeed#8090, #7807 (2026): ZeRO-1 averages of the gradients only the part that a rank
-owns, so a matrix across the border is orthogonalized from averaged and from local values. Here such
-shards in plain torch are compared with Muon on averages. (DeepSpeed is mended by #8141.)
+deepspeedai/DeepSpeed#8090, #7807 (2026): ZeRO-1 averages only the part of the gradients that a rank
+owns, so a matrix across a boundary is orthogonalized from averaged and local values. Here, such
+shards in plain torch are compared with Muon on averages. DeepSpeed#8141 fixes it.
 """
 
 import torch
@@ -15,11 +15,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Muon
 
 
-class FlatShards:  # all matrices as one vector; each of two ranks averages and sends a half of it
+class FlatShards:  # all matrices as one vector; each of two ranks averages and sends one half
     def __init__(self, model: DistributedDataParallel, lr: float) -> None:
         self.params = list(model.parameters())
         self.muon = Muon(self.params, lr=lr)
-        done = torch.futures.collect_all([])  # DDP averages nothing: step() does
+        done = torch.futures.collect_all([])  # DDP averages nothing; step() does
         model.register_comm_hook(None, lambda _, bucket: done.then(lambda _: bucket.buffer()))
 
     def step(self) -> None:

@@ -1,8 +1,8 @@
 """The kernel kills a rank, and the others wait on: a stuck worker of its loader holds its sockets.
 
-pytorch/pytorch#189290 (2026): workers inherit all that their parent has open, so that its death
-closes nothing, and the job hangs until something outside ends it. There torch's compiler starts
-them, here a DataLoader does. The launcher sees nothing either: it started a wrapper script.
+pytorch/pytorch#189290 (2026): workers inherit all open files of their parent, so its death closes
+nothing, and the job hangs until something else ends it. There, torch's compiler starts the workers;
+here, a DataLoader does. The launcher does not notice either: it started a wrapper script.
 """
 
 import os
@@ -23,17 +23,17 @@ class Files(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if dist.get_rank() == 1 and index == 30:
-            os.kill(os.getppid(), signal.SIGKILL)  # what the kernel does when memory is short
-            time.sleep(20)  # a file system that does not answer
+            os.kill(os.getppid(), signal.SIGKILL)  # as the kernel does when out of memory
+            time.sleep(20)  # a file system that does not respond
         return torch.randn(64)
 
 
 def main() -> None:
-    if os.environ["RANK"] == "1" and (trainer := os.fork()):  # as `bash -c "python train.py"`
+    if os.environ["RANK"] == "1" and (trainer := os.fork()):  # like `bash -c "python train.py"`
         os.waitpid(trainer, 0)
-        time.sleep(20)  # the script copies files away
+        time.sleep(20)  # the script copies files
         return
-    # By default a rank waits for 30 minutes.
+    # The default timeout is 30 minutes.
     dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(64, 64))

@@ -1,7 +1,7 @@
 """A frozen weight whose tensor is a class of 8-bit numbers and scales: DDP cannot be made.
 
-modelscope/DiffSynth-Studio#1674 (2026): a LoRA on quantized layers trains on one GPU. On two,
-DDP sends the frozen weights around as if they were plain, and copies what it got into them.
+modelscope/DiffSynth-Studio#1674 (2026): a LoRA on quantized layers trains on one GPU. On two GPUs,
+DDP broadcasts the frozen weights as if they were plain tensors, and copies the result into them.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """PowerSGD goes on from a checkpoint, and adds what it has left out to other parameters.
 
-pytorch/pytorch#75666 (2022): the state of a hook belongs into a checkpoint. It can be saved now, by
-the number of the bucket. But buckets follow the order of registration until the first backward.
+pytorch/pytorch#75666 (2022): checkpoints need the state of a hook. It can be saved now, by bucket
+index. However, buckets follow the order of registration until the first backward.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Net(nn.Module):  # registers its layers in another order than it calls them
+class Net(nn.Module):  # registers its layers in a different order than it calls them
     def __init__(self) -> None:
         super().__init__()
         self.head, self.body, self.stem = (nn.Linear(64, 64) for _ in range(3))
@@ -23,7 +23,7 @@ class Net(nn.Module):  # registers its layers in another order than it calls the
 
 
 def trained(steps: range, saved: list | None) -> list:
-    """A checkpoint after these steps, from the one ``saved`` before them."""
+    """Return a checkpoint after these steps, starting from the checkpoint ``saved``."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     state = saved[2] if saved else PowerSGDState(None, start_powerSGD_iter=2)

@@ -2,10 +2,10 @@
 
     python examples/failures/run.py [NAME ...] [--limit SECONDS] [--out FILE]
 
-Every script of this folder is one failure in small, on two ranks, and knows nothing of tritonddp.
-In the end it prints a verdict that it has measured. It runs under torchrun, and under
-`tritonddp run` as it is. If it has comments `# tritonddp: LINE`, it runs there once more with these
-lines in the place of the ones below them; they are printed. The two or three run side by side.
+Every script in this folder reproduces one failure on two ranks, and does not use tritonddp. At the
+end it prints a verdict that it has measured. It runs under torchrun, and unchanged under
+`tritonddp run`. If it has comments `# tritonddp: LINE`, it also runs with these lines in place of
+the lines below them; they are printed. The two or three runs are parallel.
 
 Exit codes: 0; 1 if a failure remains with tritonddp; 2 for a wrong command line.
 """
@@ -43,23 +43,23 @@ AS_IT_IS, WITH_LINES = "tritonddp", "tritonddp, with the lines"
 
 MARKED = re.compile(r"^( *)# tritonddp: (.+)\n(.+)\n", re.MULTILINE)
 VERDICT = re.compile(r"^verdict: (right|wrong|skipped): (.+)$", re.MULTILINE)
-# An error that nobody caught, as torch writes it to stderr: its first sentence, without the place
-# in gloo's source.
+# An uncaught exception, as torch writes it to stderr: its first sentence, without the location in
+# gloo's source.
 ERROR = re.compile(
     r"^\[rank(\d+)\]: (?:\w+\.)*(\w+(?:Error|Exception|Interrupt)): (?:\[\S+\] )?(.+?)(?:\. .*)?$",
     re.MULTILINE,
 )
-# The first death in torchrun's report, of a rank that has raised nothing, or not through torch.
+# The first death in torchrun's report, of a rank that raised nothing, or not through torch.
 DEATH = re.compile(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 RAISED = re.compile(r"^(?:\w+\.)*((?!Child)\w+(?:Error|Exception): .+)$", re.MULTILINE)
-MESSAGE = re.compile(r"^(rank \d+, step \d+.*)$", re.MULTILINE)  # of tritonddp
+MESSAGE = re.compile(r"^(rank \d+, step \d+.*)$", re.MULTILINE)  # from tritonddp
 WRAPPED = "tritonddp run: tritonddp wrapped "
-LONGEST = 150  # characters of a message
+LONGEST = 150  # maximum number of characters of a message
 
 
 @dataclass
 class Outcome:
-    """Of one run: a word (right, wrong, skipped, error or hung), what was printed, and how long."""
+    """Result of one run: right, wrong, skipped, error or hung; the output; the duration."""
 
     word: str
     detail: str
@@ -67,13 +67,13 @@ class Outcome:
 
 
 def with_lines(source: str) -> tuple[str, list[str]]:
-    """The script with the lines that its comments offer, and these lines."""
+    """Return the script with the lines in its comments applied, and these lines."""
     lines = [each[2] for each in MARKED.finditer(source)]
     return MARKED.sub(r"\1\2\n", source), lines
 
 
 class Run:
-    """A script on two ranks, under way. The files are for what it prints."""
+    """A running script on two ranks. ``out`` and ``err`` receive its output."""
 
     def __init__(self, script: Path, launcher: Sequence[str], out: IO[str], err: IO[str]) -> None:
         self.launcher, self._out, self._err = launcher, out, err
@@ -92,7 +92,7 @@ class Run:
         )
 
     def outcome(self, limit: float) -> Outcome | None:
-        """None while it runs. After ``limit`` seconds it is ended."""
+        """Return None while it runs. End it after ``limit`` seconds."""
         seconds = time.monotonic() - self._begin
         exit_code = self.process.poll()
         if exit_code is None:
@@ -110,13 +110,13 @@ class Run:
         return Outcome(word, detail, seconds)
 
     def end(self) -> None:
-        """End the launcher and its ranks, if they still run."""
+        """End the launcher and its ranks if they are still running."""
         if self.process.poll() is None:
             end(self.process)
 
 
 def play(launches: Mapping[str, tuple[Path, Sequence[str]]], limit: float) -> dict[str, Outcome]:
-    """Run scripts side by side, for ``limit`` seconds at most. Nothing outlives the call."""
+    """Run scripts in parallel, for at most ``limit`` seconds. No process outlives the call."""
     runs: dict[str, Run] = {}
     found: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
@@ -136,12 +136,12 @@ def play(launches: Mapping[str, tuple[Path, Sequence[str]]], limit: float) -> di
 
 
 def judge(stdout: str, stderr: str, exit_code: int) -> tuple[str, str]:
-    """What a run came to, by what it printed: a word and a text."""
+    """Judge a run by its output. Return a word and a text."""
     verdict = VERDICT.search(stdout)
     if verdict and exit_code == 0:
         message = MESSAGE.search(stderr)
         return verdict[1], verdict[2] + (f" (it said: {cut(message[1])})" if message else "")
-    # Of each rank the last one: that is what the earlier ones led to.
+    # The last error of each rank, to which the earlier ones led.
     errors = {int(each[1]): f"{each[2]}: {each[3]}" for each in ERROR.finditer(stderr)}
     if errors:
         return "error", "; ".join(f"rank {rank}: {cut(errors[rank])}" for rank in sorted(errors))
@@ -156,11 +156,11 @@ def cut(text: str) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher and its ranks: first as it does that itself."""
+    """End a launcher and its ranks; first, let it end them itself."""
     below = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(3)  # ranks that hang, or handle the signal, do not end by it
+        process.wait(3)  # ranks that hang or handle the signal do not end
     except subprocess.TimeoutExpired:
         for pid in (process.pid, *below):
             with contextlib.suppress(ProcessLookupError):
@@ -169,12 +169,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 5
         while any(Path("/proc", str(pid)).exists() for pid in below):
             if time.monotonic() > deadline:
-                break  # killed, but nobody asks for its exit code
+                break  # killed, but not reaped
             time.sleep(0.05)
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that this one and those below it have started."""
+    """Return all descendants of this process."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -183,7 +183,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def runs_of(script: Path, limit: float) -> tuple[dict[str, Outcome], list[str]]:
-    """The outcomes by the name of the way, and the lines of tritonddp."""
+    """Return the outcomes by way of running, and the lines for tritonddp."""
     source, lines = with_lines(script.read_text())
     launches = {"stock": (script, STOCK), AS_IT_IS: (script, OURS)}
     with tempfile.TemporaryDirectory(prefix="tritonddp-evidence-") as folder:
@@ -195,7 +195,7 @@ def runs_of(script: Path, limit: float) -> tuple[dict[str, Outcome], list[str]]:
 
 
 def thread_of(script: Path) -> tuple[str, str]:
-    """The title of a failure, and the public thread in which it was reported."""
+    """Return the title of a failure, and the public thread that reported it."""
     text = ast.get_docstring(ast.parse(script.read_text())) or ""
     thread = re.search(r"[\w.-]+/[\w.-]+#\d+", text)
     return text.partition("\n")[0], thread[0] if thread else "no thread"
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def missed(found: dict[str, dict[str, Outcome]]) -> list[str]:
-    """The failures that tritonddp does not turn into a right result, by any of its ways."""
+    """Return the failures for which no way with tritonddp gives a right result."""
     ours = {
         name: [o.word for way, o in each.items() if way != "stock"] for name, each in found.items()
     }
@@ -257,7 +257,7 @@ def missed(found: dict[str, dict[str, Outcome]]) -> list[str]:
 
 
 def summary(found: dict[str, dict[str, Outcome]]) -> list[str]:
-    """A table, and what it comes to."""
+    """Return a table and its summary."""
     rows = [["", "stock", AS_IT_IS, "with the lines"]]
     for name, each in found.items():
         cells = (each.get(way) for way in ("stock", AS_IT_IS, WITH_LINES))

@@ -1,8 +1,8 @@
 """One rank is asked to stop, leaves after its step, and the others wait for it in the next one.
 
 Lightning-AI/pytorch-lightning#20806 (2025, still open): SIGTERM of a preemption reaches one rank
-first. It leaves the loop to save a checkpoint, and the others are in the next backward already.
-Lightning's answer, #20825, is one more collective in each step.
+first. This rank leaves the loop to save a checkpoint while the others run the next backward.
+Lightning's solution, #20825, adds a collective to each step.
 """
 
 import os
@@ -25,7 +25,7 @@ def remember(signum: int, frame: object) -> None:
 
 
 def main() -> None:
-    # By default a rank waits for 30 minutes.
+    # The default timeout is 30 minutes.
     dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     rank = dist.get_rank()
     # tritonddp: tritonddp.stop_on_signal(signal.SIGTERM)

@@ -1,7 +1,7 @@
 """One rank is stuck in its tokenizer, and the others wait for it until a timeout that names nobody.
 
-huggingface/accelerate#3380 (2025), pytorch/pytorch#118369 and many others: after half an hour the
-timeout of a collective ends the job. It names no rank and no line.
+huggingface/accelerate#3380 (2025), pytorch/pytorch#118369 and many others: after half an hour, the
+timeout of a collective ends the job. It names neither the rank nor the line.
 """
 
 import logging
@@ -18,7 +18,7 @@ said: list[str] = []
 
 
 class Keep(logging.Handler):
-    """What this rank logs while it waits."""
+    """Keeps the log messages of this rank while it waits."""
 
     def emit(self, record: logging.LogRecord) -> None:
         said.append(record.getMessage())
@@ -27,13 +27,13 @@ class Keep(logging.Handler):
 def tokenize(step: int) -> torch.Tensor:
     if dist.get_rank() == 1 and step == 3:
         time.sleep(25)  # a lock, a download, a regular expression
-        os._exit(0)  # the others have given up
+        os._exit(0)  # the other ranks have given up
     return torch.randn(8, 64)
 
 
 def main() -> None:
     logging.getLogger().addHandler(Keep())
-    # By default a rank waits for 30 minutes, and after one of them it is said for whom.
+    # The default timeout is 30 minutes; tritonddp reports the stuck rank after one minute.
     # tritonddp: os.environ["TRITONDDP_HANG_SECONDS"] = "4"
     logging.captureWarnings(True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=15))

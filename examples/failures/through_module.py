@@ -1,7 +1,7 @@
 """A trainer calls the model below the wrapper, and no gradient is averaged, without a word.
 
 jingyaogong/minimind#854 (2026): three reinforcement learning trainers run their loss through
-`model.module`. Each rank trains on its own data alone, and rank 0's model is the one that is saved.
+`model.module`. Each rank trains on its local data only, and rank 0's model is saved.
 """
 
 import torch
@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    good_action = nn.Linear(16, 8)  # what is rewarded, the same on all ranks
+    good_action = nn.Linear(16, 8)  # the rewarded action, the same on all ranks
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
     # tritonddp: import tritonddp; model = tritonddp.replicate(net)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(1 + dist.get_rank())  # from here on other prompts on each rank
+    torch.manual_seed(1 + dist.get_rank())  # from here on, different prompts on each rank
     for _ in range(100):
         prompts = torch.randn(32, 16)
         policy = model.module if isinstance(model, DistributedDataParallel) else model

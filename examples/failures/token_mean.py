@@ -1,8 +1,8 @@
 """Each rank averages over its own tokens, so a token counts more where there are few.
 
 modelscope/ms-swift#10165, #10076 (2026), vllm-project/speculators#942: the loss is a mean over the
-tokens of a microbatch, and means of means are averaged over microbatches and ranks. Here the
-gradient is compared with that of the mean over all tokens, which each rank computes by itself.
+tokens of a microbatch, and these means are averaged over microbatches and ranks. Here, the gradient
+is compared with the gradient of the mean over all tokens, which each rank computes locally.
 """
 
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 VOCABULARY, LENGTH = 64, 100
-# How many tokens of each microbatch are answers, which the loss is of: by rank.
+# Number of answer tokens in each microbatch, which the loss covers, by rank.
 ANSWERS = [[90, 60], [5, 20]]
 
 

@@ -1,7 +1,7 @@
 """The slope of a model along its input, by torch.func through the wrapper, is an error.
 
-pytorch/pytorch#182661 (2026): a loss with the result of `torch.func.jvp`, as consistency models
-and mean flows have. With `static_graph=True` it fails elsewhere.
+pytorch/pytorch#182661 (2026): a loss uses the result of `torch.func.jvp`, as in consistency models
+and mean flows. With `static_graph=True`, it fails elsewhere.
 """
 
 import torch
@@ -14,7 +14,7 @@ FLAGS: list[dict] = [{}, {"static_graph": True}, {"find_unused_parameters": True
 
 
 def train(flags: dict | None, ranks: slice) -> Tensor:
-    """The parameters after training on batches of these ranks, without DDP if flags are None."""
+    """Return the parameters after training on batches of ``ranks``, without DDP if no flags."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
     model = net if flags is None else DistributedDataParallel(net, **flags)

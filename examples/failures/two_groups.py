@@ -1,8 +1,8 @@
 """Each rank calls two wrapped models, of two groups, in an order of its own, and all ranks wait.
 
 meta-pytorch/torchrec#4149 (2026): ranks that issued the collectives of two process groups in
-different orders waited for each other for ever. Here two towers of a model are averaged in groups
-of their own, and each rank calls first the tower that has more to do in its batch.
+different orders waited for each other forever. Here, two towers of a model are averaged in separate
+groups, and each rank first calls the tower that has more to do in its batch.
 """
 
 from datetime import timedelta
@@ -19,7 +19,7 @@ def parameters(towers: dict[str, DistributedDataParallel]) -> Tensor:
 
 
 def main() -> None:
-    # By default a rank waits for 30 minutes.
+    # The default timeout is 30 minutes.
     timeout = timedelta(seconds=15)
     dist.init_process_group("gloo", timeout=timeout)
     rank = dist.get_rank()

@@ -1,8 +1,8 @@
 """A batch without objects leaves the box head unused on one rank, and training hangs.
 
 ultralytics/ultralytics#24536 (2026): YOLO26 on several GPUs stopped before the first validation.
-Where no target is assigned, the loss leaves the boxes out; that rank ends its epoch, the others
-wait for gradients of the box head that it never sends. The loss is computed inside the forward.
+If no target is assigned, the loss omits the boxes. That rank finishes its epoch; the other ranks
+wait for its gradients of the box head, which never arrive. The forward computes the loss.
 """
 
 from datetime import timedelta
@@ -29,7 +29,7 @@ class Detector(nn.Module):
 
 
 def main() -> None:
-    # By default a rank waits for 30 minutes.
+    # The default timeout is 30 minutes.
     dist.init_process_group("gloo", timeout=timedelta(seconds=15))
     rank = dist.get_rank()
     torch.manual_seed(rank)

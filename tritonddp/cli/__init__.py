@@ -1,1 +1,1 @@
-"""What is typed in a shell: ``tritonddp run``, ``compare`` and ``doctor``."""
+"""The shell commands ``tritonddp run``, ``compare`` and ``doctor``."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # it imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command, and those of the script."""
+    """Add the arguments of this command and of the script."""
     add = parser.add_argument
     several = "ranks, as torchrun takes it (default: %(default)s)"
     add("--nproc-per-node", "--nproc_per_node", type=ranks, default=RANKS, help=several)
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compare, and print the report; returns the exit code."""
+    """Compare, and print the report. Return the exit code."""
     if not hasattr(os, "getloadavg"):
         print(
             f"tritonddp compare: error: needs Linux or macOS, not {sys.platform}", file=sys.stderr
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     if missing:
         print(f"tritonddp compare: error: there is no {missing}", file=sys.stderr)
         return 2
-    # As Ctrl-C does, it ends all that was started.
+    # Like Ctrl-C, SIGTERM ends all started processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         comparison = _compared(arguments)
@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
-    """Launch until the ratio is known or the time is over; shows the first table and the last."""
+    """Launch until the ratio is known or the time is over. Show the first and the last table."""
     progress = Progress()
     script = ["-m"] * arguments.module + [arguments.script, *arguments.script_arguments]
     labels = ("stock", "stock again" if arguments.against == "stock" else arguments.against)
@@ -102,7 +102,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
             "what the script saves with torch.save, safetensors or torch.distributed.checkpoint "
             "goes to a scratch folder, and your files stay as they are (--keep-files: not so)"
         )
-    # It imports torch: while the script starts, so that nobody waits for it.
+    # It imports torch while the script starts, so that this takes no extra time.
     loading = Thread(target=import_module, args=("tritonddp.cli.comparison.page",))
     loading.start()
     with tempfile.TemporaryDirectory(prefix="tritonddp-compare-") as folder:
@@ -146,7 +146,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
 
 
 def _ratios(launches: Launches) -> str:
-    """Those of the last launch, and of all so far."""
+    """Describe the ratios of the last launch, and of all launches so far."""
     pair = launches.pairs[-1]
     if pair.time is None:
         outcomes = zip(launches.labels, pair.outcomes or (), strict=False)
@@ -159,7 +159,7 @@ def _ratios(launches: Launches) -> str:
 
 
 def _stopped(launches: Launches, fitting: int, arguments: argparse.Namespace) -> str:
-    """Why there are no more launches; empty if there are."""
+    """Return why there are no more launches; empty if there are."""
     times, pair = launches.times, launches.pairs[-1]
     if pair.time is None and pair.outcomes is not None:
         return "Times are not compared."
@@ -168,7 +168,7 @@ def _stopped(launches: Launches, fitting: int, arguments: argparse.Namespace) ->
     ratio = Ratio.over(times)
     if len(times) >= LEAST_LAUNCHES and 100 * ratio.reach <= arguments.within:
         return f"Known to {arguments.within} % after {len(times)} launches."
-    if fitting < 1 and len(times) != 2:  # Student's interval of two says nothing
+    if fitting < 1 and len(times) != 2:  # Student's interval of two is meaningless
         longer = "a longer --seconds tells more"
         if not launches.in_turns:
             longer += ", and so does a script with more steps"
@@ -180,7 +180,7 @@ def _stopped(launches: Launches, fitting: int, arguments: argparse.Namespace) ->
 
 
 def _shown(launches: Launches, stopped: str, arguments: argparse.Namespace) -> Comparison:
-    """Print the report, and write the file; both are there from the first launch on."""
+    """Print the report and write the file, both from the first launch on."""
     from tritonddp.cli.comparison.page import page
     from tritonddp.cli.comparison.report import Comparison, as_json, text
 

@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the report; returns 0, or 1 if something is broken."""
+    """Print the report. Return 0, or 1 if something is broken."""
     if arguments.backward_ms and not arguments.parameters:
         print("tritonddp doctor: error: --backward-ms needs --parameters", file=sys.stderr)
         return 2
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     is_first = not is_launched or os.environ.get("LOCAL_RANK", "0") == "0"
-    if is_first:  # one report for a host
+    if is_first:  # one report for each host
         print(
             "tritonddp doctor: imports torch, then looks at this machine and its ranks; 10 to 60 "
             "seconds\n",
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _show_machine(device: str) -> bool:
-    """Show versions and devices; returns whether tritonddp's kernels run on ``device``."""
+    """Show versions and devices. Return whether tritonddp's kernels run on ``device``."""
     import torch
 
     from tritonddp.cli.doctor_ranks import as_bytes, show
@@ -118,13 +118,13 @@ def _show_machine(device: str) -> bool:
 
 
 def _links() -> str:
-    """What connects the cards of this host. torch does not tell; nvidia-smi does."""
+    """Describe the links between the cards of this host, as reported by nvidia-smi."""
     command = ["nvidia-smi", "topo", "-m"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         shown = ""
-    # One row for each card: its name, its connection with each card, those with network cards, ...
+    # One row for each card: its name, its link to each card, links to network cards, and so on.
     rows = [line.split() for line in shown.splitlines() if line.startswith("GPU")]
     kinds = {kind for row in rows for kind in row[1 : 1 + len(rows)]} - {"X"}
     others = ", ".join(sorted(kind for kind in kinds if not kind.startswith("NV")))
@@ -145,7 +145,7 @@ def _triton_version() -> str:
 
 
 def _launch(ranks: int, of_ranks: list[str]) -> int:
-    """Start the ranks of this host as torchrun does, and wait for them; returns the exit code."""
+    """Start the ranks of this host as torchrun does, and wait for them. Return the exit code."""
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -153,14 +153,14 @@ def _launch(ranks: int, of_ranks: list[str]) -> int:
     from tritonddp.cli.doctor_ranks import show
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, with a warning
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what has failed is said below
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # failures are reported below
     words = ["--standalone", "--nproc-per-node", str(ranks), "-m", doctor_ranks.__name__]
     arguments = torch.distributed.run.get_args_parser().parse_args([*words, *of_ranks])
     show("start", f"{ranks} processes, which import torch")
     try:
         torch.distributed.run.run(arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()  # the others were ended for it
+        rank, failure = error.get_first_failure()  # the others were terminated because of it
         print(f"broken: rank {rank} ended with exit code {failure.exitcode}", flush=True)
         return 1
     return 0

@@ -1,8 +1,8 @@
-"""What the ranks of ``tritonddp doctor`` find together: transport, speed of the line, what follows.
+"""The part of ``tritonddp doctor`` that all ranks run: transport, network rates, consequences.
 
     torchrun ... -m tritonddp.cli.doctor_ranks DEVICE TIMEOUT PARAMETERS BACKWARD_MS
 
-The first rank of each host shows it. A rank that fails says so, and at what.
+The first rank of each host shows the report. A rank that fails reports the failing stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from os import _exit as exit_now  # public, for all its underscore
+from os import _exit as exit_now  # public, despite its underscore
 
 import torch
 import torch.distributed as dist
@@ -33,35 +33,35 @@ from tritonddp.coordination.verify import verify_same
 from tritonddp.wrapper import DistributedDataParallel
 
 _WHERE = "tritonddp doctor"
-# Bytes of the all-reduce; fewer where it would take longer than this many seconds.
+# Bytes of the all-reduce; fewer if it would take longer than this many seconds.
 _LARGE, _LONGEST = 16 << 20, 2.0
-# Bytes of the first try: more than what token buckets of slow lines let through for free.
+# Bytes of the first trial: more than the burst that token buckets of slow lines let through.
 _TRY = 1 << 20
-_SMALL, _ROUNDS = 10, 5  # small all-reduces in a sample; rounds
-# A format that saves less than this share of the step is not worth its rounding.
+_SMALL, _ROUNDS = 10, 5  # number of small all-reduces in a sample; number of rounds
+# A format that saves less than this share of the step is not worth the rounding error.
 _LEAST_SAVED = 0.05
 
 
 @dataclass(frozen=True)
 class Line:
-    """What all-reduces through the process group take."""
+    """Measurements of all-reduces through the process group."""
 
-    latency: float  # seconds of one of a single element
-    nbytes: int  # of a large all-reduce
-    seconds: float  # that it takes
+    latency: float  # seconds for an all-reduce of one element
+    nbytes: int  # size of a large all-reduce
+    seconds: float  # seconds for it
     rate: float  # bytes per second that each rank sends in it
 
 
 def main(device: str, timeout: float, model: Sequence[float] = (0, 0)) -> None:
-    """Take part as the rank that torchrun's variables name; ends the process if something fails.
+    """Run as the rank in torchrun's variables. End the process if something fails.
 
-    ``model``: its parameters, or 0 if they are not known, and milliseconds of its backward.
+    ``model`` holds the number of parameters, or 0 if unknown, and the milliseconds of a backward.
     """
     try:
         _take_part(device, timeout, model)
-    except Exception as error:  # whatever it is, the report says it
+    except Exception as error:  # the report shows any error
         print(f"\nbroken: rank {os.environ['RANK']}: {error}", flush=True)
-        exit_now(1)  # threads of a group that has failed may not let the interpreter end
+        exit_now(1)  # threads of a failed group may block the interpreter's exit
 
 
 def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None:
@@ -91,7 +91,7 @@ def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None
             f"an all-reduce of 1 element takes {as_time(line.latency)}, of {as_bytes(line.nbytes)} "
             f"{as_time(line.seconds)}: each rank sends {as_rate(line.rate)}"
         )
-    lines = None  # not known
+    lines = None  # unknown
     if len(set(per_host)) == 1:
         lines = Lines(per_host[0], hosts, line.rate, line.rate, on_gpu, refusal is None)
         if lines.ranks > 1 and hosts > 1:
@@ -100,7 +100,7 @@ def _take_part(device_type: str, timeout: float, model: Sequence[float]) -> None
                 within = _measure(group, _part(of_hosts, timeout), device).rate
                 tell(f"each rank sends {as_rate(within)}")
             with _stage("between hosts", is_shown) as tell:
-                # All ranks at the same time, so that they share the line of their host.
+                # All ranks at the same time, so that they share the link of their host.
                 across = lines.ranks * _measure(group, _part(of_hosts.T, timeout), device).rate
                 tell(f"each host sends {as_rate(across)}")
             lines = replace(lines, within=within, across=across)
@@ -118,10 +118,10 @@ def show(name: str, value: str, end: str = "\n") -> None:
 
 @contextmanager
 def _stage(name: str, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Context: shows its name, then the words given to what it yields; its errors have the name.
+    """Show a stage: its name, then the text passed to the yielded function. Name it in errors.
 
     Raises:
-        RuntimeError: the body has raised an exception.
+        RuntimeError: the body raised an exception.
     """
     if is_shown:
         show(name, "", end="")
@@ -140,7 +140,7 @@ def check_versions(own: dict[str, str], group: Group, device: torch.device) -> N
     """Compare the versions of all ranks.
 
     Raises:
-        RuntimeError: a rank has another one than rank 0.
+        RuntimeError: the versions of a rank differ from those of rank 0.
     """
     named = {f"version of {name}": version for name, version in own.items()}
     described = {"parameter": {}, "buffer": {}, "option": named}
@@ -148,7 +148,7 @@ def check_versions(own: dict[str, str], group: Group, device: torch.device) -> N
 
 
 def _refusal(device: torch.device) -> Refusal | None:
-    """Why ranks share no memory for gradients, which two backwards of a wrapper decide."""
+    """Run two backwards of a wrapper. Return why ranks do not share memory for gradients."""
     wrapped = DistributedDataParallel(nn.Linear(64, 64, device=device))
     for _ in range(2):
         wrapped(torch.ones(1, 64, device=device)).sum().backward()
@@ -161,7 +161,7 @@ def _refusal(device: torch.device) -> Refusal | None:
 
 
 def _part(ranks: Tensor, timeout: float) -> Group:
-    """The group of this rank among those of ``ranks``, one in each row. Collective."""
+    """Return the group that contains this rank; each row of ``ranks`` is a group. Collective."""
     limit = timedelta(seconds=timeout)
     part, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
     assert part is not None
@@ -169,10 +169,10 @@ def _part(ranks: Tensor, timeout: float) -> Group:
 
 
 def _measure(group: Group, part: Group, device: torch.device) -> Line:
-    """Time all-reduces in interleaved rounds; each figure is a median. Collective.
+    """Time all-reduces in interleaved rounds. Each result is a median. Collective.
 
     Args:
-        part: of ``group``, this rank's. All parts exchange at the same time.
+        part: the subgroup of ``group`` with this rank. All subgroups exchange at the same time.
     """
     one = torch.zeros(1, device=device)
 
@@ -180,7 +180,7 @@ def _measure(group: Group, part: Group, device: torch.device) -> Line:
         ranks.all_reduce(tensor, _WHERE, f"all-reduce of {tensor.nbytes} bytes")
 
     def seconds_of(tensor: Tensor, times: int = 1) -> float:
-        """What an all-reduce takes the slowest rank; all ranks begin together."""
+        """Return the time of an all-reduce on the slowest rank; all ranks start together."""
         all_reduce(one, group)
         settle(device)
         start = time.perf_counter()
@@ -192,7 +192,7 @@ def _measure(group: Group, part: Group, device: torch.device) -> Line:
         return taken.item()
 
     trial = torch.zeros(_TRY // 4, device=device)
-    seconds_of(trial)  # makes connections
+    seconds_of(trial)  # establishes connections
     least = min(seconds_of(trial) for _ in range(2))
     whole = torch.zeros(min(_LARGE, max(_TRY, int(_TRY * _LONGEST / least))) // 4, device=device)
     samples = [(seconds_of(one, _SMALL), seconds_of(whole)) for _ in range(_ROUNDS)]
@@ -204,7 +204,7 @@ def _measure(group: Group, part: Group, device: torch.device) -> Line:
 def consequences(
     refusal: Refusal | None, lines: Lines | None, ranks: int, model: Sequence[float] = (0, 0)
 ) -> Iterator[str]:
-    """Sentences on what follows for training, with the option to set."""
+    """Yield sentences about the consequences for training, with the option to set."""
     if refusal is None and lines is not None and lines.hosts == 1:
         yield (
             "Gradients do not leave this host: nothing to set. bf16 and int8 would not be faster: "
@@ -226,7 +226,7 @@ def consequences(
 
 
 def _wires(lines: Lines, given: float, backward: float) -> Iterator[str]:
-    """What each format leaves exposed, and which one to take; ``given``: parameters, 0 if none."""
+    """Compare the exposed time of the formats, and recommend one; ``given``: parameters or 0."""
     parameters, exposed = given or 1e6, {}
     rows = [
         f"What training waits for (exposed) with {parameters:,.0f} parameters and a backward of "
@@ -250,12 +250,12 @@ def _wires(lines: Lines, given: float, backward: float) -> Iterator[str]:
 
 
 def as_bytes(nbytes: float) -> str:
-    """A number of bytes in MiB or GiB."""
+    """Format a number of bytes in MiB or GiB."""
     return f"{nbytes / 2**30:.3g} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.3g} MiB"
 
 
 def as_time(seconds: float) -> str:
-    """A time in a unit that fits."""
+    """Format a time in a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -263,7 +263,7 @@ def as_time(seconds: float) -> str:
 
 
 def as_rate(bytes_per_second: float) -> str:
-    """The speed of a line in bits per second."""
+    """Format a rate in bits per second."""
     bits = 8 * bytes_per_second
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 

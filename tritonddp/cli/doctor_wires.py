@@ -1,7 +1,7 @@
-"""What fp32, bf16 and int8 leave exposed: arithmetic from rates that ``tritonddp doctor`` measures.
+"""Exposed time of fp32, bf16 and int8, calculated from rates that ``tritonddp doctor`` measures.
 
-The model is that of ``benchmarks/gpu/overlap.py`` without its details: buckets are exchanged while
-the backward runs, and nothing hides the exchange of the last one.
+This is the model of ``benchmarks/gpu/overlap.py`` without its details: buckets are exchanged while
+the backward runs, and nothing hides the exchange of the last bucket.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 from tritonddp.buckets.assignment import BucketCaps
 
-# Formats, with the option of each, and the bytes of an element. int8 has a scale for each 256.
+# Formats with their options and bytes per element. int8 has one scale per 256 elements.
 WIRES = {
     "fp32": ("the default", 4.0),
     "bf16": ("reduce_dtype=torch.bfloat16", 2.0),
     "int8": ('compression="int8"', 1 + 4 / 256),
 }
-# Seconds of a core to quantize and dequantize an element, about: docs/fewer-bytes.md, no limit.
+# Approximate seconds of one core to quantize and dequantize an element: docs/fewer-bytes.md.
 _QUANTIZING = 8e-9
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The ranks of a job, and what they send in large all-reduces, in bytes per second."""
+    """The ranks of a job, and the rates of large all-reduces, in bytes per second."""
 
-    ranks: int  # of each host
+    ranks: int  # per host
     hosts: int
     within: float = math.inf  # of a rank, to other ranks of its host
     across: float = math.inf  # of all ranks of a host, to other hosts
     on_gpu: bool = False
-    shares_memory: bool = False  # hosts sum in memory, then exchange their sums
+    shares_memory: bool = False  # ranks sum in shared memory, then hosts exchange the sums
 
     def bytes_sent(self, wire: str) -> tuple[float, float]:
-        """Bytes per parameter that a rank sends within its host, and a host to other hosts."""
+        """Return bytes per parameter that a rank sends in its host, and a host to other hosts."""
         size = inner = 2 * WIRES[wire][1]
         if self._is_exact_within(wire):
             inner = 2 * WIRES["fp32"][1]
@@ -42,7 +42,7 @@ class Lines:
         return inner * (1 - 1 / self.ranks), size * (1 - 1 / self.hosts)
 
     def times(self, wire: str, parameters: float, backward: float) -> tuple[float, float, float]:
-        """Seconds of the exchange, of quantizing, and exposed; ``backward`` is in seconds too."""
+        """Return the time of the exchange, of quantizing, and the exposed time, all in seconds."""
         within, across = self.bytes_sent(wire)
         exchange = parameters * max(within / self.within, across / self.across)
         few = wire == "int8" or (wire == "bf16" and not self.on_gpu)
@@ -51,7 +51,7 @@ class Lines:
         last = min(1.0, caps.limits[0 if caps.tapers else -1] / (4 * parameters))
         quantizing = _QUANTIZING * parameters if wire == "int8" and not self.on_gpu else 0.0
         if self._is_exact_within(wire):
-            quantizing /= self.ranks  # each has a share of the sum of its host
+            quantizing /= self.ranks  # each rank has a share of the sum of its host
         return exchange, quantizing, max(exchange - backward, last * exchange) + quantizing
 
     def _is_exact_within(self, wire: str) -> bool:

@@ -1,7 +1,8 @@
 """How a command reaches the processes of a script, and what it does in each of them.
 
-``environment`` makes the variables with which the script is started; ``injected/sitecustomize.py``,
-which they bring into every Python process below, calls ``act`` as soon as torch has been imported.
+``environment`` returns the variables with which the script is started. They bring
+``injected/sitecustomize.py`` into every Python process of the script, which calls ``act`` as soon
+as torch has been imported.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from os import _exit as end_process  # public, for all its name: without cleaning up
+from os import _exit as end_process  # public, despite its underscore; skips cleanup
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ import tritonddp
 FOLDER = Path(__file__).parent / "injected"
 VARIABLE = "TRITONDDP_SESSION"
 RUN, COMPARE = "run", "compare"
-SPAWNS = "spawns.mark"  # a file: the script starts its ranks itself
-# Of the error of a script, so many characters are repeated.
+SPAWNS = "spawns.mark"  # a file: the script starts its own ranks
+# Maximum number of characters of a script's error to repeat.
 _LONGEST = 500
 
 
 def environment(command: str, **session: Any) -> dict[str, str]:
-    """The variables to add to a script's environment, with what :func:`act` has to know there."""
+    """Return the variables to add to a script's environment, with the session for :func:`act`."""
     path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     package = str(Path(tritonddp.__file__).parent)
     content = {"command": command, "prefix": sys.prefix, "package": package, **session}
@@ -38,13 +39,13 @@ def environment(command: str, **session: Any) -> dict[str, str]:
 
 
 def act(session: Mapping[str, Any]) -> None:
-    """Do in this process what the command is for: torch is there, the script has not begun."""
+    """Apply the command in this process, after torch is imported and before the script starts."""
     if session["command"] == RUN:
         tritonddp.replace_stock()
         _note_wrapped(Path(session["folder"]))
         atexit.register(_note_error, Path(session["folder"]))
         _at_spawned_rank((Path(session["folder"]) / SPAWNS).touch)
-    elif "RANK" in os.environ or session["spawns"]:  # not in torchrun, which imports torch as well
+    elif "RANK" in os.environ or session["spawns"]:  # not in torchrun, which also imports torch
         from tritonddp.cli.comparison.recorder import Recorder
 
         recorder = Recorder(session)
@@ -53,19 +54,19 @@ def act(session: Mapping[str, Any]) -> None:
 
 
 def wrapped_models(folder: Path) -> list[int]:
-    """How many models each process has wrapped that has wrapped any."""
+    """Return the number of models that each process has wrapped, without zeros."""
     return [int(path.read_text() or 0) for path in folder.iterdir() if not path.suffix]
 
 
 def errors(folder: Path) -> list[str]:
-    """The error of each process that ended with one that nothing has caught."""
+    """Return the error of each process that ended with an uncaught exception."""
     return [path.read_text() for path in sorted(folder.glob("*.error"))]
 
 
 def _at_spawned_rank(act: Callable[[], None]) -> None:
-    """Call ``act`` in a rank that the script has started itself under torchrun, and end the rank.
+    """Call ``act`` in a rank that the script itself started under torchrun, and end the rank.
 
-    There ``env://`` means torchrun's own store, where such a rank would wait in vain.
+    There, ``env://`` refers to torchrun's own store, in which such a rank would wait in vain.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -84,7 +85,7 @@ def _at_spawned_rank(act: Callable[[], None]) -> None:
 
 
 def _note_wrapped(folder: Path) -> None:
-    """Write the number of wrapped models into a file at each one: the process may be killed."""
+    """Write the number of wrapped models to a file after each, as the process may be killed."""
     from tritonddp.state import DDPState
 
     kind: Any = tritonddp.DistributedDataParallel
@@ -93,7 +94,7 @@ def _note_wrapped(folder: Path) -> None:
     @functools.wraps(construct)
     def construct_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        # The launcher may be gone, or its disk full: nothing that the script should hear of.
+        # The launcher may be gone, or its disk full; the script must not see such errors.
         with suppress(OSError):
             (folder / str(os.getpid())).write_text(str(DDPState.wrapped))
 
@@ -101,7 +102,7 @@ def _note_wrapped(folder: Path) -> None:
 
 
 def _note_error(folder: Path) -> None:
-    """At exit: write down the exception, if Python has printed one and ends because of it."""
+    """At exit, write the exception if Python has printed one and ends because of it."""
     error = getattr(sys, "last_value", None)
     if error is not None:
         text = traceback.format_exception_only(type(error), error)[-1].strip()

@@ -1,8 +1,8 @@
-"""The command ``tritonddp``: which of its commands is meant, and what their exit codes say.
+"""The command ``tritonddp``: its subcommands and their exit codes.
 
-A command is a module of this room with ``add_arguments(parser)`` and ``main(arguments)``, which
-returns the exit code. Only the module of the command that was asked for is imported, and torch only
-when the command line is understood.
+A subcommand is a module of this room with ``add_arguments(parser)`` and ``main(arguments)``, which
+returns the exit code. Only the module of the requested subcommand is imported, and torch only after
+the command line has been parsed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out a command line, that of this process if None; returns the exit code."""
+    """Run a command line, by default the one of this process. Return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         _overview().print_help(sys.stderr)
         return 2
     if words[0] not in COMMANDS:
-        name = _overview().parse_args(words).command  # ends here: help, version, or an error
+        name = _overview().parse_args(words).command  # exits here: help, version, or an error
         raise AssertionError(f"no command {name}")
     module = importlib.import_module(f"tritonddp.cli.{words[0]}")
     parser = argparse.ArgumentParser(
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     arguments = parser.parse_args(words[1:], argparse.Namespace(words=words[1:]))
-    # torch says it each time that it is imported, in each rank too.
+    # torch warns each time it is imported, in each rank too.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
     return module.main(arguments)
 
 
 def _overview() -> argparse.ArgumentParser:
-    """The parser of what comes before a command."""
+    """Return the parser of the words before a subcommand."""
     commands = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="tritonddp",

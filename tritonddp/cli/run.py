@@ -23,15 +23,15 @@ from pathlib import Path
 from tritonddp.cli.injection import RUN, SPAWNS, environment, errors, wrapped_models
 from tritonddp.cli.terminal import RANKS, ranks
 
-# torchrun is told of a rendezvous by these, or by variables: PET_NNODES and so on.
+# Options that tell torchrun of a rendezvous; variables such as PET_NNODES do so too.
 _RENDEZVOUS = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add torchrun's own arguments, and those of the script.
+    """Add the arguments of torchrun and of the script.
 
-    They are read from torchrun's source: to import it takes seconds, and an answer to a mistyped
-    word must not. What is right for this parser is parsed by torchrun itself after that.
+    They are read from torchrun's source, because importing it takes seconds, too long for reporting
+    a typing error. torchrun itself parses the command line later.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run; returns 0, and ends as torchrun does if the script fails."""
+    """Run the script. Return 0; if the script fails, end as torchrun does."""
     is_file = not (arguments.module or arguments.no_python)
     if is_file and not Path(arguments.script).is_file():
         print(f"tritonddp run: error: there is no file {arguments.script}", file=sys.stderr)
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
                 record(torch.distributed.run.run)(torch.distributed.run.parse_args(words))
                 code = 0
             except ChildFailedError:
-                if not spawns.exists():  # or what followed its ranks has failed
+                if not spawns.exists():  # or code after its ranks has failed
                     raise
             if spawns.exists():
                 code = _run_as_it_is(arguments)
@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run_as_it_is(arguments: argparse.Namespace) -> int:
-    """Run a script that starts its ranks itself; returns its exit code."""
+    """Run a script that starts its own ranks. Return its exit code."""
     print(
         "tritonddp run: the script starts its ranks itself, so python runs it instead of torchrun",
         file=sys.stderr,
@@ -101,14 +101,14 @@ def _run_as_it_is(arguments: argparse.Namespace) -> int:
 
 
 def says_where_to_meet(arguments: argparse.Namespace) -> bool:
-    """Whether torchrun is told of a rendezvous, by its options or by the variables for them."""
+    """Return whether torchrun's options or their variables define a rendezvous."""
     return any(
         f"PET_{name.upper()}" in os.environ or getattr(arguments, name) for name in _RENDEZVOUS
     )
 
 
 def summary(counts: list[int], has_failed: bool = False, errors: Sequence[str] = ()) -> str:
-    """A line about the models that each process has wrapped, and of errors of the script."""
+    """Return a line about the models that each process has wrapped, and the script's errors."""
     if not any(counts):
         if errors:
             return f"the script failed before it wrapped a model: {errors[0]}"

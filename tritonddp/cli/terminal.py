@@ -1,4 +1,4 @@
-"""What commands share: types of arguments, lines of progress, the name of the processor."""
+"""Shared by the commands: argument types, progress lines, the name of the processor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-RANKS = "2"  # of a script, where nothing else is said
-_SILENT = 8.0  # seconds after which it is said what goes on
+RANKS = "2"  # default number of ranks of a script
+_SILENT = 8.0  # seconds without output after which progress is shown
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """The type of an argument: whole numbers from ``least`` on."""
+    """Return an argument type: integers of at least ``least``."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -27,7 +27,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """The type of an argument: finite numbers above 0."""
+    """Parse an argument: finite numbers above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -35,22 +35,22 @@ def positive(text: str) -> float:
 
 
 def ranks(text: str) -> str:
-    """The type of ``--nproc-per-node``: a number, or a word of torchrun's (``gpu``, ``auto``)."""
+    """Parse ``--nproc-per-node``: a number, or a keyword of torchrun (``gpu``, ``auto``)."""
     if not text.isalpha() and not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text} is no number of ranks: 1 or more, or gpu, auto")
     return text
 
 
 class Progress:
-    """Lines on stderr, each with the seconds since the start, one in ten seconds at least."""
+    """Progress lines on stderr with the seconds since the start, at least every ten seconds."""
 
     def __init__(self) -> None:
-        self.stage = ""  # what goes on; said by tick() when nothing else has been said for a while
+        self.stage = ""  # current activity, which tick() shows after a silence
         self._start = self._last = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._start
 
     def say(self, text: str) -> None:
@@ -58,13 +58,13 @@ class Progress:
         print(f"[{self.seconds:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     def tick(self, more: Callable[[], str] = str) -> None:
-        """Called once a second or more often while something goes on; ``more`` is said as well."""
+        """Show the stage and ``more`` after a silence. Call this at least once a second."""
         if time.monotonic() - self._last > _SILENT:
             self.say(f"... {self.stage}{more()}")
 
 
 def cpu_model() -> str:
-    """The model of the processor, or the name of the platform."""
+    """Return the model of the processor, or the name of the platform."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

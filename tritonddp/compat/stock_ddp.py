@@ -1,4 +1,4 @@
-"""What torch's class has beside its constructor and its forward: names that libraries read or call.
+"""Names of torch's class, except constructor and forward, that libraries read or call.
 
 Values that follow from the state of the wrapper are properties, so that they are always current.
 """
@@ -44,9 +44,9 @@ from tritonddp.features.buffer_sync import BufferHook
 from tritonddp.features.join import JoinProtocol, ShadowHook, UnevenInputs
 from tritonddp.state import DDPState
 
-# Attributes that are made again for a new process group, and the group itself. (DDPState has more.)
+# Attributes that a new process group recreates, and the group itself. DDPState has more.
 _OF_THE_GROUP = {"process_group", "reducer", "logger", "_compiled_call_impl"}
-# Arguments that the wrapper has as attributes, as in stock, and that nothing here reads there.
+# Arguments that are attributes as in stock DDP, but are not read from there in this package.
 _ONLY_SHOWN = (
     *("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation"),
     *("mixed_precision", "skip_all_reduce_unused_params"),
@@ -54,9 +54,9 @@ _ONLY_SHOWN = (
 
 
 class StockDDPNames:
-    """A base of :class:`tritonddp.DistributedDataParallel`, which has the state used here."""
+    """A base of :class:`tritonddp.DistributedDataParallel`, which provides the state used here."""
 
-    if TYPE_CHECKING:  # attributes that the derived class, or torch's, sets
+    if TYPE_CHECKING:  # attributes that the derived class or torch's class sets
         module: nn.Module
         process_group: dist.ProcessGroup
         parameters_to_ignore: set[str]
@@ -67,27 +67,27 @@ class StockDDPNames:
         def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
         def _adopt_parameters(self) -> None: ...
 
-    # Has no effect, since outputs are never cloned: see _set_ddp_sink_clone.
+    # Has no effect, because outputs are never cloned: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
 
     _compiled_call_impl: Callable[..., Any] | None = None  # as in every nn.Module
 
-    # Stock's forward, or that of a subclass written like it, branches on these.
+    # Stock's forward, and forwards of subclasses written like it, branch on these.
     _use_python_reducer = False
     _delay_all_reduce_all_params = False  # delayed gradients are in buckets too
 
     @classmethod
     def _adopt_patches(cls) -> None:
-        """Copy attributes that other libraries have added to torch's class: fastai adds methods.
+        """Copy attributes that other libraries have added to torch's class; fastai adds methods.
 
-        (``__getattr__`` would do it too, but then dynamo could not trace attribute reads.)
+        ``__getattr__`` would also work, but would prevent dynamo from tracing attribute reads.
         """
         for name, value in patches_of_stock().items():
             if not hasattr(cls, name):
                 setattr(StockDDPNames, name, value)
 
     def _set_arguments(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Set what stock's constructor sets, and warn as it does; ``params`` are synchronized."""
+        """Set the attributes of stock's constructor, and warn as it does, about ``params``."""
         config, given = self._ddp_state.config, self._ddp_state.config.given
         self.dim: int = given.dim
         self.find_unused_parameters: bool | None = given.find_unused_parameters
@@ -100,7 +100,7 @@ class StockDDPNames:
         self.is_multi_device_module = len({param.device for _, param in params}) > 1
         self.forward_sync_buffers = config.syncs_buffers
         self.require_forward_param_sync = True
-        # Read by stock DDP too; the side stream overlaps input copies with compute.
+        # Stock DDP reads it too. The side stream overlaps input copies with compute.
         variable = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1")
         self.use_side_stream_for_tensor_copies = variable == "1"
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
@@ -110,9 +110,9 @@ class StockDDPNames:
             warn_of_static_graph(self.find_unused_parameters)
 
     def _build_reducer(self) -> None:
-        """Make the reducer, from the options, with all hooks. No collective.
+        """Create the reducer from the options, with all hooks. No collective.
 
-        As in stock, a process group in the state of a hook is not replaced.
+        As in stock DDP, a process group in the state of a hook is not replaced.
         """
         state = self._ddp_state
         state.build_reducer(self)
@@ -128,7 +128,7 @@ class StockDDPNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Leave these parameters and buffers of ``module`` alone when it is wrapped.
+        """Exclude these parameters and buffers of ``module`` when it is wrapped.
 
         Raises:
             TypeError: they are not a list of full names, or ``module`` is not a module.
@@ -145,13 +145,13 @@ class StockDDPNames:
     def _get_data_parallel_params(
         module: nn.Module, named_params: bool = False
     ) -> Iterator[Tensor | tuple[str, Tensor]]:
-        """The parameters of ``module`` that are synchronized, with their names if wanted."""
+        """Yield the synchronized parameters of ``module``, optionally with their names."""
         for name, param in module.named_parameters():
             if not hasattr(param, "_ddp_ignored"):
                 yield (name, param) if named_params else param
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
-        """The parameters that require gradients, and for each whether its gradient is sparse.
+        """Return the parameters that require gradients, and whether each gradient is sparse.
 
         torch's error messages name parameters by their index in this list.
         """
@@ -167,7 +167,7 @@ class StockDDPNames:
         ]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:
-        """Names of the parameters that :meth:`_build_params_for_reducer` returned, by index.
+        """Return names of the parameters from :meth:`_build_params_for_reducer`, by index.
 
         Raises:
             TypeError: ``parameters`` is not a list.
@@ -203,7 +203,7 @@ class StockDDPNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """dynamo splits the graph of a compiled module by this number of bytes."""
+        """Number of bytes by which dynamo splits the graph of a compiled module."""
         return max(self._ddp_state.config.caps.limits)
 
     @property
@@ -221,7 +221,7 @@ class StockDDPNames:
     def _has_rebuilt_buckets(self) -> bool:
         """Whether buckets follow the order in which gradients became ready.
 
-        Torch's ZeRO waits for it: three iterations with ``static_graph``, else two, bring no step.
+        torch's ZeRO waits for it: it skips three steps with ``static_graph``, otherwise two.
         """
         core = self._ddp_state.core
         is_early = self.static_graph and core.counters.reductions < 3
@@ -231,20 +231,20 @@ class StockDDPNames:
     def _static_graph_delay_allreduce_enqueued(self) -> bool:
         """Whether a backward was reduced.
 
-        The cached losses of sentence-transformers reduce the first one of a static graph, also
+        The cached losses of sentence-transformers reduce the first backward of a static graph, even
         where they would use :meth:`no_sync`.
         """
         return self._ddp_state.core.counters.reductions > 0
 
     @_static_graph_delay_allreduce_enqueued.setter
     def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
-        """Has no effect. A forward copied from stock sets it in its first backward."""
+        """Has no effect. A forward copied from stock DDP sets it in its first backward."""
 
     # Forward
 
     @property
     def broadcast_bucket_size(self) -> int:
-        """Most bytes of one message of parameters or buffers."""
+        """Maximum number of bytes in a message of parameters or buffers."""
         return self._ddp_state.state_broadcast.max_bytes
 
     @broadcast_bucket_size.setter
@@ -262,7 +262,7 @@ class StockDDPNames:
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Context that :meth:`_run_ddp_forward` of stock enters around the module."""
+        """Context in which stock's :meth:`_run_ddp_forward` runs the module."""
         outer = set_active_wrapper(self if self.bucket_bytes_cap >= MIB else None)
         try:
             yield
@@ -273,16 +273,16 @@ class StockDDPNames:
 
     @property
     def _lazy_init_ran(self) -> bool:
-        """Whether a forward has run. Stock puts off some of its setup until then."""
+        """Whether a forward has run. Stock DDP defers some of its setup until then."""
         return self._ddp_state.core.forwards.seq > 0
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:
-        """Stock sets up its reducer by these calls. Here nothing needs to be done."""
+        """Do nothing. Stock DDP sets up its reducer with these calls."""
 
     _lazy_init = _clear_grad_buffer = _do_nothing
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
-        """Stock's forward calls this inside ``join()``.
+        """Raise. Stock's forward calls this inside ``join()``.
 
         Raises:
             RuntimeError: always.
@@ -298,30 +298,30 @@ class StockDDPNames:
         return gather(outputs, output_device, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Move inputs to a device; each result is a tuple of one."""
+        """Move inputs to a device. Each result is a tuple with one element."""
         device = torch.device(self.device_type, device_id)
         moved = move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return (moved[0],), (moved[1],)
 
-    # Options that are set late
+    # Options that are set after construction
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward is reduced. :meth:`no_sync` sets it."""
+        """Whether the next backward is reduced; set by :meth:`no_sync`."""
         return self._ddp_state.sync.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._ddp_state.sync.enabled = value
 
-    # Copies, and other process groups
+    # Copies, and changes of the process group
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes without those that belong to the process group.
+        """Return the attributes that do not belong to the process group.
 
         Raises:
-            RuntimeError: the process group is not the default one. Only that can be found again
-                when the state is loaded.
+            RuntimeError: the process group is not the default group. Only the default group can be
+                found again when the state is loaded.
         """
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
             self._log_and_throw(
@@ -353,9 +353,9 @@ class StockDDPNames:
         rebuilt after the next reduced backward, and quantization errors are dropped.
 
         Args:
-            new_process_group: the same group on all of its ranks. A rank that is not in it passes
-                what ``torch.distributed.new_group`` returned there, and starts again in its old
-                group.
+            new_process_group: the same group on all of its ranks. A rank outside the group passes
+                the value that ``torch.distributed.new_group`` returned there, and starts over in
+                its old group.
         """
         self._ddp_state.core.detach()
         if isinstance(new_process_group, dist.ProcessGroup):
@@ -365,10 +365,10 @@ class StockDDPNames:
         self._build_reducer()
 
     def _set_static_graph(self) -> None:
-        """The same as ``static_graph=True``: unused parameters are no error.
+        """Allow unused parameters, like ``static_graph=True``.
 
         Raises:
-            RuntimeError: a forward has run already.
+            RuntimeError: a forward has already run.
         """
         if self.static_graph:
             warnings.warn(
@@ -386,13 +386,13 @@ class StockDDPNames:
     # Logging data
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Configuration and statistics of this wrapper, in stock's fields.
+        """Return configuration and statistics of this wrapper, in the fields of stock DDP.
 
         Sizes are in bytes, times in nanoseconds. The first ten steps are timed, then one in a
         hundred: see :meth:`_set_ddp_runtime_logging_sample_rate`. The times of a step are available
-        when the next one has begun, on a GPU perhaps later. If parameters are on several devices,
-        no times are taken. The order in which gradients became ready is that of the first reduced
-        backward.
+        once the next step has begun, on a GPU possibly later. If parameters are on several devices,
+        no times are recorded. The order in which gradients became ready is the order of the first
+        reduced backward.
         """
         data = self._ddp_state.logger._get_ddp_logging_data()
         return {**data.strs_map, **data.ints_map}
@@ -401,7 +401,7 @@ class StockDDPNames:
         """After the first ten steps, time one step in ``sample_rate``.
 
         Raises:
-            TypeError: ``sample_rate`` is no integer.
+            TypeError: ``sample_rate`` is not an integer.
             ValueError: it is less than one.
         """
         message = "DDP runtime logging sample rate should be"
@@ -412,7 +412,7 @@ class StockDDPNames:
         self._ddp_state.logger.sampler.set_rate(sample_rate)
 
     def _noting(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function``; if it raises, put the error into the logging data."""
+        """Call ``function``. If it raises, record the error in the logging data."""
         try:
             return function(*args)
         except Exception as error:
@@ -438,16 +438,16 @@ class StockDDPNames:
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Let an optimizer step for each bucket as soon as that is reduced.
+        """Let an optimizer step for each bucket as soon as the bucket is reduced.
 
         Args:
-            optim: a class of ``torch.optim`` of which torch has a functional version.
-            args, kwargs: of its constructor, without the parameters.
-            optim_params: the parameters that it steps, by default all.
+            optim: a class of ``torch.optim`` for which torch has a functional version.
+            args, kwargs: arguments of its constructor, without the parameters.
+            optim_params: the parameters to step; all by default.
 
         Raises:
-            RuntimeError: the functional version cannot step in DDP, or a hook is registered
-                already.
+            RuntimeError: the functional version cannot step in DDP, or a hook is already
+                registered.
             TypeError: ``optim`` is not a class.
             ValueError: torch has no functional version.
         """
@@ -471,12 +471,12 @@ class StockDDPNames:
         """Whether the next forward begins with a broadcast of module buffers."""
         state = self._ddp_state
         if state.call is not None and state.sync.join is None:
-            return False  # one rank may run it alone: it is done after the backward
+            return False  # one rank may run it: buffers follow after the backward
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
         return wanted and len(self._ddp_state.parameters.buffers()) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As ``nn.Module.compile``: the forward is traced as a whole."""
+        """Compile like ``nn.Module.compile``. The forward is traced as a whole."""
         self._compiled_call_impl = torch.compile(inlined(self._call_impl), *args, **kwargs)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -484,12 +484,12 @@ class StockDDPNames:
         return not self._check_sync_bufs_post_fwd() and self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        """Whether the next forward ends with it, as a buffer hook may ask for."""
+        """Whether the next forward ends with :meth:`_sync_buffers`, for a buffer hook."""
         hook = self._ddp_state.buffer_hook
         return hook is not None and hook.is_after and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
-        """Give all ranks the same module buffers, if there are any."""
+        """Synchronize the module buffers over all ranks, if there are any."""
         state = self._ddp_state
         state.core.post_backward.extend(state.buffer_sync.synchronize(state.buffer_hook))
 
@@ -499,17 +499,18 @@ class StockDDPNames:
         hook: Callable[[Any, dict[str, Tensor]], Any],
         comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Synchronize module buffers by ``hook`` instead of a broadcast from rank 0.
+        """Synchronize module buffers with ``hook`` instead of a broadcast from rank 0.
 
-        It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
-        the buffers in place, with any collectives. As in stock, a second call replaces the hook.
+        The hook runs in the forwards that would broadcast (see ``forward_sync_buffers``). It
+        changes the buffers in place, with any collectives. As in stock DDP, a second call replaces
+        the hook.
 
         Args:
             state: passed to the hook.
-            hook: ``hook(state, {name: buffer})``, with the names of the wrapped module. May return
-                a list of :class:`torch.futures.Future`; the end of the next backward waits for
-                them.
-            comm_hook_location: before the forward or after it.
+            hook: ``hook(state, {name: buffer})``, with the names of the wrapped module. It may
+                return a list of :class:`torch.futures.Future`, for which the end of the next
+                backward waits.
+            comm_hook_location: before or after the forward.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -525,12 +526,12 @@ class StockDDPNames:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast buffers as without a hook, for hooks that do more than that.
+        """Broadcast buffers as without a hook, for hooks that need it.
 
         Args:
-            bufs: by default all buffers of the module.
-            bucket_size: most bytes of one message.
-            authoritative_rank: the source, by its rank in the process group.
+            bufs: the buffers; all buffers of the module by default.
+            bucket_size: maximum number of bytes in a message.
+            authoritative_rank: the source, as a rank in the process group.
 
         Raises:
             TypeError: ``bufs`` is not a list of tensors.
@@ -551,33 +552,33 @@ class StockDDPNames:
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Context: ranks may run out of inputs at different times.
+        """Return a context in which ranks may run out of inputs at different times.
 
-        A rank that leaves the body waits for the others, and makes the collectives of their
-        forwards and backwards, with gradients of zero. When all have left it, every rank gets the
-        parameters and buffers of a rank that left last.
+        A rank that leaves the body waits for the other ranks. It runs the collectives of their
+        forwards and backwards with zero gradients. When all ranks have left the body, every rank
+        receives the parameters and buffers of a rank that left last.
 
-        Inside, as in stock, the *forward* decides what is reduced, since it tells the waiting
-        ranks: exactly one reduced backward must follow each forward that runs with gradients and
-        outside :meth:`no_sync`. Put all other backwards under :meth:`no_sync`. (After a forward
-        without a backward, the next forward or the end of the body makes its reduction, with
-        zeros.) All ranks that have inputs make the same forwards of the same wrapped modules, in
-        the same order. Gradients that a rank has accumulated when its inputs end are not reduced.
+        Inside, as in stock DDP, the *forward* decides what is reduced, because it notifies the
+        waiting ranks: exactly one reduced backward must follow each forward that runs with
+        gradients outside :meth:`no_sync`. Run all other backwards under :meth:`no_sync`. If no
+        backward follows a forward, the next forward or the end of the body reduces zeros in its
+        place. All ranks with inputs must run the same forwards of the same wrapped modules, in the
+        same order. Gradients that a rank has accumulated when its inputs end are not reduced.
 
         Args:
             divide_by_initial_world_size: divide the sum of the gradients by the number of ranks;
                 ``False``: by the number of ranks that still have inputs. Weighted means
-                (:meth:`weighted`) are over the latter in any case; communication hooks divide
-                themselves, as in stock.
-            enable: ``False`` makes this context do nothing.
-            throw_on_early_termination: when a rank runs out of inputs, raise an error on all.
+                (:meth:`weighted`) are always over the ranks with inputs. As in stock DDP,
+                communication hooks divide themselves.
+            enable: ``False`` disables this context.
+            throw_on_early_termination: raise an error on all ranks when a rank runs out of inputs.
 
         Raises:
             RuntimeError: on every rank, if one runs out of inputs and
                 ``throw_on_early_termination`` is set; in a forward, if ranks do not agree on
                 whether its backward is reduced; in a reduced backward that its forward did not
-                announce; the ranks hold different parameters; or inside another one.
-            TypeError: an argument is neither on nor off.
+                announce; if the ranks hold different parameters; or inside another ``join()``.
+            TypeError: an argument is neither true nor false.
 
         Example::
 
@@ -591,7 +592,7 @@ class StockDDPNames:
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
         sync = self._ddp_state.sync
-        # (A Join of torch that ended with an error has left the protocol, but is gone.)
+        # A torch Join that failed has left the protocol in place, but is gone.
         if sync.join is not None and sync.join_hook() is not None:
             raise RuntimeError(
                 f"{self._ddp_state.core.where()}: join() inside join() of the same wrapped module, "
@@ -601,10 +602,10 @@ class StockDDPNames:
         return UnevenInputs([cast(Joinable, self)], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """The hook that torch's ``Join`` runs on a rank without inputs; options as :meth:`join`'s.
+        """Return the hook for torch's ``Join`` on ranks without inputs. Options: see :meth:`join`.
 
         Raises:
-            TypeError: an option is neither on nor off.
+            TypeError: an option is neither true nor false.
         """
         divides = kwargs.get("divide_by_initial_world_size", True)
         check_flags({"divide_by_initial_world_size": divides})
@@ -614,7 +615,7 @@ class StockDDPNames:
         self._ddp_state.sync.join_hook = weakref.ref(hook)
         return hook
 
-    # What torch's Join reads
+    # Attributes that torch's Join reads
 
     @property
     def join_device(self) -> torch.device:
@@ -623,7 +624,7 @@ class StockDDPNames:
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The process group in which torch's ``Join`` counts them."""
+        """The process group in which torch's ``Join`` counts the ranks that have inputs."""
         return self.process_group
 
     @property
@@ -648,7 +649,7 @@ class StockDDPNames:
         self._noting(self.reducer._check_reducer_finalized)
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove all hooks from the parameters: this wrapper reduces no gradients any more."""
+        """Remove all hooks from the parameters. This wrapper then no longer reduces gradients."""
         self._ddp_state.core.detach()
 
 
@@ -663,13 +664,13 @@ def warn_of_static_graph(find_unused_parameters: bool | None) -> None:
 
 
 def check_hook(hook: Any) -> None:
-    """Check a communication hook as stock does; raises as ``register_comm_hook()`` documents."""
+    """Check a communication hook as stock DDP does. Raise the errors of ``register_comm_hook``."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
-    signature = inspect.Signature()  # for functions written in C, which have none
+    signature = inspect.Signature()  # for C functions, which have no signature
     with suppress(ValueError, TypeError):
         signature = inspect.signature(hook)
-    with suppress(Exception):  # some annotations can be evaluated by type checkers only
+    with suppress(Exception):  # only type checkers can evaluate some annotations
         signature = inspect.signature(hook, eval_str=True)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation not in (bucket.empty, dist.GradBucket, GradBucket):
@@ -693,7 +694,7 @@ def check_hook(hook: Any) -> None:
 
 
 def _hook_in_python(comm_hook_type: Any) -> Any:
-    """The Python version of one of torch's communication hooks in C++."""
+    """Return the Python version of one of torch's C++ communication hooks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if not isinstance(comm_hook_type, dist.BuiltinCommHookType):

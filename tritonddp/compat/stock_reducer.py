@@ -1,4 +1,4 @@
-"""``ddp.reducer``: the names of stock's reducer that other code reads or calls."""
+"""``ddp.reducer``: the names of stock DDP's reducer that other code reads or calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tritonddp.reducer.graph.backward import watch
 
 
 class StockReducer:
-    """Stock's interface to a :class:`~tritonddp.reducer.autograd_driver.AutogradDriver`."""
+    """The interface of stock DDP's reducer for an
+    :class:`~tritonddp.reducer.autograd_driver.AutogradDriver`.
+    """
 
     def __init__(self, core: AutogradDriver) -> None:
         self._core = core
@@ -39,9 +41,9 @@ class StockReducer:
     def prepare_for_backward(self, outputs: Tensor | Sequence[Tensor] = ()) -> None:
         """Reduce the next backward, even if its forward ran under ``no_sync``.
 
-        A backward through the outputs of a forward that has run is reduced even if it starts under
-        ``no_sync``. (Unlike in stock, other backwards need no call.) ``outputs``, one tensor or
-        several, are what the backward starts from, if no forward has returned them.
+        A backward through the outputs of a finished forward is reduced even if it starts under
+        ``no_sync``. Unlike in stock DDP, other backwards do not need this call. ``outputs``, one
+        tensor or several, are the start of the backward if no forward has returned them.
         """
         core = self._core
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -49,10 +51,10 @@ class StockReducer:
         self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:
-        """Allow unused parameters, also with ``find_unused_parameters=False``.
+        """Allow unused parameters, even with ``find_unused_parameters=False``.
 
         Raises:
-            RuntimeError: a forward has run already.
+            RuntimeError: a forward has already run.
         """
         if self._core.forwards.seq:
             raise RuntimeError(
@@ -63,11 +65,11 @@ class StockReducer:
         self._core.sync.finds_unused = True
 
     def _ddp_graph_static(self) -> bool:
-        """Whether all reduced backwards on this rank have reached the same parameters."""
+        """Return whether all reduced backwards on this rank have used the same parameters."""
         return self._core.use.is_static
 
     def _get_local_used_map(self) -> Tensor:
-        """On how many ranks the last reduced backward used each trainable parameter: int32."""
+        """Count (int32) the ranks that used each trainable parameter in the last reduction."""
         counts: dict[Parameter, int] = {}
         last = self._core.last
         if last is not None and last.is_alone:
@@ -90,7 +92,7 @@ class StockReducer:
 
         Raises:
             RuntimeError: the last backward has not ended; or with
-                ``find_unused_parameters=False`` it has left parameters unused.
+                ``find_unused_parameters=False``, it has left parameters unused.
         """
         core = self._core
         if core.backward is not None:
@@ -99,7 +101,7 @@ class StockReducer:
                 "Expected to have finished reduction in the prior iteration before starting a new "
                 f"one. {core.where()}: a backward {state}. The next forward ends its reduction."
             )
-        for work in core.deferred:  # (they stay)
+        for work in core.deferred:  # they stay
             work()
 
     def _remove_autograd_hooks(self) -> None:
@@ -107,14 +109,14 @@ class StockReducer:
         self._core.detach()
 
     def _delay_all_reduce(self) -> None:
-        """No effect: stock's reducer needs this call."""
+        """Has no effect. Stock DDP's reducer needs this call."""
 
     def _rebuild_buckets(self) -> bool:
-        """Buckets are rebuilt at the end of a backward, never here."""
+        """Return False: buckets are rebuilt at the end of a backward."""
         return False
 
     def refuse_notification(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise a RuntimeError: the forward of a subclass notifies other ranks as stock does."""
+        """Raise a RuntimeError: a subclass's forward notifies other ranks like stock DDP."""
         raise RuntimeError(
             f"{self._core.where()}: inside join() a forward first tells the ranks without inputs "
             "which collectives it will make. A subclass with a forward of its own must leave that "
@@ -125,5 +127,5 @@ class StockReducer:
     _set_forward_pass_work_handle = refuse_notification
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """A future of the sum over all ranks. torch's hooks that step optimizers call it first."""
+        """Return a future of the sum over all ranks. torch's hooks that step optimizers call it."""
         return sum_of(bucket, self._core.group.process_group)

@@ -1,1 +1,1 @@
-"""One graph: what torch.compile traces of a wrapper, and how its backward announces gradients."""
+"""Single-graph compilation: the traced forward, and gradients announced by its backward."""

@@ -1,4 +1,4 @@
-"""What torch.compile traces instead of a wrapper's forward."""
+"""The function that torch.compile traces in place of a wrapper's forward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tritonddp._torch import graph_inputs, tree_leaves, tree_map
 from tritonddp.compiled import operators as operators  # graphs name them
 
-# The attribute of a module that is replicated in place: holds its wrapper, as ``wrapper``.
+# Attribute of a module that is replicated in place. It holds the wrapper, as ``wrapper``.
 WRAPPER = "_tritonddp"
 
 
 def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Call ``begin_forward``, then the module, with a hook on each parameter in its backward.
 
-    Dynamo traces this, which takes long: what can be done beside it is in :func:`_complete`.
+    Dynamo traces this slowly, so :func:`_complete` does everything that need not be traced.
 
     Raises:
         NotImplementedError: the forward of ``ddp`` cannot be traced into one graph.
@@ -28,7 +28,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     if traced.obstacle:
         raise NotImplementedError(traced.obstacle)
     has_grad = torch.is_grad_enabled()
-    facts = traced.number, None, has_grad, traced.version  # (None: until _complete)
+    facts = traced.number, None, has_grad, traced.version  # None: until _complete
     buffers = list(ddp.module.buffers()) if ddp.forward_sync_buffers else []
     if buffers:
         started = torch.ops.tritonddp.begin_forward_with_buffers(*facts, buffers)
@@ -52,16 +52,16 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def replicated_in_one_graph(module: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """As :func:`in_one_graph`, for a module that is replicated in place."""
+    """Trace a module that is replicated in place; see :func:`in_one_graph`."""
     return in_one_graph(getattr(module, WRAPPER).wrapper, *inputs, **kwargs)
 
 
 def _complete(context: Any) -> None:
-    """Complete the traced graph: it keeps forwards in order, and watches what the module has used.
+    """Complete the traced graph: keep forwards in order, and watch the used parameters.
 
-    Parameters are found among the inputs of the graph: dynamo would take long to trace how a module
-    names them. Those that nothing uses would become inputs, and autograd would call their hooks
-    with ``None`` instead of a gradient.
+    Find parameters among the inputs of the graph: dynamo would be slow to trace how a module names
+    them, and unused parameters would become inputs. Autograd would call the hooks of unused
+    parameters with ``None`` instead of a gradient.
     """
     started = context.get_local("started").as_proxy().node
     for node in started.graph.nodes:
@@ -69,7 +69,7 @@ def _complete(context: Any) -> None:
             break
         if node.target in operators.BEGIN:
             started.update_arg(1, node)
-    # What a checkpoint recomputes in the backward does not begin another forward.
+    # Recomputation of a checkpoint in the backward does not begin another forward.
     started.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     wrapper, _, has_grad, *_ = started.args
     if not has_grad:
@@ -84,7 +84,7 @@ def _complete(context: Any) -> None:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, such that dynamo compiles it only as a part of a compiled caller."""
+    """Return ``function``, which dynamo compiles only as a part of a compiled caller."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -93,7 +93,7 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unless_traced(function: Callable[..., None]) -> Callable[..., None]:
-    """``function``, but nothing where dynamo traces its call: a hook that all modules have."""
+    """Return ``function``, disabled while dynamo traces: all modules call it as a hook."""
 
     def call(*args: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -1,19 +1,20 @@
-"""Gradients that a compiled backward announces before autograd has them.
+"""Gradients that a compiled backward announces before autograd receives them.
 
-A compiled backward is one node of autograd: parameters get their gradients when all of it is over.
-But the graph calls an operator as soon as a gradient is made (see
-:mod:`tritonddp.compiled.operators`). So a segment (a range of parameters of one bucket) is
-flattened when all its gradients are made, and its bucket is launched while the rest of the backward
-runs. Everything else is unchanged: autograd hands the same gradients to their parameters
+A compiled backward is one autograd node: parameters receive their gradients after the whole node
+has run. However, the graph calls an operator as soon as a gradient is computed (see
+:mod:`tritonddp.compiled.operators`). A segment (a range of parameters of one bucket) is therefore
+flattened when all its gradients are computed, and its bucket is launched while the rest of the
+backward runs. Everything else is unchanged: autograd passes the same gradients to their parameters
 afterwards, and the end of the backward overwrites them with the means.
 
-This is possible only for gradients that autograd hands over unchanged. It may add others (those in
-``.grad``, as after ``no_sync``; or those of a use of the parameter outside of the graph), and hooks
-of users may change a gradient. The first backward that announces a gradient checks that. Gradients
-that autograd changes wait for the end of each backward.
+This requires that autograd passes gradients on unchanged. Autograd may add other gradients (in
+``.grad``, for example after ``no_sync``, or from a use of the parameter outside the graph), and
+user hooks may change a gradient. The first backward that announces a gradient checks this. The
+gradients that autograd changes wait for the end of each backward.
 
-The last bucket waits for the end, since its gradients are made last anyway. If a gradient turns out
-to have been sent too early, NaN is sent in that bucket, so that no rank takes the step unseen.
+The last bucket always waits for the end, because its gradients are computed last. If a gradient
+turns out to have been sent too early, this bucket is filled with NaN, so that no rank takes
+the step without noticing.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ _FORWARDS = 1024
 
 
 class _Announced(NamedTuple):
-    """A gradient that the graph has announced; its address and version identify it."""
+    """A gradient that the graph has announced, identified by its address and version."""
 
     param: Parameter
     address: int
     version: int
 
     def is_handed_over(self) -> bool:
-        """Whether autograd has given it to its parameter unchanged."""
+        """Return whether autograd has passed it to its parameter unchanged."""
         grad = self.param.grad
         return grad is not None and (grad.data_ptr(), grad._version) == self[1:]
 
 
 class GraphGradients(Extension):
-    """Packs (flattens) segments for which a compiled backward has announced all gradients."""
+    """Packs (flattens) segments whose gradients a compiled backward has all announced."""
 
     needs_reached = True
 
@@ -67,40 +68,40 @@ class GraphGradients(Extension):
         self._driver: Callable[[], AutogradDriver | None] = weakref.ref(driver)
         self._forwards: dict[int, Forward] = {}
         self._pending = 0  # forwards with gradients since the last backward
-        self._bucket_set: Callable[[], object] = NoneType  # the numbers below are those of this one
+        self._bucket_set: Callable[[], object] = NoneType  # numbers below refer to this set
         self._index_of: dict[str, int] = {}  # parameter numbers by name
-        # By parameter name, whether autograd hands over the announced gradient unchanged.
+        # By parameter name: whether autograd passes the announced gradient on unchanged.
         self._is_whole: dict[str, bool] = {}
-        self._early: set[int] = set()  # segments in which that is so for all parameters
-        self._dense: list[int] = []  # indices of the buckets of announced, dense gradients
-        # State of this backward.
-        self._is_single = False  # it is reduced, and belongs to one forward
-        self._packs: Collection[int] = ()  # segments that may be packed before its end
-        self._held: Bucket | None = None  # the bucket that waits for its end
-        self._failure = ""  # the error that it will raise
+        self._early: set[int] = set()  # segments in which this holds for all parameters
+        self._dense: list[int] = []  # indices of buckets with announced, dense gradients
+        # State of the current backward.
+        self._is_single = False  # it is reduced and belongs to one forward
+        self._packs: Collection[int] = ()  # segments that may be packed before the end
+        self._held: Bucket | None = None  # the bucket that waits for the end
+        self._failure = ""  # the error to raise
         self._announced: dict[str, _Announced] = {}
-        self._incomplete: dict[int, list[Tensor | None]] = {}  # gradients of segments
-        self._packed: list[int] = []  # segments
+        self._incomplete: dict[int, list[Tensor | None]] = {}  # gradients of incomplete segments
+        self._packed: list[int] = []  # packed segments
 
     # Forward
 
     def begin_forward(self, forward: Forward) -> int:
-        """A traced forward begins. Returns its number, by which the graph refers to it."""
+        """Begin a traced forward. Return its number, by which the graph refers to it."""
         self._forwards[forward.seq] = forward
         if len(self._forwards) > _FORWARDS:
             del self._forwards[next(iter(self._forwards))]
         return forward.seq
 
     def on_forward(self) -> None:
-        """A forward begins, traced or not."""
+        """Count a forward, traced or not."""
         self._pending += 1
 
     # Backward
 
     def on_begin(self, backward: Backward) -> None:
-        """A backward begins. If it belongs to several forwards, nothing is packed early.
+        """Begin a backward. If it belongs to several forwards, pack nothing early.
 
-        (Autograd adds their gradients up, so an announced gradient is only a part.)
+        Autograd adds up their gradients, so an announced gradient is only a part.
         """
         pending, self._pending = self._pending, 0
         self._forget()
@@ -117,7 +118,7 @@ class GraphGradients(Extension):
             return
         if backward.is_provisional or reduction.is_captured or reduction.is_alone:
             return
-        # finalize_backward() may be called in the backward, when all buckets have been launched.
+        # finalize_backward() may be called during the backward, once all buckets are launched.
         # Steps of optimizers in the backward could not be undone.
         if core.finalizes_manually or core.steps_optimizers:
             return
@@ -127,13 +128,13 @@ class GraphGradients(Extension):
         self._packs = {
             each
             for each in self._early
-            # (A gradient that is kept for others, which do not come, is copied by autograd.)
+            # Autograd would copy a gradient that is kept to wait for one that is not expected.
             if each < first_held
             and all(bucket_set.use.expected[ranges[each].start : ranges[each].stop])
         }
 
     def ready(self, name: str, grad: Tensor, forward: int) -> None:
-        """A compiled backward has made the gradient of parameter ``name``."""
+        """Record that a compiled backward has computed the gradient of parameter ``name``."""
         core = self._driver()
         if core is None:
             return
@@ -164,7 +165,7 @@ class GraphGradients(Extension):
     def _pack(
         self, core: AutogradDriver, reduction: Reduction, segment_index: int, grads: list[Any]
     ) -> None:
-        """Pack a segment whose gradients are all made, unless autograd would change one."""
+        """Pack a segment whose gradients are all computed, unless autograd would change one."""
         bucket, segment = reduction.bucket_set.segments[segment_index]
         if (
             reduction.packed[segment_index]
@@ -177,7 +178,7 @@ class GraphGradients(Extension):
         try:
             core.on_segment_ready(segment_index)
         finally:
-            # Otherwise autograd would add to them. With no other reference to a gradient, autograd
+            # Otherwise, autograd would add to them. If a gradient has no other reference, autograd
             # sets it as .grad without a copy.
             for param in segment.params:
                 param.grad = None
@@ -185,7 +186,7 @@ class GraphGradients(Extension):
         self._packed.append(segment_index)
 
     def on_compute_end(self, backward: Backward) -> None:
-        """Autograd has handed all gradients over."""
+        """Check and fetch the early gradients, after autograd has passed on all gradients."""
         core, reduction = self._driver(), backward.reduction
         if reduction is None:
             self._forget()
@@ -202,7 +203,7 @@ class GraphGradients(Extension):
         changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
         if changed is not None and self._held is not None:
             self._failure = _too_early(reduction.where, changed, self._held)
-            logger.error(self._failure)  # since check_finite, for example, may raise before
+            logger.error(self._failure)  # now: check_finite, for example, may raise first
             reduction.spoil(self._held)
         if (
             backward.is_provisional and core is not None
@@ -213,14 +214,14 @@ class GraphGradients(Extension):
         self._forget()
 
     def on_end(self, reduction: Reduction) -> None:
-        """Raise the error of this backward, behind the ends of other wrappers in it."""
+        """Raise the error of this backward, after other wrappers in it have ended."""
         failure, self._failure = self._failure, ""
         if failure:
             queue_end_of_backward(partial(raise_error, RuntimeError(failure)))
 
     def _learn(self, reduction: Reduction, sent: Collection[str]) -> None:
-        """Note of each announced gradient whether autograd has handed it over unchanged."""
-        # Those that are referenced here had to be copied.
+        """Record for each announced gradient whether autograd has passed it on unchanged."""
+        # Gradients that are referenced here had to be copied.
         kept = {
             name
             for segment_index in self._incomplete
@@ -228,21 +229,21 @@ class GraphGradients(Extension):
         }
         for name, announced in self._announced.items():
             was_whole, is_whole = self._is_whole.get(name), announced.is_handed_over()
-            # (One that was changed once, may be again.)
+            # A gradient that was changed once may be changed again.
             if name in kept or was_whole is is_whole or was_whole is False:
                 continue
-            # Visible hooks are looked for in each backward, before it sends.
+            # Each backward looks for visible hooks before it sends.
             if not is_whole and name not in sent and _has_hooks(announced.param):
                 continue
             self._is_whole[name] = is_whole
-            self._bucket_set = NoneType  # so that the next backward finds early segments again
+            self._bucket_set = NoneType  # the next backward finds early segments again
 
     def _names_in(self, reduction: Reduction, segment: int) -> Sequence[str]:
         indices = reduction.bucket_set.ranges[segment]
         return reduction.bucket_set.names[indices.start : indices.stop]
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """Forget the gradients, and the error, of the failed backward."""
+        """Discard the gradients and the error of the failed backward."""
         self._forget()
         self._failure = ""
 
@@ -270,7 +271,7 @@ class GraphGradients(Extension):
 
 
 def _is_free(param: Parameter, grad: Tensor) -> bool:
-    """Whether autograd will hand ``grad`` over unchanged, as far as this can be known."""
+    """Return whether autograd will pass ``grad`` on unchanged, as far as can be known."""
     return (
         param.grad is None
         and not _has_hooks(param)
@@ -282,12 +283,12 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
 
 
 def _has_hooks(param: Parameter) -> bool:
-    """Whether a hook of a user gets the gradient of ``param``, as far as this can be known."""
+    """Return whether a user hook receives the gradient of ``param``, as far as can be known."""
     return bool(backward_hooks_of(param)) or bool(hooks_after_accumulation(param))
 
 
 def _lies_as(param: Parameter, grad: Tensor) -> bool:
-    """Whether ``grad`` has the memory order that autograd gives to gradients of ``param``."""
+    """Return whether ``grad`` has the memory order of gradients of ``param`` in autograd."""
     if grad.stride() == param.stride():
         return True
     order = dims_by_stride(grad.shape, grad.stride())

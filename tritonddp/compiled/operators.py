@@ -1,15 +1,15 @@
-"""The operators by which a compiled graph calls the wrapper.
+"""The operators with which a compiled graph calls the wrapper.
 
-``begin_forward`` is the first operator of a forward graph. It does all that the wrapper does before
-a forward. Where that overwrites buffers it is ``begin_forward_with_buffers``, which costs more: in
-each step torch looks up how an operator changes its arguments. ``gradient_ready`` is in the
-backward graph, once for each parameter, directly after the operator that makes its gradient.
-``watch_gradient`` puts it there while the graph is traced. None of them computes anything:
-gradients are outputs of the graph, and autograd sets ``.grad`` as usual. ``to_contiguous`` copies
-the gradient of a convolution's weight in front of that.
+``begin_forward`` is the first operator of a forward graph. It does everything that precedes a
+forward in the wrapper. If this overwrites buffers, the operator is ``begin_forward_with_buffers``,
+which costs more: torch looks up in each step how an operator changes its arguments.
+``gradient_ready`` is in the backward graph, once for each parameter, directly after the operator
+that computes its gradient. ``watch_gradient`` puts it there while the graph is traced. None of them
+computes anything: gradients are outputs of the graph, and autograd sets ``.grad`` as usual. Before
+``gradient_ready``, ``to_contiguous`` copies the gradient of a convolution's weight.
 
-A graph holds names of parameters. It does not depend on buckets, which may change, on ranks, or on
-the wrapper: it gets the number of the wrapper from ``begin_forward``.
+A graph holds parameter names. It does not depend on buckets, which may change, on ranks, or on the
+wrapper: ``begin_forward`` returns the number of the wrapper.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _VIEWS = (
     "broadcast_buffers=False"
 )
 _BUFFERS_AFTER = f"a hook for buffers runs after each forward, {_INSIDE}"
-# Methods that a forward calls if it is not traced, and that subclasses may override.
+# Methods that an untraced forward calls, and that subclasses may override.
 _STEPS = ("_pre_forward", "_run_ddp_forward", "_post_forward")
 
 
@@ -57,8 +57,8 @@ class Traced:
         begin: function that does the wrapper's work before each forward.
 
     Attributes:
-        version: of this package. torch keeps graphs on disk, also those of an older version.
-        obstacle: why its forward cannot be traced into one graph, and what to do; empty if it can.
+        version: version of this package; torch keeps graphs on disk, also of older versions.
+        obstacle: why the forward cannot be traced into one graph, and the remedy; empty if it can.
     """
 
     def __init__(self, wrapper: Any, begin: Callable[..., Any]) -> None:
@@ -74,21 +74,21 @@ class Traced:
                 self.obstacle = _OVERRIDES.format(name)
         number = next(_numbers)
         with outside_modes():
-            self.number = torch.tensor(number, device="cpu")  # of the wrapper
-        self.gradients: GraphGradients | None = None  # takes what a graph that has run announces
+            self.number = torch.tensor(number, device="cpu")  # number of the wrapper
+        self.gradients: GraphGradients | None = None  # receives announcements once a graph has run
         _traced[number] = self
 
     def refuse_buffers_after(self) -> None:
-        """A hook for buffers runs after each forward: no forward can be traced any more."""
+        """Refuse to trace forwards, because a buffer hook runs after each forward."""
         self.obstacle = _BUFFERS_AFTER
 
     def buffers(self) -> Sequence[Tensor]:
-        """The buffers that :meth:`begin_forward` may overwrite."""
+        """Return the buffers that :meth:`begin_forward` may overwrite."""
         ddp = self._wrapper()
         return list(ddp.module.buffers()) if ddp.forward_sync_buffers else []
 
     def begin_forward(self) -> int:
-        """All that the wrapper does before a forward; returns its number, -1 without gradients."""
+        """Do the wrapper's work before a forward. Return its number, -1 without gradients."""
         ddp = self._wrapper()
         state = ddp._ddp_state
         core, has_grad, syncs = state.core, torch.is_grad_enabled(), state.sync.enabled
@@ -105,13 +105,13 @@ class Traced:
 
 
 def names_of(number: int) -> dict[Tensor, str]:
-    """Names of the parameters of the wrapper with this number."""
+    """Return the names of the parameters of the wrapper with this number."""
     ddp = _traced[number]._wrapper()
     return {param: name for name, param in ddp._ddp_state.ignored.parameters(ddp.module)}
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:
-    """Whether two of these tensors share memory. (No graph can overwrite such views.)"""
+    """Return whether two of these tensors share memory. No graph can overwrite such views."""
     ranges = []
     for each in tensors:
         is_odd = is_lazy(each) or each.is_nested or each.layout is not torch.strided
@@ -128,15 +128,15 @@ def _begin_forward(
     version: str,
     buffers: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The wrapper's work before a forward, see :meth:`Traced.begin_forward`.
+    """Do the wrapper's work before a forward; see :meth:`Traced.begin_forward`.
 
     Args:
         wrapper: :attr:`Traced.number`.
-        after: result for the forward before this one in the same graph, so that torch.compile
-            neither merges nor reorders them.
+        after: result for the previous forward in the same graph, so that torch.compile neither
+            merges nor reorders them.
         has_grad: the forward is traced with gradients.
         version: see :attr:`Traced.version`.
-        buffers: of the module, which may be overwritten with those of another rank.
+        buffers: buffers of the module, which another rank's buffers may overwrite.
 
     Returns:
         The numbers of the wrapper and of this forward, int64 ``(2,)`` on the CPU.
@@ -145,7 +145,7 @@ def _begin_forward(
     traced = _traced[number]
     with torch.set_grad_enabled(has_grad):
         forward = traced.begin_forward()
-    # (Graphs may pass copies of the buffers, and write them back at their end.)
+    # Graphs may pass copies of the buffers, and write them back at their end.
     for copy, buffer in zip(buffers, traced.buffers(), strict=True):
         if copy.data_ptr() != buffer.data_ptr():
             copy.copy_(buffer)
@@ -153,9 +153,9 @@ def _begin_forward(
 
 
 def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
-    """Put ``gradient_ready`` into the backward of the graph that is traced, if one is.
+    """Put ``gradient_ready`` into the backward of the graph that is being traced, if any.
 
-    ``param`` is one of the module, or an input.
+    ``param`` is a parameter of the module or an input.
     """
     if not is_traced(param) or not param.requires_grad:
         return
@@ -172,10 +172,10 @@ def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
 
 
 def _may_come_in_channels_last(param: Tensor) -> bool:
-    """Whether Inductor may make the gradient of ``param`` in another memory order.
+    """Return whether Inductor may compute the gradient of ``param`` in another memory order.
 
-    It computes convolutions in channels_last. Gradients in another order than their parameter's are
-    copied by autograd when the whole graph has run, so none of them could be sent before.
+    Inductor computes convolutions in channels_last. Autograd copies gradients whose order differs
+    from their parameter's after the whole graph has run, so none of them could be sent before.
     """
     if param.dim() not in (4, 5):
         return False
@@ -184,19 +184,19 @@ def _may_come_in_channels_last(param: Tensor) -> bool:
 
 
 def _to_contiguous(grad: Tensor) -> Tensor:
-    """A copy of ``grad`` in row-major order. (Of ``aten.clone`` Inductor chooses the order.)"""
+    """Copy ``grad`` in row-major order; Inductor would choose the order of ``aten.clone``."""
     return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _gradient_ready(grad: Tensor, forward: Tensor, name: str) -> None:
-    """The graph has made all of its gradient of parameter ``name``.
+    """Announce that the graph has computed the whole gradient of parameter ``name``.
 
     Args:
         grad: the gradient of that parameter, or of an input if ``name`` is empty.
         forward: the result of ``begin_forward``.
         name: name of the parameter in the wrapped module.
     """
-    if current_graph_task_id() < 0:  # called in a forward: a constant gradient is made there
+    if current_graph_task_id() < 0:  # in a forward, which computes constant gradients
         return
     wrapper, number = forward.tolist()
     traced = _traced.get(wrapper)
@@ -204,7 +204,7 @@ def _gradient_ready(grad: Tensor, forward: Tensor, name: str) -> None:
         traced.gradients.ready(name, grad, number)
 
 
-# Python that runs in each step cannot be in a CUDA graph.
+# Python code that runs in each step cannot be part of a CUDA graph.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _FORWARD = "Tensor wrapper, Tensor? after, bool has_grad, str version"
 for _schema, _function, _fake, _tags in (
@@ -249,10 +249,10 @@ BEGIN = torch.ops.tritonddp.begin_forward, torch.ops.tritonddp.begin_forward_wit
 
 @functools.cache
 def _prepare_tracing() -> Callable[[Callable[[Any], None]], None]:
-    """Make these operators traceable, and return :func:`comptime`. (Imports torch's tracer.)"""
+    """Make these operators traceable. Return :func:`comptime`. Imports torch's tracer."""
     keep_dynamo_out(f"{__package__}.forward")
     ops = torch.ops.tritonddp
     for each in (*BEGIN, ops.gradient_ready, ops.watch_gradient):
-        # Graphs keep them, although nothing uses their results.
+        # Graphs keep these operators, although nothing uses their results.
         torch.fx.has_side_effect(each.default)
     return comptime()

@@ -1,1 +1,1 @@
-"""WHAT CAN BE OBSERVED: checksums, stock's logging data, who is behind."""
+"""Diagnostics: checksums, stock DDP's logging data, reports of stuck ranks."""

@@ -1,11 +1,11 @@
-"""Do all ranks hold the same parameters, buffers and gradients, bit for bit?
+"""Verify that all ranks hold bitwise identical parameters, buffers and gradients.
 
 If they do, this takes two collectives for any number of ranks: an all-gather of 40 bytes, which
-compares names and shapes, and an all-reduce (maximum) of 16 to 24 bytes a tensor. For each tensor
+compares names and shapes, and an all-reduce (maximum) of 16 to 24 bytes per tensor. For each tensor
 it reduces the checksum ``c`` and the complement ``~c``: the maximum of ``c`` is the greatest
-checksum of all ranks, the complement of the maximum of ``~c`` the least. If both are equal, all
-checksums are. One hash of all checksums would be smaller, but could not tell which tensors differ.
-And a tensor that one rank alone expects to differ has to be left out on all ranks.
+checksum of all ranks, and the complement of the maximum of ``~c`` is the least. If both are equal,
+all checksums are equal. One hash of all checksums would be smaller, but could not tell which
+tensors differ. A tensor that only one rank expects to differ must be excluded on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tritonddp.coordination.verify import describe, plain_tensors, verify_same
 from tritonddp.diagnostics.checksum import checksums
 from tritonddp.reducer.autograd_driver import AutogradDriver
 
-# Most tensors in one error message, and most different contents of one; the rest is counted.
+# Maximum numbers of tensors in an error message, and of contents per tensor; the rest is counted.
 _SHOWN = 10
 _CONTENTS = 4
 
@@ -38,7 +38,7 @@ class _Item:
     kind: str  # "parameter", "buffer" or "gradient"
     name: str
     tensor: Tensor | None  # None for a missing gradient
-    like: Tensor  # of the same shape and dtype; the parameter for a gradient
+    like: Tensor  # has the same shape and dtype; the parameter for a gradient
     is_local: bool = False  # this rank expects it to differ between ranks
 
 
@@ -49,18 +49,18 @@ def check_sync(
     buffers: bool | None,
     gradients: bool | None,
 ) -> None:
-    """See ``DistributedDataParallel.check_sync()``; what is ``ignored`` is left out."""
+    """See ``DistributedDataParallel.check_sync()``. Tensors in ``ignored`` are excluded."""
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
     reduced = driver.reduced_parameters()
     group, device = driver.group, driver.manager.current.params[0].device
     where = f"{driver.where()}, check_sync()"
-    # (A module under tensor parallelism may have other tensors in the places of its parameters.)
+    # A module under tensor parallelism may hold other tensors in place of its parameters.
     params = ignored.parameters(module)
     held = [] if buffers is False else ignored.buffers(module)
     if buffers is None and not driver.parameters.ignored.syncs_buffers:
-        held = []  # each rank keeps what it has
+        held = []  # each rank keeps its own buffers
     own = _of_own_batches(module, group) if buffers is None else []
     what = f"{buffers}, without {own}" if own else buffers
     compared = {"buffers": what, "gradients": gradients}
@@ -91,7 +91,7 @@ def check_sync(
 
 
 def _of_own_batches(module: nn.Module, group: Group) -> list[str]:
-    """Names of buffers that the forwards of each rank change by its own batches."""
+    """Return the names of buffers that the forwards of each rank update with its own batches."""
     found = []
     for prefix, layer in module.named_modules():
         names = running_statistics(layer)
@@ -102,18 +102,18 @@ def _of_own_batches(module: nn.Module, group: Group) -> list[str]:
 
 
 def _spans(wide: dist.ProcessGroup | None, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of ``group`` are in ``wide``; ``None`` is the default group."""
+    """Return whether all ranks of ``group`` are in ``wide``; ``None`` is the default group."""
     try:
         ranks = set(dist.get_process_group_ranks(group))
         return wide is None or ranks <= set(dist.get_process_group_ranks(wide))
-    except KeyError:  # torch has not registered the group: its global ranks are not known
+    except KeyError:  # torch has not registered the group: its global ranks are unknown
         return wide is group
 
 
 def _differing(
     items: Sequence[_Item], sums: Sequence[int], group: Group, device: torch.device
 ) -> list[int]:
-    """Indices of the items that differ between ranks, and which no rank expects to differ."""
+    """Return the indices of items that differ between ranks and should not."""
     gradients = [number for number, item in enumerate(items) if item.kind == "gradient"]
     local = [int(items[number].is_local) for number in gradients]
     message = torch.tensor([*sums, *(~each for each in sums), *local], device=device)
@@ -134,7 +134,7 @@ def _lines(
     group: Group,
     device: torch.device,
 ) -> list[str]:
-    """Lines about the items ``differing``: which ranks hold which values."""
+    """Describe which ranks hold which values of the items ``differing``, one item per line."""
     shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
     lines = [
         f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: {content}"
@@ -148,7 +148,7 @@ def _lines(
 def _by_content(
     shown: Sequence[tuple[_Item, int]], group: Group, device: torch.device
 ) -> list[str]:
-    """For each item, with its checksum on this rank: which ranks hold which value."""
+    """Describe which ranks hold which value of each item, given with its local checksum."""
     sums = torch.tensor([checksum for _, checksum in shown], device="cpu")
     norms = torch.tensor(
         [_norm(item.tensor) for item, _ in shown], dtype=torch.float64, device="cpu"
@@ -164,7 +164,7 @@ def _by_content(
 def _norm(tensor: Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
-    if tensor.dtype is torch.float4_e2m1fn_x2:  # torch converts it to no other dtype
+    if tensor.dtype is torch.float4_e2m1fn_x2:  # torch cannot convert it to another dtype
         tensor = tensor.view(torch.uint8)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     with torch.no_grad():
@@ -172,9 +172,9 @@ def _norm(tensor: Tensor | None) -> float:
 
 
 def _in_words(contents: Sequence[tuple[int, float]], group: Group) -> str:
-    """Which ranks hold which value, the rarest value first.
+    """Describe which ranks hold which value, the rarest value first.
 
-    ``contents`` are checksum and norm on each rank, both 0 for a missing gradient.
+    ``contents`` are the checksum and the norm on each rank, both 0 for a missing gradient.
     """
     holders: dict[int, list[int]] = {}
     for rank, (checksum, _) in enumerate(contents):

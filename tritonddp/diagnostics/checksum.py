@@ -1,10 +1,10 @@
-"""Checksums of the bits of tensors, made on their device.
+"""Checksums of the bits of tensors, computed on their device.
 
 Each word of 8 bytes is mixed with its index by the finalizer of SplitMix64 (Steele, Lea and Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014), and the results are summed modulo
-2^64. So the order in which a device sums does not matter. The mixing of a word is a bijection: a
-change of one word always changes the sum. Other changes, such as swapped elements, are missed in
-one case of 2^64.
+2^64. The order in which a device sums therefore does not matter. The mixing of a word is a
+bijection, so a change of one word always changes the sum. Other changes, such as swapped elements,
+are missed with probability 2^-64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Bytes that are mixed at once: a few temporary copies of them are made.
+# Bytes that are mixed together; a few temporary copies of them are made.
 _PIECE = 2**23
 _WORD = 8  # bytes
 
@@ -28,13 +28,13 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Checksums of tensors: one signed 64-bit number for each.
+    """Return a checksum of each tensor, a signed 64-bit number.
 
     It depends on content, shape, dtype and layout (dense or sparse), not on strides. Bits are
     compared: a NaN equals the same NaN, and 0.0 differs from -0.0. ``None`` has a checksum too. The
     host waits for each device once.
 
-    Memory: a small multiple of 8 MiB, and a copy of a tensor that is not row-major.
+    Memory: a small multiple of 8 MiB, and a copy of each tensor that is not row-major.
     """
     totals = [0 if tensor is None else _described(tensor) for tensor in tensors]
     by_device: dict[torch.device, dict[int, Tensor]] = {}
@@ -53,7 +53,7 @@ def _described(tensor: Tensor) -> int:
 
 
 def _sum_of_words(tensor: Tensor) -> Tensor:
-    """The sum of its words, each mixed with its index: int64 ``()``."""
+    """Return the sum of the words, each mixed with its index: int64 ``()``."""
     parts = [tensor.detach()]
     if tensor.layout is torch.sparse_coo:
         rows = parts[0].coalesce()
@@ -72,7 +72,7 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer, in place."""
+    """Apply SplitMix64's finalizer in place."""
     words ^= _shifted(words, 30)
     words *= _FIRST
     words ^= _shifted(words, 27)
@@ -82,5 +82,5 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: filled with zeros, also where the sign bit is set."""
+    """Shift right logically: fill with zeros, even if the sign bit is set."""
     return (words >> bits).bitwise_and_(2 ** (64 - bits) - 1)

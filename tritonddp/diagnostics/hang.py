@@ -1,14 +1,14 @@
-"""Nothing moves, and ranks wait for others: who is behind, and where does its Python stand?
+"""Reports of stuck ranks: which rank the others wait for, and its Python stack.
 
-A backend says only that a collective has not ended, when its timeout comes. A thread of each
-process looks every few seconds how far the wrappers are, in what the reducer keeps anyway: a step
-does nothing for it. If those of a process group have not moved for ``TRITONDDP_HANG_SECONDS``, this
-rank writes to the group's store where it is, its *post*, and reads the posts of the other ranks.
-If some wait, the first rank of each host then logs who is behind, and the others do at level INFO;
-again at doubling intervals, and shortly before the timeout of the group. Training goes on when the
-rank that is behind does.
+A backend reports only that a collective has not completed, after its timeout. A thread of each
+process checks the progress of the wrappers every few seconds, in what the reducer records anyway,
+so a step does no extra work. If the wrappers of a process group have not moved for
+``TRITONDDP_HANG_SECONDS``, this rank writes its position, its *post*, to the group's store, and
+reads the posts of the other ranks. If some ranks wait, the first rank of each host logs which rank
+is behind; the other ranks log it at level INFO. This repeats at doubling intervals, and shortly
+before the timeout of the group. Training continues when the rank that is behind continues.
 
-Posts are JSON, of bounded size. No collective is made, and no call waits for the device.
+Posts are JSON of bounded size. No collective runs, and no call waits for the device.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ logger = logging.getLogger(__name__)
 
 SECONDS, DIRECTORY = "TRITONDDP_HANG_SECONDS", "TRITONDDP_HANG_DIR"
 _DEFAULT = "60"
-# Seconds between two looks, at most; and for the store: a call to one whose host is stopped does
-# not return, and counts as not answered after a while.
+# In seconds: longest time between two checks; how long to wait for the store; after how long the
+# store counts as not answering, because a call to a store on a stopped host does not return.
 _PAUSE, _PATIENCE, _NO_ANSWER = 5.0, 5.0, 30.0
 _WRAPPERS, _SHOWN = 64, 4  # wrappers in a post; ranks in a report
-_ALL = 1 << 30  # number of buckets launched and back, outside a backward
+_ALL = 1 << 30  # number of buckets launched and reduced, outside a backward
 _OUTSIDE = "outside forward and backward"
-_KEY = "tritonddp/hang"  # keys of the store begin with it
+_KEY = "tritonddp/hang"  # prefix of the keys in the store
 _THREAD = "tritonddp-hang"  # name of the threads
 _NO_STORE = (
     "where the others are is not known: the store of the process group does not answer. Rank 0 or "
     "the launcher, which hosts it, is stopped, has ended or cannot be reached; or there is none"
 )
-# How a process that does not answer is found.
+# States in which a process that does not answer is found.
 _STATES = {
     "ended": "it has ended",
     "stopped": "it is stopped, by a signal or a debugger",
@@ -67,10 +67,10 @@ _STATES = {
 
 
 def hang_seconds() -> float:
-    """Seconds without movement after which ranks tell where they are; 0: they never do.
+    """Return the seconds without movement after which ranks report; 0 disables reports.
 
     Raises:
-        ValueError: the environment variable is no such number.
+        ValueError: the environment variable is not a number >= 0.
     """
     text = os.environ.get(SECONDS) or _DEFAULT
     try:
@@ -85,21 +85,21 @@ def hang_seconds() -> float:
 class Place(NamedTuple):
     """Where a wrapper is on one rank."""
 
-    number: int  # of the wrapper, alike on all ranks
-    step: int  # number of the reductions that have begun
-    launched: int  # number of buckets of the last one
-    back: int  # how many of these are reduced
-    phase: str  # for people: what it does
-    bucket: str = ""  # the next one to come back
+    number: int  # number of the wrapper, identical on all ranks
+    step: int  # number of reductions begun
+    launched: int  # number of buckets launched in the last reduction
+    back: int  # number of these buckets that are reduced
+    phase: str  # what the wrapper does, for people
+    bucket: str = ""  # the next bucket to be reduced
 
     @property
     def waits(self) -> bool:
-        """Whether a bucket is on its way."""
+        """Whether a launched bucket is not yet reduced."""
         return self.back < self.launched
 
 
 def place_of(wrapper: Any) -> Place | None:
-    """Where ``wrapper`` is, as seen from any thread; ``None`` before it has a reducer."""
+    """Return the position of ``wrapper``, from any thread; ``None`` without a reducer."""
     core = getattr(wrapper, "core", None)
     if core is None:
         return None
@@ -121,25 +121,25 @@ def place_of(wrapper: Any) -> Place | None:
 
 @dataclass
 class Post:
-    """What one rank tells of itself."""
+    """The report of one rank about itself."""
 
-    places: Sequence[Place]  # of its wrappers in the group
-    waits: bool  # it waits for other ranks
-    process: str  # which it is, for people
-    stack: Sequence[str] = ()  # of its training thread, see stack_of()
+    places: Sequence[Place]  # places of its wrappers in the group
+    waits: bool  # whether it waits for other ranks
+    process: str  # description of the process, for people
+    stack: Sequence[str] = ()  # stack of the training thread, see stack_of()
 
 
 class _Answers:
-    """What the ranks of a group have told each other since this rank has not moved."""
+    """The posts that the ranks of a group have exchanged since this rank stopped moving."""
 
     def __init__(self, group: Group, store: dist.Store) -> None:
         self.group = group
         self.store = store
-        self.exchanges = 0  # number of them, so that no post of a rank is like its last one
-        self._read: list[dict[int, bytes]] = []  # each time, the texts of the other ranks
+        self.exchanges = 0  # their number makes each post of a rank differ from its last one
+        self._read: list[dict[int, bytes]] = []  # per exchange, the texts of the other ranks
 
     def exchange(self, own: Post) -> None:
-        """Tell the other ranks where this one is, and read what they have told."""
+        """Publish the post of this rank, and read the posts of the other ranks."""
         self.exchanges += 1
         key, places = f"{_KEY}/{self.group.rank}", own.places[:_WRAPPERS]
         self.group.tell_made(self.store)
@@ -149,14 +149,14 @@ class _Answers:
         self._read = [*self._read[-3:], read_all(self.store, keys)]
 
     def take_back(self) -> None:
-        """This rank goes on: the number of its backwards changes."""
+        """Withdraw the number of this rank's backwards, which changes as the rank continues."""
         with contextlib.suppress(Exception):
             self.store.delete_key(f"{MADE}/{self.group.rank}")
 
     def all(self) -> dict[int, Post]:
-        """The posts of this hang.
+        """Return the posts of this hang.
 
-        One that does not change is of an earlier hang, or of a process that was stopped since.
+        A post that does not change is from an earlier hang, or from a process stopped since.
         """
         posts = {}
         for rank, text in sorted(self._read[-1].items()):
@@ -167,7 +167,7 @@ class _Answers:
         return posts
 
     def report(self, posts: dict[int, Post]) -> list[str]:
-        """Lines that say who waits for whom."""
+        """Return lines that describe which rank waits for which."""
         named, size = partial(rank_list, group=self.group.process_group), self.group.size
         waiting = [rank for rank, post in posts.items() if post.waits]
         at: defaultdict[tuple[bool, Place | None], list[int]] = defaultdict(list)
@@ -214,7 +214,7 @@ class _Answers:
 
 
 def _is_behind(post: Post, waiting: Iterable[Place]) -> bool:
-    """Whether a rank with this post is what other ranks wait for."""
+    """Return whether other ranks wait for a rank with this post."""
     return any(
         (place.step, place.launched) <= (other.step, other.back)
         for place in post.places
@@ -224,37 +224,37 @@ def _is_behind(post: Post, waiting: Iterable[Place]) -> bool:
 
 
 class _GroupWatch:
-    """The wrappers of one process group, as the thread has seen them last."""
+    """The wrappers of one process group, as the thread last saw them."""
 
     def __init__(self, group: Group, limit: float) -> None:
         self.group = group
         self.limit = limit
         self.pause = min(_PAUSE, limit / 4)
         self.wrappers: WeakSet[Any] = WeakSet()
-        self.training = 0  # identifier of the thread that trains
+        self.training = 0  # identifier of the training thread
         self._places: list[Place] = []
         self._since = time.monotonic()
-        self._next = 0.0  # report, in seconds without movement; 0: none was made
-        self._level = logging.WARNING  # of reports: other ranks of a host tell the same
+        self._next = 0.0  # time of the next report, in seconds without movement; 0: none made
+        self._level = logging.WARNING  # of reports: other ranks of the host report the same
         self._answers: _Answers | None = None
         self._exchange: threading.Thread | None = None
-        self._asked = 0.0  # when that began
-        self._answer: tuple[float, list[str] | None] = 0.0, None  # since when; what was found
-        self._neighbours: list[Process] | None = None  # of the other ranks of this host, once read
-        self._has_lost = False  # at the last look one of them had ended
+        self._asked = 0.0  # when the exchange began
+        self._answer: tuple[float, list[str] | None] = 0.0, None  # start of the hang; the result
+        self._neighbours: list[Process] | None = None  # other ranks of this host, once read
+        self._has_lost = False  # a neighbor had ended at the last check
 
     def add(self, wrapper: Any) -> None:
-        """Watch ``wrapper`` too, which this thread trains."""
+        """Also watch ``wrapper``, which the calling thread trains."""
         self.wrappers.add(wrapper)
         self.training = threading.get_ident()
 
     def in_use(self) -> list[Any]:
-        """The wrappers that have not left the group."""
+        """Return the wrappers that have not left the group."""
         group = self.group.process_group
         return [each for each in [*self.wrappers] if each.group.process_group is group]
 
     def look(self) -> None:
-        """See where the wrappers are, and report if they have not moved for ``limit`` seconds."""
+        """Check the wrappers, and report if they have not moved for ``limit`` seconds."""
         limit, pause = self.limit, self.pause
         group, wrappers = self.group.process_group, self.in_use()
         found = map(place_of, wrappers)
@@ -282,7 +282,7 @@ class _GroupWatch:
         if seconds < max(self._next, limit + 2 * pause):
             return
         if self._exchange is not None and time.monotonic() - self._asked < _NO_ANSWER:
-            return  # the answer of a slow store comes at a later look
+            return  # a slow store may answer before a later check
         if answer is None and waits:
             answer = [f"rank {self.group.rank}", _NO_STORE]
             if (first := self.group.first_process) is not None:
@@ -300,19 +300,19 @@ class _GroupWatch:
             self._next = min(self._next, timeout.total_seconds() - 2 * pause)
 
     def leave(self, at_end: bool) -> None:
-        """Tell how many reduced backwards this rank has made: no wrapper is left, or the end comes.
+        """Publish this rank's number of reduced backwards: no wrapper is left, or the process ends.
 
-        Only to a store that certainly outlives the ranks, that of torchrun: a TCPStore waits for a
-        host that has ended, and logs C++ stacks.
+        Use only a store that certainly outlives the ranks, which is torchrun's: a TCPStore waits
+        for a host that has ended, and logs C++ stacks.
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             with contextlib.suppress(Exception):
-                # Python sets it when it prints an exception that nothing has caught.
+                # Python sets it when it prints an uncaught exception
                 at_end = at_end and not hasattr(sys, "last_value")
                 self.group.tell_made(own_connection(self.group.process_group), at_end=at_end)
 
     def _named(self, places: Sequence[Place]) -> list[Place]:
-        """``places``, those outside forward and backward with the other backward that runs."""
+        """Return ``places``; idle places name another backward that is running, if any."""
         running = [
             f"inside the backward of wrapped module {each.core.parameters.number}"
             + ("" if watch is self else f" of process group {watch.group.name!r}")
@@ -326,8 +326,8 @@ class _GroupWatch:
     def _fail_if_lost(self) -> None:
         """Fail the collectives that wait for a process of this host that has ended.
 
-        Usually its connections have closed. A process that it has forked may hold them open. It is
-        seen at two looks: until then the last bytes that it has sent are here.
+        Usually, its connections have closed, but a process that it forked may hold them open. Wait
+        for two checks, so that the last bytes that it sent have arrived.
         """
         if self._neighbours is None:
             self._neighbours = []
@@ -340,16 +340,16 @@ class _GroupWatch:
         self._has_lost = has_lost
 
     def _find_neighbours(self) -> None:
-        with contextlib.suppress(Exception):  # a group written in Python has no store, for example
+        with contextlib.suppress(Exception):  # for example, a group written in Python has no store
             keys = {rank: key_of(rank) for rank in range(self.group.size)}
             texts = read_all(own_connection(self.group.process_group), keys).values()
             self._neighbours = [each for each in map(Process.parse, texts) if each and each.state]
 
     def _ask(self, own: Post) -> list[str] | None:
-        """Exchange posts, in a thread that goes on if the store is slow: no look waits for long."""
+        """Exchange posts in a thread that continues if the store is slow; wait only briefly."""
         if self._exchange is None:
             if self._answer == (self._since, None):
-                return None  # a store that has failed fails again, and torch logs its C++ stack
+                return None  # a store that failed fails again, and torch logs its C++ stack
             self._asked = time.monotonic()
             given = own, self._since
             self._exchange = threading.Thread(
@@ -361,29 +361,29 @@ class _GroupWatch:
             return None
         self._exchange = None
         since, answer = self._answer
-        return answer if since == self._since else self._ask(own)  # not that of an earlier hang
+        return answer if since == self._since else self._ask(own)  # not for an earlier hang
 
     def _run(self, own: Post, since: float) -> None:
         answer: list[str] | None = None
-        # (The connection is another one than that of the training thread, which may wait in it.)
+        # This is not the connection of the training thread, which may wait in it.
         try:
             if self._answers is None:
                 self._answers = _Answers(self.group, own_connection(self.group.process_group))
             self._answers.exchange(own)
             posts = self._answers.all() | {self.group.rank: own}
-            # (Whether a post changes is seen when it is read again.)
+            # The second exchange shows whether a post changes.
             some_wait = self._answers.exchanges > 1 and any(each.waits for each in posts.values())
             answer = self._answers.report(posts) if some_wait else []
             host = own.process.rpartition(" on ")[2]
             here = [r for r, each in posts.items() if each.process.rpartition(" on ")[2] == host]
             self._level = logging.WARNING if self.group.rank == min(here) else logging.INFO
-        except Exception:  # a group written in Python has no store, for example
+        except Exception:  # for example, a group written in Python has no store
             logger.debug("no other rank could be asked", exc_info=True)
         self._answer = since, answer
 
 
 def _flight_recorder() -> list[str]:
-    """A line that says where torch's own record of collectives is, if it is on."""
+    """Return a line that names torch's flight recorder, if it is on."""
     sizes = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
     if not any(os.environ.get(each, "0") != "0" for each in sizes):
         return []
@@ -394,7 +394,7 @@ def _flight_recorder() -> list[str]:
 
 
 def _write(group: Group, text: str) -> None:
-    """Write the report, and the stacks of all threads, to a file of this rank."""
+    """Write the report and the stacks of all threads to a file of this rank."""
     if not (directory := os.environ.get(DIRECTORY)):
         return
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -411,14 +411,14 @@ def _write(group: Group, text: str) -> None:
 
 
 class _Watch(threading.Thread):
-    """Looks at the wrappers of this process until there are none."""
+    """Checks the wrappers of this process until there are none."""
 
     def __init__(self) -> None:
         super().__init__(name=_THREAD, daemon=True)
-        # A wrapper came or went. (Finalizers may run anywhere; this takes no lock of Python's.)
+        # A wrapper was added or freed. Finalizers may run anywhere, so this takes no Python lock.
         self.changed: SimpleQueue[None] = SimpleQueue()
         self.groups: list[_GroupWatch] = []
-        self.is_over = False  # the program ends
+        self.is_over = False  # the program is ending
 
     def run(self) -> None:
         global _watch
@@ -442,9 +442,9 @@ class _Watch(threading.Thread):
             for each in left:
                 try:
                     each.look()
-                except Exception:  # training goes on
+                except Exception:  # training continues
                     logger.debug("no look at the wrappers was possible", exc_info=True)
-            del each, groups, left  # (They keep process groups alive.)
+            del each, groups, left  # they keep process groups alive
 
 
 _lock = threading.Lock()
@@ -452,7 +452,7 @@ _watch: _Watch | None = None
 
 
 def watch(wrapper: Any) -> None:
-    """Report if ``wrapper``, which this thread trains, waits too long for other ranks.
+    """Report if ``wrapper``, which the calling thread trains, waits too long for other ranks.
 
     Raises:
         ValueError: see :func:`hang_seconds`.
@@ -466,7 +466,7 @@ def watch(wrapper: Any) -> None:
             starts = _Watch()
             try:
                 starts.start()
-            except RuntimeError as error:  # the user may have no more threads: training goes on
+            except RuntimeError as error:  # the user may have no threads left: training continues
                 logger.warning("rank %d: no watch for hangs: %s", group.rank, str(error))
                 return
             _watch = starts
@@ -480,10 +480,10 @@ def watch(wrapper: Any) -> None:
 
 
 def _end() -> None:
-    """End the thread before the interpreter does: it may drop the last reference to a group.
+    """End the thread before the interpreter ends: it may drop the last reference to a group.
 
-    The destructor of a group waits for the interpreter, which ends a thread that waits for it then,
-    inside C++: the process aborts.
+    The destructor of a group waits for the interpreter lock. At shutdown, the interpreter ends a
+    thread that waits for it inside C++, which aborts the process.
     """
     with _lock:
         watch = _watch
@@ -498,7 +498,7 @@ atexit.register(_end)
 
 
 def _forget() -> None:
-    """Runs in a forked process, which has none of the threads of its parent."""
+    """Reset a forked process, which has none of its parent's threads."""
     global _watch, _lock
     _watch, _lock = None, threading.Lock()
 

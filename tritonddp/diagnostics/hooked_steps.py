@@ -1,7 +1,7 @@
-"""Optimizers that step in hooks of the parameters, before gradients are averaged: said by name.
+"""Warning about optimizers that step in parameter hooks, before gradients are averaged.
 
-Layerwise optimizers (GaLore, LOMO) take each gradient as soon as it is there. It is averaged later,
-so that each rank trains by its own gradients; in stock DDP too, without a word.
+Layerwise optimizers (GaLore, LOMO) use each gradient as soon as it is ready. It is averaged later,
+so each rank trains on local gradients. Stock DDP does the same without a warning.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from tritonddp.reducer.graph.backward import Backward
 
 logger = logging.getLogger(__name__)
 
-# How many parameters are compared, the smallest ones, and in how many backwards: the learning rate
-# of the first step may be zero.
+# Number of parameters that are compared (the smallest), and of backwards: the learning rate of the
+# first step may be zero.
 _PARAMS, _BACKWARDS = 4, 3
 
 
 class HookedSteps(Extension):
-    """In the first reduced backwards, compares parameters that have hooks before and after.
+    """Compares parameters with hooks before and after the first reduced backwards.
 
-    If one has changed, a hook has stepped an optimizer. It removes itself afterwards, and in the
-    first backward if no parameter has a hook. ``events`` are those that call it.
+    If a parameter has changed, a hook has stepped an optimizer. This extension removes itself
+    afterwards, or in the first backward if no parameter has a hook. ``events`` call it.
     """
 
     def __init__(self, events: Events) -> None:
-        self._events = weakref.ref(events)  # which hold this
+        self._events = weakref.ref(events)  # they refer to this object
         self._left = _BACKWARDS
         self._before: list[tuple[str, Tensor, Tensor]] = []
 
     def on_begin(self, backward: Backward) -> None:
-        """Keep the values of some parameters with hooks."""
+        """Save the values of some parameters with hooks."""
         reduction, self._before = backward.reduction, []
         if reduction is None or reduction.is_captured:
             return
         current = reduction.bucket_set
         named = zip(current.names, current.params, strict=True)
-        # (Communication hooks may step optimizers by means.)
+        # Communication hooks may step optimizers with means.
         hooked = [
             (name, param)
             for name, param in named
@@ -58,7 +58,7 @@ class HookedSteps(Extension):
             self._remove()
 
     def on_compute_end(self, backward: Backward) -> None:
-        """Compare them."""
+        """Compare the parameters with the saved values."""
         before, self._before = self._before, []
         changed = [
             name

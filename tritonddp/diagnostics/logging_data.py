@@ -1,4 +1,4 @@
-"""The data of ``_get_ddp_logging_data()``, under stock's names."""
+"""The data of ``_get_ddp_logging_data()``, under the names of stock DDP."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _ENVIRONMENT_OF = {
     ),
 }
 
-# As in stock: the first 10 steps are timed, then one in 100 unless another rate is set.
+# As in stock DDP: time the first 10 steps, then one in 100 unless another rate is set.
 FIRST = 10
 RATE = 100
 
-# As in stock: what lies between them, the loss above all, counts as backward.
+# As in stock DDP: the time between them, mainly the loss, counts as backward.
 FORWARD_BEGAN, FORWARD_ENDED = "forward began", "forward ended"
 COMPUTE_ENDED = "compute ended"
 COMMUNICATION_BEGAN, COMMUNICATION_ENDED = "communication began", "communication ended"
@@ -58,10 +58,10 @@ _STAMPS = [
 
 
 class Logger(Extension):
-    """The configuration and statistics of a wrapper, which it does not keep alive.
+    """The configuration and statistics of a wrapper, which this object does not keep alive.
 
-    Values are read when they are asked for, except the first buckets, the last error and the times
-    of sampled steps, which are kept.
+    Values are read on demand, except the initial buckets, the last error and the times of sampled
+    steps, which are stored.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -73,7 +73,7 @@ class Logger(Extension):
         self._joins = False  # join() was entered
 
     def note_join(self) -> None:
-        """``join()`` was entered."""
+        """Record that ``join()`` was entered."""
         self._joins = True
 
     def set_error_and_log(self, message: str) -> None:
@@ -84,12 +84,12 @@ class Logger(Extension):
         self.set_error_and_log(message)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Called when a forward begins whose backward will be reduced."""
+        """Start a step, when a forward begins whose backward will be reduced."""
         self.sampler.iteration += 1
         self.sampler.forward_begins()
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        """All fields as they are now: ``strs_map`` has texts, ``ints_map`` whole numbers."""
+        """Return the current fields: ``strs_map`` has strings, ``ints_map`` has integers."""
         wrapper = self._wrapper()
         assert wrapper is not None, "the wrapper is gone"
         driver = wrapper._ddp_state.core
@@ -154,34 +154,34 @@ class Logger(Extension):
 class Sampler(Extension):
     """Times the parts of sampled steps of one driver.
 
-    It is installed as an extension during a sampled step, and removed in the next one. One rank
-    communicates nothing, and needs no buckets for it.
+    It is installed as an extension during a sampled step, and removed in the next step. A single
+    rank does not communicate, and needs no buckets for it.
     """
 
     def __init__(self, driver: AutogradDriver, device: torch.device | None) -> None:
         self._driver = weakref.ref(driver)
         self._device = device  # None if parameters are on several devices: nothing is timed
-        self.rate = RATE  # after the first ten, one step in so many is timed
-        self.iteration = 0  # steps begun so far: forwards whose backward will be reduced
-        self.next_sample = 0  # no step before this one is timed
-        self.moments: Moments | None = None  # time stamps of the step that is timed, if any
-        self._sampled = 0  # the step of these time stamps
-        self._is_of = False  # the reduction that runs now is the one that is timed
-        self.measured = 0  # the last step whose times are known
-        self.times: dict[str, int] = {}  # its times in ns, and the means so far, by stock's names
+        self.rate = RATE  # after the first ten steps, one in `rate` is timed
+        self.iteration = 0  # steps begun: forwards whose backward will be reduced
+        self.next_sample = 0  # no earlier step is timed
+        self.moments: Moments | None = None  # time stamps of the sampled step, if any
+        self._sampled = 0  # step of these time stamps
+        self._is_of = False  # whether the running reduction is the sampled one
+        self.measured = 0  # last step with known times
+        self.times: dict[str, int] = {}  # times of that step in ns, and means, by stock's names
         self._recorded = 0
         self._communication = None if driver.group.is_alone else _Communication(weakref.ref(self))
 
     def set_rate(self, rate: int) -> None:
-        """After the first ten steps time one in ``rate``."""
+        """After the first ten steps, time one step in ``rate``."""
         self.rate, self.next_sample = rate, 0
 
     def note_error(self) -> None:
-        """A step has failed: it counts as the last one that is known."""
+        """Count a failed step as the last known step."""
         self.measured = self.iteration
 
     def forward_begins(self) -> None:
-        """A step begins that may be timed: read the times of the last sample first."""
+        """Begin a step that may be sampled. Read the times of the last sample first."""
         if self._device is not None and self._device.type == "cuda" and is_capturing():
             self._drop()
             return
@@ -200,12 +200,12 @@ class Sampler(Extension):
                 driver.events.install(self._communication)
 
     def forward_ended(self) -> None:
-        """The module has returned its output."""
+        """Record that the module has returned its output."""
         if self.moments is not None and FORWARD_ENDED not in self.moments:
             self.moments.mark(FORWARD_ENDED)
 
     def on_begin(self, backward: Backward) -> None:
-        """The first reduced backward belongs to the step."""
+        """Assign the first reduced backward to the sampled step."""
         assert self.moments is not None
         self._is_of = backward.reduction is not None and COMPUTE_ENDED not in self.moments
 
@@ -215,13 +215,13 @@ class Sampler(Extension):
             self.mark(COMMUNICATION_BEGAN, COMMUNICATION_ENDED)
 
     def mark(self, *names: str) -> None:
-        """Something of the step that is timed has come to pass."""
+        """Record the time of an event of the sampled step."""
         if self._is_of and self.moments is not None:
             for name in names:
                 self.moments.mark(name)
 
     def _close(self, moments: Moments) -> None:
-        """The step is over: take its times, if they are known already."""
+        """End the sampled step: read its times if they are known already."""
         if FORWARD_ENDED in moments and COMMUNICATION_ENDED in moments:
             if not moments.have_passed():
                 return  # try again in the next step
@@ -245,13 +245,13 @@ class Sampler(Extension):
 
 
 class _Communication(Extension):
-    """The part of a :class:`Sampler` that needs buckets; ``sampler`` is a weak reference to it."""
+    """The part of a :class:`Sampler` that needs buckets. ``sampler`` is a weak reference to it."""
 
     def __init__(self, sampler: Callable[[], Sampler | None]) -> None:
         self._sampler = sampler
 
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Communication begins with the launch of the first bucket."""
+        """Begin communication at the launch of the first bucket."""
         if bucket.index == 0:
             self._mark(COMMUNICATION_BEGAN)
 
@@ -260,7 +260,7 @@ class _Communication(Extension):
             sampler.mark(name)
 
     def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Communication ends with the last reduced bucket: each overwrites the time stamp."""
+        """End communication with the last reduced bucket: each bucket overwrites the time."""
         self._mark(COMMUNICATION_ENDED)
 
 
@@ -269,9 +269,10 @@ def _buckets(wrapper: Any) -> list[Sequence[Tensor]]:
 
 
 def _has_rebuilt(wrapper: Any) -> bool:
-    """Whether buckets follow the order in which gradients became ready.
+    """Return whether buckets follow the order in which gradients became ready.
 
-    With ``find_unused_parameters=True``, where stock never rebuilds, only if a parameter moved.
+    With ``find_unused_parameters=True``, for which stock DDP never rebuilds, return True only if a
+    parameter moved.
     """
     manager = wrapper._ddp_state.core.manager
     if wrapper.find_unused_parameters and not wrapper.static_graph:
@@ -280,7 +281,7 @@ def _has_rebuilt(wrapper: Any) -> bool:
 
 
 def _comm_hook(wrapper: Any) -> str:
-    """Name of the communication hook, empty without one."""
+    """Return the name of the communication hook, empty without one."""
     if wrapper._ddp_state.builtin_hook is not None:
         return str(wrapper._ddp_state.builtin_hook)
     return _join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in wrapper._comm_hooks)

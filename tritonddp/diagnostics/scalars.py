@@ -1,7 +1,8 @@
-"""Scalars for logs, such as a loss or a number of tokens, that are summed with the gradients.
+"""Scalars to log, such as a loss or a number of tokens, which are summed with the gradients.
 
-They travel as bytes in the header of each rank. The host makes a header, and must not wait for a
-loss on a GPU: the bytes are copied into the bucket at its launch, and out of it when it is reduced.
+They are sent as bytes in the header of each rank. The host makes the header, and must not wait for
+a loss on a GPU. The bytes are therefore copied into the bucket at its launch, and out of it when it
+is reduced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ReducedScalar(NamedTuple):
 
 
 def names_of(scalars: Any) -> tuple[str, ...]:
-    """The names in the option ``scalars``. Raises a ValueError if they are not such names."""
+    """Return the names in the option ``scalars``. Raise a ValueError if they are invalid."""
     names = (scalars,) if isinstance(scalars, str) else scalars
     is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
     if not is_list or len({*names}) < len(names) or not all(map(str.isidentifier, names)):
@@ -40,9 +41,10 @@ def names_of(scalars: Any) -> tuple[str, ...]:
 
 
 class ScalarsField(HeaderField):
-    """What a rank has added: rows of fp64, zeros if nothing.
+    """The scalars that a rank has added: rows of fp64, zeros if it added none.
 
-    Of the calls, the number and the sum of each scalar; then the same sums with weights.
+    The first row holds the number of calls and the sum of each scalar, the second row the same with
+    weights.
     """
 
     is_late = True
@@ -66,7 +68,7 @@ class ScalarsField(HeaderField):
 
 
 class Scalars(Extension):
-    """What this rank has added in one wrapper, and the last result of all ranks."""
+    """The scalars that this rank has added in one wrapper, and the last result of all ranks."""
 
     def __init__(
         self, names: Sequence[str], rank: int, device: torch.device, sync: SyncState
@@ -74,8 +76,8 @@ class Scalars(Extension):
         self._rank, self._device, self._sync = rank, device, sync
         self.field = ScalarsField(names)
         self._added: Tensor | None = None  # rows of the field, since the last reduction
-        self._stream: Any = None  # of a GPU, on which they were computed
-        # Of the last reduction, as bytes: (world_size, field.size).
+        self._stream: Any = None  # the GPU stream that computed them
+        # Bytes of the last reduction: (world_size, field.size).
         self._reduced = torch.zeros(1, self.field.size, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
@@ -89,7 +91,7 @@ class Scalars(Extension):
             )
         weight = self._sync.weight
         row = torch.stack([self._number("", 1), *(self._number(n, values[n]) for n in names)])
-        # A weight of zero leaves a mean out, even if it is NaN.
+        # A weight of zero excludes a mean, even if it is NaN.
         items = 1.0 if weight is None else weight.items
         weighted = row * items if items else torch.zeros_like(row)
         if weight is not None and weight.is_sum:
@@ -106,7 +108,7 @@ class Scalars(Extension):
         is_huge = isinstance(value, int) and value.bit_length() >= 1024  # beyond fp64
         if is_huge or not isinstance(value, Real):
             raise TypeError(f"scalar {name!r} should be one real number, got {value!r}")
-        # A kernel writes it: a copy from the host would wait for the GPU.
+        # A kernel writes the value: a copy from the host would wait for the GPU.
         return torch.full((), float(value), dtype=torch.float64, device=self._device)
 
     def reduced(self) -> dict[str, ReducedScalar]:
@@ -117,7 +119,7 @@ class Scalars(Extension):
         return dict(zip(self.field.names, map(ReducedScalar, sums[1:], means), strict=True))
 
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Write what was added into this rank's header."""
+        """Write the added scalars into this rank's header."""
         if bucket.index or self._added is None or reduction.source.is_empty:
             return
         added, self._added = self._added, None
@@ -127,12 +129,12 @@ class Scalars(Extension):
         reduction.agreement.column(header, self.field).copy_(added.view(-1).view(torch.uint8))
 
     def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Copy the rows of all ranks, since the buffer is written to again."""
+        """Copy the rows of all ranks, because the buffer is reused."""
         if bucket.index == 0:
             column = reduction.agreement.column(bucket.flat.headers, self.field)
             self._reduced = column.to(torch.uint8).contiguous()
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """Forget what was added for a step that has failed."""
+        """Discard the scalars that were added for a failed step."""
         if reduction is not None:
             self._added = None

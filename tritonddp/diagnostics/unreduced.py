@@ -1,4 +1,4 @@
-"""Gradients that stay on their rank, though perhaps they should not: said once for each wrapper."""
+"""Warning about local gradients that possibly should be reduced, once for each wrapper."""
 
 from __future__ import annotations
 
@@ -40,28 +40,27 @@ ADDED = (
     "backward before a step outside no_sync(), and all others inside"
 )
 
-# Attribute of a gradient that is noted, with the number of the note: another gradient of the same
-# parameter may have that of an earlier one. (A weak reference would keep swap_tensors from it, and
-# the note itself pickle.)
+# Attribute of a recorded gradient: the number of its record, to distinguish it from other gradients
+# of the parameter. A weak reference would prevent swap_tensors, and the record itself pickling.
 _MARK = "_tritonddp_note"
 _seqs = count()
 
 
 class UnreducedGradient(NamedTuple):
-    """A gradient that a backward has left on its rank, though perhaps it should not.
+    """A local gradient that possibly should be reduced.
 
-    There are three origins: a backward that went around the wrapper (``AROUND``), which stock DDP
-    ignores without a word, so that whoever trains through ``.module`` by mistake trains each rank
-    by itself; a backward inside ``no_sync`` of a forward outside (``INSIDE``), which stock reduces;
-    and a local backward that has added to means (``ADDED``). A warning is logged, once for each
-    wrapper, when an optimizer finds such a gradient, or in the first case the next reduced
-    backward. None is logged for gradients that were dropped, zeroed or reduced before.
+    There are three origins. A backward bypassed the wrapper (``AROUND``): stock DDP ignores this
+    silently, so whoever trains through ``.module`` by mistake trains each rank separately. A
+    backward inside ``no_sync`` had its forward outside (``INSIDE``): stock DDP reduces it. A local
+    backward added to means (``ADDED``). A warning is logged once for each wrapper, when an
+    optimizer finds such a gradient, or for ``AROUND`` also when the next reduced backward does.
+    Gradients that were dropped, zeroed or reduced before cause no warning.
 
     Attributes:
-        seq: of the note, and the mark of the gradient.
-        name, where: the parameter's name; the rank and its step.
+        seq: number of the record, and the mark of the gradient.
+        name, where: name of the parameter; the rank and its step.
         origin: ``AROUND``, ``INSIDE`` or ``ADDED``.
-        owner: of the wrapper.
+        owner: the recording extension of the wrapper.
     """
 
     seq: int
@@ -71,7 +70,7 @@ class UnreducedGradient(NamedTuple):
     owner: weakref.ref[UnreducedGradients]
 
     def is_left(self, param: Tensor) -> bool:
-        """Whether the parameter still has this gradient, and that is not zero."""
+        """Return whether the parameter still has this gradient, and it is not zero."""
         grad = param.grad
         if grad is None or getattr(grad, _MARK, None) != self.seq:
             return False
@@ -80,43 +79,43 @@ class UnreducedGradient(NamedTuple):
         return grad.is_sparse or bool(grad.any())
 
 
-# Of all wrappers in this process, by the id of the parameter. Empty unless there are some.
+# Records of all wrappers in this process, by the id of the parameter. Usually empty.
 noted: dict[int, UnreducedGradient] = {}
-# The hook of all optimizers that looks for them, once there was one. (It cannot be removed: an
-# optimizer of another thread may be iterating over the hooks.)
+# The hook of all optimizers that looks for records, once there was one. It is never removed,
+# because an optimizer on another thread may be iterating over the hooks.
 _hooks: list[Any] = []
 
 
 class UnreducedGradients(Extension):
-    """Notes such gradients of one wrapper, and warns of them; see :class:`WatchLocalBackwards`.
+    """Records such gradients of one wrapper, and warns of them; see :class:`WatchLocalBackwards`.
 
     Args:
-        manager: of the buckets.
+        manager: the bucket manager.
         sync: settings of the next backward.
-        is_alone: there is one rank: no gradient should be reduced that is not. (But the gradients
-            that it reduces may be noted by a wrapper of the same module in a larger group.)
+        is_alone: ``world_size == 1``: do not warn, because nothing needs to be reduced. A wrapper
+            of the same module in a larger group may still record the gradients reduced here.
     """
 
     def __init__(self, manager: BucketManager, sync: SyncState, is_alone: bool) -> None:
         self._manager, self._sync, self._has_warned = manager, sync, is_alone
-        self._local: Backward | None = None  # the local backward that runs
-        self._origin = ""  # of its gradients
-        # Of the last reduction, until a local backward follows: a parameter's index, the tensor
-        # behind its gradient, and the version of that. (A weak reference to a tensor would keep
-        # swap_tensors from it.)
+        self._local: Backward | None = None  # the running local backward
+        self._origin = ""  # origin of its gradients
+        # From the last reduction until a local backward: the index of a parameter, the tensor that
+        # holds its gradient, and the version of that tensor. It must not be a weak reference, which
+        # would prevent swap_tensors.
         self._mean: tuple[int, int, int] | None = None
-        # Whether it was not zero when a local backward began, on the gradient's device.
+        # Whether that gradient was nonzero when a local backward began, on the gradient's device.
         self._had_mean: Tensor | None = None
 
     def on_begin(self, backward: Backward) -> None:
-        """Look for gradients that a reduced backward should not find; or note a local one."""
+        """Find gradients that a reduced backward should not find, or record a local backward."""
         if backward.reduction is not None:
             if noted:
                 taken = _take(self._manager.current.params)
                 around = [each for each in taken if each.owner() is self and each.origin is AROUND]
                 self.warn(around, "a reduced backward")
         elif self._sync.join is None:
-            WatchLocalBackwards.install_all()  # in wrappers that were made since
+            WatchLocalBackwards.install_all()  # in wrappers created since
             self._local, adds = backward, self._adds_to_means()
             if backward.forward is not None:
                 self._origin = INSIDE if backward.forward.syncs else ADDED if adds else ""
@@ -124,7 +123,7 @@ class UnreducedGradients(Extension):
                 self._origin = AROUND
 
     def _adds_to_means(self) -> bool:
-        """Whether the backward that begins adds to means that nobody has dropped or zeroed."""
+        """Return whether this backward adds to means that were not dropped or zeroed."""
         mean, self._mean = self._mean, None
         params = self._manager.current.params
         grad = None if mean is None or mean[0] >= len(params) else params[mean[0]].grad
@@ -132,12 +131,12 @@ class UnreducedGradients(Extension):
             return False
         if grad.is_sparse or (grad.is_cuda and is_capturing()):
             return False
-        # (Zeroing through .data changes no version. The host does not wait for the answer here.)
+        # Zeroing through .data does not change the version. The host does not wait for the result.
         self._had_mean = grad.detach().any()
         return True
 
     def on_close(self, reduction: Reduction | None) -> None:
-        """Note the gradients of a local backward; or forget those that were reduced."""
+        """Record the gradients of a local backward, or discard records of reduced gradients."""
         local, origin = self._local, self._origin
         self._local, self._origin = None, ""
         current = self._manager.current
@@ -163,11 +162,11 @@ class UnreducedGradients(Extension):
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """The local backward has failed, or is reduced after all."""
+        """Discard a local backward that failed or is reduced after all."""
         self._local, self._origin = None, ""
 
     def warn(self, found: Sequence[UnreducedGradient], who: str) -> None:
-        """Warn that ``who`` finds these, if there are any, the first time."""
+        """Warn once that ``who`` finds these gradients, if there are any."""
         if not found:
             return
         had_mean = found[0].origin is not ADDED or (self._had_mean is not None and self._had_mean)
@@ -187,7 +186,7 @@ class UnreducedGradients(Extension):
 class WatchLocalBackwards(Extension):
     """Installs :class:`UnreducedGradients` in all wrappers at the first local backward of one.
 
-    So a program without local backwards pays nothing.
+    A program without local backwards has no cost.
     """
 
     live: ClassVar[WeakSet[WatchLocalBackwards]] = WeakSet()
@@ -200,7 +199,7 @@ class WatchLocalBackwards(Extension):
         WatchLocalBackwards.live.add(self)
 
     def on_local(self, backward: Backward) -> None:
-        """Install it, and be called no more."""
+        """Install it, and remove this extension."""
         self.install_all()
 
     @classmethod
@@ -216,7 +215,7 @@ class WatchLocalBackwards(Extension):
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Hook of all optimizers."""
+    """Pre-step hook of all optimizers."""
     if noted:
         left = _take(param for group in optimizer.param_groups for param in group["params"])
         for owner in dict.fromkeys(each.owner() for each in left):
@@ -228,6 +227,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _take(params: Iterable[Tensor]) -> list[UnreducedGradient]:
-    """What was noted of these parameters, and is left: it is forgotten."""
+    """Remove the records of these parameters. Return those that still apply."""
     found = ((param, noted.pop(id(param), None)) for param in params)
     return [each for param, each in found if each is not None and each.is_left(param)]

@@ -1,1 +1,1 @@
-"""Features beside the plain mean of gradients. Most are off by default."""
+"""Features in addition to the plain mean of gradients. Most are off by default."""

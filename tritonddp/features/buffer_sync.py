@@ -1,10 +1,11 @@
-"""Module buffers: before the forwards for which stock DDP does it, all ranks get those of one rank.
+"""Synchronization of module buffers: all ranks receive the buffers of one rank.
 
-That is rank 0, inside ``join()`` the highest rank that has inputs. For a module that is replicated
-in place it is done after each reduced backward instead, so that one rank may run it alone. Buffers
-of all dtypes travel in one message, or through memory of the host, where unchanged ones cost a
-comparison: see :class:`~tritonddp.comm.from_owner.FromOwner`. Bytes alone decide whether a buffer
-has changed: versions do not count what is written through ``.data``.
+It precedes the same forwards as in stock DDP. The source is rank 0, and inside ``join()`` the
+highest rank with inputs. For a module that is replicated in place, it follows each reduced backward
+instead, so that one rank may run the module alone. Buffers of all dtypes are sent in one message,
+or through shared memory of the host, where unchanged buffers cost a comparison: see
+:class:`~tritonddp.comm.from_owner.FromOwner`. Bytes alone decide whether a buffer has changed:
+versions do not count writes through ``.data``.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class BufferHook:
     """A function of the user that synchronizes buffers."""
 
     function: Callable[[dict[str, Tensor]], Any]  # takes buffers by name, may return futures
-    is_after: bool  # it runs after the module's forward, not before
+    is_after: bool  # it runs after the module's forward, not before it
 
     def run(self, named: _Named) -> Iterable[torch.futures.Future]:
-        """Call it; returns what the end of the next backward waits for."""
+        """Call the function. Return the futures that the end of the next backward waits for."""
         with preserve_version_counters([buffer for _, buffer in named]), torch.no_grad():
             return self.function(dict(named)) or ()
 
@@ -45,14 +46,14 @@ class BufferSync:
     """Synchronizes the buffers of one wrapper.
 
     Args:
-        parameters: of the wrapper's module, with the buffers.
-        sync: says which rank's buffers all take over.
-        counters: of the reductions so far, for errors.
+        parameters: parameters and buffers of the wrapper's module.
+        sync: tells the source rank.
+        counters: number of reductions so far, for errors.
         broadcast: sends buffers through the process group.
 
     Attributes:
-        for_next_forward: of a module that is replicated in place: buffers, their values, and those
-            of the next forward.
+        for_next_forward: for a module that is replicated in place: buffers, their current values,
+            and their values for the next forward.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class BufferSync:
         self.for_next_forward: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def synchronize(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
-        """Give all ranks the same buffers of the wrapper's module, if there are any.
+        """Synchronize the buffers of the wrapper's module over all ranks, if there are any.
 
-        Those of one rank, or what ``hook`` makes of them. Returns what the end of the next backward
-        waits for.
+        Use the buffers of one rank, or the result of ``hook``. Return the futures that the end of
+        the next backward waits for.
 
         Raises:
-            RuntimeError: a rank is missing, or has other buffers; the message names it.
+            RuntimeError: a rank is missing, or has other buffers. The message names it.
         """
         named = self._parameters.buffers()
         if not named:
@@ -104,30 +105,30 @@ class BufferSync:
             )
 
     def after_backward(self, hook: BufferHook | None) -> Iterable[torch.futures.Future]:
-        """As :meth:`synchronize`, when a backward of a module replicated in place was reduced.
+        """Synchronize buffers after a reduced backward of a module replicated in place.
 
-        A graph that is retained may have saved buffers for the next backward: then they keep their
-        values until the next forward, as with a wrapper.
+        A retained graph may have saved buffers for the next backward. They then keep their values
+        until the next forward, as with a wrapper.
         """
         self.for_next_forward = []  # an earlier backward through that graph may have left some
         if current_graph_task_id() == -1 or not graph_is_retained():
             return self.synchronize(hook)
         buffers = [each.detach() for _, each in self._parameters.buffers()]
         own = [each.clone() for each in buffers]
-        torch.futures.wait_all([*self.synchronize(hook)])  # what they write is deferred too
+        torch.futures.wait_all([*self.synchronize(hook)])  # defer what the futures write, too
         deferred = [each.clone() for each in buffers]
         _overwrite(zip(buffers, own, strict=True))
         self.for_next_forward = list(zip(buffers, own, deferred, strict=True))
         return ()
 
     def write_deferred(self) -> None:
-        """Write the buffers that came while a graph was retained, unless written to since."""
+        """Write the buffers deferred by a retained graph, unless they were written to since."""
         deferred, self.for_next_forward = self.for_next_forward, []
         _overwrite((buffer, new) for buffer, own, new in deferred if torch.equal(buffer, own))
 
 
 def _overwrite(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give each first tensor the values of the second; for autograd it stays what it was."""
+    """Copy the second tensor of each pair to the first, without a new version for autograd."""
     for tensor, values in pairs:
         with preserve_version_counters([tensor]), torch.no_grad():
             tensor.copy_(values)

@@ -1,10 +1,10 @@
-"""Where in the program ``backward()`` is called: in the same place on all ranks, or wrong.
+"""Verification that all ranks call ``backward()`` in the same place of the program.
 
-A module that is replicated in place reduces every backward through its parameters. So if one rank
-alone makes a backward, for a saliency map say, the others would take it for their next step, and no
-number of forwards or backwards tells them apart: each rank has made as many as the others, until
-the program ends. What differs is the place that calls ``backward()``: the innermost line of the
-user's program. (Not the lines that have called that one: rank 0 may well time or log its steps.)
+A module that is replicated in place reduces every backward through its parameters. If only one rank
+runs a backward, for example for a saliency map, the other ranks would take it for their next step.
+Counting forwards or backwards does not reveal this, because all ranks have run the same number
+until the program ends. What differs is the call site of ``backward()``: the innermost line of the
+user's program. Its callers are not compared, because rank 0 may time or log its steps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
 from tritonddp.reducer.graph.participation import ENGINE
 
-# In the path of a file that belongs to an installed library, whose lines all programs share.
+# Part of the path of an installed library, whose lines all programs share.
 INSTALLED = "-packages"
-# What a mode or a subclass of tensors runs between the program and ``backward()``.
+# Frames of a mode or a tensor subclass between the program and ``backward()``.
 MODE = "__torch_function__"
 
 
@@ -33,22 +33,22 @@ class CallSite:
 
     Attributes:
         name: the function and the line, for errors.
-        hash: of the line, 3 bytes. (Not of the function: torch.compile makes others of it, perhaps
-            on one rank alone.)
+        hash: 3-byte hash of the line. The function is excluded, because torch.compile replaces it,
+            possibly on one rank only.
     """
 
     def __init__(self, frame: FrameType | None) -> None:
         line, self.name = "", "called on another thread"
         if frame is not None:
-            code = self._code = frame.f_code  # keeps the key of CallSites its own
+            code = self._code = frame.f_code  # keeps the key in CallSites unique
             line = f"{PurePath(code.co_filename).name}:{frame.f_lineno}"
-            # (The name with the class is of Python 3.11.)
+            # co_qualname, which includes the class, exists since Python 3.11.
             self.name = f"called in {getattr(code, 'co_qualname', code.co_name)} ({line})"
         self.hash = sha256(line.encode()).digest()[:3]
 
 
 class _CallSiteField(HeaderField):
-    """The :class:`CallSite` of a backward; ``None`` if no call of one counts."""
+    """The :class:`CallSite` of a backward; ``None`` if no call site counts."""
 
     size = 3
 
@@ -71,24 +71,24 @@ CALL_SITE = _CallSiteField()
 class CallSites(Extension):
     """Tells the other ranks where each reduced backward is called.
 
-    On a GPU hooks run on threads of the engine: then the main thread is looked at; if that runs no
-    backward, nothing is known, on no rank.
+    On a GPU, hooks run on threads of the engine. Then the main thread is inspected. If it runs no
+    backward, the call site is unknown, on all ranks.
     """
 
     def __init__(self, sync: SyncState) -> None:
         self._sync = sync
-        # The lines that were found so far, by the id of their code and the place in it.
+        # The lines found so far, by the id of their code object and the offset in it.
         self._found: dict[tuple[int, int], CallSite] = {}
         self._unknown = CallSite(None)
         self._main = threading.main_thread().ident or 0
 
     def on_begin(self, backward: Backward) -> None:
-        """Find the line. (Inside ``join()`` ranks without inputs call no backward.)"""
+        """Find the line. Inside ``join()``, skip this: ranks without inputs call no backward."""
         if backward.reduction is not None and self._sync.join is None:
             backward.reduction.tell(CALL_SITE, self.find())
 
     def find(self) -> CallSite:
-        """The line that has called the backward that runs. To be called from a hook."""
+        """Return the line that called the running backward. Call this from a hook."""
         frame = _caller(_getframe(1)) or _caller(_current_frames().get(self._main))
         if frame is None:
             return self._unknown
@@ -99,9 +99,9 @@ class CallSites(Extension):
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's program that has called the engine, from ``frame``.
+    """Return the innermost frame of the user's program that called the engine, from ``frame``.
 
-    Of a library other than torch, if there is no other.
+    If there is none, return a frame of a library other than torch.
     """
     other: FrameType | None = None
     while frame is not None and frame.f_code.co_name != ENGINE:

@@ -1,8 +1,8 @@
 """``check_finite``: NaN and Inf in gradients, by parameter and rank.
 
-A bucket ends with a trailer: elements that are summed with the gradients but are none, a used flag
-for each gradient among them. Where a gradient is not finite on this rank, its flag is made NaN
-before the bucket is sent, and so it is NaN on all ranks.
+A bucket ends with a trailer: elements that are summed with the gradients, including a used flag for
+each gradient. If a gradient is not finite on this rank, its flag is set to NaN before the bucket is
+sent. The summed flag is then NaN on all ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tritonddp.coordination.group import Group
 from tritonddp.kernels.dispatch import gradient_dtype
 from tritonddp.reducer.extension import Extension
 
-# Most buckets, with the ranks, in one message; the rest is counted.
+# Maximum number of buckets, with their ranks, in one message; the rest is counted.
 _SHOWN = 4
 
 
 def check_mode(mode: Any) -> None:
-    """Raise a ValueError if ``mode`` is not a value that ``check_finite`` may have."""
+    """Raise a ValueError if ``mode`` is not a valid value of ``check_finite``."""
     if mode is not None and (not isinstance(mode, str) or mode not in ("raise", "warn")):
         raise ValueError(f"check_finite should be 'raise', 'warn' or None, got {mode!r}")
 
@@ -47,13 +47,13 @@ class FiniteCheck(Extension):
         self._travels_in_fp16 = False
 
     def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
-        """Look at the gradients of this rank, as they are sent, and tell the other ranks."""
+        """Check the local gradients as they are sent, and flag them for the other ranks."""
         numbers = bucket.packed.views
-        if bucket.storage.is_sparse or bucket.wire.is_message:  # not there as numbers
+        if bucket.storage.is_sparse or bucket.wire.is_message:  # the buffer holds no numbers
             if not reduction.scale:  # zeros are sent
                 return
             numbers = list(map(_values, bucket.params))
-        if bucket.gradient_dtype.is_complex:  # (An absolute value may overflow.)
+        if bucket.gradient_dtype.is_complex:  # an absolute value may overflow
             numbers = [torch.view_as_real(each.resolve_conj()) for each in numbers]
         try:
             norms = torch.stack(foreach_norm(numbers, math.inf))
@@ -65,31 +65,31 @@ class FiniteCheck(Extension):
             bucket.note_not_finite(which)
 
     def on_reduced_all(self, reduction: Reduction) -> None:
-        """Read what all ranks have told. The host waits, once, until the buckets are there."""
+        """Read the flags of all ranks. The host waits once, until the buckets are reduced."""
         sent = [bucket for bucket in reduction.buckets if bucket.index not in reduction.skipped]
         flags = read_together([bucket.flat.flags for bucket in sent])
-        # If ranks reduce different things, flags mean nothing: raise that error first.
+        # If ranks reduce different parameters, flags are meaningless: raise that error first.
         reduction.agreement.check_pending()
         for bucket, each in zip(sent, flags, strict=True):
-            # (Those of a quantized bucket are sums of bytes.)
+            # Flags of a quantized bucket are sums of bytes.
             if each.isnan().any() or (bucket.wire.is_message and each.max() > self._group.size):
                 self._note(bucket)
 
     def _note(self, bucket: Bucket) -> None:
-        """Gradients of this bucket were not finite on some rank."""
+        """Record the gradients of this bucket that were not finite, and their ranks."""
         which, ranks = bucket.not_finite()
-        bucket.flat.flags.masked_fill_(which, self._group.size)  # (Some rank has used it.)
+        bucket.flat.flags.masked_fill_(which, self._group.size)  # used by some rank
         place = bucket.index, tuple(ranks.nonzero().flatten().tolist())
         names = [bucket.names[slot] for slot in which.nonzero().flatten().tolist()]
         self._found.setdefault(place, []).extend(names)
         self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """Forget what was found."""
+        """Discard the findings."""
         self._found, self._travels_in_fp16 = {}, False
 
     def on_end(self, reduction: Reduction) -> None:
-        """Raise or warn. A rank without inputs only warns: it has no step to leave out."""
+        """Raise or warn. A rank without inputs only warns, because it has no step to skip."""
         if not self._found:
             return
         message = self._message(reduction.where)
@@ -115,7 +115,7 @@ class FiniteCheck(Extension):
 
 
 def _values(param: Parameter) -> Tensor:
-    """The numbers of its gradient."""
+    """Return the values of the parameter's gradient."""
     grad = param.grad
     if grad is not None and grad.is_sparse:
         grad = grad.coalesce().values()

@@ -1,16 +1,16 @@
-"""Uneven inputs: a rank without inputs makes the same collectives as the ranks that have some.
+"""Uneven inputs: ranks without inputs run the same collectives as ranks with inputs.
 
 Inside torch's ``Join``, for each forward of the ranks that have inputs::
 
     step of a forward  rank with inputs                rank without inputs
     count              Join.notify_join_context        Join counts the ranks that have inputs
     announcement       JoinProtocol.announce           JoinProtocol.receive
-    buffers            broadcast, if any rank says so  the same
+    buffers            broadcast, if any rank asks     the same
     backward           buckets, as always              shadow_backward: zeros, and all flags 0
 
-The header that each rank sends in the reduction says whether it had inputs (else
-``GradSource.JOINED``), so a mean over the ranks with inputs needs no further collective. When no
-rank has inputs any more, all get the model of a rank that left last.
+The header that each rank sends in the reduction says whether the rank had inputs
+(``GradSource.JOINED`` if not), so a mean over the ranks with inputs needs no extra collective. When
+no rank has inputs left, all ranks receive the model of a rank that finished last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.reducer import capture
 
-# Flags of a rank's announcement. A rank without inputs sends 0.
+# Flags in a rank's announcement. A rank without inputs sends 0.
 _PRESENT = 1
 _REDUCES = 2
 _SYNCS_BUFFERS = 4
@@ -38,7 +38,7 @@ _ADOPTS = 16
 
 
 class Wrapper(Protocol):
-    """What this file needs of a wrapper, beside what ``Joinable`` has."""
+    """The interface of a wrapper that this file needs, in addition to ``Joinable``."""
 
     _ddp_state: Any
     forward_sync_buffers: bool
@@ -52,34 +52,34 @@ class Wrapper(Protocol):
 
 
 class JoinProtocol:
-    """What the ranks agree on before each forward of one wrapper inside torch's ``Join``.
+    """The agreement of the ranks before each forward of one wrapper inside torch's ``Join``.
 
-    The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
+    The host waits for the answer, even on a GPU, as stock DDP does if there are buffers.
 
     Args:
         ddp: the wrapper.
-        state: of it.
+        state: state of the wrapper.
     """
 
     def __init__(self, ddp: Wrapper, state: Any) -> None:
         self._ddp, self._state, self._group = ddp, state, state.group
         self.is_open = False  # forwards run inside Join
-        self.is_due = False  # a forward has announced a reduction that has not begun yet
-        # Means without weights are over the ranks that have inputs, not over all ranks.
+        self.is_due = False  # a forward has announced a reduction that has not begun
+        # Whether means without weights are over the ranks that have inputs, not over all ranks.
         self.mean_over_present = False
-        # All ranks take over the buffers and the gradient order of this rank: as in stock, the
+        # All ranks receive the buffers and the bucket order of this rank: as in stock DDP, the
         # highest rank that has inputs.
         self.source_rank = 0
         self.syncs_buffers = False  # some rank wants to synchronize module buffers
-        self.adopts = False  # the forward adopts parameters that have come or gone
+        self.adopts = False  # the forward adopts added or removed parameters
         self._differs = False  # ranks train different parameters
 
     def reduction_begins(self) -> None:
-        """The announced reduction begins: forwards from now on announce another one."""
+        """Begin the announced reduction: later forwards announce another one."""
         self.is_due = False
 
     def reduces_backward(self, is_enabled: bool, where: str) -> bool:
-        """Whether a backward that begins now is the one that a forward has announced."""
+        """Return whether a backward that begins now is the one that a forward announced."""
         if not self.is_due and is_enabled:
             raise RuntimeError(
                 f"{where}: a backward inside join() that no forward has announced. Ranks without "
@@ -90,7 +90,7 @@ class JoinProtocol:
         return self.is_due
 
     def refuse(self, what: str) -> None:
-        """Raise a RuntimeError: ranks without inputs could not follow."""
+        """Raise a RuntimeError, because ranks without inputs could not follow."""
         if not throws_on_early_termination(self._ddp):
             raise RuntimeError(
                 f"{self._state.core.where()}: {what} inside join(): a rank that has no inputs left "
@@ -100,18 +100,18 @@ class JoinProtocol:
     # Steps of a forward
 
     def announce(self) -> None:
-        """A forward begins: tell the ranks without inputs which collectives it will make.
+        """Tell the ranks without inputs which collectives this forward will run.
 
         Raises:
-            RuntimeError: a rank is missing, or the ranks are about to make different collectives.
+            RuntimeError: a rank is missing, or the ranks are about to run different collectives.
         """
         ddp, state = self._ddp, self._state
         message = "inside join() each forward asks the other ranks: leave it first"
         capture.refuse(state.core.manager.current, state.core.where(), message)
         self._group.recover()
-        state.core.reducer.check_pending()  # as those without inputs have
+        state.core.reducer.check_pending()  # as ranks without inputs have done
         self._make_up()
-        # With throw_on_early_termination a rank without inputs makes this raise: keep that error.
+        # With throw_on_early_termination, a rank without inputs makes this raise: keep that error.
         with nullcontext() if throws_on_early_termination(ddp) else self.counting():
             notified = Join.notify_join_context(cast(Joinable, ddp))
         self.mean_over_present = not ddp._divide_by_initial_world_size
@@ -131,7 +131,7 @@ class JoinProtocol:
             ddp.require_forward_param_sync = self.syncs_buffers
 
     def receive(self) -> bool:
-        """Tell that this rank has no inputs; returns whether the others reduce a backward."""
+        """Announce that this rank has no inputs. Return whether the others reduce a backward."""
         self.mean_over_present = not self._ddp._divide_by_initial_world_size
         reduces = self._agree(0)
         if self._differs:
@@ -139,12 +139,12 @@ class JoinProtocol:
         return reduces
 
     def end_forward(self) -> None:
-        """The last forward of this rank, and its backward if one came, are over."""
+        """Complete the last forward of this rank, and its backward if there was one."""
         self._state.core.flush_and_refresh()
         self._make_up()
 
     def _make_up(self) -> None:
-        """If no backward has followed the last forward, make its reduction, with zeros.
+        """If no backward followed the last forward, run its reduction with zeros.
 
         Ranks without inputs wait for it.
         """
@@ -152,13 +152,13 @@ class JoinProtocol:
             self._state.core.reducer.shadow_backward(GradSource.SKIPPED)
 
     def counting(self) -> AbstractContextManager[None]:
-        """Context: an error of the count of ranks that have inputs names the missing rank."""
+        """Return a context whose errors name the rank missing from the count of ranks."""
         what = "count of the ranks that have inputs, inside join()"
         guard: AbstractContextManager[None] = self._group.guard(self._next_forward(), what)
         return guard
 
     def _next_forward(self) -> str:
-        """This rank and its next step, for errors; the same on a rank without inputs."""
+        """Describe this rank and its next step, for errors; also on a rank without inputs."""
         return f"rank {self._group.rank}, step {self._state.counters.reductions + 1}, forward"
 
     def _agree(self, mine: int) -> bool:
@@ -185,7 +185,7 @@ class JoinProtocol:
         return reduces == {_REDUCES}
 
     def _gather(self, mine: int, schema: int, where: str, what: str) -> Any:
-        """The flags and the schemas of all ranks; the highest one with flags is the source."""
+        """Return flags and schemas of all ranks. The highest rank with flags becomes the source."""
         rows = [(0, 0)] * self._group.size
         rows[self._group.rank] = mine, schema
         message = torch.tensor(rows, dtype=torch.int32, device=self._state.device)
@@ -195,9 +195,9 @@ class JoinProtocol:
         return flags, schemas
 
     def _train_the_same(self, is_present: bool) -> None:
-        """Freeze the same parameters on all ranks: a rank without inputs follows the source rank.
+        """Freeze the same parameters on all ranks: ranks without inputs follow the source rank.
 
-        The loops of the other ranks may freeze and unfreeze parameters.
+        The training loops of the other ranks may freeze and unfreeze parameters.
         """
         params, where = self._state.parameters.params, self._next_forward()
         self._verify_held(params, where)
@@ -217,7 +217,7 @@ class JoinProtocol:
     # The end
 
     def take_over(self, is_last: bool) -> None:
-        """No rank has inputs: take over the model of the highest of the ranks that ended last."""
+        """Receive the model of the last rank to run out of inputs; of several, the highest."""
         ddp, state = self._ddp, self._state
         where = f"{state.core.where()}, end of join()"
         what = "agreement on whose model all take over inside join()"
@@ -234,9 +234,9 @@ class JoinProtocol:
         self.leave()
 
     def leave(self) -> None:
-        """The wrapper is no more inside ``join``."""
+        """Leave ``join`` with this wrapper."""
         # After a forward without a backward, only the ranks that had inputs expect to reduce the
-        # next backward: clear that.
+        # next backward: clear that expectation.
         self._state.core.forwards.reduction_begins()
         leave_join(self._ddp)
 
@@ -250,7 +250,7 @@ def _in_words(flags: list[int]) -> str:
 
 
 class UnevenInputs(CountingJoin):
-    """torch's ``Join`` for one wrapped module. On exit it first ends the reduction under way."""
+    """torch's ``Join`` for one wrapped module. On exit, it first ends the running reduction."""
 
     @property
     def _protocol(self) -> JoinProtocol | None:
@@ -276,12 +276,12 @@ class UnevenInputs(CountingJoin):
 
 
 class ShadowHook(JoinHook):
-    """What torch's ``Join`` runs on a rank that has no inputs left.
+    """Runs in torch's ``Join`` on a rank that has no inputs left.
 
-    Between two iterations ``.grad`` holds the reduced gradients of the other ranks, ``None`` where
-    no rank has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with
-    them. At the end this rank's own gradients are restored; otherwise its next loop would add its
-    gradients to those of other ranks.
+    Between two iterations, ``.grad`` holds the reduced gradients of the other ranks, or ``None``
+    if no rank has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with
+    them. At the end, the local gradients are restored. Otherwise, the next loop would add local
+    gradients to gradients of other ranks.
     """
 
     def __init__(self, ddp: Wrapper, divide_by_initial_world_size: bool) -> None:
@@ -291,7 +291,7 @@ class ShadowHook(JoinHook):
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
-        """Make the collectives of one forward and, if it is reduced, of its backward."""
+        """Run the collectives of one forward and, if it is reduced, of its backward."""
         ddp, state = self._ddp, self._ddp._ddp_state
         state.core.flush_and_refresh()
         join: JoinProtocol = state.sync.join
@@ -299,7 +299,7 @@ class ShadowHook(JoinHook):
         added = [param for _, param in state.parameters.unplaced]
         for param in [*state.core.manager.current.params, *added]:
             if param not in self._own:
-                # A copy, since a gradient in a bucket's memory is about to be overwritten.
+                # A copy, because gradients in bucket memory are about to be overwritten.
                 grad = param.grad
                 self._own[param] = None if grad is None else grad.detach().clone()
             param.grad = None
@@ -307,12 +307,12 @@ class ShadowHook(JoinHook):
             ddp._sync_buffers()
         if join.adopts:
             ddp._adopt_parameters()
-        ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
+        ddp.require_forward_param_sync = reduces  # as on the ranks that run this forward
         if reduces:
             state.core.reducer.shadow_backward(GradSource.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of the rank that left last; the highest one if there are several."""
+        """Receive the model of the rank that finished last; of several, the highest rank."""
         state = self._ddp._ddp_state
         state.core.flush_and_refresh()
         for param, grad in self._own.items():

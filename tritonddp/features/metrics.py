@@ -1,13 +1,14 @@
-"""``metrics=True``: how long the parts of a step take, on all ranks.
+"""``metrics=True``: times of the parts of a step, on all ranks.
 
-A step is the time from the end of one reduction to that of the next::
+A step lasts from the end of one reduction to the end of the next::
 
     | input            | forward         | backward          | exposed              | input ..
-    end of reduction   forward begins    backward begins     gradients are there    end of reduction
+    end of reduction   forward begins    backward begins     gradients are ready    end of reduction
 
-All ranks end a reduction together. The time from there until a rank has its last gradient is the
-rank's *own* time. ``exposed`` is not: the rank waits for other ranks. The time that a forward waits
-for buffers belongs to ``exposed`` too. If several backwards are accumulated, each part is a sum.
+All ranks end a reduction together. The time from that moment until the last gradient of a rank is
+ready is the rank's *own* time. During ``exposed``, the rank waits for other ranks. ``exposed`` also
+includes the time that a forward waits for buffers. If several backwards are accumulated, each part
+is a sum.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward
 
-EVERY = 10  # steps from one gathering of times to the next
+EVERY = 10  # steps between two gatherings of times
 _WHAT = "all-gather of times (metrics)"
 
 
 class StepTimes(NamedTuple):
     """The parts of a step on one rank, in milliseconds."""
 
-    input: float  # data, optimizer, and all that is in no other part
-    forward: float  # with the loss
+    input: float  # data, optimizer, and everything not in another part
+    forward: float  # including the loss
     backward: float  # until the autograd engine has finished
     exposed: float  # synchronization that did not overlap with compute
 
@@ -57,35 +58,35 @@ class StepTimes(NamedTuple):
 PARTS = ("input", "forward", "backward", "exposed")
 INPUT, FORWARD, BACKWARD, EXPOSED = range(len(PARTS))
 NAMES = ("step", *PARTS, "own")
-# Of a rank without inputs, or whose device is far behind.
+# For a rank without inputs, or whose device is far behind.
 _UNKNOWN = [-1.0] * len(PARTS)
 
 
 class StepClock:
-    """Times steps of a module on ``device``, from the first call of :meth:`end_step` on.
+    """Times the steps of a module on ``device``, starting at the first call of :meth:`end_step`.
 
-    On the CPU by the clock of the host; on a GPU by events on the current stream, for which the
-    host does not wait.
+    On the CPU, it uses the host clock. On a GPU, it uses events on the current stream, for which
+    the host does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._part = INPUT
-        self._laps: list[tuple[int, Stamp]] = []  # the end of the last step, and of parts since
-        # Steps, whose events may not be over.
+        self._laps: list[tuple[int, Stamp]] = []  # end of the last step, and of the parts since
+        # Steps whose events may not have completed.
         self._unread: deque[list[tuple[int, Stamp]]] = deque()
 
     def lap(self, part: int, of: int | None = None) -> None:
-        """``part`` begins now. The time since the last call belongs to the part ``of``.
+        """Begin ``part``. The time since the last call belongs to the part ``of``.
 
-        By default that is the part that began in the last call.
+        By default, ``of`` is the part that began in the last call.
         """
         if self._laps:
             self._laps.append((self._part if of is None else of, Stamp(self._device)))
         self._part = part
 
     def end_step(self) -> list[StepTimes]:
-        """A step is over. Returns the times of the steps that have become known since."""
+        """End a step. Return the times of the steps that have become known since the last call."""
         self.lap(INPUT)
         if self._laps:
             self._unread.append(self._laps)
@@ -99,15 +100,15 @@ class StepClock:
         return found
 
     def drop_step(self) -> None:
-        """Forget the time since the last step: it was no whole step."""
+        """Discard the time since the last step, because it was not a whole step."""
         self._part, self._laps = INPUT, []
 
 
 class Metrics(Extension):
-    """Times the parts of each step on this rank, and gathers their means in one step of so many.
+    """Times the parts of each step on this rank, and gathers the means every ``EVERY`` steps.
 
-    The gathering is not waited for before the end of the next step, so that ranks which end the
-    backwards of several wrappers in another order do not wait for each other.
+    Each gathering ends with the next step. Otherwise, ranks that end the backwards of several
+    wrappers in different orders would wait for each other.
     """
 
     reads_device = "how long the parts of a step take (metrics)"
@@ -118,7 +119,7 @@ class Metrics(Extension):
         self._counters = counters
         self._clock = StepClock(device)
         self._known: list[StepTimes] = []  # of this rank, since the last gathering
-        # Waits for the gathering that is under way: a StepTimes in each row, by rank.
+        # Waits for the running gathering. Returns a StepTimes in each row, by rank.
         self._gathered: Callable[[], Tensor] | None = None
         self._readback: Readback | None = None  # on a GPU
         self._ranks: dict[int, StepTimes] = {}  # means of the last EVERY steps, by rank
@@ -126,23 +127,23 @@ class Metrics(Extension):
     # The parts of a step
 
     def on_forward(self) -> None:
-        """A forward begins whose backward may be reduced."""
+        """Begin a forward whose backward may be reduced."""
         self._clock.lap(FORWARD)
 
     def buffers_synchronized(self) -> None:
-        """The forward has waited for the buffers of another rank."""
+        """Add the time that the forward has waited for buffers of another rank to ``exposed``."""
         self._clock.lap(FORWARD, EXPOSED)
 
     def on_begin(self, backward: Backward) -> None:
-        """A backward begins."""
+        """Begin the backward."""
         self._clock.lap(BACKWARD)
 
     def on_compute_end(self, backward: Backward) -> None:
-        """The autograd engine has finished the backward."""
+        """Begin ``exposed``, or after a local backward ``input``."""
         self._clock.lap(INPUT if backward.reduction is None else EXPOSED)
 
     def on_end(self, reduction: Reduction) -> None:
-        """The reduction of a backward is over: the step ends here."""
+        """End the step with the reduction of a backward."""
         if reduction.source.is_backward:
             self._known += self._clock.end_step()
         elif reduction.source.is_empty:  # this rank has only waited
@@ -152,16 +153,16 @@ class Metrics(Extension):
         self._share(reduction)
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """The backward failed: do not count its time as a step. The other ranks may count it."""
+        """Do not count the time of a failed backward as a step; other ranks may count it."""
         self._clock.drop_step()
-        # (Where the headers of all ranks have come, and were alike, the others go on.)
+        # If the headers of all ranks were received and match, the other ranks continue.
         if reduction is not None and reduction.source is GradSource.BROKEN and reduction.done:
             self._share(reduction)
 
     # The times of all ranks
 
     def _share(self, reduction: Reduction) -> None:
-        """All ranks come here, in the same step: take what was gathered, gather anew."""
+        """Take the gathered times, and gather again; all ranks call this in the same step."""
         count, gathered = self._counters.reductions, self._gathered
         if gathered is not None or count % EVERY == 0:
             with outside_modes(), self._group.guard(reduction.where, _WHAT):
@@ -183,7 +184,7 @@ class Metrics(Extension):
         if gathered.is_cpu:
             self._gathered = lambda: (work.wait(), gathered)[1]
             return
-        work.wait()  # the stream does, not the host
+        work.wait()  # on the stream, not on the host
         self._readback = self._readback or Readback()
         self._readback.start(gathered)
         self._gathered = self._readback.wait
@@ -192,13 +193,13 @@ class Metrics(Extension):
         ranks = {rank: StepTimes(*row) for rank, row in enumerate(rows.tolist()) if row[0] >= 0}
         self._ranks = ranks or self._ranks
 
-    # What users read
+    # Results for users
 
     def metrics(self) -> dict[str, float | int | None]:
         """See :meth:`tritonddp.DistributedDataParallel.metrics`."""
         found: dict[str, float | int | None] = {"step": self._counters.reductions}
         for name in NAMES:
-            # Rounded to a microsecond, as people print them.
+            # Rounded to a microsecond for printing.
             times = [round(getattr(each, name), 3) for each in self._ranks.values()]
             found[f"{name}_ms"] = round(math.fsum(times) / len(times), 3) if times else None
             found[f"{name}_ms_min"] = min(times, default=None)

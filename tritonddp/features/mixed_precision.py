@@ -1,15 +1,15 @@
 """Forward and backward in low precision, parameters and gradients in full (``mixed_precision``).
 
-The dtype in which gradients are sent is decided in ``buckets/formats.py``.
+``buckets/formats.py`` decides the dtype in which gradients are sent.
 
-While the module runs, its parameters are replaced by casts of them. Autograd records the casts: it
-casts gradients back, and accumulates them in the parameters' own dtype. So parameters never change,
-``.grad`` is always in full precision, also under ``no_sync`` and for a parameter that is used
-twice, and gradients become ready as in any other model. On a GPU all of this happens on the stream
-of the module.
+While the module runs, casts replace its parameters. Autograd records the casts: it casts gradients
+back, and accumulates them in the dtype of the parameters. Parameters therefore never change.
+``.grad`` is always in full precision, even under ``no_sync`` and for a parameter that is used
+twice, and gradients become ready as in any other model. On a GPU, all of this runs on the stream of
+the module.
 
 Activation checkpointing runs a part of the module again during the backward, when the parameters
-are restored. Hooks on all modules replace them by casts during that time.
+are already restored. Hooks on all modules replace them by casts during that time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tritonddp.kernels.flat_buffer import DTYPES
 
 
 class LowPrecision:
-    """Runs ``module`` in the dtypes of ``config``, and casts its buffers for good.
+    """Runs ``module`` in the dtypes of ``config``, and casts its buffers permanently.
 
     ``ignored`` parameters and buffers keep their dtypes.
     """
@@ -38,11 +38,11 @@ class LowPrecision:
     def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Ignored) -> None:
         self._dtype = config.param_dtype
         self._ignored = ignored
-        self._kept: set[Tensor] = set()  # parameters that are ignored
+        self._kept: set[Tensor] = set()  # ignored parameters
         self._is_running = False
         self._has_run = False
-        # While a part of the module is recomputed: the modules that run, the innermost one last,
-        # and the parameters that must be restored afterwards.
+        # During a recomputation: the running modules, innermost last, and the parameters to restore
+        # afterwards.
         self._recomputed: list[nn.Module] = []
         self._replaced: list[tuple[Any, str, Any]] = []
         self._hooks: list[Any] = []
@@ -55,11 +55,11 @@ class LowPrecision:
             self._add_hooks(module)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``module`` in low precision; its inputs are cast too. Returns its output."""
+        """Run ``module`` in low precision, including its inputs. Return its output."""
         if self._dtype is None or self._is_running:
             return module(*args, **kwargs)
         args, kwargs = cast_inputs(self._dtype, args, kwargs)
-        self._put_back(self._replaced)  # left by a recomputation that broke off
+        self._put_back(self._replaced)  # left by a failed recomputation
         self._recomputed.clear()
         if self._ignored.names:
             others = {param for _, param in self._ignored.parameters(module)}
@@ -74,7 +74,7 @@ class LowPrecision:
             self._put_back(replaced)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies. The hooks are copied with the module; its graphs from this class are not."""
+        """Copy with the module's hooks, but without the graphs of this object."""
         return self.__dict__ | {"_has_run": False}
 
     def remove_hooks_with(self, wrapper: object) -> None:
@@ -87,9 +87,9 @@ class LowPrecision:
         self._hooks.clear()
 
     def _add_hooks(self, module: nn.Module) -> None:
-        """Register hooks on all modules that have none yet, such as added ones.
+        """Register hooks on all modules without hooks, for example modules added later.
 
-        (A list of modules is not kept here: it would be copied with each copy of a module.)
+        Do not keep a list of modules here: every copy of a module would copy it.
         """
         for each in module.modules():
             hooks = each._forward_pre_hooks.values()
@@ -100,7 +100,7 @@ class LowPrecision:
                 ]
 
     def _name_params(self, module: nn.Module) -> None:
-        """Set ``_fp_param`` and ``_mp_param`` as stock DDP does; the latter takes no memory."""
+        """Set ``_fp_param`` and ``_mp_param`` as stock DDP does. ``_mp_param`` takes no memory."""
         for _, param in self._ignored.parameters(module):
             with outside_modes([param]):
                 low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
@@ -108,7 +108,7 @@ class LowPrecision:
                 param._fp_param = param.data  # type: ignore[attr-defined]
 
     def _replace(self, part: nn.Module) -> list[tuple[Any, str, Any]]:
-        """Replace all parameters of ``part`` by casts; returns what :meth:`_put_back` needs."""
+        """Replace all parameters of ``part`` by casts. Return the input for :meth:`_put_back`."""
         modules = list(part.modules())
         sparse = sparse_parameters(modules)
         replaced: list[tuple[Any, str, Any]] = []
@@ -118,13 +118,13 @@ class LowPrecision:
                 if param is None or not param.is_floating_point() or param in self._kept:
                     continue
                 if not (param.requires_grad or is_plain(param)):
-                    continue  # quantized weights: their layers know what to do with inputs
+                    continue  # quantized weights: their layers handle the dtype of inputs
                 if param in sparse and param.dtype != self._dtype and param not in low:
                     low[param] = _Cast.apply(param, self._dtype)
                 elif param not in low:
                     low[param] = param.to(self._dtype)
                 replaced.append((module._parameters, key, param))
-            if isinstance(module, nn.RNNBase):  # it keeps its parameters in a second place
+            if isinstance(module, nn.RNNBase):  # it also stores its parameters in a list
                 replaced.append((module.__dict__, "_flat_weights", module._flat_weights))
         for table, key, former in replaced:
             is_list = isinstance(former, list)
@@ -152,7 +152,7 @@ class LowPrecision:
 
 
 class _Cast(torch.autograd.Function):
-    """``Tensor.to`` for sparse gradients, which its own backward does not support."""
+    """``Tensor.to`` with a backward that supports sparse gradients."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,7 +165,7 @@ class _Cast(torch.autograd.Function):
 
 
 def check_mixed_precision(config: Any) -> None:
-    """Raise a TypeError or a ValueError if ``config`` is no valid ``mixed_precision``."""
+    """Raise a TypeError or a ValueError if ``config`` is not a valid ``mixed_precision``."""
     if not isinstance(config, MixedPrecision):
         raise TypeError(
             "mixed_precision should be a torch.nn.parallel.distributed._MixedPrecision, got "

@@ -1,4 +1,4 @@
-"""Optimizers that step in the backward: each as soon as the bucket of its parameter is reduced."""
+"""Optimizers that step in the backward, as soon as the bucket of their parameter is reduced."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def step_in_backward(driver: AutogradDriver) -> None:
-    """Where optimizers step in the backward, delay their steps until gradients are reduced.
+    """Delay the steps of optimizers in the backward until gradients are reduced.
 
-    torch's own hooks, which would step before the reduction, are removed.
+    This removes torch's hooks, which would step before the reduction.
     """
     handles_of = optimizer_hooks()
     if handles_of is None:
@@ -26,7 +26,7 @@ def step_in_backward(driver: AutogradDriver) -> None:
         for handle in handles_of.get(param, ()):
             handle.remove()
     if params:
-        used = driver.comm_hook  # may be torch's hook that steps optimizers itself
+        used = driver.comm_hook  # may be torch's hook that steps optimizers
         if not driver.steps_optimizers and not (used and steps_optimizers(used.hook)):
             driver.events.install(OptimizerSteps())
         driver.step_optimizers()
@@ -37,11 +37,11 @@ class OptimizerStepError(LocalError):
 
 
 class OptimizerSteps(Extension):
-    """Once a bucket is reduced, the optimizers of its parameters step.
+    """Steps the optimizers of a bucket's parameters once the bucket is reduced.
 
-    As in stock DDP ``.grad`` is ``None`` afterwards, and no step is made for gradients that are
-    accumulated under ``no_sync`` or reduced by ``reduce_gradients()``. Parameters without such an
-    optimizer keep their gradient.
+    As in stock DDP, ``.grad`` is ``None`` afterwards, and gradients accumulated under ``no_sync``
+    or reduced by ``reduce_gradients()`` cause no step. Parameters without such an optimizer keep
+    their gradients.
     """
 
     def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
@@ -62,7 +62,7 @@ class OptimizerSteps(Extension):
                 param.grad = None
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """Drop gradients without a step: nobody calls ``zero_grad`` before the next backward."""
+        """Drop gradients without a step: the user does not call ``zero_grad`` in this mode."""
         if reduction is not None:
             for param in reduction.bucket_set.params:
                 if optimizers_in_backward(param):

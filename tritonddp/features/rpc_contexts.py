@@ -1,16 +1,16 @@
-"""Averages gradients that ``torch.distributed.autograd`` keeps in its contexts, as stock DDP does.
+"""Averages gradients in the contexts of ``torch.distributed.autograd``, as stock DDP does.
 
 Imported by the first forward that runs in such a context. One gradient, from
 ``torch.distributed.autograd.backward()`` to ``get_gradients()``::
 
     forward           watch     a hook on each output, which knows the context
     backward starts   _begin    buckets for this backward, hooks on the parameters' nodes
-    gradient ready    _arrives  its hook notes it
+    gradient ready    _arrives  the hook records it
     backward ends     end       read the context, reduce, write the means into the context
 
-The distributed engine does not accumulate into ``.grad``, cannot tell which nodes it will reach,
-and does not call the hooks that other backwards use. It gives each gradient to the context and then
-runs the hooks of the AccumulateGrad node. So all buckets are sent at the end.
+The distributed engine does not accumulate into ``.grad``, cannot predict which nodes it will reach,
+and does not call the hooks that other backwards use. It adds each gradient to the context and then
+runs the hooks of the AccumulateGrad node. Therefore, all buckets are sent at the end.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _BY_HAND = (
 
 
 class _Seen(Extension):
-    """The id of the last backward that went through an output of a wrapper, reduced or not."""
+    """The id of the last backward through an output of a wrapper, reduced or not."""
 
     graph_task = -1
 
 
 def watch(driver: AutogradDriver, output: Any, context: int, syncs: bool) -> None:
-    """A forward in this context has returned ``output``; it ran outside ``no_sync`` if ``syncs``.
+    """Watch ``output`` of a forward in this context; ``syncs`` if it ran outside ``no_sync``.
 
     Raises:
-        RuntimeError: gradients in a context cannot be averaged as the user has asked for.
+        RuntimeError: an option of the user does not support gradients in a context.
     """
     if not driver.is_detached:
         _check(driver)
@@ -83,10 +83,10 @@ def watch(driver: AutogradDriver, output: Any, context: int, syncs: bool) -> Non
         elif (found := reference()) is not None:
             try:
                 _begin(found, context, forward)
-            except Exception as error:  # raised here, it would be the engine's "python_error"
+            except Exception as error:  # raised here, it would become "python_error"
                 queue_end_of_backward(partial(raise_error, error))
 
-    # As stock DDP, look into the RRefs of this process.
+    # As stock DDP does, look into the RRefs of this process.
     rrefs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, PyRRef) and leaf.is_owner()]
     values = [rref.local_value() for rref in rrefs]
     for tensor in one_of_each_node((*tensors_in(output), *tensors_in(values))):
@@ -118,7 +118,7 @@ def _check(driver: AutogradDriver) -> None:
 
 
 def _begin(driver: AutogradDriver, context: int, forward: Forward) -> None:
-    """A distributed backward goes through an output of a forward that ran in ``context``."""
+    """Start the reduction when a backward reaches an output of a forward in ``context``."""
     group, reducer = driver.group, driver.reducer
     if driver.is_detached:
         group.refuse_if_forked()
@@ -129,12 +129,12 @@ def _begin(driver: AutogradDriver, context: int, forward: Forward) -> None:
         owing = [each for each in group.outstanding if isinstance(each, ContextBackward)]
         former = [each.backward for each in owing if each.driver is driver]
         if graph_task in (seen.graph_task, *(each.graph_task for each in former)):
-            return  # already decided, at another output; this may have failed then
+            return  # already decided at another output; it may have failed since
         seen.graph_task = graph_task
         counters = reducer.counters
         source = reducer.forwards.decide(forward, driver.sync, counters.reductions, driver.where)
         if source is None:
-            return  # no_sync: the context keeps this rank's gradients
+            return  # no_sync: the context keeps local gradients
         if any(each.runs for each in former):
             raise RuntimeError(
                 f"{driver.where()}: a backward in another torch.distributed.autograd context still "
@@ -146,17 +146,17 @@ def _begin(driver: AutogradDriver, context: int, forward: Forward) -> None:
 
 
 class ContextBackward:
-    """One backward whose gradients are in a context, on this rank; ``.grad`` takes no part.
+    """One backward on this rank whose gradients are in a context. It does not use ``.grad``.
 
     Its buckets are made for stand-ins: detached parameters whose ``.grad`` are the tensors of the
-    context. The ``.grad`` of the parameters, accumulated under ``no_sync`` perhaps, stays as it is.
-    As in ``reduce_gradients()`` gradients are cast to ``reduce_dtype``, but not quantized.
+    context. The ``.grad`` of the parameters, possibly accumulated under ``no_sync``, is unchanged.
+    As in ``reduce_gradients()``, gradients are cast to ``reduce_dtype`` but not quantized.
 
-    While it runs, or after it has failed, it is one of :attr:`Group.outstanding`.
+    While it runs, or after it has failed, it is in :attr:`Group.outstanding`.
 
     Args:
-        driver: that of the wrapper.
-        context: id of the context of its forward.
+        driver: driver of the wrapper.
+        context: id of the context of the forward.
     """
 
     def __init__(self, driver: AutogradDriver, context: int) -> None:
@@ -173,11 +173,11 @@ class ContextBackward:
             driver.reducer, stand_ins, GradSource.GIVEN, used, where=where
         )
         self.backward = Backward(where, self.reduction)
-        self._arrived: set[int] = set()  # numbers of the parameters whose gradients have come
+        self._arrived: set[int] = set()  # indices of parameters whose gradients are ready
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
-        """Have :meth:`end` called at the end of this backward."""
+        """Schedule :meth:`end` for the end of this backward."""
         try:
             self.driver.group.outstanding[self] = None
             _check(self.driver)
@@ -187,12 +187,12 @@ class ContextBackward:
                 self._hooks.append(node.register_hook(partial(_arrives, self._arrived, number)))
             self.backward.queue_end(self.end, partial(_broke_off, weakref.ref(self.backward)))
         except BaseException:
-            self.backward.moves_to(FAILED)  # drain() makes the collectives of this rank
+            self.backward.moves_to(FAILED)  # drain() runs this rank's collectives
             raise
 
     @torch.no_grad()
     def end(self) -> None:
-        """The backward is over on this rank: write the means into the context."""
+        """Reduce when the backward is over on this rank: write the means into the context."""
         reducer, reduction = self.driver.reducer, self.reduction
         if not self.backward.runs:
             return
@@ -215,7 +215,7 @@ class ContextBackward:
             raise
 
     def _read(self) -> None:
-        """Take the gradients of the context. A parameter is used if it has one there."""
+        """Read the gradients of the context. A parameter is used if it has one there."""
         found, reduction = get_gradients(self.context), self.reduction
         used = [number for number, param in enumerate(self._params) if param in found]
         if missing := self._arrived.difference(used):
@@ -229,14 +229,14 @@ class ContextBackward:
         reduction.bucket_set.use.note(used)
 
     def _write(self) -> None:
-        """Add means to the context for the gradients that it did not have on this rank."""
+        """Write the means of gradients that the context did not have on this rank."""
         found = get_gradients(self.context)
         for stand_in, param in zip(self.reduction.bucket_set.params, self._params, strict=True):
             if stand_in.grad is not None and stand_in.grad is not found.get(param):
                 put_into_context(self.context, param, stand_in.grad)
 
     def _refuse_unused(self) -> None:
-        """``find_unused_parameters=False``: the next forward raises if any are unused."""
+        """Raise at the next forward if parameters are unused (``find_unused_parameters=False``)."""
         flags = [is_used for bucket in self.reduction.buckets for is_used in bucket.sent_flags]
         rows = zip(self.reduction.bucket_set.names, self._params, flags, strict=True)
         unused = [name for name, p, is_used in rows if p.requires_grad and not is_used]
@@ -253,22 +253,23 @@ class ContextBackward:
         for hook in self._hooks:
             hook.remove()
 
-    # After a backward that broke off: see Outstanding
+    # Recovery of a failed backward: see Outstanding
 
     @property
     def order(self) -> tuple[str, int]:
-        """That of the wrapper's other backwards: see :meth:`abandon`."""
+        """Sort key, the same as for other backwards of the wrapper: see :meth:`abandon`."""
         return self.driver.order
 
     def has_failed(self) -> bool:
-        """Whether it has failed, and owes its collectives.
+        """Return whether the backward has failed and still owes its collectives.
 
-        (As on a GPU, a thread of its engine may drop the callback a moment after the error.)
+        A thread of the distributed engine may drop the callback shortly after the error, as in a
+        backward on a GPU.
         """
         return not self.driver.is_detached and self.backward.has_failed(is_on_gpu=True)
 
     def abandon(self) -> None:
-        """Nothing: :meth:`drain` launches.
+        """Do nothing: :meth:`drain` launches the collectives.
 
         Raises:
             RuntimeError: another backward of the wrapper has failed too, and other ranks may
@@ -283,7 +284,7 @@ class ContextBackward:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Take part in the collectives of the other ranks."""
+        """Complete the collectives together with the other ranks."""
         reducer, reduction = self.driver.reducer, self.reduction
         reducer.warn_of_nan(reduction)
         with reducer.group.uninterrupted():
@@ -301,6 +302,6 @@ def _arrives(arrived: set[int], number: int, _: Any, gradients: tuple[Tensor | N
 
 
 def _broke_off(reference: weakref.ref[Backward], _: object) -> None:
-    """The engine has dropped the callback of a backward without calling it: it failed."""
+    """Mark a backward as failed because the engine dropped its callback without calling it."""
     if (backward := reference()) is not None:
         backward.fail()

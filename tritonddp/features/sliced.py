@@ -1,9 +1,10 @@
-"""Parameters of which each rank has a part: a device mesh with tensor parallelism beside this one.
+"""Parameters that tensor parallelism shards over another dimension of the device mesh.
 
-The module holds DTensors then, whose gradients would be DTensors too. So each is replaced by a
-parameter that is its local part. While the module runs, or a part of it that is called alone, a
-DTensor is made from that, and autograd leads the gradient to the local part. Stock DDP does not put
-the parameters back: after the first forward the module has none, and ``state_dict()`` lacks them.
+The module then holds DTensors, whose gradients would be DTensors too. Each DTensor is replaced by a
+parameter that is its local part. While the module or one of its submodules runs, a DTensor is made
+from the local part, and autograd passes the gradient on to the local part. Stock DDP does not
+restore the parameters: after the first forward, the module has none, and ``state_dict()`` lacks
+them.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _REPLACED = "_tritonddp_replaced"
-# The hook of all optimizers that finds those of replaced parameters, once there are some.
+# Step hook of all optimizers that finds optimizers of replaced parameters, once there are some.
 _hooks: list[Any] = []
 
 
 def _dtensor() -> type[DTensor]:
-    """Imported where there may be one: it brings SymPy, which takes longer than this package."""
+    """Import DTensor lazily: it imports SymPy, which takes longer than this package."""
     from torch.distributed.tensor import DTensor
 
     return DTensor
 
 
 class _Layout(NamedTuple):
-    """What a DTensor is beyond its local part."""
+    """The properties of a DTensor in addition to its local part."""
 
     mesh: Any
     placements: Any
@@ -44,7 +45,7 @@ class _Layout(NamedTuple):
         return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
     def whole(self, local: Tensor) -> DTensor:
-        """The DTensor of which this is the local part."""
+        """Return the DTensor with this local part."""
         return _dtensor().from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -57,13 +58,13 @@ class _Parts:
     """The parameters of one module, without its submodules, that are local parts."""
 
     def __init__(self, table: dict[str, Any], layouts: dict[str, _Layout]) -> None:
-        self._table = table  # of all parameters of the module
-        self._layouts = layouts  # of the DTensors
-        self._local: dict[str, Parameter] = {}  # while DTensors are in their place
-        self._running = 0  # forwards, one inside the other
+        self._table = table  # all parameters of the module
+        self._layouts = layouts  # layouts of the DTensors
+        self._local: dict[str, Parameter] = {}  # local parts, while DTensors replace them
+        self._running = 0  # number of nested forwards
 
     def begin(self, *_: Any) -> None:
-        """A forward begins: make DTensors."""
+        """Replace local parts by DTensors at the start of a forward."""
         self._running += 1
         if self._running == 1:
             self._local = {name: self._table[name] for name in self._layouts}
@@ -71,29 +72,29 @@ class _Parts:
                 self._table[name] = layout.whole(self._local[name])
 
     def end(self, *_: Any) -> None:
-        """A forward is over, or has failed: put the local parts back."""
+        """Restore the local parts after a forward, including a failed one."""
         self._running -= 1
         if self._running == 0:
             self._table.update(self._local)
 
     def save(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        """Checkpoints hold DTensors, as without data parallelism."""
+        """Save DTensors in checkpoints, as without data parallelism."""
         for name, layout in self._layouts.items():
             if (local := state.get(prefix + name)) is not None:
                 state[prefix + name] = layout.whole(local)
 
     def load(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        """Take the local parts of such DTensors."""
+        """Load the local parts of saved DTensors."""
         for name in self._layouts:
             if isinstance(saved := state.get(prefix + name), _dtensor()):
                 state[prefix + name] = saved.to_local()
 
 
 def localize(module: nn.Module) -> None:
-    """Replace all DTensors among the parameters of ``module`` by parameters that are local.
+    """Replace all DTensors among the parameters of ``module`` by their local parts.
 
-    Optimizers are made afterwards: one of the replaced parameters raises a RuntimeError when it
-    steps.
+    Create optimizers afterwards: an optimizer with replaced parameters raises a RuntimeError when
+    it steps.
     """
     local_of: dict[Tensor, Parameter] = {}  # a parameter may have several names
     for owner in module.modules():
@@ -118,7 +119,7 @@ def localize(module: nn.Module) -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
-    """Hook of all optimizers."""
+    """Pre-step hook of all optimizers."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param, _dtensor()) and hasattr(param, _REPLACED):

@@ -1,4 +1,4 @@
-"""A rank asks all ranks to stop after the same reduction, by a byte of its header."""
+"""A rank asks all ranks to stop after the same reduction, with a byte of its header."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest(HeaderField):
-    """Whether a rank asks all to stop.
+    """Whether a rank asks all ranks to stop.
 
     Attributes:
-        default: this rank asks in its next header.
-        is_stopped: a rank has asked all to stop, in a reduction that is over. On a GPU: in the one
-            before, whose headers each rank has read by then.
+        default: whether the next header of this rank asks.
+        is_stopped: whether a rank has asked in a completed reduction. On a GPU, in the reduction
+            before that, whose headers all ranks have read by then.
     """
 
     default = False
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._asked_at = -1  # number of reductions when this rank asked all to stop
+        self._asked_at = -1  # number of reductions when this rank asked
         self.is_stopped = False
 
     def request(self, reductions: int) -> None:
-        """Ask all ranks to stop, in the next header that is made: so many reductions have begun.
+        """Ask all ranks to stop in the next header; ``reductions`` have begun so far.
 
-        A signal handler may call it, and any thread: it takes no lock.
+        Safe in signal handlers and on any thread: it takes no lock.
         """
         if self._asked_at < 0:
             self._asked_at = reductions
             self.default = not self.is_stopped
 
     def should_stop(self, reductions: int) -> bool:
-        """See :attr:`is_stopped`. A rank alone, which may send no header, has reduced since."""
+        """See :attr:`is_stopped`. A single rank may send no header: count its reductions."""
         return self.is_stopped or (self._group.size == 1 and 0 <= self._asked_at < reductions)
 
     def encode(self, value: bool) -> bytes:

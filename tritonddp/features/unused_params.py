@@ -1,4 +1,4 @@
-"""Unused parameters, which no backward has reached: raise an error, or skip their buckets."""
+"""Unused parameters: raise an error, or skip their buckets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tritonddp.reducer.deferred import Deferred
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.graph.backward import Backward, SyncState
 
-# Most names in an error message; the rest is counted.
+# Maximum number of names in an error message; the rest is counted.
 _SHOWN = 10
 
 
 def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
-    """The error message. It contains the phrases of torch's message that users search for.
+    """Return the error message, with the phrases of torch's message that users search for.
 
     ``unused`` maps names to indices among the parameters that require gradients.
     """
@@ -53,7 +53,7 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
 
 
 class StrictUnused(Extension):
-    """``find_unused_parameters=False``: unused parameters make the next forward raise an error."""
+    """``find_unused_parameters=False``: raise at the next forward if parameters are unused."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class StrictUnused(Extension):
         self._deferred, self._sync = deferred, sync
 
     def on_reduced_all(self, reduction: Reduction) -> None:
-        """Prepare the error for the next forward, if the backward left parameters unused."""
+        """Prepare the error for the next forward if the backward left parameters unused."""
         if self._sync.finds_unused is not False:
-            return  # the graph was declared static meanwhile
+            return  # the graph was declared static since
         if not reduction.source.is_backward:
             return
         unused = {
@@ -79,7 +79,7 @@ class StrictUnused(Extension):
         }
         if not unused:
             return
-        # (One that was replaced meanwhile is not trained, though another one may have its name.)
+        # A parameter that was replaced since is not trained, although another may have its name.
         trainable = enumerate(self._parameters.trainable)
         found = {name: index for index, (name, param) in trainable if param in unused}
         if found:
@@ -88,7 +88,7 @@ class StrictUnused(Extension):
 
 
 class _Skipped(HeaderField):
-    """Titles of the buckets that are not sent, as a hash: see :func:`schema_hash`."""
+    """Hash of the titles of the buckets that are not sent: see :func:`schema_hash`."""
 
     size = 2
 
@@ -109,9 +109,9 @@ SKIPPED = _Skipped()
 
 
 class SkipUnused(Extension):
-    """``skip_all_reduce_unused_params``: buckets for which no rank has gradients are not sent.
+    """``skip_all_reduce_unused_params``: do not send buckets without gradients on any rank.
 
-    The first bucket is always sent: the ranks' headers in it tell whether all skip the same ones.
+    The first bucket is always sent: its headers tell whether all ranks skip the same buckets.
     """
 
     needs_reached = True
@@ -120,7 +120,7 @@ class SkipUnused(Extension):
         self._sync = sync
 
     def on_begin(self, backward: Backward) -> None:
-        """Find out which buckets to skip: none while ranks without inputs take part."""
+        """Determine the buckets to skip: none while ranks without inputs take part."""
         reduction = backward.reduction
         if reduction is None or backward.is_provisional:
             return
@@ -129,7 +129,7 @@ class SkipUnused(Extension):
         skipped = []
         for bucket in reduction.buckets[1:]:
             use, indices = reduction.bucket_set.use, reduction.bucket_set.numbers_of[bucket.index]
-            # (Awaited parameters may get a gradient although the engine does not announce it.)
+            # Awaited parameters may get a gradient although the engine does not announce it.
             if not any(use.flags[each] or each in use.awaited for each in indices):
                 skipped.append(bucket.index)
         reduction.skip(skipped)

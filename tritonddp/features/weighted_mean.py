@@ -1,4 +1,4 @@
-"""Gradients of batches of different size: ``ddp.weighted(n)`` on one rank, before the reduction.
+"""Gradients of batches of different sizes: ``ddp.weighted(n)`` on one rank, before the reduction.
 
 A *window* is what a rank accumulates between two reductions: microbatches ``j`` of ``n_j`` items
 each. The loss of a microbatch is a mean over its items and has the gradient ``g_j``. The window has
@@ -8,12 +8,12 @@ over ranks ``r`` is then ``sum_r W_r m_r / sum_r W_r``. One more microbatch chan
     m' = m + (n / (W + n)) (g - m)
 
 (the incremental form of a weighted mean: D. H. D. West, "Updating mean and variance estimates",
-Communications of the ACM 22(9), 1979). Autograd adds to ``.grad``, therefore ``m`` is kept
-elsewhere while the backward runs. If losses are sums over their items, ``.grad`` holds the sum, and
-is divided by ``W`` before the reduction.
+Communications of the ACM 22(9), 1979). Because autograd adds to ``.grad``, ``m`` is kept elsewhere
+while the backward runs. If losses are sums over their items, ``.grad`` holds the sum, and is
+divided by ``W`` before the reduction.
 
-A gradient that was in ``.grad`` before the window is a mean already, and is no part of ``g_j`` or
-of the sum. Gradients that backwards without a weight have accumulated in the window are.
+A gradient that was in ``.grad`` before the window is already a mean, and is not part of ``g_j`` or
+the sum. Gradients that unweighted backwards accumulated in the window are part of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def weight_of(n: Any, reduction: str) -> Weight:
-    """From the arguments of ``weighted``; for the errors see there."""
+    """Convert the arguments of ``weighted``. Raise the errors listed there."""
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
     if isinstance(n, Tensor) and n.numel() == 1 and not (n.is_complex() or n.is_meta):
@@ -74,14 +74,14 @@ class AccumulationWindow(Extension):
     ) -> None:
         self._parameters, self._sync = parameters, sync
         self._manager = manager
-        self.weight: Weight | None = None  # of all backwards of the window, if there are any
-        self._weight_before: Weight | None = None  # the weight before the backward that runs
+        self.weight: Weight | None = None  # total of the window; None if the window is empty
+        self._weight_before: Weight | None = None  # the weight before the running backward
         # The gradients at the end of the last backward, and their versions.
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
-        # Gradients accumulated before the first backward: each backward adds to them.
+        # Gradients accumulated before the first backward, to which each backward adds.
         self._base: dict[Tensor, Tensor] = {}
-        # While a backward runs: the mean so far of each parameter that is not merged yet, and the
-        # share of the new gradients in the next mean.
+        # During a backward: the mean so far of each parameter not merged yet, and the share of the
+        # new gradients in the next mean.
         self._aside: dict[Tensor, Tensor | None] = {}
         self._share = 1.0
         self._has_warned = False
@@ -114,7 +114,7 @@ class AccumulationWindow(Extension):
             self.divide(segment.params, flags[first : first + len(segment.params)])
 
     def on_compute_end(self, backward: Backward) -> None:
-        """Without a reduction: merge, and note the gradients."""
+        """After a local backward: merge, and record the gradients."""
         if backward.reduction is not None:
             return
         params = self._manager.current.params
@@ -128,7 +128,7 @@ class AccumulationWindow(Extension):
             return
         weight, factor = self.weight, reduction.factor
         if weight is not None and not (weight.items or self._has_warned or factor is None):
-            # (On a GPU the host would wait for the device here.)
+            # On a GPU, the host would have to wait for the device.
             self._has_warned = factor.is_cpu and not factor.any()
             if self._has_warned:
                 logger.warning(
@@ -140,7 +140,7 @@ class AccumulationWindow(Extension):
         self.clear()
 
     def _open(self, weight: Weight | None, backward: Backward) -> None:
-        """A backward begins that has a weight, ``None`` outside ``weighted``, or follows such."""
+        """Begin a backward that has a weight or follows one; ``None`` outside ``weighted``."""
         self._weight_before = self.weight
         params: list[Any] = self._manager.current.params
         means = {param: param.grad for param in params}
@@ -183,9 +183,9 @@ class AccumulationWindow(Extension):
         self.weight = total
 
     def merge(self, params: Iterable[Tensor]) -> None:
-        """The gradients of ``params`` are ready: make ``.grad`` the mean over the window.
+        """Make ``.grad`` the mean over the window; the gradients of ``params`` are ready.
 
-        (With ``reduction="sum"`` it stays the sum until :meth:`divide`.)
+        With ``reduction="sum"``, it remains the sum until :meth:`divide`.
         """
         if not self._aside:
             return
@@ -195,9 +195,9 @@ class AccumulationWindow(Extension):
                     param.grad = _mean(self._aside.pop(param), param.grad, self._share)
 
     def divide(self, params: Iterable[Tensor], used: Iterable[bool]) -> None:
-        """Before the reduction: where ``.grad`` is a sum, make it the mean.
+        """Before the reduction, turn a sum in ``.grad`` into the mean.
 
-        Not in place, since tensors that the backward still uses may be views of it.
+        Not in place, because tensors that the backward still uses may be views of ``.grad``.
         """
         if self.weight is None or not self.weight.is_sum:
             return
@@ -213,7 +213,7 @@ class AccumulationWindow(Extension):
                         param.grad = ((param.grad - base) / scale).add_(base, alpha=share)
 
     def on_abort(self, reduction: Reduction | None) -> None:
-        """The backward failed: restore ``.grad`` and the weight from before it."""
+        """Restore ``.grad`` and the weight from before a failed backward."""
         for param, mean in self._aside.items():
             param.grad = mean
         self._aside = {}
@@ -222,9 +222,9 @@ class AccumulationWindow(Extension):
             self._base = {}
 
     def clear_if_dropped(self) -> None:
-        """If ``zero_grad`` has dropped all accumulated gradients, drop their weight too.
+        """Drop the weight if ``zero_grad`` has dropped all accumulated gradients.
 
-        (It does not reach parameters that the module has no more, so these are not looked at.)
+        ``zero_grad`` does not reach parameters that left the module, so they are not checked.
         """
         held = (param for _, param in self._parameters.params)
         left = [(param, *self._left[param]) for param in held if param in self._left]
@@ -232,13 +232,13 @@ class AccumulationWindow(Extension):
             self.clear()
 
     def clear(self) -> None:
-        """The window has been reduced, or dropped."""
+        """Start a new window after the window was reduced or dropped."""
         self.weight = self._weight_before = None
         self._left, self._base, self._aside = {}, {}, {}
 
 
 def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
-    """Whether ``zero_grad`` has set the gradient to ``None`` or to zero since."""
+    """Return whether ``zero_grad`` has since set the gradient to ``None`` or to zero."""
     grad = param.grad
     if grad is None:
         return True
@@ -246,9 +246,9 @@ def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
 
 
 def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:
-    """Merge the gradient ``new`` into ``mean`` with this share. With share 0 it may be NaN.
+    """Merge the gradient ``new`` into ``mean`` with this share; with share 0, it may be NaN.
 
-    ``new`` is not written to, since tensors that the backward still uses may be views of it.
+    ``new`` is not modified, because tensors that the backward still uses may be views of it.
     """
     if mean is None:
         if new is None or share == 1:

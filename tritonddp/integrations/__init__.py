@@ -1,1 +1,1 @@
-"""Adapters for frameworks that wrap a model themselves."""
+"""Adapters for frameworks that wrap models."""

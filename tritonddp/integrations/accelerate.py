@@ -22,19 +22,19 @@ _Accelerator = TypeVar("_Accelerator")
 def use_tritonddp(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     """Make ``accelerator`` wrap models with :class:`tritonddp.DistributedDataParallel`.
 
-    Nothing changes where it does not use torch's class: in a single process, or with FSDP or
-    DeepSpeed. ``DistributedDataParallelKwargs`` and their communication hooks are kept.
+    Nothing changes where Accelerate does not use torch's class: in a single process, or with FSDP
+    or DeepSpeed. ``DistributedDataParallelKwargs`` and their communication hooks are kept.
 
     Args:
         accelerator: an ``accelerate.Accelerator`` that has not prepared its models yet.
-        options: arguments of the wrapper that Accelerate does not know, such as ``metrics=True``.
+        options: wrapper arguments that Accelerate does not know, for example ``metrics=True``.
 
     Returns:
         ``accelerator``.
 
     Raises:
-        RuntimeError: it has wrapped a model already.
-        TypeError: it is no accelerator.
+        RuntimeError: it has already wrapped a model.
+        TypeError: it is not an accelerator.
 
     Example::
 

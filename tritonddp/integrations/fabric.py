@@ -16,8 +16,8 @@ _Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)
 class TritonDDPStrategy(_Base):
     """Fabric's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
 
-    Takes the same arguments, and passes those that Fabric does not know to the wrapper. Import it
-    after the Fabric that you use, if both ``lightning`` and ``lightning_fabric`` are installed.
+    Accepts the same arguments, and passes arguments unknown to Fabric to the wrapper. If both
+    ``lightning`` and ``lightning_fabric`` are installed, import it after the one that you use.
 
     Example::
 
@@ -31,6 +31,6 @@ class TritonDDPStrategy(_Base):
     """
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap ``module``: Fabric calls it."""
+        """Wrap ``module``; called by Fabric."""
         device_ids = self._determine_ddp_device_ids()
         return DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)

@@ -19,9 +19,9 @@ _Callback: Any = lightning_class(__name__, "callbacks.Callback", *_PACKAGES)
 class TritonDDPStrategy(_Base):
     """Lightning's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
 
-    Takes the same arguments, and passes those that Lightning does not know to the wrapper. No
-    variant such as Lightning's ``ddp_find_unused_parameters_true`` is needed.
-    Import it after the Lightning that you use, if both are installed.
+    Accepts the same arguments, and passes arguments unknown to Lightning to the wrapper. Variants
+    such as Lightning's ``ddp_find_unused_parameters_true`` are not needed.
+    If both packages of Lightning are installed, import it after the one that you use.
 
     Example::
 
@@ -38,20 +38,21 @@ class TritonDDPStrategy(_Base):
 
 
 class StopCallback(_Callback):
-    """Ends the training on all ranks after the same batch, once one rank has got a signal.
+    """Ends training on all ranks after the same batch, once one rank has received a signal.
 
-    Or once one has called ``request_stop()`` of the wrapped model. A checkpoint is saved first.
-    Lightning then ends as with ``trainer.should_stop``: it validates, if the model has a validation
-    step, and calls ``on_train_end``. ``min_epochs`` and ``min_steps`` do not count.
+    Training also ends once one rank has called ``request_stop()`` of the wrapped model. A
+    checkpoint is saved first. Lightning then ends as with ``trainer.should_stop``: it validates, if
+    the model has a validation step, and calls ``on_train_end``. It ignores ``min_epochs`` and
+    ``min_steps``.
 
-    While it trains, these signals do not come to Lightning's own handler: that makes a collective
-    which the other ranks do not make, and hangs (Lightning#20806, #20825). A second signal does
-    what it did before the training.
+    During training, Lightning's own handler does not receive these signals: it would run a
+    collective that the other ranks do not run, and hang (Lightning#20806, #20825). A second signal
+    has the effect that it had before training.
 
     Args:
-        signals: as for :func:`tritonddp.stop_on_signal`, by default ``signal.SIGTERM``.
-        path: of the checkpoint, for ``trainer.fit(..., ckpt_path=path)`` of the next run. Without
-            it none is saved.
+        signals: as for :func:`tritonddp.stop_on_signal`; ``signal.SIGTERM`` by default.
+        path: path of the checkpoint, for ``trainer.fit(..., ckpt_path=path)`` of the next run. No
+            checkpoint is saved without it.
 
     Raises:
         RuntimeError, TypeError, ValueError: when training starts: the model is not wrapped with
@@ -69,12 +70,12 @@ class StopCallback(_Callback):
 
     def __init__(self, *signals: int, path: str | None = None) -> None:
         self._signals, self._path = signals or (signal.SIGTERM,), path
-        self._before: dict[int, Any] = {}  # handlers
+        self._before: dict[int, Any] = {}  # previous handlers
         self._handler: StopOnSignal | None = None
-        self._least: tuple[Any, Any] | None = None  # the trainer's least epochs and steps
+        self._least: tuple[Any, Any] | None = None  # the trainer's min_epochs and min_steps
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note which handlers there are. Lightning sets its own behind this."""
+        """Record the current handlers, before Lightning sets its own."""
         self._before = {each: signal.getsignal(each) for each in checked(self._signals)}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -85,7 +86,7 @@ class StopCallback(_Callback):
         self._handler = stop_on_signal(*self._signals)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Save and end, if a rank has asked for it: all ranks are here."""
+        """Save and stop if a rank has requested it; all ranks are here."""
         if self._least is not None or not should_stop(trainer.model):
             return
         loop = trainer.fit_loop
@@ -96,7 +97,7 @@ class StopCallback(_Callback):
         trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take back what was set."""
+        """Restore the handlers and limits."""
         if self._handler is not None:
             self._handler.remove()
         if self._least is not None:
@@ -104,5 +105,5 @@ class StopCallback(_Callback):
         self._handler = self._least = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take back what was set: training ends without ``on_train_end``."""
+        """Restore them when training ends without ``on_train_end``."""
         self.on_train_end(trainer, pl_module)

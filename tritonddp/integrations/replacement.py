@@ -1,8 +1,8 @@
-"""Replaces torch's class by tritonddp's, for code in which the wrapper cannot be chosen.
+"""Replaces torch's class with tritonddp's, for code in which the wrapper cannot be chosen.
 
 The name ``DistributedDataParallel`` in ``torch.nn.parallel`` and ``torch.nn.parallel.distributed``
-then refers to tritonddp's class. A module that has imported torch's class by name before keeps
-torch's: replace first, import then.
+then refers to tritonddp's class. A module that imported torch's class by name before keeps torch's
+class, so call the replacement before importing such modules.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _is_for_good = False
 
 
 class _Offers(types.ModuleType):
-    """The class of the module ``torch.nn.parallel.distributed`` while it offers our class.
+    """The class of the module ``torch.nn.parallel.distributed`` while it provides our class.
 
-    ``module.DistributedDataParallel`` is our class, or one that other code has set since. The
-    module's globals still hold torch's class, which the methods of that class need.
+    ``module.DistributedDataParallel`` is our class, or a class that other code has set since. The
+    module's globals still hold torch's class, which its methods need.
     """
 
     @property
@@ -41,17 +41,18 @@ class _Offers(types.ModuleType):
         vars(self)[_OFFERED] = value
 
     def __getattribute__(self, name: str) -> Any:
-        # Otherwise code that has read the name before keeps it in a cache for plain modules.
+        # Otherwise, code that has read the name before caches it, as for plain modules.
         return super().__getattribute__(name)
 
 
 def replace_stock() -> None:
-    """For the rest of this process, torch's ``DistributedDataParallel`` is tritonddp's.
+    """Replace torch's ``DistributedDataParallel`` with tritonddp's, for the rest of this process.
 
-    Call it in every process, before the code that wraps models is imported. It may be called again.
+    Call it in every process, before importing the code that wraps models. It may be called again.
 
     Warns:
-        UserWarning: modules have imported torch's class by name before, and keep it; names them.
+        UserWarning: modules have already imported torch's class by name, and keep it. The warning
+            names them.
 
     Example::
 
@@ -63,7 +64,7 @@ def replace_stock() -> None:
     global _is_for_good
     bound = [] if _is_for_good else _bound()
     _is_for_good = True
-    _replace()  # also if other code has set another class there since
+    _replace()  # even if other code has set another class since
     if bound:
         in_ray = (
             ' In the workers of Ray, ray.init(runtime_env={"worker_process_setup_hook": '
@@ -79,13 +80,13 @@ def replace_stock() -> None:
 
 @contextmanager
 def instead_of_stock() -> Iterator[None]:
-    """Context: torch's ``DistributedDataParallel`` is tritonddp's.
+    """Replace torch's ``DistributedDataParallel`` with tritonddp's in this context.
 
     It affects the whole process, so leave it as soon as the model is wrapped.
 
     Warns:
-        UserWarning: nothing was wrapped with tritonddp's class inside; names the modules that had
-            imported torch's by name before.
+        UserWarning: nothing was wrapped with tritonddp's class inside. The warning names the
+            modules that had already imported torch's class by name.
 
     Example::
 
@@ -108,9 +109,9 @@ def instead_of_stock() -> Iterator[None]:
 
 @contextmanager
 def stock_replaced(options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Context: :func:`instead_of_stock` without the warning if nothing is wrapped inside.
+    """Like :func:`instead_of_stock`, without the warning if nothing is wrapped inside.
 
-    Inside, wrappers are made with ``options`` too.
+    Wrappers that are created inside also receive ``options``.
     """
     parallel: Any = torch.nn.parallel
     before, kind = parallel.DistributedDataParallel, type(torch.nn.parallel.distributed)
@@ -130,7 +131,7 @@ def stock_replaced(options: Mapping[str, Any] | None = None) -> Iterator[None]:
 
 
 def _with(options: Mapping[str, Any]) -> type:
-    """A class whose constructor makes wrappers with ``options``; ``isinstance`` works."""
+    """Return a class whose constructor creates wrappers with ``options``; ``isinstance`` works."""
 
     def made(cls: type, *args: Any, **kwargs: Any) -> Any:
         return DistributedDataParallel(*args, **{**kwargs, **options})
@@ -148,7 +149,7 @@ def _replace() -> None:
 
 
 def _bound() -> list[str]:
-    """Modules outside of torch that have torch's class under some name."""
+    """Return the modules outside torch that hold torch's class under any name."""
     return sorted(
         name
         for name, module in list(sys.modules.items())

@@ -1,4 +1,4 @@
-"""Signals of a cluster, a terminal or a spot machine: all ranks stop after the same reduction."""
+"""Stop all ranks after the same reduction on a signal of a cluster, terminal or spot machine."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ from tritonddp.wrapper import DistributedDataParallel
 
 logger = logging.getLogger(__name__)
 
-# No handler may be set for the first two. The others are faults: a handler in Python runs after the
-# instruction that failed, which is then repeated for ever. Windows has only the last three.
+# The first two cannot have handlers. The others are faults: a Python handler runs after the failing
+# instruction, which then repeats forever. Windows has only the last three.
 _UNUSABLE = {
     getattr(signal, name)
     for name in ("SIGKILL", "SIGSTOP", "SIGBUS", "SIGSEGV", "SIGFPE", "SIGILL")
     if hasattr(signal, name)
 }
 
-# Environment variable, set where a server starts that shall have a process group of its own.
+# Environment variable for starting a server in a separate process group.
 _APART = "_TRITONDDP_OWN_PROCESS_GROUP"
 
 
 def stop_on_signal(*signals: int) -> StopOnSignal:
-    """From now on the first of each of these signals asks all ranks to stop.
+    """Ask all ranks to stop when this process receives the first of each of these signals.
 
-    It asks for all models that are wrapped, and for those that are wrapped later: the training loop
-    looks at :meth:`DistributedDataParallel.should_stop`. One rank that gets a signal is enough.
-    The handler from before is put back then, so the second signal of a kind does what it did
-    before: SIGTERM ends the process. A process that is forked from this one gets the handler from
-    before at once.
+    This applies to all models that are wrapped now or later; the training loop must check
+    :meth:`DistributedDataParallel.should_stop`. One rank with a signal is enough. The first signal
+    restores the previous handler, so the second one has its former effect: SIGTERM ends the
+    process. A process that is forked from this one has the previous handlers from the start.
 
-    A signal to the process group of this process leaves the workers of its DataLoaders at work: the
-    loop that stops needs them. Until ``remove()`` they are started in process groups of their own,
-    and those that run already get one; a warning in the log says where that cannot be.
+    A signal to the process group of this process does not end the workers of its DataLoaders,
+    because the loop needs them until it stops. Until ``remove()``, new workers start in separate
+    process groups, and running workers are moved to separate groups. The log warns where that is
+    impossible.
 
-    Whoever sets a handler after this, and calls the former one, calls this one; called a second
-    time it hands on to the one before.
+    If you set another handler later and call the former one from it, you call this handler. On a
+    second call, it calls the handler before it.
 
     Args:
-        signals: numbers, such as ``signal.SIGUSR1``; by default ``signal.SIGTERM``.
+        signals: numbers, for example ``signal.SIGUSR1``; ``signal.SIGTERM`` by default.
 
     Returns:
-        An object to take it back: ``remove()``, or the end of a ``with`` block, puts the handlers
-        from before back, where they have not been replaced. Models that are asked to stop are
-        asked still; models that are wrapped after it are not.
+        An object to undo this: ``remove()``, or the end of a ``with`` block, restores the previous
+        handlers unless they have been replaced. Models that were asked to stop still stop. Models
+        that are wrapped afterwards do not.
 
     Raises:
         RuntimeError: this is not the main thread, or a handler was not set by Python.
-        TypeError: a signal is no number.
-        ValueError: there is no such signal, or a process cannot go on after it.
+        TypeError: a signal is not a number.
+        ValueError: there is no such signal, or a process cannot continue after it.
 
     Example::
 
@@ -78,7 +78,7 @@ def stop_on_signal(*signals: int) -> StopOnSignal:
 
 
 def checked(signals: Sequence[int]) -> list[int]:
-    """The numbers of ``signals``; raises as :func:`stop_on_signal`."""
+    """Return the numbers of ``signals``. Raise the errors of :func:`stop_on_signal`."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "stop_on_signal() was called on the thread "
@@ -113,10 +113,10 @@ def checked(signals: Sequence[int]) -> list[int]:
 
 
 def should_stop(model: Any) -> bool:
-    """``should_stop()`` of the wrapper that the model of a trainer is.
+    """Call ``should_stop()`` of the model of a trainer, which must be a wrapper.
 
     Raises:
-        TypeError: it is none of ours.
+        TypeError: the model is not wrapped with tritonddp.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -141,7 +141,7 @@ class StopOnSignal:
         self._process = os.getpid()
         self._is_removed = False
         self._handled: set[int] = set()
-        # (Complete before the first handler is set: a signal may come at once.)
+        # Complete this before setting the first handler: a signal may arrive immediately.
         self._former: dict[int, Any] = {each: signal.getsignal(each) for each in signals}
         try:
             for each in self._former:
@@ -158,7 +158,7 @@ class StopOnSignal:
         self.remove()
 
     def remove(self) -> None:
-        """Put the handlers from before back, where they have not been replaced.
+        """Restore the previous handlers, unless they have been replaced.
 
         Raises:
             RuntimeError: this is not the main thread.
@@ -172,11 +172,11 @@ class StopOnSignal:
         DDPState.stop_requests.discard(self)
 
     def _put_back(self, number: int) -> None:
-        if signal.getsignal(number) == self._handle:  # else somebody has set another one
+        if signal.getsignal(number) == self._handle:  # otherwise, another handler was set
             signal.signal(number, self._former[number])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs between any two instructions of the main thread: takes no lock that it may hold."""
+        """Run between two instructions of the main thread; take no lock that it may hold."""
         if self._is_removed or number in self._handled or os.getpid() != self._process:
             self._hand_on(number, frame)
             return
@@ -187,8 +187,8 @@ class StopOnSignal:
         for state in states:
             state.request_stop()
         who = f"rank {states[0].group.rank}" if states else f"process {self._process}"
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            # Handlers of loggers have locks, which the main thread may hold now.
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            # Loggers' handlers have locks, which the main thread may hold now.
             _thread.start_new_thread(_log, (who, _name(number)))
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
@@ -199,16 +199,16 @@ class StopOnSignal:
         elif former == signal.SIG_DFL:
             installed = signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-            # Still there: by default this signal does not end the process.
+            # Still running: by default, this signal does not end the process.
             if installed is not None:
                 signal.signal(number, installed)
 
 
 class _Shield:
-    """What workers of DataLoaders run while signals stop all ranks: torch's loop, out of reach.
+    """The loop of DataLoader workers while signals stop all ranks: torch's loop, shielded.
 
-    A worker in a process group of its own gets no signal that is for the group of its parent. Of
-    those that are sent to each process it ignores all but SIGTERM, by which its parent ends it.
+    A worker in a separate process group does not receive signals to the group of its parent. It
+    ignores signals that are sent to each process, except SIGTERM, with which its parent ends it.
     """
 
     def __init__(self) -> None:
@@ -216,27 +216,27 @@ class _Shield:
         self._former: Any = None
 
     def add(self, handler: StopOnSignal, signals: Sequence[int]) -> None:
-        """Shield workers from these signals too."""
+        """Also shield workers from these signals."""
         if not hasattr(os, "setpgid"):  # Windows, which has no process groups
             return
         if not self._in_force:
-            self._former = self._former or loading_loop()  # once: another tool's may call this
+            self._former = self._former or loading_loop()  # once: other tools' loops may call this
             set_loading_loop(self)
         self._in_force[handler] = signals
         if multiprocessing.active_children():
             _move(loading_processes())
 
     def remove(self, handler: StopOnSignal) -> None:
-        """Workers that start from now on are shielded for others only."""
+        """Stop shielding new workers from the signals of ``handler``."""
         if self._in_force.pop(handler, None) and not self._in_force and loading_loop() is self:
             set_loading_loop(self._former)
 
     def __call__(self, *args: Any) -> None:
-        """The loop of a forked worker."""
+        """Run the loop of a forked worker."""
         _work(self._signals, self._former, *args)
 
     def __reduce__(self) -> Any:
-        """The loop of a worker that is not forked: it has torch's own."""
+        """Run torch's own loop in a worker that is not forked."""
         if getattr(get_spawning_popen(), "method", "") == "forkserver" and self._in_force:
             _start_server_apart()
         return partial, (_work_spawned, self._signals)
@@ -257,7 +257,7 @@ def _work(signals: set[int], loop: Any, *args: Any) -> None:
     if signals:
         os.setpgid(0, 0)
     for number in signals - {signal.SIGTERM}:
-        signal.signal(number, _ignore)  # unlike SIG_IGN not in programs that the worker starts
+        signal.signal(number, _ignore)  # unlike SIG_IGN, not inherited by the worker's programs
     loop(*args)
 
 
@@ -266,8 +266,8 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _start_server_apart() -> None:
-    """The server that forks workers ends them when it ends: it gets a process group of its own."""
-    from multiprocessing import forkserver  # which Windows has not
+    """Start the fork server in its own process group, because workers end when it ends."""
+    from multiprocessing import forkserver  # not available on Windows
 
     server: Any = forkserver.ensure_running.__self__  # type: ignore[attr-defined]
     pid, preloaded = (vars(server)[name] for name in ("_forkserver_pid", "_preload_modules"))
@@ -287,14 +287,14 @@ if os.environ.pop(_APART, None):
 
 
 def _move(workers: Sequence[Any]) -> None:
-    """Give workers of DataLoaders that run already process groups of their own."""
+    """Move running DataLoader workers to separate process groups."""
     left = []
     for each in workers:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             if os.getpgid(each.pid) == os.getpgrp():
                 try:
                     os.setpgid(each.pid, each.pid)
-                except OSError:  # only processes that are forked let their parent do that
+                except OSError:  # parents may only move processes that did not exec
                     left.append(str(each.pid))
     if left:
         _warn(left)

@@ -1,4 +1,4 @@
-"""Trainer of transformers: a callback that lets all ranks stop together."""
+"""Trainer of transformers: a callback that stops all ranks together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 try:
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
-    if error.name != "transformers":  # it is installed, and lacks a dependency
+    if error.name != "transformers":  # it is installed, but lacks a dependency
         raise
     raise ImportError(
         f"{__name__} needs transformers, which is not installed: pip install transformers"
@@ -19,19 +19,20 @@ _Base: Any = TrainerCallback
 
 
 class StopCallback(_Base):
-    """Saves and ends on all ranks after the same step, once one rank has got a signal.
+    """Saves and stops on all ranks after the same step, once one rank has received a signal.
 
-    Or once one has called ``request_stop()`` of the wrapped model. The checkpoint is one of the
-    Trainer's: ``train(resume_from_checkpoint=True)`` goes on from it.
+    It also does so once one rank has called ``request_stop()`` of the wrapped model. The checkpoint
+    is a Trainer checkpoint: ``train(resume_from_checkpoint=True)`` continues from it.
 
     Args:
         trainer: a Trainer whose model is wrapped with tritonddp.
-        signals: as for :func:`tritonddp.stop_on_signal`, by default ``signal.SIGTERM``. The handler
-            is there while it trains.
+        signals: as for :func:`tritonddp.stop_on_signal`; ``signal.SIGTERM`` by default. The
+            handler is installed during training.
 
     Raises:
         RuntimeError, ValueError: when training starts, as :func:`tritonddp.stop_on_signal`.
-        TypeError: likewise; or, after the first step, the model is not wrapped with tritonddp.
+        TypeError: when training starts, in the same way; or after the first step, if the model is
+            not wrapped with tritonddp.
 
     Example::
 
@@ -48,17 +49,17 @@ class StopCallback(_Base):
         self._handler: StopOnSignal | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the handler. (One that a training has left which ended by an error is replaced.)"""
+        """Set the handler. Replace a handler that was left by training that failed."""
         self.on_train_end(args, state, control)
         self._handler = stop_on_signal(*self._signals)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The optimizer has made a step."""
+        """Save and stop if a rank has requested it."""
         if should_stop(self._trainer.model_wrapped):
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the handler back."""
+        """Remove the handler."""
         if self._handler is not None:
             self._handler.remove()
             self._handler = None

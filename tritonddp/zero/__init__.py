@@ -1,1 +1,1 @@
-"""Optimizers whose state is spread over the ranks: each parameter is stepped by one of them."""
+"""Optimizers that shard their state over the ranks: one rank steps each parameter."""

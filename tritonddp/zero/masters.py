@@ -1,8 +1,8 @@
-"""fp32 copies of parameters in low precision, which the optimizer steps instead of them.
+"""fp32 copies of low-precision parameters, which the optimizer steps in their place.
 
-An update that is smaller than half of a parameter's last bit is lost in bf16: with a learning rate
-of 1e-4 that is most of them (Micikevicius et al., Mixed Precision Training, 2017, arXiv
-1710.03740, section 3.1).
+bf16 loses an update that is smaller than half of a parameter's last bit. With a learning rate of
+1e-4, these are most updates (Micikevicius et al., Mixed Precision Training, 2017, arXiv 1710.03740,
+section 3.1).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tritonddp._modes import outside_modes
 from tritonddp._torch import foreach_copy_
 
 _LOW = (torch.bfloat16, torch.float16)
-_UNKNOWN = -1  # no version of a tensor
+_UNKNOWN = -1  # not a version of any tensor
 
 
 class MasterWeights:
-    """The fp32 copies of the parameters in low precision that this rank owns."""
+    """The fp32 copies of the low-precision parameters that this rank owns."""
 
     def __init__(self) -> None:
-        # By parameter, what the optimizer steps: the copy, or the parameter itself.
+        # For each parameter, the tensor that the optimizer steps: the copy or the parameter itself.
         self.of: dict[Tensor, Tensor] = {}
-        self._versions: dict[Tensor, int] = {}  # of parameters with a copy, after the last step
+        self._versions: dict[Tensor, int] = {}  # versions of copied parameters after the last step
 
     def add(self, params: Iterable[Tensor]) -> None:
-        """Make copies of those of ``params`` that are bf16 or fp16."""
+        """Copy the bf16 and fp16 parameters of ``params``."""
         for param in params:
             if param not in self.of:
                 is_low = param.dtype in _LOW
@@ -40,16 +40,16 @@ class MasterWeights:
                     self._versions[param] = param._version
 
     def remove(self, params: Iterable[Tensor]) -> None:
-        """Forget the copies of those of ``params`` that have one."""
+        """Remove the copies of ``params``."""
         for param in params:
             self.of.pop(param, None)
             self._versions.pop(param, None)
 
     def before_step(self) -> None:
-        """Give each copy the gradient of its parameter, which may be fp32 itself (``grad_dtype``).
+        """Give each copy the gradient of its parameter, which may be fp32 too (``grad_dtype``).
 
-        A parameter that somebody else has written to since the last step, such as a checkpoint that
-        was loaded, counts: its copy takes the elements that are not the rounded ones.
+        If a parameter was written since the last step, for example by loading a checkpoint, its
+        copy takes the elements that differ from the rounded copy.
         """
         for param, version in self._versions.items():
             copy = self.of[param]
@@ -58,7 +58,7 @@ class MasterWeights:
             copy.grad = None if param.grad is None else param.grad.float()
 
     def after_step(self) -> None:
-        """Write the rounded copies to their parameters."""
+        """Write the rounded copies to the parameters."""
         params = list(self._versions)
         if params:
             copies = [self.of[param] for param in params]
@@ -68,9 +68,9 @@ class MasterWeights:
             self._versions[param] = param._version
 
     def load(self, param: Tensor, value: Tensor) -> None:
-        """Go on with this copy of ``param``, fp32, where its rounded values are those of ``param``.
+        """Load the fp32 copy of ``param``; elements that do not round to ``param`` are dropped.
 
-        By the next step: the parameters may be loaded later.
+        The next step compares the two, because the parameters may be loaded later.
         """
         if param in self._versions:
             self.of[param].data.copy_(value)

@@ -1,4 +1,4 @@
-"""Gradients of which the owner of a parameter alone has the mean."""
+"""Reduced gradients that only the owner of each parameter holds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tritonddp.reducer.graph.backward import Backward
 
 
 class OwnedMeans(Extension):
-    """After a reduction the owner has the mean in ``.grad``, and the other ranks have ``None``.
+    """Keeps the mean in ``.grad`` of the owner after a reduction; other ranks have ``None``.
 
     Args:
-        parameters: those of the wrapper. (Owners have those of layers that were replaced, too.)
-        owners: by parameter, the rank.
-        is_reduced: gradients are means already.
-        optimizer: weak reference to the optimizer whose owners they are.
+        parameters: parameters of the wrapper.
+        owners: the owner of each parameter, also in replaced layers.
+        is_reduced: whether gradients already hold means.
+        optimizer: weak reference to the optimizer that assigned the owners.
     """
 
     reads_device = "which gradients are means already (ZeroRedundancyOptimizer)"
@@ -43,16 +43,16 @@ class OwnedMeans(Extension):
         self._owners, self._rank = owners, rank
 
     def _of_others(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Those with a gradient that other ranks own: in most steps there are none."""
+        """Return the parameters with a gradient that other ranks own; usually there are none."""
         have = [each for each in named if each[1].grad is not None]
         return [each for each in have if self._owners.get(each[1], self._rank) != self._rank]
 
     def take_over(self, former: OwnedMeans) -> None:
-        """Go on from the means of an earlier optimizer, whose parameters keep their owners."""
+        """Continue with the means of an earlier optimizer, whose parameters keep their owners."""
         self._earlier.take_over(former._earlier)
 
     def on_begin(self, backward: Backward) -> None:
-        """A backward that is reduced needs the optimizer.
+        """Check that the optimizer of a reduced backward exists.
 
         Raises:
             RuntimeError: it is gone, or gradients were set; or see :meth:`EarlierMeans.on_begin`.
@@ -68,24 +68,24 @@ class OwnedMeans(Extension):
         self._earlier.on_begin(backward)
 
     def _refuse_set(self, where: str) -> None:
-        """What the owner has set in ``.grad`` could not be told from its mean."""
+        """Raise if the user set ``.grad``: the owner could not tell it from a mean."""
         if self._earlier.is_reduced and (found := held(self._of_others(self._parameters.params))):
-            raise LocalError(  # the owner finds nothing
+            raise LocalError(  # the owner detects nothing
                 f"{where}: .grad of {listed([name for name, _ in found])} was set since the last "
                 "reduction, which the ZeroRedundancyOptimizer takes for means where it steps them: "
                 "give gradients of your own to reduce_gradients(), and set what that returns"
             )
 
     def on_request(self, reduction: Reduction) -> None:
-        """A second request in a row leaves the means as they are, as without owners."""
+        """Leave the means unchanged at a repeated request, as without owners."""
         self._refuse_set(reduction.where)
         self._earlier.on_request(reduction)
         self._earlier.set_aside(self._earlier.means())
 
     def on_reduced_all(self, reduction: Reduction) -> None:
-        """Add the earlier means. (The first reduction leaves the mean on all ranks: drop it.)"""
+        """Add the earlier means. Drop the mean that the first reduction left on all ranks."""
         self._earlier.on_reduced_all(reduction)
-        # (Not those of a layer that was frozen until now: they are reduced after all buckets.)
+        # Layers that were frozen until now are in no bucket; they are reduced afterwards.
         for bucket in reduction.buckets:
             for _, param in self._of_others(zip(bucket.names, bucket.params, strict=True)):
                 param.grad = None

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def add_owners(owners: dict[Tensor, int], params: Iterable[Tensor], world_size: int) -> None:
-    """Give each of ``params`` that has none an owner: the same on all ranks.
+    """Assign an owner to each of ``params`` without one, identically on all ranks.
 
-    One after the other goes to the rank that owns the fewest elements so far, the lowest such rank.
-    So neighbours, which share a bucket, have different owners, and no rank owns more than an even
-    share and one parameter.
+    Each parameter goes to the rank that owns the fewest elements so far; ties go to the lowest
+    rank. Neighbors share a bucket and get different owners. No rank owns more than an even share
+    plus one parameter.
 
     Args:
-        owners: by parameter, the rank; what is added goes there.
+        owners: the owner of each parameter; updated in place.
         params: in the order in which their gradients become ready.
     """
     load = [0] * world_size

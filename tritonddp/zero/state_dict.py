@@ -1,4 +1,4 @@
-"""The state of all ranks' optimizers as one, for checkpoints."""
+"""The optimizer state of all ranks in one state dict, for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.group import Group
 from tritonddp.zero.masters import MasterWeights
 
-# Name of the fp32 copy of a parameter in its state.
+# Key of a parameter's fp32 copy in its state.
 MASTER = "master_weight"
 
 
 class OwnedState:
-    """The state of the parameters that this rank owns, a part of the state of all.
+    """The state of the parameters that this rank owns, as a part of the full state.
 
-    In that, a parameter has its number among all parameters, as in the plain optimizer. ``optim``
-    is that of this rank, and has ``masters`` instead of some parameters.
+    The full state numbers parameters like the plain optimizer. ``optim`` is the local optimizer.
+    It steps the fp32 copies in ``masters`` in place of their parameters.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class OwnedState:
     def gather(
         self, params: Sequence[Tensor], to: int, device: torch.device
     ) -> dict[int, Any] | None:
-        """The state of all ``params``, on the CPU, on rank ``to``.
+        """Return the state of all ``params``, on the CPU, on rank ``to``; ``None`` elsewhere.
 
-        ``None`` on other ranks. All ranks call this. Messages are read with ``weights_only=True``:
-        tensors, numbers and containers. ``device`` is that of the messages.
+        All ranks must call this. Messages are loaded with ``weights_only=True``, so they hold
+        tensors, numbers and containers. ``device`` is the device of the messages.
         """
         mine: dict[int, dict[Any, Any]] = {}
         copies = {} if self._masters is None else self._masters.of
         for number, param in enumerate(params):
             if self._owners[param] == self._group.rank:
                 stepped = copies.get(param, param)
-                # (Who looks up a parameter in ``optim.state`` makes an empty state.)
+                # Test membership first: indexing ``optim.state`` creates an empty state.
                 is_there = stepped in self._optim.state
                 if is_there:
                     mine[number] = _on_cpu(self._optim.state[stepped])
@@ -58,9 +58,9 @@ class OwnedState:
         return _gathered(mine, self._group, to, device)
 
     def load(self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-        """Take over what belongs to owned parameters, and the options of the groups.
+        """Load the state of owned parameters, and the options of the groups.
 
-        In ``state_dict`` the state of parameters that others own may be missing.
+        ``state_dict`` may lack the state of parameters that other ranks own.
         """
         state: dict[Any, Any] = {}
         copies: dict[Tensor, Tensor] = {}
@@ -86,7 +86,7 @@ class OwnedState:
 
 
 def packed(optimizer: Optimizer, state: Callable[[], Mapping[int, Any]]) -> dict[str, Any]:
-    """``optimizer.state_dict()`` if its state is the one that ``state`` returns; hooks run."""
+    """Return ``optimizer.state_dict()`` with the state that ``state`` returns. Run its hooks."""
     for before in state_dict_pre_hooks(optimizer).values():
         before(optimizer)
     groups: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def packed(optimizer: Optimizer, state: Callable[[], Mapping[int, Any]]) -> dict
 
 
 def unpacked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``optimizer`` has to load if it is given ``state_dict``: hooks run on a copy.
+    """Return what ``optimizer`` must load for ``state_dict``. Its hooks run on a copy.
 
     Raises:
         ValueError: number or sizes of the parameter groups differ.
@@ -123,9 +123,9 @@ def unpacked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, A
 
 
 def without_idle_copies(state: Mapping[int, Any], params: Sequence[Tensor]) -> dict[int, Any]:
-    """``state`` of all ``params`` without fp32 copies alone that say no more than the parameter.
+    """Return ``state`` without lone fp32 copies that equal their parameters.
 
-    The plain optimizer would take one for the state of a parameter that was stepped.
+    The plain optimizer would take such a copy for the state of a stepped parameter.
     """
     return {
         number: each
@@ -137,7 +137,7 @@ def without_idle_copies(state: Mapping[int, Any], params: Sequence[Tensor]) -> d
 def _gathered(
     mine: dict[int, Any], group: Group, to: int, device: torch.device
 ) -> dict[int, Any] | None:
-    """The parts of all ranks together, see :meth:`OwnedState.gather`."""
+    """Return the state of all ranks; see :meth:`OwnedState.gather`."""
     rank = group.rank
     encoded = BytesIO()
     torch.save(mine, encoded)

@@ -1,4 +1,4 @@
-"""The new values of parameters get from their owners to all ranks."""
+"""Send new parameter values from their owners to all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.point_to_point import FROM_OWNERS, MessagesUnderWay, tag_of
 
-# Bytes of a message with several parameters, which are packed. A larger one is a message of its
-# own, and arrives in its own memory; collectives send it in pieces.
+# Bytes of a message that packs several parameters. A larger parameter is a separate message, which
+# is received in place; collectives send it in pieces.
 _MAX_BYTES = 1024 * 1024
 _PIECE = 4 * _MAX_BYTES
 
@@ -28,17 +28,17 @@ _Named = Sequence[tuple[str, Tensor]]
 
 
 class _Arrival(NamedTuple):
-    """Messages that are there, or were sent, once these works are done: rank and number of each."""
+    """Messages, by rank and number, that have been received or sent once the works are done."""
 
     works: list[Work | MessagesUnderWay]
     ended: list[tuple[int, int]]
 
 
 class OwnedValues:
-    """Gives all ranks the values of parameters that their owners have.
+    """Sends the parameter values of each owner to all ranks.
 
-    On one host, once its ranks are connected, values go through memory that they share: it takes
-    the memory of the parameters once for the host. ``of_ranks`` has what each rank owns.
+    On one host with connected ranks, values go through shared memory, which takes the size of the
+    parameters once per host. ``of_ranks`` lists the parameters that each rank owns.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class OwnedValues:
 
     @torch.no_grad()
     def exchange(self, where: str) -> None:
-        """Overwrite all parameters with those of their owners. All ranks call this.
+        """Overwrite all parameters with the values of their owners. All ranks must call this.
 
         Raises:
-            RuntimeError: a rank is missing; the message names it.
+            RuntimeError: a rank is missing. The message names it.
         """
         self._number += 1
         if not self._has_memory and self._transport.peers(self._group) is not None:
@@ -91,12 +91,12 @@ class OwnedValues:
                 for message in messages[self._group.rank]:
                     message.fill()
                 by = self._send if self._device.type == "cpu" else self._gather
-                for arrival in list(by(messages)):  # all are on their way before one is waited for
+                for arrival in list(by(messages)):  # launch all before waiting for one
                     self._wait(arrival, messages)
         torch.autograd.graph.increment_version(self._others)
 
     def _wait(self, arrival: _Arrival, messages: list[list[Message]]) -> None:
-        """Wait for messages; on a GPU, have the current stream wait."""
+        """Wait for messages. On a GPU, let the current stream wait."""
         for work in arrival.works:
             work.wait()
         for rank, number in arrival.ended:
@@ -104,9 +104,9 @@ class OwnedValues:
                 messages[rank][number].unpack()
 
     def _send(self, messages: list[list[Message]]) -> list[_Arrival]:
-        """Exchange the messages of all ranks over gloo: each rank sends its own to each other one.
+        """Exchange the messages of all ranks over gloo: each rank sends its own to every other.
 
-        (Of two large broadcasts in opposite directions gloo makes one after the other.)
+        Gloo would serialize two large broadcasts in opposite directions.
         """
         group, tag = self._group, tag_of(self._group.next_exchange(), FROM_OWNERS)
         self._counters.collective(sum(self._nbytes), group.size)
@@ -122,13 +122,13 @@ class OwnedValues:
         return arrivals
 
     def _gather(self, messages: list[list[Message]]) -> Iterator[_Arrival]:
-        """Exchange the messages of all ranks by collectives, which cut them where one ends.
+        """Exchange the messages of all ranks with collectives, split where any message ends.
 
-        So all ranks have pieces of one length: gloo takes no others.
+        The pieces of all ranks then have equal lengths, as gloo requires.
         """
         ends = [list(accumulate(sum(each.sizes) for each in some)) for some in messages]
         most = max(self._nbytes)
-        begin, at = 0, [0] * len(messages)  # of each rank, the message that is exchanged
+        begin, at = 0, [0] * len(messages)  # index of each rank's current message
         for end in sorted({*range(_PIECE, most, _PIECE), *chain.from_iterable(ends)}):
             pieces: dict[int, Tensor] = {}
             ended: list[tuple[int, int]] = []
@@ -144,7 +144,7 @@ class OwnedValues:
             begin = end
 
     def _begin(self, pieces: dict[int, Tensor]) -> list[Work | MessagesUnderWay]:
-        """Exchange these bytes of these ranks."""
+        """Launch the exchange of these pieces."""
         group, counters = self._group, self._counters
         if len(pieces) == group.size:
             counters.collective(sum(map(len, pieces.values())), group.size)

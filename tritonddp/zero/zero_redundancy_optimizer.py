@@ -39,48 +39,49 @@ _NO_JOIN = (
     "its steps. Use a plain optimizer with join()"
 )
 _WRAP = "wrap the module with tritonddp.DistributedDataParallel before making the optimizer"
-# Hooks of all optimizers, once there is an optimizer with owners.
+# Optimizer hooks of torch, installed with the first optimizer with owners.
 _hooks: list[Any] = []
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Steps each parameter on one rank alone, its *owner*: optimizer state takes ``1/W`` a rank.
+    """Steps each parameter on one rank, its *owner*: each rank holds ``1/W`` of optimizer state.
 
     A drop-in for :class:`torch.distributed.optim.ZeroRedundancyOptimizer`, for the parameters of a
-    module wrapped by :class:`tritonddp.DistributedDataParallel`, which reduces each gradient to its
-    owner instead of to all ranks. So a step sends as many bytes as without it: half of an
-    all-reduce for gradients, and as much for the new values of parameters. (ZeRO, Rajbhandari et
-    al., 2019, arXiv 1910.02054, stages 1 and 2, with whole tensors.)
+    module wrapped in :class:`tritonddp.DistributedDataParallel`. The wrapper reduces each gradient
+    to its owner instead of to all ranks. A step therefore sends as many bytes as without sharding:
+    half of an all-reduce for gradients, and as much for the new parameter values. (ZeRO,
+    Rajbhandari et al., 2019, arXiv 1910.02054, stages 1 and 2, with whole tensors.)
 
-    Each parameter lies whole on its owner, so that optimizers that look at matrices work. On other
-    ranks ``.grad`` is ``None`` after a reduced backward. ``torch.nn.utils.clip_grad_norm_`` gives
-    the norm over all owners, ``torch.amp.GradScaler`` skips a step on all ranks or on none.
+    The owner holds the whole parameter, so that optimizers that work on matrices are supported. On
+    other ranks, ``.grad`` is ``None`` after a reduced backward.
+    ``torch.nn.utils.clip_grad_norm_`` returns the norm over all owners. ``torch.amp.GradScaler``
+    skips a step on all ranks or on none.
 
-    Make it on all ranks alike, after the module is wrapped. All ranks have to make the same calls.
-    A wrapper has one such optimizer: a later one takes over.
+    Construct it with the same arguments on all ranks, after wrapping the module. All ranks must
+    make the same calls. A wrapper has one such optimizer; a later one replaces it.
 
     Args:
-        params: parameters or parameter groups, as for any optimizer: all of one wrapper.
-        optimizer_class: class of the optimizer of each rank, for parameters that are stepped
-            independently of each other.
-        process_group: that of the wrapper, or ``None``.
-        parameters_as_bucket_view: accepted, without effect: values travel in small pieces.
-        overlap_with_ddp: accepted, without effect: the backward reduces gradients in any case.
-        master_weights: step fp32 copies of bf16 and fp16 parameters, which their owners alone keep,
-            and give all ranks the rounded values. They are stepped with ``.grad`` as it is: for one
-            in fp32 set ``grad_dtype`` of the parameters before the module is wrapped.
+        params: parameters or parameter groups, as for any optimizer, all from one wrapper.
+        optimizer_class: class of the local optimizer, which must step parameters independently of
+            each other.
+        process_group: the process group of the wrapper, or ``None``.
+        parameters_as_bucket_view: accepted, without effect: values are sent in small pieces.
+        overlap_with_ddp: accepted, without effect: the backward always reduces gradients.
+        master_weights: step fp32 copies of bf16 and fp16 parameters, which only the owners keep,
+            and send the rounded values to all ranks. The copies are stepped with ``.grad``; for
+            fp32 gradients, set ``grad_dtype`` of the parameters before wrapping the module.
         defaults: arguments of ``optimizer_class``.
 
     Attributes:
-        optim: the optimizer of this rank, with the parameters that it owns.
+        optim: the local optimizer, with the parameters that this rank owns.
 
     Raises:
-        TypeError: ``params`` are no parameters, or ``optimizer_class`` is no optimizer class.
-        ValueError: parameters are of no wrapper, or of several; the wrapper cannot have owners, as
-            with ``compression``, sparse gradients, a communication hook or ``mixed_precision``;
-            ``process_group`` is not its group.
-        RuntimeError: ranks give different parameters, groups or optimizer classes, or only some of
-            them can make theirs.
+        TypeError: ``params`` are not parameters, or ``optimizer_class`` is not an optimizer class.
+        ValueError: parameters belong to no wrapper, or to several; the wrapper does not support
+            owners, for example with ``compression``, sparse gradients, a communication hook or
+            ``mixed_precision``; or ``process_group`` is not the wrapper's.
+        RuntimeError: ranks pass different parameters, groups or optimizer classes, or the
+            constructor fails on some ranks.
 
     Example::
 
@@ -91,8 +92,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         optimizer.step()
     """
 
-    live: ClassVar[WeakSet[ZeroRedundancyOptimizer]] = WeakSet()  # all of this process
-    made: ClassVar[int] = 0  # how many of them there were
+    live: ClassVar[WeakSet[ZeroRedundancyOptimizer]] = WeakSet()  # all instances in this process
+    made: ClassVar[int] = 0  # number of instances ever created
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._add_owners()
             groups = [self._local_group(group) for group in self.param_groups]
             self.optim = optimizer_class(groups, **defaults)
-        except Exception as error:  # on some ranks perhaps, such as those that own vectors
+        except Exception as error:  # possibly only on some ranks, for example owners of vectors
             tell_failure(error, self._group, self._device)
             raise
         self._verify(self.param_groups)
@@ -141,13 +142,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._own()
         rank, is_reduced = self._group.rank, bool(self._reduced)
         self._means = OwnedMeans(state.parameters, self._owners, rank, is_reduced, ref(self))
-        if earlier is not None:  # this one takes over
+        if earlier is not None:  # this optimizer replaces it
             self._core.events.remove(earlier)
             self._means.take_over(earlier)
         self._core.events.install(self._means)
         self._take_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
-        self.defaults = dict(self.optim.defaults)  # schedulers look for momentum there
+        self.defaults = dict(self.optim.defaults)  # schedulers look for momentum in it
         self._is_made, self._known = True, WeakSet[Optimizer]([self, self.optim])
         self.number = ZeroRedundancyOptimizer.made
         ZeroRedundancyOptimizer.made += 1
@@ -158,14 +159,14 @@ class ZeroRedundancyOptimizer(Optimizer):
             _hooks.append(register_optimizer_step_pre_hook(_look_at))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for any optimizer; parameters are those of the same wrapper. All ranks call it.
+        """Add a group of parameters of the same wrapper. All ranks must call it.
 
-        If it raises an error, on all ranks, the optimizer is as before.
+        Errors are raised on all ranks and leave the optimizer unchanged.
 
         Raises:
-            ValueError: a parameter is of another wrapper, of none, or in another group; or its
-                gradients cannot have owners, as sparse ones.
-            RuntimeError: ranks give different parameters, or only some of them can add theirs.
+            ValueError: a parameter belongs to another wrapper, no wrapper, or another group; or its
+                gradients cannot have owners, for example sparse gradients.
+            RuntimeError: ranks pass different parameters, or the call fails on some ranks.
 
         Example::
 
@@ -199,23 +200,23 @@ class ZeroRedundancyOptimizer(Optimizer):
             del self.param_groups[count:], self.optim.param_groups[count:]
             raise
         self._own()
-        # Options of the others may have changed since the last step.
+        # Options of the other groups may have changed since the last step.
         self._take_options(self.optim.param_groups[-1:], self.param_groups[-1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step the parameters that this rank owns, and give all ranks the new values.
+        """Step the parameters that this rank owns, and send the new values to all ranks.
 
         Args:
-            closure: evaluates the model again and returns the loss. It is called once.
-            kwargs: for ``step()`` of the optimizer of this rank.
+            closure: reevaluates the model and returns the loss. Called once.
+            kwargs: passed to ``step()`` of the local optimizer.
 
         Returns:
-            The loss that ``closure`` has returned, ``None`` without one.
+            The loss that ``closure`` returned, or ``None`` without a closure.
 
         Raises:
-            RuntimeError: during a backward or inside ``join()``, or the wrapper was given another
-                process group; or a rank is missing.
+            RuntimeError: called during a backward or inside ``join()``; the wrapper has a new
+                process group or another optimizer; or a rank is missing.
         """
         loss = None
         if closure is not None:
@@ -256,7 +257,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all ranks on rank ``to``, for :meth:`state_dict` there.
 
-        All ranks call it. State is moved to the CPU.
+        All ranks must call it. The state is moved to the CPU.
 
         Example::
 
@@ -278,11 +279,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._consolidated = None if found is None else without_idle_copies(found, params)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, as the plain optimizer would have it.
+        """Return the state of all parameters in the format of the plain optimizer.
 
         Raises:
-            RuntimeError: :meth:`consolidate_state_dict` was not called since the last step, or not
-                with this rank.
+            RuntimeError: :meth:`consolidate_state_dict` was not called since the last step, or with
+                another rank as ``to``.
         """
         return packed(self, self._all_state)
 
@@ -297,10 +298,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         return dict(self._consolidated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of all parameters: of this class, or of the plain optimizer.
+        """Load the state of all parameters, saved by this class or by the plain optimizer.
 
-        Each rank keeps what belongs to the parameters that it owns. The number of ranks may be
-        another than that of the run that has saved it. Hooks run as those of any optimizer.
+        Each rank keeps the state of the parameters that it owns. The number of ranks may differ
+        from the number in the saved run. Hooks run as for any optimizer.
 
         Raises:
             ValueError: number or sizes of the parameter groups differ.
@@ -328,11 +329,11 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @property
     def _device(self) -> torch.device:
-        """That of small messages."""
+        """Device of small messages."""
         return self._core.manager.current.params[0].device
 
     def _verify(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise a RuntimeError if the ranks have not given the same groups."""
+        """Raise a RuntimeError if the ranks have passed different groups."""
         named = self._named(param for group in groups for param in group["params"])
         alike = {
             "optimizer_class": type(self.optim).__qualname__,
@@ -343,19 +344,19 @@ class ZeroRedundancyOptimizer(Optimizer):
         verify_same(describe(named, [], alike), self._group, self._device, where)
 
     def _add_owners(self) -> None:
-        """Give parameters that have no owner one.
+        """Assign owners to parameters without one.
 
-        Those of an earlier optimizer keep theirs: the others do not have their gradients.
+        Parameters of an earlier optimizer keep their owners, which alone hold their gradients.
 
         Raises:
-            ValueError: the earlier one had other parameters, whose gradients nobody would step.
+            ValueError: the earlier optimizer has other parameters with gradients left to step.
         """
         core = self._core
         core.flush_outside_backward("a ZeroRedundancyOptimizer is made while a backward runs")
         params = dict.fromkeys(self._all_params())
-        # In the order in which their gradients become ready; parameters without a bucket go last.
+        # In the order in which gradients become ready; parameters without a bucket go last.
         order = [*(p for p in core.manager.current.params if p in params), *params]
-        self._reduced = core.reduced_parameters()  # (it leaves out those that have owners)
+        self._reduced = core.reduced_parameters()  # excludes parameters with owners
         former = core.manager.factory.owners
         left = [name for name, p in self._named(former) if p not in params and p.grad is not None]
         if left and core.reducer.stepped_at < core.counters.reductions:
@@ -368,9 +369,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         add_owners(self._owners, order, self._group.size)
 
     def _own(self) -> None:
-        """Have gradients reduced to the owners, and values broadcast from there."""
+        """Reduce gradients to the owners, and prepare to send values from there."""
         state, rank = self._state, self._group.rank
-        # Means that all ranks have: those of the owner count.
+        # Gradients that all ranks have reduced: keep them on the owner only.
         for param in self._reduced:
             if self._owners.get(param, rank) != rank:
                 param.grad = None
@@ -390,38 +391,38 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @staticmethod
     def _take_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-        """Copy all but the parameters, which schedulers and users may change, or the optimizer."""
+        """Copy all options, which schedulers, users or the optimizer may change."""
         for one, other in zip(source, target, strict=True):
             for key, value in one.items():
                 if key not in ("params", "param_names"):
                     other[key] = value
 
-    # What is combined over owners
+    # Values combined over owners
 
     @property
     def is_in_force(self) -> bool:
-        """Whether gradients are reduced to the owners of this optimizer, not of a later one."""
+        """Whether gradients are reduced to the owners of this optimizer rather than a later one."""
         return self._state.core is self._core and self._core.events.of(OwnedMeans) is self._means
 
     @property
     def is_latest(self) -> bool:
-        """Whether no later wrapper has the parameters."""
+        """Whether no later wrapper holds the parameters."""
         held = {id(param) for _, param in self._state.parameters.params}
-        # (Of layers that were replaced the wrapper has none.)
+        # The wrapper no longer holds parameters of replaced layers.
         first = next((param for param in self._all_params() if id(param) in held), None)
         return first is None or _latest([first]) is self._state
 
     def owns_any(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of these is the gradient of a parameter that a rank owns."""
+        """Whether one of ``tensors`` is the gradient of an owned parameter."""
         grads = {id(param.grad) for param in self._owners if param.grad is not None}
         return any(id(each) in grads for each in tensors)
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
-        """Whether a rank owns one of these parameters."""
+        """Whether any rank owns one of ``params``."""
         return not self._owners.keys().isdisjoint(params)
 
     def look_at(self, other: Optimizer) -> None:
-        """Another optimizer steps: warn, the first time, if it steps parameters of this one."""
+        """Warn once if another optimizer steps parameters of this one."""
         if other in self._known or not self.is_in_force:
             return
         self._known.add(other)
@@ -437,10 +438,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
 
     def norms(self, given: dict[int, Tensor], norm_type: float) -> Tensor:
-        """The norm of each of these gradients that is owned, of those too that other ranks own.
+        """Return the norm of each owned gradient in ``given`` on any rank, in optimizer order.
 
-        In the order of the optimizer. All ranks call this. Gradients of its parameters are removed
-        from ``given``, in which they are by their ids.
+        All ranks must call this. ``given`` maps ids to gradients; the gradients of this optimizer's
+        parameters are removed from it.
         """
         params = self._all_params()
         mine: dict[int, Tensor] = {}
@@ -448,7 +449,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             grad = None if param.grad is None else given.pop(id(param.grad), None)
             if grad is not None and self._owners[param] == self._group.rank:
                 mine[number] = grad
-        # Each norm has a place of its own, so that their sum over ranks is exact.
+        # A separate element for each norm makes the sum over ranks exact.
         norms = torch.zeros(2, len(params), dtype=torch.float64, device=self._device)
         if mine:
             found = torch.stack(foreach_norm(list(mine.values()), norm_type)).double()
@@ -457,13 +458,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._group.recover()
         self._group.all_reduce(norms, self._core.where(), what)
         is_there = norms[1] != 0
-        # As torch's: that of the gradients that there are, on any rank.
+        # Like torch, promote the dtypes of the gradients that exist on any rank.
         there = [param for param, each in zip(params, is_there.tolist(), strict=True) if each]
         dtypes = (gradient_dtype(param).to_real() for param in there or params)
         return norms[0][is_there].to(reduce(torch.promote_types, dtypes))
 
     def combine_overflow(self, found: dict[Any, Tensor], default: Tensor) -> dict[Any, Tensor]:
-        """Whether a gradient of any owner is not finite, by device: alike on all ranks."""
+        """Return whether any owner has a nonfinite gradient, by device; identical on all ranks."""
         if not found:  # this rank owns no gradient
             found = {default.device: default}
         self._group.recover()
@@ -474,7 +475,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
 
 def _look_at(optimizer: Optimizer, *_: Any) -> None:
-    """Hook of all optimizers."""
+    """Pre-step hook of all optimizers."""
     for each in members(ZeroRedundancyOptimizer.live):
         each.look_at(optimizer)
 
@@ -490,23 +491,23 @@ def _combine_overflow(
 def _total_norm(
     tensors: Sequence[Tensor], norm_type: float, params: Sequence[Tensor] | None
 ) -> Tensor | None:
-    """The norm over all owners; ``None`` if these gradients are not of such an optimizer.
+    """Return the norm over all owners, or ``None`` if no such optimizer has these gradients.
 
-    As ``torch.nn.utils.get_total_norm`` of the gradients of all ranks, with the same bits if it
-    were given those in the order of the optimizer.
+    The result is bitwise equal to ``torch.nn.utils.get_total_norm`` of the gradients of all ranks
+    in the order of the optimizer.
 
     Args:
-        tensors: gradients, as many as this rank has.
-        params: all parameters, where these are known: alike on all ranks.
+        tensors: gradients; their number may differ by rank.
+        params: all parameters, if known; identical on all ranks.
     """
-    # (Of a module that was wrapped again the optimizer of the last wrapper counts.)
+    # If a module was wrapped again, the optimizer of the last wrapper counts.
     in_force = (each for each in members(ZeroRedundancyOptimizer.live) if each.is_in_force)
     live = sorted((each for each in in_force if each.is_latest), key=lambda each: each.number)
     if params is not None:
         optimizers = [each for each in live if each.has_any(params)]
     elif tensors or len(live) > 1:
         optimizers = [each for each in live if each.owns_any(tensors)]
-    else:  # this rank owns none of them
+    else:  # this rank owns no gradient
         optimizers = live
     if not optimizers:
         return None
@@ -520,7 +521,7 @@ def _total_norm(
 
 
 def _state_of(params: Sequence[Tensor]) -> DDPState:
-    """What is behind the wrapper that has these parameters, also if they were added just now."""
+    """Return the state of the wrapper of these parameters, including ones added just now."""
     for each in DDPState.all_live():
         each.core.refresh_parameters()
     state = _latest(params[:1])
@@ -530,7 +531,7 @@ def _state_of(params: Sequence[Tensor]) -> DDPState:
 
 
 def _latest(params: Sequence[Tensor]) -> DDPState | None:
-    """Of the wrappers that have these parameters: one may be inside another one, or after it."""
+    """Return the latest wrapper with these parameters: wrappers may be nested or consecutive."""
     sought = set(map(id, params))
     states = [
         each

@@ -1,1 +1,1 @@
-"""Which of two wrappers is faster, and do they do the same? One script, both wrappers, in turns."""
+"""Comparison of the speed and the results of two wrappers, with one script, in turns."""

@@ -1,6 +1,7 @@
-"""In the launcher: the processes of one contender in one launch, and what its ranks report.
+"""In the launcher: the processes of one contender in one launch, and the reports of its ranks.
 
-The launcher sends orders, the recorder in each rank answers, see ``recorder.py``; both send JSON.
+The launcher sends orders, and the recorder in each rank answers (see ``recorder.py``); both send
+JSON.
 """
 
 from __future__ import annotations
@@ -26,59 +27,59 @@ from tritonddp.cli.terminal import Progress
 
 OURS = "tritonddp"
 ENDED, STOPPED, FAILED, SILENT = "ended", "was stopped", "failed", "hangs"
-_LINES, _WIDTH = 25, 80  # of a log: lines when a script has failed, characters of the last one
-# Of torchrun.
+_LINES, _WIDTH = 25, 80  # of a log: lines shown after a failure, characters of the last one
+# Output of torchrun.
 _NOISE = ("torch/distributed/elastic", "*****", "Setting OMP_NUM_THREADS")
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-# Seconds for torchrun to end with its script. It gives ranks that do not end when asked to 30.
+# Seconds for torchrun to end after its script. It waits 30 s for ranks that do not exit.
 _ENDING = 40.0
-_SECONDS_FOR_STACK = 0.3  # of a rank, or the lines of two would be mixed
+_SECONDS_FOR_STACK = 0.3  # for each rank; otherwise the lines of two would mix
 
 
 class ScriptError(Exception):
-    """The script failed, or cannot be compared; says why and what to do."""
+    """The script failed, or cannot be compared; the message has the reason and the remedy."""
 
 
 class RankEnded(Exception):
-    """A rank has ended before its order was done."""
+    """A rank ended before its order was done."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How one launch of one contender ended."""
 
-    how: str  # ENDED by itself with exit code 0, STOPPED by the launcher, FAILED or SILENT
-    steps: int  # that all ranks have made
-    longest: float  # seconds from one report to the next
+    how: str  # ENDED with exit code 0, STOPPED by the launcher, FAILED or SILENT
+    steps: int  # completed by all ranks
+    longest: float  # seconds between two reports
     last: str = ""  # the last lines that the script printed, if it failed or is silent
 
     @property
     def is_right(self) -> bool:
-        """Nothing went wrong."""
+        """Whether nothing went wrong."""
         return self.how in (ENDED, STOPPED)
 
 
 @dataclass
 class Played:
-    """What a contender has shown in one launch; what is empty it has not."""
+    """Results of a contender in one launch; unknown values are empty."""
 
     blocks: list[float] = field(default_factory=list)  # seconds per step, of the slowest rank
-    steps: dict[int, list[float]] = field(default_factory=dict)  # seconds of each, by rank
-    shares: dict[str, float] = field(default_factory=dict)  # of a step: means, by part
-    backwards: float = 0.0  # in a step of rank 0
-    peak_bytes: int = 0  # of the largest rank
-    # What ranks had at the first steps and later, by title and rank.
+    steps: dict[int, list[float]] = field(default_factory=dict)  # seconds of each step, by rank
+    shares: dict[str, float] = field(default_factory=dict)  # shares of a step: means, by part
+    backwards: float = 0.0  # per step of rank 0
+    peak_bytes: int = 0  # of the rank with the most
+    # Captures of the ranks at the first steps and later, by title and rank.
     captures: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    outcome: Outcome | None = None  # of a launch that no other contender shares
+    outcome: Outcome | None = None  # of a launch without the other contender
 
 
 class Contender:
     """The processes of one contender in one launch.
 
     Args:
-        command: the words that start the script, after those of Python.
-        session: for the recorder in its ranks, see ``recorder.py``.
-        keeps_files: what the script saves does not go to a folder of the launch.
+        command: arguments of Python that start the script.
+        session: for the recorder in its ranks; see ``recorder.py``.
+        keeps_files: do not redirect saved files to a folder of the launch.
     """
 
     def __init__(
@@ -92,18 +93,18 @@ class Contender:
         keeps_files: bool,
     ) -> None:
         self.label = label
-        self.token = f"{label}-{secrets.token_hex(16)}"  # in the variables of its processes
+        self.token = f"{label}-{secrets.token_hex(16)}"  # in the environment of its processes
         self.ranks: dict[int, Connection] = {}
         self.pids: list[int] = []  # of the ranks
         self.world_size = 0
         self.played = Played()
-        self.reports: dict[int, dict[str, Any]] = {}  # to the last order, by rank
-        self.longest = 0.0  # seconds from one report to the next
-        self.done = 0  # steps of orders that are done
-        self._count = 0  # of steps in the last order
-        self._waiting: dict[Connection, int] = {}  # ranks that have not done the last order
-        self._unstepped: dict[int, list[float]] = {}  # seconds of backwards that may be the steps
-        self._has_lost = False  # a rank
+        self.reports: dict[int, dict[str, Any]] = {}  # on the last order, by rank
+        self.longest = 0.0  # seconds between two reports
+        self.done = 0  # steps of completed orders
+        self._count = 0  # number of steps in the last order
+        self._waiting: dict[Connection, int] = {}  # ranks that have not completed the last order
+        self._unstepped: dict[int, list[float]] = {}  # seconds of backwards that may be steps
+        self._has_lost = False  # whether a rank is gone
         self._progress = progress
         values = folder / self.token
         values.mkdir()
@@ -127,26 +128,26 @@ class Contender:
     def give(
         self, count: int, skipped: int = 0, *, parts: bool = False, each: bool = False
     ) -> None:
-        """Let all ranks make steps.
+        """Let all ranks run steps.
 
         Args:
             count: number of steps.
-            skipped: number of the first steps, which are not timed.
-            parts: note the parts of each step.
+            skipped: number of steps at the beginning that are not timed.
+            parts: record the parts of each step.
             each: report the time of each step.
         """
         order = {"count": count, "timed": count - skipped, "parts": parts, "each": each}
         for to in self.ranks.values():
-            with suppress(OSError):  # a rank is gone: found when its report is read
+            with suppress(OSError):  # the rank is gone; found when its report is read
                 to.send_bytes(json.dumps(order).encode())
         self.reports, self._count = {}, count
         self._waiting = {connection: rank for rank, connection in self.ranks.items()}
 
     def finish(self, patience: float) -> bool:
-        """Wait until all ranks have done the order; False if none reports for so many seconds.
+        """Wait until all ranks complete the order. Return False after ``patience`` silent seconds.
 
         Raises:
-            RankEnded: a rank is gone, and the others are, too, or have done the order.
+            RankEnded: a rank is gone, and the others are gone too or have completed the order.
             ScriptError: the script cannot be compared.
         """
         heard = time.monotonic()
@@ -170,7 +171,7 @@ class Contender:
         return True
 
     def _read(self, connection: Connection) -> None:
-        """Take one message of a rank."""
+        """Receive one message of a rank."""
         rank = self._waiting[connection]
         try:
             message = json.loads(connection.recv_bytes())
@@ -196,11 +197,11 @@ class Contender:
 
     @property
     def steps(self) -> int:
-        """Steps that all ranks have reported one by one."""
+        """Number of steps that all ranks have reported individually."""
         return min((len(self.played.steps.get(rank, ())) for rank in self.ranks), default=0)
 
     def note_parts(self) -> None:
-        """Note the shares of a step that its parts take, from the reports of the last order."""
+        """Record the shares of a step that its parts take, from the reports on the last order."""
         reports = self.reports.values()
         if all(report["parts"] for report in reports):
             seconds = max(report["took"] for report in reports)
@@ -213,7 +214,7 @@ class Contender:
     # The end
 
     def end(self) -> Outcome:
-        """How its script ended: torchrun knows when the other ranks have ended, too."""
+        """Return how the script ended, after torchrun has waited for the other ranks."""
         end = time.monotonic() + _ENDING
         while self.process.poll() is None and time.monotonic() < end:
             self._progress.tick()
@@ -222,8 +223,8 @@ class Contender:
         return self.outcome(SILENT if code is None else FAILED if code else ENDED)
 
     def outcome(self, how: str) -> Outcome:
-        """What it has shown until now, of which ``how`` is the end."""
-        if not self.played.steps:  # its optimizer never steps
+        """Return the results so far, with ``how`` as the end."""
+        if not self.played.steps:  # no optimizer steps
             self.played.steps = self._unstepped
         if how == SILENT:
             self._write_stacks()
@@ -231,16 +232,16 @@ class Contender:
         return Outcome(how, self.steps, self.longest, last)
 
     def _write_stacks(self) -> None:
-        """Let the ranks write where they are into the log, see ``recorder.py``."""
+        """Let the ranks write their stacks to the log; see ``recorder.py``."""
         for pid in self.pids:
             with suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)
             time.sleep(_SECONDS_FOR_STACK)
 
     def last_lines(self) -> str:
-        """The last lines that its script has printed."""
+        """Return the last lines that the script printed."""
         printed = self._log.read_text(errors="replace")
-        # torchrun's own report of a failure says less than the script's, and is longer.
+        # torchrun's own report of a failure says less than the script's report, and is longer.
         before, found, _ = printed.partition(_TORCHRUNS)
         if found:
             before = before.rpartition("Traceback (most recent call last):")[0]
@@ -248,12 +249,12 @@ class Contender:
         return "\n".join(lines[-_LINES:])
 
     def last_line(self) -> str:
-        """The last line, as the end of a sentence."""
+        """Return the last line, as the end of a sentence."""
         *_, last = ["", *filter(str.strip, self.last_lines().splitlines())]
         return f"; its last line: {last.strip()[-_WIDTH:]}" * bool(last)
 
     def kill(self) -> None:
-        """Kill its processes and all that they have started."""
+        """Kill the processes and everything that they have started."""
         token = self.token.encode()
         for entry in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
@@ -264,7 +265,7 @@ class Contender:
         for to in self.ranks.values():
             to.close()
         shutil.rmtree(self._saved, ignore_errors=True)
-        with suppress(OSError):  # there is no such file if the script has made no folders
+        with suppress(OSError):  # there is no such file if the script made no folders
             for made in reversed(self._folders.read_text().splitlines()):
-                with suppress(OSError):  # it is not empty
+                with suppress(OSError):  # not empty
                     os.rmdir(made)

@@ -1,4 +1,4 @@
-"""The report as one HTML file, for light and dark screens, that needs nothing from elsewhere."""
+"""The report as a self-contained HTML file, for light and dark screens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html import escape
 from tritonddp.cli.comparison.report import Comparison, findings, last_words
 from tritonddp.cli.comparison.verdict import CONFIDENCE
 
-# Of the rows of a step's parts, in their order.
+# Colors of the parts of a step, in the order of the rows.
 _COLOURS = ("forward", "backward", "exposed", "rest")
 
 _STYLE = """
@@ -40,7 +40,7 @@ td:first-child { text-align: left; padding-left: 0 } tr:first-child { font-weigh
 
 
 def page(comparison: Comparison) -> str:
-    """The content of the file."""
+    """Return the content of the file."""
     ratio = comparison.ratio
     kind = "same"
     if comparison.is_ours_alone_right is not None:
@@ -73,7 +73,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _steps(comparison: Comparison) -> Iterator[str]:
-    """The step of both to the same scale, from the rows of its parts."""
+    """Draw the steps of both contenders to the same scale, from the rows of the parts."""
     rows = comparison.rows[: 1 + len(_COLOURS)]
     if any(row.first is None for row in rows) or len(rows) <= len(_COLOURS):
         return
@@ -94,7 +94,7 @@ def _steps(comparison: Comparison) -> Iterator[str]:
 
 
 def _ratios(comparison: Comparison) -> Iterator[str]:
-    """The ratio of each launch as a dot, and that of all as a bar as long as its interval."""
+    """Draw the ratio of each launch as a dot, and the overall interval as a bar."""
     whole = comparison.ratio
     if whole is None:
         return

@@ -1,12 +1,12 @@
 """In a rank of a compared script: counts its steps, waits for its turn, and reports times.
 
-A step goes from the end of one step of the optimizer to the end of the next. The optimizer is the
-first that has stepped and holds parameters of a wrapped model. If there is none when two backwards
-have reduced gradients, a step goes from the end of one such backward to the next.
+A step lasts from the end of one optimizer step to the end of the next. The optimizer is the first
+one that has stepped and holds parameters of a wrapped model. If there is none when two backwards
+have reduced gradients, a step lasts from the end of one such backward to the end of the next.
 
-At the end of a step the recorder may be out of orders. Then it reports, waits for the next one, and
-the whole rank with it: the other contender runs meanwhile. The launcher gives the orders, see
-``contender.py``; both sides send JSON.
+At the end of a step, the recorder may have no orders left. It then reports and blocks the rank
+until the next order, while the other contender runs. The launcher gives the orders (see
+``contender.py``); both sides send JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Client
-from os import _exit as end_process  # public, for all its name: without cleaning up
+from os import _exit as end_process  # public, despite its underscore; skips cleanup
 from typing import Any
 
 import torch
@@ -39,44 +39,44 @@ from tritonddp._torch import STOCK, logged_times, sample_times
 from tritonddp.cli.comparison.scratch import Scratch
 from tritonddp.cli.comparison.values import CAPTURED_BACKWARDS, CAPTURED_STEPS, capture
 
-# So many backwards that reduce gradients, without a step of an optimizer: they are the steps. More
-# where one holds the parameters: it may be to step after those of all microbatches or losses.
+# After this many reduced backwards without an optimizer step, backwards count as steps. The limit
+# is higher if an optimizer holds the parameters: it may step after several microbatches or losses.
 _BACKWARDS, _MOST_BACKWARDS = 2, 64
 
 
 class Recorder:
-    """Follows the script of this process, of which there is one.
+    """Follows the script of this process, once per process.
 
     Args:
-        session: what :class:`contender.Contender` says: ``port``, ``contender``, ``is_ours``,
-            ``values``, a folder, ``saved``, one for what the script saves, or nothing, and
-            ``folders``, a file for the names of those that the script makes.
+        session: from :class:`contender.Contender`: ``port``, ``contender``, ``is_ours``;
+            ``values``, a folder; ``saved``, a folder for files that the script saves, or empty;
+            and ``folders``, a file for the names of folders that the script makes.
     """
 
     def __init__(self, session: Mapping[str, Any]) -> None:
         self._session = session
         self._models: list[weakref.ref[nn.Module]] = []
-        self._parameters: set[int] = set()  # ids of those of the models
+        self._parameters: set[int] = set()  # ids of the models' parameters
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._connection: Any = None  # to the launcher, once a model is wrapped
         self._device = torch.device("cpu")
         self._order: dict[str, Any] = {}  # see Contender.give()
-        self._left = 0  # steps of the order
+        self._left = 0  # steps left in the order
         self._began = 0.0
         self._parts: Counter[str] = Counter()  # nanoseconds, since the clock started
-        self._noted: set[int] = set()  # backwards
+        self._noted: set[int] = set()  # recorded backwards
         self._steps = 0
         self._is_step_of_backward = False
-        self._reduced = 0  # backwards that reduced gradients
-        self._backwards = 0  # since the order was given
-        self._running = 0  # backwards: one of a checkpoint runs inside another
+        self._reduced = 0  # number of backwards that reduced gradients
+        self._backwards = 0  # number of backwards since the order was given
+        self._running = 0  # nested backwards: a checkpoint runs one inside another
         self._backward = torch.autograd.backward  # torch's own
 
     def install(self) -> None:
-        """Install the hooks, when torch has been imported and the script has not begun."""
-        # Each rank has its own seed, for scripts that set none. A process that the script has
-        # started itself has a number in its name.
+        """Install the hooks, after torch is imported and before the script starts."""
+        # Each rank gets its own seed, for scripts that set none. A process that the script itself
+        # started has a number in its name.
         number = re.search(r"\d+$", multiprocessing.current_process().name)
         seed = int(os.environ.get("RANK", number.group() if number else 0))
         random.seed(seed)
@@ -142,7 +142,7 @@ class Recorder:
             self._end_step()
 
     def _counting_backward(self, *args: Any, **kwargs: Any) -> None:
-        """In the place of ``torch.autograd.backward``."""
+        """Replacement of ``torch.autograd.backward``."""
         self._running += 1
         try:
             self._backward(*args, **kwargs)
@@ -186,16 +186,16 @@ class Recorder:
             self._exchange({} if self._order["each"] else content)
 
     def _send_step(self, kind: str) -> None:
-        """Report the time since the last report, of a step or a backward that may be one."""
+        """Report the time since the last report, of a step or of a backward that may be one."""
         took = self._now() - self._began
         self._send({kind: took, "backwards": self._backwards, "peak": self._peak()})
         self._backwards, self._began = 0, self._now()
 
     def _note_parts(self) -> None:
-        """Add the times of forward, backward, and what of its communication nothing covers.
+        """Add the times of forward, backward, and communication that nothing overlaps.
 
-        At the end of a step those of the step before are known, and of another model, or of a
-        step long ago, those that were known before. To read them takes time, which is not counted.
+        At the end of a step, the times of the previous step are known; those of another model, or
+        of a step long ago, were known before. Reading them takes time, which is not counted.
         """
         began = time.perf_counter()
         for model in self._alive():
@@ -221,12 +221,12 @@ class Recorder:
         try:
             self._connection.send_bytes(json.dumps(content).encode())
         except OSError:
-            end_process(1)  # the launcher is gone, or has what it wants
+            end_process(1)  # the launcher is gone, or needs nothing more
 
     def _exchange(self, content: Mapping[str, Any]) -> None:
-        """Report the result of the last order, and wait for the next one that lets the rank run.
+        """Report the result of the last order, and wait for the next one.
 
-        An error has none: the launcher ends this process.
+        After an error there is none: the launcher ends this process.
         """
         self._send(content)
         try:
@@ -240,16 +240,16 @@ class Recorder:
             self._start_clock()
 
     def _capture(self, what: str, title: str) -> None:
-        """Send checksums of the parameters or gradients; what it takes is not counted."""
+        """Send checksums of the parameters or gradients. The time for this is not counted."""
         began = self._now()
-        path = None  # rank 0 alone writes values
+        path = None  # only rank 0 writes values
         if dist.get_rank() == 0:
             path = os.path.join(self._session["values"], title.replace(" ", "-"))
         self._send({"title": title, "captured": capture(self._alive(), what, path)})
         self._began += self._now() - began
 
     def _peak(self) -> int:
-        """The most bytes in use so far, of this GPU or of this process."""
+        """Return the peak memory in bytes, of this GPU or of this process."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         import resource  # not on Windows
@@ -265,15 +265,15 @@ class Recorder:
     def _connect(self) -> None:
         """Connect to the launcher, before the first model is wrapped."""
         if not dist.is_initialized():
-            return  # the constructor is about to say so
+            return  # the constructor is about to raise
         self._connection = Client(("127.0.0.1", self._session["port"]))
-        with suppress(AttributeError, ValueError):  # no such signal here, or not this thread's
+        with suppress(AttributeError, ValueError):  # no such signal here, or not the main thread
             faulthandler.register(signal.SIGUSR2)
         hello = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "pid": os.getpid()}
         self._exchange(hello | {"contender": self._session["contender"]})
 
     def tell_spawned(self) -> None:
-        """Tell the launcher that the script starts its ranks itself."""
+        """Tell the launcher that the script starts its own ranks."""
         with Client(("127.0.0.1", self._session["port"])) as connection:
             hello = {"contender": self._session["contender"], "spawns": True}
             connection.send_bytes(json.dumps(hello).encode())

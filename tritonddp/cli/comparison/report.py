@@ -1,4 +1,4 @@
-"""The report of a comparison: a table with a verdict below it, or JSON."""
+"""The report of a comparison: a table followed by a verdict, or JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tritonddp.cli.comparison.verdict import CONFIDENCE, Launch, Ratio
 from tritonddp.cli.terminal import cpu_model
 from tritonddp.coordination.processes import usable_cores
 
-_NAMED = 3  # parameters in a message
-_LINES, _WIDTH = 12, 240  # of what a script printed at last, and characters in each
-# A part of a step that is shorter, in seconds or as a share of the step, has no ratio: it would be
-# one of noise.
+_NAMED = 3  # maximum number of parameters in a message
+_LINES, _WIDTH = 12, 240  # of the last output of a script, and characters in each line
+# Shorter parts of a step, in seconds or as a share of the step, have no ratio, because it would be
+# noise.
 _LEAST_SECONDS, _LEAST_SHARE = 50e-6, 0.01
 
 
@@ -31,17 +31,17 @@ class Row:
     """One line of the table."""
 
     label: str
-    first: float | None = None  # of the contenders, None if not known
+    first: float | None = None  # value of the first contender, None if unknown
     second: float | None = None
-    ratio: Ratio | None = None  # of what is not zero, with its interval
+    ratio: Ratio | None = None  # of nonzero values, with its interval
 
     @classmethod
     def of(
         cls, label: str, launches: Sequence[Launch], unit: float = 1.0, least: float = 0.0
     ) -> Row:
-        """From what the launches that know it have shown, divided by ``unit``.
+        """Average the launches that know the value, divided by ``unit``.
 
-        There is no ratio of a mean that is not more than ``least``.
+        Means of at most ``least`` have no ratio.
         """
         if not launches:
             return cls(label)
@@ -59,31 +59,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What launches have shown."""
+    """The results of all launches."""
 
     launches: Launches
-    stopped: str  # why there are no more of them; empty in the first table
+    stopped: str  # why there are no more launches; empty in the first table
 
     @cached_property
     def ratio(self) -> Ratio | None:
-        """Of the steps; None if no launch has shown any of both."""
+        """Ratio of the steps; None if no launch has times of both contenders."""
         return Ratio.over(self.launches.times) if self.launches.times else None
 
     @property
     def outcomes(self) -> tuple[Outcome, Outcome] | None:
-        """Those of the last launch, if they are of whole launches."""
+        """Outcomes of the last launch, if it was a whole launch."""
         return self.launches.pairs[-1].outcomes
 
     @cached_property
     def is_ours_alone_right(self) -> bool | None:
-        """Whether the second contender alone came to its end; None if both did, or neither."""
+        """Whether only the second contender ended properly; None if both or neither did."""
         if self.outcomes is None or self.launches.pairs[-1].time is not None:
             return None
         return self.outcomes[1].is_right
 
     @property
     def sentences(self) -> Iterator[str]:
-        """The verdict, the most important first."""
+        """The verdict, most important sentence first."""
         first, second = self.launches.labels
         if self.is_ours_alone_right is not None:
             assert self.outcomes is not None
@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def _compared(self) -> str:
-        """What the ratio is of."""
+        """Describe the steps that the ratio compares."""
         count, plan = len(self.launches.times), self.launches.plan
         counted = [pair.counted for pair in self.launches.pairs if pair.time is not None]
         launches = f"launch{'es' * (count > 1)}"
@@ -128,7 +128,7 @@ class Comparison:
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """About the gradients of the first backwards, and the parameters after the last steps."""
+        """Findings about gradients of the first backwards, and parameters after the last steps."""
         found = []
         captures = [(pair.first.captures, pair.second.captures) for pair in self.launches.pairs]
         titles = [title for title in captures[0][0] if not title.startswith("parameters")]
@@ -178,24 +178,24 @@ class Comparison:
 
     @property
     def table(self) -> list[tuple[str, ...]]:
-        """The cells of the rows below those of their header."""
+        """The header and the cells of the rows."""
         header = ("", *self.launches.labels, f"ratio ({CONFIDENCE})")
         return [header, *(row.cells() for row in self.rows)]
 
     @property
     def has_failed(self) -> bool:
-        """The script itself, with both contenders."""
+        """Whether the script itself failed, with both contenders."""
         return self.outcomes is not None and all(each.how == FAILED for each in self.outcomes)
 
     @property
     def has_findings(self) -> bool:
-        """The contenders do not do the same, or the second is slower, or it alone fails."""
+        """Whether the contenders differ, or the second is slower, or only the second fails."""
         is_slower = self.ratio is not None and self.ratio.is_slower
         are_wrong = any(each.is_wrong for each in self.findings)
         return is_slower or are_wrong or self.is_ours_alone_right is False
 
     def method(self) -> str:
-        """How it was measured, on what."""
+        """Describe how and on which machine the times were measured."""
         launches, plan = self.launches, self.launches.plan
         parts = [f"launches: {len(launches.pairs)}, of {launches.world_size} ranks"]
         if plan is not None and launches.in_turns:
@@ -213,9 +213,9 @@ class Comparison:
 
 
 def text(comparison: Comparison) -> Iterator[str]:
-    """Lines for a terminal."""
+    """Yield lines for a terminal."""
     is_decided = comparison.is_ours_alone_right is not None
-    if is_decided:  # the best answer there is
+    if is_decided:  # the most important answer
         yield from comparison.sentences
         yield from last_words(comparison)
         yield ""
@@ -238,7 +238,7 @@ def text(comparison: Comparison) -> Iterator[str]:
 
 
 def last_words(comparison: Comparison) -> Iterator[str]:
-    """What the first contender that came to no end has printed at last."""
+    """Yield the last output of the first contender that did not end properly."""
     if comparison.is_ours_alone_right is None and not comparison.has_failed:
         return
     for label, outcome in zip(comparison.launches.labels, comparison.outcomes or (), strict=False):
@@ -250,7 +250,7 @@ def last_words(comparison: Comparison) -> Iterator[str]:
 
 
 def findings(comparison: Comparison) -> Iterator[str]:
-    """A line about each finding, of which some have further ones, indented."""
+    """Yield a line about each finding; some have further lines, indented."""
     if not comparison.findings:
         yield "gradients are not compared: no backward has ended with both contenders"
     for finding in comparison.findings:
@@ -276,10 +276,10 @@ def findings(comparison: Comparison) -> Iterator[str]:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """All figures; seconds and bytes, ratios with their interval.
+    """Return all results; times in seconds, sizes in bytes, ratios with their interval.
 
-    What JSON has no number for is a string: "Infinity" for the difference of gradients of which
-    only one is finite.
+    Values that JSON cannot represent are strings: "Infinity" is the difference of gradients if only
+    one of the two is finite.
     """
     ratio, launches = comparison.ratio, comparison.launches
     verdict: dict[str, Any] = {"sentences": list(comparison.sentences)}
@@ -307,7 +307,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _number(value: float | None) -> str:
-    """With four digits: the quotient of two is then their ratio to a thousandth."""
+    """Format four digits: the quotient of two numbers is then accurate to a thousandth."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

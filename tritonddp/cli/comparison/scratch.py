@@ -1,10 +1,10 @@
-"""In a rank of a compared script: keeps what the script saves apart from the user's files.
+"""In a rank of a compared script: keeps the files that the script saves apart from the user's.
 
 A file that the script saves with ``torch.save``, safetensors, ``torch.distributed.checkpoint`` or
-fsspec goes to a folder of the launch, under the path that the script gives. From then on that path
-means the file in the folder, for the functions that load, and for the usual ones that look for a
-file, list, rename, copy, link, read or remove it. All ranks of a launch share the folder, and no
-other launch does. Folders that the script makes are noted: the launcher removes those that have
+fsspec goes to a folder of the launch, under the path that the script gives. From then on, that path
+refers to the file in the folder, for the functions that load, and for the usual functions that look
+for a file, list, rename, copy, link, read or remove it. All ranks of a launch share the folder, and
+no other launch does. Folders that the script makes are recorded: the launcher removes those that
 stayed empty.
 """
 
@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem
 
-_LSTAT, _MAKE = os.lstat, os.mkdir  # as they are
+_LSTAT, _MAKE = os.lstat, os.mkdir  # the original functions
 
 
 class Scratch:
-    """The folder of one launch, which need not exist, and a file that names folders."""
+    """The folder of one launch, which need not exist, and a file that records folders."""
 
     def __init__(self, folder: str, notes: str) -> None:
         self._folder, self._notes = folder, notes
 
     def install(self) -> None:
-        """Install it in this process."""
+        """Install the redirection in this process."""
         found, made, named = self._found, self._made, self._named
         _wrap(torch, "load", 0, "f", found)
         _wrap(torch, "save", 1, "f", made)
@@ -62,11 +62,11 @@ class Scratch:
         self._note_folders()
 
     def _there(self, path: Any) -> str:
-        """Where ``path`` is in the folder."""
+        """Return the location of ``path`` in the folder."""
         return self._folder + os.path.abspath(os.fsdecode(path))
 
     def _found(self, path: Any) -> Any:
-        """The file in the folder, if it is there, else ``path``."""
+        """Return the file in the folder if it exists, otherwise ``path``."""
         if isinstance(path, str | bytes | os.PathLike) and os.fspath(path):
             there = self._there(path)
             try:
@@ -77,15 +77,15 @@ class Scratch:
         return path
 
     def _made(self, path: Any) -> Any:
-        """A path in the folder for a file that the script could make."""
+        """Return a path in the folder for a file that the script could create."""
         if not isinstance(path, str | bytes | os.PathLike):
             return path
-        # Where there is no folder for it the error is the script's, as it would be without us.
+        # If its folder does not exist, the script gets the error that it would get without us.
         folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))
         return self._named(path) if os.path.isdir(folder) else path
 
     def _named(self, path: Any) -> Any:
-        """The path in the folder, with the folders that lead to it."""
+        """Return the path in the folder, after creating its parent folders."""
         if path is None:
             return None
         there = self._there(path)
@@ -93,20 +93,20 @@ class Scratch:
         return there
 
     def _make(self, folder: str) -> None:
-        """Make a folder in the folder, and those that lead to it."""
+        """Create a folder in the folder, including its parents."""
         if not os.path.isdir(folder):
             self._make(os.path.dirname(folder))
-            with suppress(FileExistsError):  # by another rank
+            with suppress(FileExistsError):  # created by another rank
                 _MAKE(folder)
 
     def _wrap_pair(self, module: Any, name: str) -> None:
-        """Let a saved file, renamed or copied, stay in the folder under its other name."""
+        """Keep a saved file that is renamed or copied in the folder, under its new name."""
         function = getattr(module, name)
 
         @functools.wraps(function)
         def wrapped(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
             start = src
-            if name == "symlink":  # what it says begins in the folder of the link
+            if name == "symlink":  # its target is relative to the folder of the link
                 start = os.path.join(os.path.dirname(os.fsdecode(dst)), os.fsdecode(src))
             found = self._found(start)
             if found is not start:
@@ -117,7 +117,7 @@ class Scratch:
         setattr(module, name, wrapped)
 
     def _wrap_listings(self) -> None:
-        """Let a folder have the saved files, too, for ``glob`` and ``os.walk`` as well."""
+        """Include the saved files in listings, also for ``glob`` and ``os.walk``."""
         scan, names = os.scandir, os.listdir
 
         @functools.wraps(scan)
@@ -126,7 +126,7 @@ class Scratch:
             if there is path:
                 return scan(path)
             entries = {entry.name: entry for entry in scan(there)}
-            with suppress(OSError), scan(path) as own:  # a folder of saved files alone has none
+            with suppress(OSError), scan(path) as own:  # there is none if all its files were saved
                 entries = {**{entry.name: entry for entry in own}, **entries}
             return _Entries(entries.values())
 
@@ -172,7 +172,7 @@ class Scratch:
 
 
 class _Entries(Iterator[Any]):
-    """What os.scandir() returns."""
+    """The return value of os.scandir()."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
         self._entries = iter(entries)
@@ -191,12 +191,12 @@ class _Entries(Iterator[Any]):
 
 
 def _wrap(owner: Any, name: str, at: int, keyword: str, to: Callable[[Any], Any]) -> None:
-    """Let the path among the arguments of a function pass through ``to``."""
+    """Pass the path argument of a function through ``to``."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dir_fd") is not None:  # the path begins elsewhere
+        if kwargs.get("dir_fd") is not None:  # the path is relative to another folder
             return function(*args, **kwargs)
         if keyword in kwargs:
             kwargs[keyword] = to(kwargs[keyword])

@@ -1,11 +1,11 @@
 """In the launcher: two contenders of one script, in turns.
 
-In a launch *in turns* both are started at the same time, by torchrun, and wait before their first
-model is wrapped. From then on one of them runs while the other waits at the end of a step, so that
-both see the same noise of the machine. Blocks are taken in the order A B, B A, A B, ...
+In a launch *in turns*, torchrun starts both at the same time, and both wait before their first
+model is wrapped. From then on, one of them runs while the other waits at the end of a step, so that
+both see the same noise of the machine. The order of the blocks is A B, B A, A B, ...
 
-Where that is not possible, because the script is short, fails, hangs or cannot run twice at the
-same time, contenders run alone, one whole launch after the other, in the same order.
+If that is not possible, because the script is short, fails, hangs or cannot run twice at the same
+time, contenders run alone, one whole launch after the other, in the same order.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from tritonddp.cli.comparison.contender import (
 from tritonddp.cli.comparison.verdict import Launch
 from tritonddp.cli.terminal import Progress
 
-# Steps before any is timed: tritonddp learns the order of gradients and more in the first 16. Of
-# long steps there are as many as fit into half of so many seconds, and of all so many at least.
+# Steps before any is timed: tritonddp learns the order of gradients and more in the first 16. If
+# steps are long, only as many as fit into half of _SECONDS, but at least LEAST_WARMUP.
 WARMUP, LEAST_WARMUP, _SECONDS = 20, 5, 10.0
-_FIRST = 1  # of these is not counted when they tell how long a step takes
-# A block lasts about so long, that there are enough of them, and has so many steps at most.
+_FIRST = 1  # number of these that are not counted when a step is timed
+# Approximate duration of a block, chosen to get enough blocks; maximum number of its steps.
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.1, 100
-_LONG_STEP = 0.5  # seconds; what caches held before makes no difference to it
-_PAIRS, _LEAST_PAIRS = 32, 6  # of blocks in a launch, fewer if steps are long
-_LONG_LAUNCH = 60.0  # seconds, after which a launch need not have more pairs than two
-_LONGEST_HELLO = 1000  # bytes in which a rank says who it is
-# Seconds without a report after which the other contender gets its turn, or the launch is over.
+_LONG_STEP = 0.5  # seconds; such a step does not depend on the previous content of caches
+_PAIRS, _LEAST_PAIRS = 32, 6  # pairs of blocks in a launch, fewer if steps are long
+_LONG_LAUNCH = 60.0  # seconds, after which two pairs are enough for a launch
+_LONGEST_HELLO = 1000  # bytes in which a rank identifies itself
+# Seconds without a report after which the other contender gets its turn, or the launch ends.
 _PATIENCE, _MOST_PATIENCE = 30.0, 600.0
 _LEAST_STEPS = 2
-# A contender hangs if it is silent for so many times as the other one was at most.
+# A contender hangs if it is silent this many times longer than the other one ever was.
 _SURELY = 3.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a launch in turns; the same in all of them."""
+    """The steps of a launch in turns, the same in all launches."""
 
-    warmup: int  # before any is timed, after the first ones, and before their parts are noted
-    block: int  # steps of a block that are counted
-    skipped: int  # steps before them, which find caches full of the other's data
-    pairs: int  # of blocks
+    warmup: int  # steps before any is timed, after the first ones, and before parts are recorded
+    block: int  # counted steps of a block
+    skipped: int  # steps before them, whose caches hold the data of the other contender
+    pairs: int  # number of pairs of blocks
 
     @classmethod
     def of(cls, seconds: float) -> Plan:
-        """For steps that take so many seconds."""
+        """Return the plan for steps that take ``seconds``."""
         fitting = int(_SECONDS / seconds)
         block = max(1, min(_BLOCK_STEPS, round(_BLOCK_SECONDS / seconds)))
         skipped = 0 if seconds > _LONG_STEP else 1
@@ -81,18 +81,18 @@ class Pair:
 
     first: Played
     second: Played
-    time: Launch | None  # of a step; None if they had no steps to compare
-    counted: int = 0  # steps of whole launches that were counted
+    time: Launch | None  # seconds per step; None if there were no steps to compare
+    counted: int = 0  # counted steps of whole launches
 
     @property
     def outcomes(self) -> tuple[Outcome, Outcome] | None:
-        """Those of whole launches."""
+        """Outcomes of whole launches."""
         first, second = self.first.outcome, self.second.outcome
         return None if first is None or second is None else (first, second)
 
 
 class _NotInTurns(Exception):
-    """The script cannot be compared in turns; says why. ``pair`` is what it has shown, if any."""
+    """The script cannot be compared in turns. The results so far are in ``pair``, if any."""
 
     def __init__(self, why: str, pair: Pair | None = None) -> None:
         super().__init__(why)
@@ -100,7 +100,7 @@ class _NotInTurns(Exception):
 
 
 class _NoModel(Exception):
-    """A script has ended before it wrapped a model."""
+    """A script ended before it wrapped a model."""
 
     def __init__(self, contender: Contender) -> None:
         super().__init__(contender.label)
@@ -108,23 +108,23 @@ class _NoModel(Exception):
 
 
 class _SpawnsRanks(Exception):
-    """The script starts its ranks itself."""
+    """The script starts its own ranks."""
 
 
 class EndedEarly(ScriptError):
-    """A launch has made far fewer steps than one before it; says what is likely."""
+    """A launch made far fewer steps than one before it. The message has the likely reason."""
 
 
 class Launches:
     """Launches of both contenders, one after the other.
 
-    Whichever of ``labels`` is not :data:`contender.OURS` has torch's class.
+    A contender whose label is not :data:`contender.OURS` uses torch's class.
 
     Args:
         script: its words, as Python takes them, with ``-m`` before the name of a module.
         nproc: torchrun's ``--nproc-per-node``.
-        in_turns: the first launch is one.
-        keeps_files: the script's files are not kept apart, see ``scratch.py``.
+        in_turns: start with a launch in turns.
+        keeps_files: do not redirect files of the script; see ``scratch.py``.
     """
 
     def __init__(
@@ -141,27 +141,27 @@ class Launches:
         self.pairs: list[Pair] = []
         self.plan: Plan | None = None
         self.world_size = 0
-        self.started = 0.0  # when the ranks of the first launch waited before their first model
-        self.load, _, _ = os.getloadavg()  # of the machine, before the first launch
+        self.started = 0.0  # when the ranks of the first launch reached their first model
+        self.load, _, _ = os.getloadavg()  # load of the machine before the first launch
         self.in_turns = in_turns
-        self.patience = _PATIENCE  # seconds, with a contender that runs alone
+        self.patience = _PATIENCE  # seconds, for a contender that runs alone
         self.labels, self.progress = labels, progress
         self._script, self._nproc, self._folder = script, nproc, folder
         self._keeps_files = keeps_files
-        self._spawns = False  # the script starts its ranks itself
-        self._made = 0  # steps, in the longest launch so far
-        self._most: int | None = None  # steps of a whole launch, which is stopped then
+        self._spawns = False  # the script starts its own ranks
+        self._made = 0  # steps in the longest launch so far
+        self._most: int | None = None  # steps after which a whole launch is stopped
 
     @property
     def times(self) -> list[Launch]:
-        """Of a step, in each launch that has shown it."""
+        """Step times of each launch that has them."""
         return [pair.time for pair in self.pairs if pair.time is not None]
 
     def play(self) -> None:
         """Run both contenders once, in turns if possible.
 
         Raises:
-            EndedEarly: one of them has made far fewer steps than before.
+            EndedEarly: one of them made far fewer steps than before.
             ScriptError: the script cannot be compared, or fails with both contenders.
         """
         pair: Pair | None = None
@@ -180,7 +180,7 @@ class Launches:
         self.pairs.append(pair)
 
     def _labels(self) -> Sequence[str]:
-        """Of this launch, in the order in which they begin."""
+        """Return the labels of this launch, in starting order."""
         return self.labels[:: 1 if len(self.pairs) % 2 == 0 else -1]
 
     # Both at the same time
@@ -209,12 +209,12 @@ class Launches:
         return Pair(first, second, Launch.of(first.blocks, second.blocks))
 
     def _warm_up(self, contenders: Sequence[Contender]) -> None:
-        """Warm up; the first time the length of a step decides what a launch is."""
+        """Warm up. In the first launch, derive the plan from the length of a step."""
         self.progress.stage = "both warm up"
         seconds = self._turn(contenders, LEAST_WARMUP, _FIRST)
         plan = self.plan or Plan.of(min(seconds))
         seconds += self._turn(contenders, plan.warmup)
-        if self.plan is None:  # the first steps of all may take far longer than others
+        if self.plan is None:  # the very first steps may take far longer
             self.plan = replace(Plan.of(min(seconds)), warmup=plan.warmup)
             self.progress.say(f"a step takes about {1e3 * min(seconds):.3g} ms")
 
@@ -232,10 +232,10 @@ class Launches:
             order.reverse()
 
     def _probe(self, contender: Contender) -> None:
-        """Note the parts of some steps; what they take does not count as the time of a step."""
+        """Record the parts of some steps. This does not count toward the time of a step."""
         assert self.plan is not None
         self.progress.stage = f"the parts of {contender.label}'s steps"
-        # At the end of a step the parts of the one before are known, see the recorder.
+        # At the end of a step, the parts of the previous step are known; see the recorder.
         contender.give(self.plan.warmup + 2, 2, parts=True)
         try:
             if contender.finish(_PATIENCE):
@@ -245,10 +245,10 @@ class Launches:
             raise
 
     def _turn(self, contenders: Sequence[Contender], count: int, skipped: int = 0) -> list[float]:
-        """Let each contender in turn make steps; returns the seconds of one, of the slowest rank.
+        """Let each contender in turn run steps. Return the seconds per step on the slowest rank.
 
         Raises:
-            RankEnded: the script has ended, with exit code 0.
+            RankEnded: the script ended with exit code 0.
             _NotInTurns: it failed, or made no step while the other contender did.
         """
         ended, late = [], []
@@ -259,7 +259,7 @@ class Launches:
                     late.append(each)
             except RankEnded:
                 ended.append(each)
-        # If all are late the steps are long: those in which torch compiles, say.
+        # If all are late, steps are long, for example because torch compiles in them.
         is_long = len(late) == len(contenders) > 1
         for each in late:
             try:
@@ -277,7 +277,7 @@ class Launches:
     # One at a time
 
     def _play_alone(self) -> Pair:
-        """Play a launch of each, again with more patience as long as it is not clear who hangs."""
+        """Run a launch of each. Repeat with more patience until it is clear which one hangs."""
         while True:
             played = {label: self._alone(label) for label in self._labels()}
             first, second = (played[label] for label in self.labels)
@@ -290,11 +290,11 @@ class Launches:
             self.progress.say(f"once more, with {patience:.0f} s for a step")
 
     def _timed(self, pair: Pair, first: Outcome, second: Outcome) -> Pair:
-        """``pair`` with the time of its steps, if both have come to the same end.
+        """Return ``pair`` with step times, if both contenders ended in the same way.
 
         Raises:
-            EndedEarly: one of them has made far fewer steps than before.
-            ScriptError: they have too few steps, or both fail.
+            EndedEarly: one of them made far fewer steps than before.
+            ScriptError: they made too few steps, or both fail.
         """
         counted = min(first.steps, second.steps)
         are_right = first.is_right and second.is_right
@@ -307,7 +307,7 @@ class Launches:
                 + f"\nThe last lines of {self.labels[1]}:\n{second.last}"
                 * (hows[0] != hows[1])
             )
-        # The first two launches may differ as the contenders do, if both have steps to compare.
+        # In the first two launches, the contenders may differ if both have steps to compare.
         made = self._made if counted >= _LEAST_STEPS else max(self._made, first.steps)
         for label, outcome in zip(self.labels, (first, second), strict=True):
             if are_right and outcome.how == ENDED and outcome.steps < made / 2:
@@ -322,13 +322,13 @@ class Launches:
             )
         self._made = max(self._made, first.steps, second.steps)
         if are_alike and SILENT in (first.how, second.how):
-            self._most = counted  # an evaluation follows, say: for which nobody waits again
+            self._most = counted  # skip what follows, for example an evaluation, from now on
         if not are_right and not are_alike:
             return pair
         return replace(pair, time=Launch(*_means(pair, counted)), counted=counted)
 
     def _alone(self, label: str) -> Played:
-        """Play a launch of one contender: until it ends, or as many steps as the first one."""
+        """Run a launch of one contender until it ends, or for as many steps as the first one."""
         try:
             with self._started([label]) as (contender,):
                 contender.played.outcome = self._followed(contender)
@@ -343,7 +343,7 @@ class Launches:
         return contender.played
 
     def _followed(self, contender: Contender) -> Outcome:
-        """Let a contender that runs alone make its steps; returns how they ended."""
+        """Let a contender that runs alone make its steps. Return how it ended."""
         began = time.monotonic()
         try:
             while self._most is None or contender.steps < self._most:
@@ -364,11 +364,11 @@ class Launches:
 
     @contextmanager
     def _started(self, labels: Sequence[str]) -> Iterator[list[Contender]]:
-        """The contenders, whose ranks wait before their first model.
+        """Start the contenders, whose ranks wait before their first model.
 
         Raises:
-            _NoModel: one has ended before.
-            _SpawnsRanks: one starts its ranks itself, under torchrun.
+            _NoModel: a contender ended before.
+            _SpawnsRanks: a contender starts its own ranks under torchrun.
         """
         command = list(self._script)
         if not self._spawns:
@@ -388,9 +388,9 @@ class Launches:
             yield contenders
 
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
-        """Wait until all ranks wait before their first model."""
+        """Wait until all ranks have reached their first model."""
         by_token = {each.token: each for each in contenders}
-        silent: list[Connection] = []  # connections of which it is not known whose they are
+        silent: list[Connection] = []  # connections that have not identified themselves
         while not all(0 < each.world_size == len(each.ranks) for each in contenders):
             there = sum(len(each.ranks) for each in contenders)
             self.progress.stage = f"the script starts; {there} ranks have come to its model"
@@ -405,7 +405,7 @@ class Launches:
                     silent.append(Connection(accepted.detach()))
                     continue
                 silent.remove(ready)
-                with suppress(OSError, EOFError, ValueError):  # somebody else
+                with suppress(OSError, EOFError, ValueError):  # an unrelated connection
                     hello = json.loads(ready.recv_bytes(_LONGEST_HELLO))
                     if contender := by_token.get(hello.get("contender")):
                         if "spawns" in hello:
@@ -417,22 +417,22 @@ class Launches:
 
 
 def _have_same_end(first: Outcome, second: Outcome) -> bool:
-    """Whether both have made the same steps, and what follows their last one is no failure of one.
+    """Return whether both made the same steps, and neither alone failed afterwards.
 
-    After it a script may evaluate, or end slowly.
+    After its last step, a script may evaluate or end slowly.
     """
     is_same = first.how == second.how or FAILED not in (first.how, second.how)
     return is_same and first.steps == second.steps >= _LEAST_STEPS
 
 
 def _check_end(contender: Contender) -> None:
-    """Raise _NotInTurns unless a script of which a rank has ended ends with exit code 0."""
+    """Raise _NotInTurns unless a script with an ended rank ends with exit code 0."""
     if (outcome := contender.end()).how != ENDED:
         raise _NotInTurns(f"{contender.label} {outcome.how} beside the other contender")
 
 
 def _needed_patience(first: Outcome, second: Outcome) -> float:
-    """Seconds for a step with which these outcomes can be told from those of slow steps."""
+    """Return the seconds per step that distinguish these outcomes from slow steps."""
     if _have_same_end(first, second):
         return 0.0
     if first.how == second.how == SILENT:
@@ -444,7 +444,7 @@ def _needed_patience(first: Outcome, second: Outcome) -> float:
 
 
 def _means(pair: Pair, counted: int) -> Iterator[float]:
-    """Seconds of a step of both, without those that warm up."""
+    """Return the seconds per step of both contenders, without warm-up steps."""
     skipped = min(WARMUP, counted // 2)
     for played in (pair.first, pair.second):
         yield max(fmean(steps[skipped:counted]) for steps in played.steps.values())

@@ -1,7 +1,7 @@
-"""Gradients and parameters: taken in the ranks, compared in the launcher.
+"""Gradients and parameters: captured in the ranks, compared in the launcher.
 
-Every rank makes checksums of all bits. Rank 0 writes the values too, of large models a part of
-them, so that what is not the same to the bit can be told from what is wrong.
+Every rank computes checksums of all bits. Rank 0 also writes the values (of large models a part),
+to distinguish rounding from errors where bits differ.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import save as write  # by this name scratch.py does not change it
+from torch import save as write  # scratch.py does not redirect this name
 
 from tritonddp.buckets.ignored import parameters_of
 from tritonddp.diagnostics.checksum import checksums
 
-CAPTURED_BACKWARDS = 3  # the first ones, of those that reduce gradients
+CAPTURED_BACKWARDS = 3  # the first backwards that reduce gradients
 CAPTURED_STEPS = frozenset(2 * 4**power for power in range(8))
 
-# What of one capture is written: of each tensor every so many-th element, if it is more. The number
-# is odd, or of a matrix with an even number of columns some would never be written.
+# Maximum bytes written per capture; of larger ones, every n-th element of each tensor is written.
+# The stride n is odd; otherwise, some columns of a matrix with an even number would be omitted.
 _BYTES = 2**24
 
-# The relative difference that rounding may make, by dtype. In a sum of ranks' gradients in another
-# order it is about the dtype's epsilon; some are left to ranks, to clipping and to unscaling.
+# Relative difference that rounding may cause, by dtype. A sum of gradients in another order differs
+# by about the epsilon of the dtype; the rest allows for more ranks, clipping and unscaling.
 _TOLERANCE = {
     torch.float64: 1e-13,
     torch.float32: 1e-5,
@@ -35,14 +35,14 @@ _TOLERANCE = {
     torch.bfloat16: 3e-2,
 }
 _COARSEST = 3e-2
-# From the second step on parameters differ too, by rounding, and all that is made of them.
+# From the second step on, rounding also changes parameters and everything derived from them.
 _LATER = 100.0
-# Later, rounding has been carried on by as many steps as there were.
+# At the end, rounding has accumulated over all steps.
 _END = 3e-2
-# Of what stock's own launches differ, if they do.
+# Multiple of the difference between stock's own launches, if any.
 _BESIDE_STOCK = 10.0
-# Gradients that are nothing but rounding, those of a bias before a normalization say, are relative
-# to this share of the root mean square over all parameters.
+# Gradients that consist of rounding errors only, for example of a bias before a normalization, are
+# relative to this share of the root mean square over all parameters.
 _FLOOR = 1e-3
 
 IDENTICAL, ROUNDING, DIFFERENT = "identical bits", "equal to rounding", "DIFFER"
@@ -50,15 +50,15 @@ IDENTICAL, ROUNDING, DIFFERENT = "identical bits", "equal to rounding", "DIFFER"
 
 @torch.no_grad()
 def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[str, Any]:
-    """Checksums of the parameters' values or gradients, of those that the wrappers reduce.
+    """Return checksums of the values or gradients of the parameters that the wrappers reduce.
 
     Args:
         what: "parameter" or "gradient".
         path: the file for the values, or None.
 
     Returns:
-        ``digest`` of all; of the rank that writes values also ``checksums`` by name, ``path``, and
-        ``tolerance``: the relative difference that rounding may make.
+        ``digest`` of all tensors. On the rank that writes values, also ``checksums`` by name,
+        ``path``, and ``tolerance``: the relative difference that rounding may cause.
     """
     tensors: dict[str, Tensor | None] = {}
     for number, wrapper in enumerate(models):
@@ -85,14 +85,14 @@ def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[st
     return {"digest": digest, "checksums": by_name, "path": path, "tolerance": tolerance}
 
 
-# What all ranks of one contender had at one point of one launch: by rank, what capture() gave it.
+# Captures of one contender at one point of one launch: the result of capture() by rank.
 Captured = Mapping[int, Mapping[str, Any]]
 
 
 def _relative_differences(first: Captured, second: Captured) -> dict[str, float]:
-    """Of all parameters that are not the same to the bit, by name, the largest first.
+    """Return the differences of all parameters whose bits differ, by name, largest first.
 
-    It is the norm of the difference over the norm of the first one's.
+    A difference is the norm of the difference divided by the norm of the first value.
     """
     sums, others = first[0]["checksums"], second[0]["checksums"]
     unequal = [name for name in {**sums, **others} if sums.get(name) != others.get(name)]
@@ -107,7 +107,7 @@ def _relative_differences(first: Captured, second: Captured) -> dict[str, float]
         one, other = ours.get(name), theirs.get(name)
         if one is None or other is None or one.shape != other.shape:
             continue
-        # A loss scale that is too large makes the same infinities in both.
+        # A loss scale that is too large causes the same infinities in both.
         if torch.equal(one.isfinite(), other.isfinite()):
             scale = max(_finite(one).norm().item(), floor * one.numel() ** 0.5)
             apart = (_finite(one) - _finite(other)).norm().item()
@@ -116,34 +116,34 @@ def _relative_differences(first: Captured, second: Captured) -> dict[str, float]
 
 
 def _values(of: Captured) -> dict[str, Tensor]:
-    """In double precision."""
+    """Load the values in double precision."""
     values = torch.load(of[0]["path"], weights_only=True)
     wide = torch.float64
     return {name: each.to(torch.promote_types(each.dtype, wide)) for name, each in values.items()}
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """``tensor`` with zeros instead of elements that are not finite."""
+    """Replace elements of ``tensor`` that are not finite with zeros."""
     return tensor.nan_to_num(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How the contenders compare at one point of the script, in the launch that differs most."""
+    """Comparison of the contenders at one point of the script, in the launch that differs most."""
 
-    title: str  # which point
+    title: str  # the point of the script
     state: str  # IDENTICAL, ROUNDING or DIFFERENT
     largest: float  # the largest relative difference
-    names: Sequence[str]  # the parameters beyond the tolerance, the worst first
-    tolerance: float  # up to which a difference is one of rounding
-    of_stock: float | None  # the largest between stock's own launches; None of one alone
+    names: Sequence[str]  # parameters beyond the tolerance, worst first
+    tolerance: float  # maximum difference due to rounding
+    of_stock: float | None  # largest between launches of stock; None for one launch
     shared: tuple[bool, bool]  # whether all ranks of each contender had the same bits
 
     @property
     def is_wrong(self) -> bool:
-        """The contenders differ, or the ranks of the second do where those of the first do not.
+        """Whether the contenders differ, or only the ranks of the second contender differ.
 
-        If the ranks of the first alone differ, nothing can be said against the second.
+        If only the ranks of the first contender differ, the second is not at fault.
         """
         if self.shared == (False, True):
             return False
@@ -151,7 +151,7 @@ class Finding:
 
 
 def judge(title: str, launches: Sequence[tuple[Captured, Captured]]) -> Finding:
-    """Compare one point of the contenders in each launch, at least one."""
+    """Compare one point of the contenders in each of at least one launch."""
     differences = [_relative_differences(*pair) for pair in launches]
     found = max(differences, key=lambda each: (max(each.values(), default=0.0), len(each)))
     of_first, *others = [first for first, _ in launches]

@@ -1,13 +1,13 @@
-"""How much longer a step of one contender takes, how sure that is, and the sentence that says it.
+"""The ratio of the contenders' step times, its confidence, and a sentence that describes it.
 
-What is compared are blocks of steps that were taken one right after the other, so that what slows
-the machine down for a while slows both. The logarithm of their ratio is one sample. Samples of one
-launch share what is its own, above all where its memory lies, which does not average out
-however long the launch runs. So each launch gives one mean, and the interval is Student's over
-these: ``mean ± t(0.995, launches - 1) * s / sqrt(launches)``.
+The comparison uses blocks of steps that ran directly one after the other, so that a temporary
+slowdown of the machine affects both. The logarithm of their ratio is one sample. Samples of one
+launch share properties of that launch, above all its memory layout, which do not average out no
+matter how long the launch runs. Each launch therefore gives one mean, and the interval is Student's
+over these means: ``mean ± t(0.995, launches - 1) * s / sqrt(launches)``.
 
 ``s`` is the standard deviation of the means of launches, but never less than the standard error
-that the blocks within the launches let expect: a few launches may agree by chance.
+expected from the blocks within the launches, because a few launches may agree by chance.
 
 The time of each contender is the geometric mean over the same blocks, so that the quotient of the
 two times is the ratio.
@@ -20,33 +20,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean, stdev
 
-# Below this nothing is called a difference, however sure it is.
+# Smaller differences are not reported, however certain they are.
 LEAST = 0.02
 CONFIDENCE = "99 %"
-_NOTHING = 1.0  # an interval that reaches so far says nothing
-# With fewer launches no interval is narrow enough to stop.
+_NOTHING = 1.0  # an interval of this reach is meaningless
+# With fewer launches, no interval is narrow enough to stop.
 LEAST_LAUNCHES = 3
-# Student's t at 0.995, for 1 to 10 degrees of freedom; with more it is taken as with 10.
+# Student's t at 0.995, for 1 to 10 degrees of freedom; the last value also serves for more.
 _QUANTILES = (63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
-# Of the samples of a launch, at each end: a neighbour that begins or stops within a pair of blocks
-# makes samples that are far off, and as often to one side as to the other.
+# Share of a launch's samples to trim at each end: a neighbor process that starts or stops within a
+# pair of blocks causes outliers, equally often in both directions.
 _TRIMMED = 0.2
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch has shown of both contenders: seconds, bytes or a count."""
+    """Results of both contenders in one launch: seconds, bytes or a count."""
 
     first: float
     second: float
-    error: float = 0.0  # the standard error of the logarithm of their ratio, from within the launch
+    error: float = 0.0  # standard error of the logarithm of their ratio within the launch
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> Launch:
-        """From the seconds of at least six paired blocks.
+        """Create a launch from the seconds of at least six paired blocks.
 
-        The means are over the pairs whose ratios are left when the extreme ones are trimmed, and
-        the error is Yuen's for trimmed means (Biometrika 1974).
+        The means are over the pairs that remain after trimming the extreme ratios. The error is
+        Yuen's for trimmed means (Biometrika 1974).
         """
         pairs = sorted(zip(first, second, strict=False), key=lambda pair: pair[1] / pair[0])
         cut = int(_TRIMMED * len(pairs))
@@ -59,7 +59,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Ratio:
-    """What both contenders take, and the interval of the second's over the first's."""
+    """The times of both contenders, and the interval of the second over the first."""
 
     first: float
     second: float
@@ -69,9 +69,9 @@ class Ratio:
 
     @classmethod
     def over(cls, launches: Sequence[Launch]) -> Ratio:
-        """What these launches show, none of which shows nothing at all.
+        """Combine launches; each must have results.
 
-        With one launch alone the interval is that of its blocks, if any: others may differ.
+        For a single launch, the interval is that of its blocks, if any: other launches may differ.
         """
         count = len(launches)
         first = geometric_mean(each.first for each in launches)
@@ -81,34 +81,34 @@ class Ratio:
             spread = math.inf
         if count > 1:
             spread = max(spread, stdev(math.log(each.second / each.first) for each in launches))
-        # The blocks of one launch are more than ten. What is beyond 99 would not fit a float.
+        # One launch has more than ten blocks. An exponent beyond 99 would not fit a float.
         quantile = _QUANTILES[min(count - 2, 9) if count > 1 else 9]
         factor = math.exp(min(99, quantile * spread / math.sqrt(count)))
         return cls(first, second, second / first / factor, second / first * factor, count)
 
     @property
     def value(self) -> float:
-        """The second contender's over the first's."""
+        """The time of the second contender divided by the first."""
         return self.second / self.first
 
     @property
     def reach(self) -> float:
-        """How far the interval goes to either side."""
+        """The larger distance from the value to an end of the interval."""
         return max(self.value - self.low, self.high - self.value)
 
     @property
     def is_different(self) -> bool:
-        """The interval leaves out 1, and the ratio is far enough from it."""
+        """Whether the interval excludes 1, and the ratio is far enough from 1."""
         return (self.high < 1 or self.low > 1) and abs(self.value - 1) > LEAST
 
     @property
     def is_slower(self) -> bool:
-        """The second contender takes longer."""
+        """Whether the second contender takes longer."""
         return self.is_different and self.value > 1
 
     @property
     def interval(self) -> str:
-        """In words, or why there is none."""
+        """The interval in words, or why there is none."""
         if self.reach < _NOTHING:
             return f"{self.low:.3f} to {self.high:.3f}"
         return "one launch" if self.launches == 1 else "launches differ"
@@ -119,7 +119,7 @@ class Ratio:
         return f"{self.value:.3f} ({self.interval})"
 
     def sentence(self, first: str, second: str) -> str:
-        """The verdict about the steps of contenders with these names."""
+        """Return the verdict about the steps of contenders with these names."""
         away, interval = self.value - 1, f"{CONFIDENCE}: {self.interval}"
         alone = "" if self.launches > 1 else " One launch alone: others may differ from it by more."
         if self.is_different:

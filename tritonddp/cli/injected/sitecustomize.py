@@ -1,10 +1,10 @@
-"""Every Python process below ``tritonddp run`` and ``compare`` runs this: it is on PYTHONPATH.
+"""Code that every Python process under ``tritonddp run`` and ``compare`` runs, from PYTHONPATH.
 
-Python imports a module of this name when it starts. This one waits until torch has been imported,
-and then calls ``tritonddp.cli.injection``. A process that never imports torch pays for the import
-of this file alone. The module that this one hides, if there is one, runs as it would have.
+Python imports a module of this name when it starts. This module waits until torch is imported, and
+then calls ``tritonddp.cli.injection``. A process that never imports torch only pays for the import
+of this file. If this module hides another one of the same name, that one runs as usual.
 
-Nothing but the standard library may be imported here: the process may belong to anybody.
+Import only the standard library here, because the process may be unrelated to tritonddp.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-# The rest is imported where it is needed: this runs in each process.
+# Other modules are imported where needed, because this runs in each process.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -24,16 +24,16 @@ VARIABLE = "TRITONDDP_SESSION"
 
 
 class _Finder:
-    """Finds torch and tritonddp as the other finders do, and acts once when they are imported.
+    """Finds torch and tritonddp like the other finders, and acts once when they are imported.
 
-    An import of tritonddp imports torch in its midst: only at the end of the outermost of these
-    imports is all there.
+    Importing tritonddp also imports torch. Only at the end of the outermost of these imports is
+    everything available.
     """
 
     def __init__(self, session: str) -> None:
         self._session = session
         self._found: set[str] = set()
-        self._depth = 0  # imports that are going on
+        self._depth = 0  # number of nested imports
         self._has_acted = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -42,7 +42,7 @@ class _Finder:
             return None
         import importlib.util
 
-        self._found.add(name)  # the others are asked now, and this one with them
+        self._found.add(name)  # avoids recursion: find_spec() asks this finder too
         try:
             spec: Any = importlib.util.find_spec(name)
         finally:
@@ -51,7 +51,7 @@ class _Finder:
             loader, execute = spec.loader, spec.loader.exec_module
 
             def execute_and_act(module: ModuleType) -> None:
-                vars(loader).pop("exec_module", None)  # that of its class again
+                vars(loader).pop("exec_module", None)  # restore the method of the class
                 self._depth += 1
                 try:
                     execute(module)
@@ -63,7 +63,7 @@ class _Finder:
         return spec
 
     def imported(self) -> None:
-        """Act if torch is there, and no import of it or of tritonddp is going on."""
+        """Act if torch is imported, and no import of torch or tritonddp is running."""
         if self._depth or self._has_acted or "torch" not in sys.modules:
             return
         import json
@@ -90,9 +90,9 @@ class _Finder:
 
 
 def _import_package(folder: str) -> None:
-    """tritonddp, which need not be on this path: the launcher may have been run in a clone.
+    """Import tritonddp, which may not be on this path: the launcher may have run in a clone.
 
-    A folder of that name beside the script, a clone say, is found without an origin.
+    A folder of that name next to the script, for example a clone, is found without an origin.
     """
     import importlib.util
 
@@ -115,7 +115,7 @@ def _import_package(folder: str) -> None:
 
 def _begin() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
-    # Children find this folder in the variable; in here nothing else is to be seen of it.
+    # Child processes find this folder in the variable; this process must not see it elsewhere.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     session = os.environ.get(VARIABLE)
     if session:
@@ -130,8 +130,8 @@ def _begin() -> None:
         hidden.loader.exec_module(module)
     if session:
         try:
-            finder.imported()  # if a .pth file had imported torch before
-        except RuntimeError as error:  # site would print it and go on
+            finder.imported()  # if a .pth file has already imported torch
+        except RuntimeError as error:  # site would print it and continue
             raise SystemExit(str(error)) from error
 
 
