@@ -122,7 +122,36 @@ def families(unused: bool = False) -> tuple[Family, Family]:
             stock = _ways(_stock("stock" + suffix, mode))
         again = replace(stock[0], name="stock again" + suffix)
         found.append(Family(name, _ours("ours" + suffix, mode), stock, (stock[0], again)))
-    return found[0], found[1]
+    # (Where ranks use different parameters, FSDP2's collectives do not match.)
+    return (found[0] if unused else replace(found[0], beside=fsdp2())), found[1]
+
+
+def fsdp2() -> tuple[Configuration, ...]:
+    """PyTorch's wrappers of FSDP2, as its tutorial applies them: to each layer, then to the root.
+
+    A layer is a module of a ``ModuleList`` or ``Sequential``.
+    """
+    try:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+    except ImportError:  # of torch before 2.9
+        return ()
+    from torch.distributed.fsdp import fully_shard
+
+    def applied(wrap: Callable[[nn.Module], Any]) -> Wrapper:
+        def apply(model: nn.Module) -> nn.Module:
+            for module in model.modules():
+                if isinstance(module, nn.ModuleList | nn.Sequential):
+                    for layer in module:
+                        wrap(layer)
+            wrap(model)
+            return model
+
+        return apply
+
+    return (
+        Configuration("FSDP2 replicate", applied(replicate)),
+        Configuration("FSDP2 fully_shard", applied(fully_shard)),
+    )
 
 
 def compiled() -> Family:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.base.ranks import Ranks
 from benchmarks.models.cases import Case, loss
@@ -119,7 +120,7 @@ class Gradient:
         params = list(model.parameters())
         values = torch.cat(
             [
-                (torch.zeros_like(param) if param.grad is None else param.grad).flatten()
+                _whole(torch.zeros_like(param) if param.grad is None else param.grad).flatten()
                 for param in params
             ]
         )
@@ -144,6 +145,11 @@ class Gradient:
         dist.broadcast(values, src=0)
         dist.broadcast(present, src=0)
         return self.equals(Gradient(values, present.bool()))
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """Of all ranks, where FSDP2 has sharded it; collective."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 @contextmanager

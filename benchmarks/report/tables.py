@@ -87,11 +87,15 @@ configurations = Rows(
         ("backward, ms", lambda row: ms(row.found.median)),
         ("quartiles", lambda row: quartiles(row.found)),
         ("step above unwrapped, ms", lambda row: ms(row.model.overhead_seconds.get(row.label))),
-        ("on the wire, MB", lambda row: f"{row.model.wire_bytes[row.label] / 1e6:.2f}"),
+        ("on the wire, MB", lambda row: or_dash(row.model.wire_bytes[row.label], _megabytes)),
         ("collectives", lambda row: str(row.model.collectives[row.label])),
         ("launches", lambda row: or_dash(row.model.launches[row.label], str)),
     ),
 )
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f}"
 
 
 def _gpu_steps(result: Result) -> Iterator[Record]:

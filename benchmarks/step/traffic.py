@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,7 +26,8 @@ class Traffic:
     """Counts of one backward on this rank, buckets being what they are to stay.
 
     Attributes:
-        wire_bytes: handed to collectives: gradients, and whatever tells who used what.
+        wire_bytes: handed to collectives: gradients, and whatever tells who used what. ``None``
+            where nothing counts them, as under FSDP2.
         sent_bytes: what of them this rank has to send, see
         :class:`tritonddp.coordination.counters.Counters`.
         collectives: as the process group counts them.
@@ -34,8 +36,8 @@ class Traffic:
             where they were not asked for.
     """
 
-    wire_bytes: int
-    sent_bytes: int
+    wire_bytes: int | None
+    sent_bytes: int | None
     collectives: int
     launches: int | None
 
@@ -46,6 +48,8 @@ class Traffic:
         sent = sent_in(lambda: _step(model, batch, ranks), model, ranks.world_size)
         collectives = _sequence_number() - collectives
         launches = _launches(model, batch, ranks) if with_launches else None
+        if isinstance(model, FSDPModule):
+            return cls(None, None, collectives, launches)
         return cls(*sent, collectives, launches)
 
 

@@ -22,7 +22,7 @@ from tritonddp.buckets.wire_formats import WireFormat
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.kernels.dispatch import Kernels, gradient_dtype
-from tritonddp.kernels.flat_buffer import FlatBuffer
+from tritonddp.kernels.flat_buffer import FlatBuffer, shared
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ class Bucket:
         self.sent_flags = [False] * len(params)
         self.checked, self._headers = checked, headers
         self.places = b"" if checked is None or self.wire.is_message else bytes(checked[1])
-        self.shapes = [tuple(param.shape) for param in params]
-        self.strides = [gradient_strides(param) for param in params]
+        self.shapes = shared(tuple(param.shape) for param in params)
+        self.strides = shared(map(gradient_strides, params))
         layout = storage.layout(self, headers + len(self.places))
         self._layout = self.wire.begin(layout, params[0].device)
         self.quantization = self.wire.quantization

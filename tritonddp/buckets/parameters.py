@@ -21,6 +21,7 @@ from tritonddp.coordination.agreement import Mismatch, schema_hash
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import TRAIN_THE_SAME, describe, verify_same
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, gradient_dtype, select
+from tritonddp.kernels.flat_buffer import shared
 
 _requires_grad = attrgetter("requires_grad")
 _values = methodcaller("values")
@@ -34,7 +35,7 @@ class _Kinds:
     """The properties that buckets expect of their parameters."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self.expected = list(map(_kind, params))  # for each parameter, see _kind
+        self.expected = shared(map(_kind, params))  # for each parameter, see _kind
         self._alike: Callable[..., bool] | None = None
 
     def check_kinds(self, params: Sequence[Tensor]) -> bool:

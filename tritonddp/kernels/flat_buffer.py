@@ -16,16 +16,18 @@ Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # Supported dtypes of gradients and wire dtypes, in any combination. Kernels treat a complex
 # gradient as a real one with another shape.
@@ -35,6 +37,16 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple that is not smaller than ``value``."""
     return -(-value // multiple) * multiple
+
+
+def shared(values: Iterable[T]) -> list[T]:
+    """Return the values with equal ones as one object.
+
+    The shapes and strides of a model with 100,000 small parameters take more memory than its
+    gradients.
+    """
+    known: dict[T, T] = {}
+    return [known.setdefault(value, value) for value in values]
 
 
 @dataclass(frozen=True)

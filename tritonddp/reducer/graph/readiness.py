@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import count
 from operator import is_
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -87,7 +87,7 @@ class GradientLog:
         self._listener = listener
         self._hook = cast(Any, partial(_first_gradient, listener))
         self.set_hook: Callable[[tuple[Any, ...]], None] = self._hook.__setstate__
-        self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
+        self._handles = _registered(self._hook, params)
         # Parameters may outlive the wrapper. Their autograd nodes and the end hooks do not.
         self.remove = weakref.finalize(self, _remove_all, self._handles)
         self.remove.atexit = False
@@ -357,14 +357,14 @@ class WatchedParameters:
 
     def __init__(self, reference: weakref.ref[Any]) -> None:
         self._hook: Any = partial(_first_gradient, reference)
-        self._handles: list[Any] = []
+        self._handles: list[_Handle] = []
 
     def watch(self, params: Sequence[Parameter]) -> None:
         """Watch these parameters, trainable or frozen, and no others."""
         while self._handles:
             self._handles.pop().remove()
         with as_trainable(params):
-            self._handles = [register_post_accumulate_grad_hook(p, self._hook) for p in params]
+            self._handles = _registered(self._hook, params)
 
 
 def _first_gradient(listener: weakref.ref[Listener], param: Tensor) -> None:
@@ -396,6 +396,20 @@ def _gradient_on_stream(
     if stream not in streams:
         streams.append(stream)
         others[:] = streams[1:]
+
+
+class _Handle(NamedTuple):
+    """A hook that is registered on a parameter."""
+
+    hooks: dict[int, Any]
+    key: int
+
+    def remove(self) -> None:
+        self.hooks.pop(self.key, None)
+
+
+def _registered(hook: Any, params: Sequence[Parameter]) -> list[_Handle]:
+    return [_Handle(*register_post_accumulate_grad_hook(param, hook)) for param in params]
 
 
 def _remove_all(handles: Iterable[Any]) -> None:
