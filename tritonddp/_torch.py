@@ -433,19 +433,15 @@ def count_swaps() -> None:
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
-def register_post_accumulate_grad_hook(
-    tensor: Tensor, hook: Callable[[Tensor], None]
-) -> tuple[dict[int, Any], int]:
+def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Call ``tensor.register_post_accumulate_grad_hook``, bypassing overrides of subclasses.
 
-    Return the dictionary of hooks and the key of this one: torch's handle takes 300 bytes.
-
-    Works also after ``torch.utils.swap_tensors``, which leaves the hooks with the Python object.
+    Return the dictionary of hooks and the key of this one: torch's handle takes 300 bytes. Works
+    also after ``torch.utils.swap_tensors``, which leaves the hooks with the Python object.
     """
     with torch._C.DisableTorchFunctionSubclass():
         handle = tensor.register_post_accumulate_grad_hook(hook)
-        hooks: Any = tensor._post_accumulate_grad_hooks
-        tensor._post_accumulate_grad_hooks = hooks
+        tensor._post_accumulate_grad_hooks = hooks = tensor._post_accumulate_grad_hooks
         return hooks, handle.id
 
 
