@@ -1,10 +1,8 @@
-"""Communication hooks: each of torch's reaches the loss that it reaches under stock DDP."""
+"""Communication hooks: torch's reach the losses of stock DDP, and what a hook sees and may do."""
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,28 +18,25 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
-    quantization_hooks,
 )
 from training import assert_close, descend, gradients, means, train_step
 
 from tritonddp.comm.grad_bucket import GradBucket
 
 
-def trained(
-    ddp_class: Any, register: Callable[[Any], None], steps: int = 6, **options: Any
-) -> tuple[list[float], Any]:
+def trained(ddp_class: Any, register: Callable[[Any], None], **options: Any) -> list[float]:
     model = ddp_class(net(), **options)
     register(model)
-    return train(model, steps, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)), model
+    return train(model, 6, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
 
 
-def named(hook: Any) -> Any:
-    """The same hook under another name: torch refuses those for bfloat16 without a GPU."""
+def renamed(hook: Any) -> Any:
+    """The hook with another name: without a GPU torch refuses its hooks for bfloat16."""
 
-    def renamed(state, bucket):  # type: ignore[no-untyped-def]
+    def call(state, bucket):  # type: ignore[no-untyped-def]
         return hook(state, bucket)
 
-    return renamed
+    return call
 
 
 def post_local_sgd(model: Any, **options: Any) -> None:
@@ -54,39 +49,14 @@ def plain(hook: Any) -> Callable[[Any], None]:
     return lambda model: model.register_comm_hook(None, hook)
 
 
-@contextlib.contextmanager
-def hooks_mended() -> Iterator[None]:
-    """Two kinds of hooks of torch 2.13 fail over gloo, under whatever DDP: here they do not.
-
-    Batched PowerSGD hands a matrix to what takes batches of matrices (on every device).
-    Quantization takes the future of an all-gather to hold a tensor of all ranks in a list (per
-    channel), or a list in a list, as NCCL's does (per tensor); gloo's holds a list.
-    """
-    orthogonalize = powerSGD_hook._orthogonalize
-
-    def mended(matrices: Tensor, epsilon: float = 0) -> None:
-        orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
-
-    def all_gather(*args: Any, **kwargs: Any) -> Any:
-        future = dist.all_gather(*args, **kwargs).get_future()
-        future = future.then(lambda done: [torch.stack(done.value())])
-        return SimpleNamespace(get_future=lambda: future)
-
-    like_nccl = SimpleNamespace(**{**vars(dist), "all_gather": all_gather})
-    with (
-        mock.patch.object(powerSGD_hook, "_orthogonalize", mended),
-        mock.patch.object(quantization_hooks, "dist", like_nccl),
-    ):
-        yield
-
-
+# Without those that fail over gloo under stock DDP too: batched PowerSGD, quantization.
 HOOKS: dict[str, Callable[[Any], None]] = {
-    "allreduce": plain(default_hooks.allreduce_hook),
     "fp16": plain(default_hooks.fp16_compress_hook),
-    "bf16": plain(named(default_hooks.bf16_compress_hook)),
+    "bf16": plain(renamed(default_hooks.bf16_compress_hook)),
     "fp16 wrapper": plain(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "bf16 wrapper": plain(named(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))),
-    "noop": plain(debugging_hooks.noop_hook),
+    "bf16 wrapper": plain(
+        renamed(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))
+    ),
     "post-local SGD": post_local_sgd,
     "post-local SGD, nothing after": functools.partial(
         post_local_sgd, post_local_gradient_allreduce=False
@@ -97,12 +67,6 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "fp16 PowerSGD": lambda model: power_sgd(
         model, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
     ),
-    "batched PowerSGD": lambda model: power_sgd(model, powerSGD_hook.batched_powerSGD_hook),
-    "per tensor": plain(quantization_hooks.quantization_pertensor_hook),
-    "per channel": plain(quantization_hooks.quantization_perchannel_hook),
-    "built-in allreduce": lambda model: model._register_builtin_comm_hook(
-        dist.BuiltinCommHookType.ALLREDUCE
-    ),
     "built-in fp16": lambda model: model._register_builtin_comm_hook(
         dist.BuiltinCommHookType.FP16_COMPRESS
     ),
@@ -110,41 +74,20 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 
 @ranks(2)
-def test_hooks_of_torch_reach_the_loss_that_they_reach_under_stock() -> None:
-    # One bucket: under stock the collectives of several mix over gloo.
+def test_hooks_of_torch_reach_the_losses_of_stock() -> None:
+    # One bucket: over gloo stock DDP mixes the collectives of several.
     for name, register in HOOKS.items():
-        with hooks_mended():
-            stock, _ = trained(STOCK, register, gradient_as_bucket_view=True)
-            ours, _ = trained(OURS, register, gradient_as_bucket_view=True)
+        stock, ours = (
+            trained(each, register, gradient_as_bucket_view=True) for each in (STOCK, OURS)
+        )
         assert stock == pytest.approx(ours, rel=1e-4), name
 
 
-# The collectives of hooks never mix.
-
-
-@ranks(2, 3)
-def test_power_sgd_of_many_small_buckets_never_mixes_their_collectives() -> None:
-    """Of full rank it loses nothing, so that anything mixed up would show."""
-    options: dict[str, Any] = {"bucket_cap_mb": 1e-6}
-    exact = OURS(net(6, 8), **options)
-    model = OURS(net(6, 8), **options)
-    power_sgd(
-        model,
-        matrix_approximation_rank=8,
-        min_compression_rate=0.01,
-        use_error_feedback=False,
-        warm_start=False,
-    )
-    both = []
-    for each in (exact, model):
-        both.append(train(each, 8, torch.optim.SGD(each.parameters(), lr=0.1), width=8))
-    assert len(model.reducer.buckets) == 12
-    assert both[0] == pytest.approx(both[1], rel=1e-3)
-    assert_same_on_all_ranks(list(model.parameters()))
+# Collectives of hooks
 
 
 @ranks(3)
-def test_hooks_whose_callbacks_issue_collectives_run_one_after_the_other() -> None:
+def test_hooks_whose_callbacks_issue_collectives_run_one_at_a_time() -> None:
     under_way = 0
     order: list[int] = []
 
@@ -171,7 +114,7 @@ def test_hooks_whose_callbacks_issue_collectives_run_one_after_the_other() -> No
 
 
 @ranks(2)
-def test_hooks_of_one_collective_are_called_while_the_backward_goes_on() -> None:
+def test_hooks_of_one_collective_are_called_during_the_backward() -> None:
     events: list[Any] = []
     allreduce_hook = default_hooks.allreduce_hook
 
@@ -191,11 +134,11 @@ def test_hooks_of_one_collective_are_called_while_the_backward_goes_on() -> None
     assert set(events[4:]) == {4, "last"}
 
 
-# Whatever a backward can be like.
+# Buckets
 
 
-class Branchy(nn.Module):
-    """Layers that may be left out, of several memory formats and dtypes."""
+class Mixed(nn.Module):
+    """Layers of several memory formats and dtypes, one of them unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,18 +150,17 @@ class Branchy(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         self.never = nn.Linear(2, 2)
 
-    def forward(self, x: Tensor, left: bool, right: bool) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
         out = x.mean((1, 2, 3)) * self.scalar
-        for used, layer in ((left, self.left), (right, self.right)):
-            if used:
-                out = out + (layer(x).mean((2, 3)) * self.rotation).abs().sum(1)
+        for layer in (self.left, self.right):
+            out = out + (layer(x).mean((2, 3)) * self.rotation).abs().sum(1)
         return out.square().mean()
 
 
 @ranks(2)
-def test_what_is_reduced_on_request_does_without_the_hook(rank: int) -> None:
-    """A hook that keeps errors for each bucket would take other buckets for these."""
+def test_reduce_gradients_does_not_call_the_hook(rank: int) -> None:
+    """A hook that keeps an error for each bucket would use those of other buckets."""
     model = OURS(net(), **FIVE_BUCKETS)
     model.register_comm_hook(None, debugging_hooks.noop_hook)
     x = torch.full((1, 16), rank + 1.0)
@@ -233,9 +175,9 @@ def test_what_is_reduced_on_request_does_without_the_hook(rank: int) -> None:
 
 
 @ranks(2)
-def test_what_a_hook_sees(rank: int) -> None:
-    """Gradients row-major whatever their strides, complex ones as numbers and as reals."""
-    model = OURS(Branchy(), bucket_cap_mb=1.0)
+def test_the_bucket_that_a_hook_gets(rank: int) -> None:
+    """Gradients are row-major for all strides; complex ones are complex or pairs of reals."""
+    model = OURS(Mixed(), bucket_cap_mb=1.0)
     seen: list[GradBucket] = []
 
     def look(state: str, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -244,7 +186,7 @@ def test_what_a_hook_sees(rank: int) -> None:
         elements = sum(p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters())
         assert bucket.buffer().shape == (elements,)
         for gradient, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            # With both gradients as they are here, before any hook.
+            # Before a hook, the bucket has the gradients of this rank.
             expected = torch.zeros_like(param) if param.grad is None else param.grad
             torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
             assert gradient.is_contiguous()
@@ -259,43 +201,40 @@ def test_what_a_hook_sees(rank: int) -> None:
     for _ in range(2):
         model.zero_grad()
         seen.clear()
-        model(torch.randn(3, 2, 5, 5) + rank, True, True).backward()
+        model(torch.randn(3, 2, 5, 5) + rank).backward()
         indices = [bucket.index() for bucket in seen]
         assert indices == list(range(len(model.reducer.buckets)))
         assert [bucket.is_last() for bucket in seen] == [False] * (len(seen) - 1) + [True]
-    assert {p.dtype for bucket in seen for p in bucket.parameters()} == {
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-    }
+    dtypes = {param.dtype for bucket in seen for param in bucket.parameters()}
+    assert dtypes == {torch.float32, torch.float64, torch.complex64}
 
 
 @ranks(2)
-def test_a_step_made_in_a_hook_is_right_for_channels_last_too() -> None:
-    """Stock hands the hook the elements in memory order, with the shape of another order."""
-    state = optimizer_overlap_hooks._OptimizerHookState(_Descent())
-    model, reference = OURS(Branchy()), OURS(Branchy())
+def test_an_optimizer_step_in_a_hook_is_right_for_channels_last() -> None:
+    """Stock DDP gives the hook the elements in memory order, and the shape of another order."""
+
+    class Descent:
+        def step_param(self, param: Tensor, grad: Tensor) -> None:
+            with torch.no_grad():
+                param -= 0.1 * grad
+
+    state = optimizer_overlap_hooks._OptimizerHookState(Descent())
+    model, reference = OURS(Mixed()), OURS(Mixed())
     hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
     model.register_comm_hook(None, hook)
     for step in range(3):
         x = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(step))
         for each in (model, reference):
-            each(x, True, True).backward()
+            each(x).backward()
         descend(reference)
         reference.zero_grad()
         model.zero_grad()
     torch.testing.assert_close([*model.parameters()], [*reference.parameters()])
 
 
-class _Descent:
-    def step_param(self, param: Tensor, grad: Tensor) -> None:
-        with torch.no_grad():
-            param -= 0.1 * grad
-
-
 @ranks(2)
-def test_power_sgd_begins_anew_where_a_bucket_holds_other_parameters() -> None:
-    """Errors that it feeds back are kept by the number of the bucket."""
+def test_power_sgd_starts_again_if_a_bucket_has_other_parameters() -> None:
+    """It keeps its errors by the number of the bucket."""
     module = net(3)
     model = OURS(module, bucket_cap_mb=1e-6)
     power_sgd(model, matrix_approximation_rank=1, min_compression_rate=0.01)
@@ -308,12 +247,12 @@ def test_power_sgd_begins_anew_where_a_bucket_holds_other_parameters() -> None:
     assert losses[-1] < losses[0]
 
 
-# What torch's join and hooks ask of the reducer.
+# Registration
 
 
 @ranks(2)
 def test_copies_of_a_wrapper_keep_its_hook() -> None:
-    """Under stock they go on without it, and say nothing."""
+    """Under stock DDP they train without it, and do not warn."""
     for register in (HOOKS["fp16"], HOOKS["built-in fp16"]):
         model = OURS(net())
         register(model)
@@ -332,7 +271,7 @@ def test_copies_of_a_wrapper_keep_its_hook() -> None:
 
 
 @ranks(2)
-def test_a_hook_is_not_registered_during_a_backward() -> None:
+def test_a_hook_that_is_registered_during_a_backward_is_refused() -> None:
     model = OURS(nn.Linear(2, 2))
     refused = []
 
@@ -346,8 +285,7 @@ def test_a_hook_is_not_registered_during_a_backward() -> None:
     assert len(refused) == 1
 
 
-@pytest.mark.parametrize("view", [False, True])
-@ranks(2)
+@ranks(2, views=True)
 def test_complex_gradients_in_another_memory_order_with_a_hook(rank: int, view: bool) -> None:
     turned = nn.Linear(3, 2, bias=False)
     turned.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t())

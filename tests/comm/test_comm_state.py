@@ -1,7 +1,6 @@
-"""A new wrapper goes on with the bits of the one before it, once it has its state."""
+"""``comm_state_dict()``: a new wrapper that loads it continues with the same bits."""
 
 import io
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,19 +14,24 @@ from distributed import (
     ranks,
     recorded_collectives,
 )
+from on_hosts import on_hosts
 from torch import Tensor, nn
 from training import descend, drawn
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, Int8
 
 STEPS, SAVED = 13, 3  # parameters that are frozen leave their buckets after 8 steps
 
 
 class Net(nn.Module):
-    """Gradients come in another order than that in which the layers were made."""
+    """Gradients are ready in another order than that of the parameters, unless ``in_order``."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_order: bool = False) -> None:
         super().__init__()
+        if in_order:
+            self.first, self.middle = nn.Linear(7, 60), nn.Linear(60, 40)
+            self.last = nn.Linear(40, 5)
+            return
         self.last = nn.Linear(40, 5)
         self.first = nn.Linear(7, 60)
         self.middle = nn.Linear(60, 40)  # large enough to be quantized
@@ -36,10 +40,9 @@ class Net(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())
 
 
-def step(net: Any, seed: int, weighted: bool) -> None:
+def step(net: Any, seed: int, weighted: bool = False) -> None:
     """One step of gradient descent; ranks have other inputs, and other numbers of them."""
-    rank = dist.get_rank()
-    items = 3 + 5 * rank
+    items = 3 + 5 * dist.get_rank()
     inputs = drawn(items, 7, step=seed)
     net.zero_grad()
     with net.weighted(items) if weighted else nullcontext():
@@ -47,119 +50,122 @@ def step(net: Any, seed: int, weighted: bool) -> None:
     descend(net, 0.05)
 
 
-def freeze(net: Any, seed: int) -> None:
-    net.module.middle.requires_grad_(seed < SAVED - 1)
+def wrapped(module: nn.Module, how: str, options: dict[str, Any]) -> Any:
+    if "hosts" not in how:
+        return in_rings(module, **options)  # whose sums depend on the order of buckets
+    with on_hosts(2):
+        return DistributedDataParallel(module, process_group=dist.new_group(), **options)
 
 
-def nothing(net: Any, seed: int) -> None: ...
+def bits(how: str, options: dict[str, Any], renews: bool = True, loads: bool = True) -> Any:
+    """Parameters and gradients after each step.
 
-
-def bits(options: dict[str, Any], before: Callable[[Any, int], None], **how: bool) -> list[Tensor]:
-    """Parameters and gradients after each of ``STEPS`` steps.
-
-    Keyword args: ``renews``: another wrapper goes on after ``SAVED``; ``loads``: it has the state;
-    ``weighted``: steps are.
+    Args:
+        how: holds "freezes", "weighted", "hosts" or "in order".
+        renews: another wrapper continues after ``SAVED`` steps; ``loads``: with the state.
     """
     torch.manual_seed(0)
-    net = in_rings(Net(), **options)  # whose sums depend on the order of buckets
+    net = wrapped(Net("in order" in how), how, options)
     result = []
     for seed in range(STEPS):
-        if seed == SAVED and how["renews"]:
+        if seed == SAVED and renews:
             memory = io.BytesIO()
             torch.save([net.module.state_dict(), net.comm_state_dict()], memory)
             memory.seek(0)
             saved, state = torch.load(memory, weights_only=True)
             torch.manual_seed(1)
-            module = Net()
+            module = Net("in order" in how)
             module.load_state_dict(saved)
             for ours, theirs in zip(module.parameters(), net.parameters(), strict=True):
                 ours.requires_grad_(theirs.requires_grad)
-            net = in_rings(module, **options)
-            if how["loads"]:
+            net = wrapped(module, how, options)
+            if loads:
                 net.load_comm_state_dict(state)
-        before(net, seed)
-        step(net, seed, how.get("weighted", False))
+        if "freezes" in how:
+            net.module.middle.requires_grad_(seed < SAVED - 1)
+        step(net, seed, "weighted" in how)
         trained = [p for p in net.parameters() if p.requires_grad]
         tensors = [p.detach() for p in net.parameters()] + [p.grad for p in trained]
         result.append(torch.cat([tensor.flatten() for tensor in tensors]))
     return result
 
 
-CASES = {
-    "one bucket": ({}, nothing, False),
-    "several": ({"bucket_cap_mb": 0.001}, nothing, False),
-    "views": ({"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}, nothing, False),
-    "lazy": ({"lazy_bucket_allocation": True}, nothing, False),
-    "frozen before": ({}, freeze, False),
-    "weighted fp16": ({"reduce_dtype": torch.float16}, nothing, True),
-    "int8": ({"compression": "int8"}, nothing, False),
-    "weighted int8": ({"compression": "int8", "bucket_cap_mb": 0.01}, nothing, True),
+SMALL = {"bucket_cap_mb": 0.001}
+CASES: dict[str, dict[str, Any]] = {
+    "one bucket": {},
+    "several": SMALL,
+    "views": {**SMALL, "gradient_as_bucket_view": True},
+    "lazy": {"lazy_bucket_allocation": True},
+    "freezes": {},
+    "weighted fp16": {"reduce_dtype": torch.float16},
+    "int8": {"compression": "int8"},
+    "weighted int8": {"compression": "int8", "bucket_cap_mb": 0.01},
+    "hosts": {"bucket_cap_mb": 0.01},
+    "hosts, bf16": {"reduce_dtype": torch.bfloat16, "bucket_cap_mb": 0.01},
+    "hosts, int8": {"compression": "int8", "bucket_cap_mb": 0.01},
+    "hosts, int8, in order": {"compression": "int8", "bucket_cap_mb": 0.01},
+    "hosts, sums": {"compression": Int8(error_feedback="sums"), "bucket_cap_mb": 0.01},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@ranks(3)
-def test_a_new_wrapper_with_the_state_goes_on_with_the_same_bits(case: str) -> None:
-    options, before, weighted = CASES[case]
-    expected = bits(options, before, renews=False, weighted=weighted)
-    found = bits(options, before, renews=True, loads=True, weighted=weighted)
+@pytest.mark.parametrize("how", CASES)
+@ranks(4)
+def test_a_new_wrapper_with_the_state_continues_with_the_same_bits(how: str) -> None:
+    expected, found = (bits(how, CASES[how], renews) for renews in (False, True))
     assert_same_bits(found, expected, "step")
     assert_same_on_all_ranks(found, "steps")
-    without = bits(options, before, renews=True, loads=False, weighted=weighted)
-    assert not torch.equal(without[SAVED], expected[SAVED]), "nothing to prove"
+    if "hosts" not in how:
+        without = bits(how, CASES[how], loads=False)
+        assert not torch.equal(without[SAVED], expected[SAVED]), "nothing to prove"
 
 
 @ranks(3)
-def test_rank_0_decides_on_all_ranks_also_on_those_that_have_no_state(rank: int) -> None:
-    net = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+def test_rank_0_decides_on_all_ranks_even_on_those_without_a_state(rank: int) -> None:
+    net = DistributedDataParallel(Net(), **SMALL)
     assert net.comm_state_dict()["bucket_order"] == []
-    step(net, 0, False)
+    step(net, 0)
     state = net.comm_state_dict()
     assert (state["rank"], state["world_size"]) == (rank, 3)
     assert sorted(state["bucket_order"]) == sorted(name for name, _ in Net().named_parameters())
-    other = DistributedDataParallel(Net(), bucket_cap_mb=0.001, transport="process_group")
+    other = DistributedDataParallel(Net(), **SMALL, transport="process_group")
     assert other._ddp_state.core.bucket_set.names != state["bucket_order"], "nothing to prove"
     with recorded_collectives() as calls:
         other.load_comm_state_dict(*([state] if rank < 2 else []))
     assert calls.names == ["all_to_all_single"]
     assert other.comm_state_dict() == state
     before = other.reducer.counters.collectives
-    step(other, 1, False)
+    step(other, 1)
     assert other.comm_state_dict()["bucket_order"] == state["bucket_order"]
-    assert other.reducer.counters.collectives - before == len(other.reducer.buckets), "agreed anew"
-    step(other, 2, False)
+    sent = other.reducer.counters.collectives - before
+    assert sent == len(other.reducer.buckets), "the ranks agreed on the order again"
+    step(other, 2)
     assert_same_on_all_ranks(list(other.parameters()))
 
 
 @ranks(2)
-def test_a_state_of_another_module_places_what_there_is() -> None:
+def test_a_state_of_another_module_orders_the_parameters_that_exist() -> None:
     net = DistributedDataParallel(Net())
+    names = net._ddp_state.core.bucket_set.names
+    net.load_comm_state_dict(net.comm_state_dict())  # an empty one
+    net.load_comm_state_dict()
+    assert net._ddp_state.core.bucket_set.names == names
+    step(net, 0)
+    assert net._ddp_state.core.bucket_set.names != names, "the order of gradients is observed"
     state = net.comm_state_dict()
     state |= {"bucket_order": ["middle.bias", "gone", "first.weight"]}
     state["wires"] = [2, 0]  # of an earlier version
     net.load_comm_state_dict(state)
-    names = net._ddp_state.core.bucket_set.names
-    assert names[:2] == ["middle.bias", "first.weight"]
-    assert sorted(names) == sorted(name for name, _ in Net().named_parameters())
-    step(net, 0, False)
+    found = net._ddp_state.core.bucket_set.names
+    assert found[:2] == ["middle.bias", "first.weight"]
+    assert sorted(found) == sorted(names)
+    step(net, 0)
     assert_same_on_all_ranks(list(net.parameters()))
 
 
 @ranks(2)
-def test_an_empty_state_changes_nothing() -> None:
+def test_a_state_is_refused_during_a_backward(rank: int) -> None:
     net = DistributedDataParallel(Net())
-    names = net._ddp_state.core.bucket_set.names
-    net.load_comm_state_dict(net.comm_state_dict())
-    net.load_comm_state_dict()
-    assert net._ddp_state.core.bucket_set.names == names
-    step(net, 0, False)
-    assert net._ddp_state.core.bucket_set.names != names, "the order of gradients is observed"
-
-
-@ranks(2)
-def test_a_state_is_refused_inside_a_backward(rank: int) -> None:
-    net = DistributedDataParallel(Net())
-    step(net, 0, False)
+    step(net, 0)
     state = net.comm_state_dict()
     errors = []
 
@@ -169,7 +175,7 @@ def test_a_state_is_refused_inside_a_backward(rank: int) -> None:
         errors.append(str(error.value))
 
     handle = net.module.last.bias.register_hook(hook)
-    step(net, 1, False)
+    step(net, 1)
     handle.remove()
     assert errors == [
         f"rank {rank}, step 2: load_comm_state_dict() was called while a backward runs: "

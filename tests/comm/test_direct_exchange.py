@@ -1,4 +1,4 @@
-"""Small buckets over gloo go to each other rank directly, and are added up there."""
+"""Small buckets over gloo: each rank sends them directly to each other rank, which sums them."""
 
 from typing import Any
 
@@ -11,8 +11,6 @@ from torch import Tensor
 from training import HEADER_BYTES, counted, drawn, train_step
 
 from tritonddp import DistributedDataParallel
-
-WIRE = pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16], ids=str)
 
 
 def reduced(ddp: DistributedDataParallel, gradient: Tensor) -> Tensor:
@@ -46,10 +44,10 @@ def test_small_buckets_take_one_round(view: bool) -> None:
             assert found.sent_bytes == (world_size - 1) * nbytes == calls[0][1].nbytes - nbytes
 
 
-@WIRE
+@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16], ids=str)
 @ranks(2, 3, views=True)
 def test_the_sum_is_in_the_order_of_the_ranks(wire: torch.dtype | None, view: bool) -> None:
-    """So all have the same bits, also where rounding or NaN depend on the order."""
+    """All ranks have the same bits, although rounding and NaN depend on the order."""
     size, world_size = 1000, dist.get_world_size()
     ddp = wrapped(size, gradient_as_bucket_view=view, reduce_dtype=wire)
     each = [drawn(size, rank=rank) * 10.0 ** (3 * rank) for rank in range(world_size)]

@@ -1,6 +1,5 @@
 """Communication hooks that fail, are wrong, or differ between ranks."""
 
-import contextlib
 import functools
 import gc
 import weakref
@@ -15,14 +14,14 @@ from distributed import give_up_after, ranks
 from hooked import FIVE_BUCKETS, OURS, divide_later, net, power_sgd, train
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from training import assert_gradients_alike, breaking_off, gradients, train_step
+from training import assert_gradients_alike, breaking_off, gradients, raises_if, train_step
 
 from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.coordination import collectives
 
 
 @ranks(2)
-def test_errors_of_stock_when_a_hook_is_registered() -> None:
+def test_registering_a_hook_raises_the_errors_of_stock() -> None:
     model = OURS(net())
 
     def wrong_bucket(state: None, bucket: int) -> torch.futures.Future[Tensor]:
@@ -61,12 +60,12 @@ def reduced(bucket: GradBucket) -> Any:
 
 
 def then(change: Callable[[Any], Any]) -> Callable[[GradBucket], Any]:
-    """A hook whose future holds another thing than the reduced bucket."""
+    """A hook whose future has another value than the reduced bucket."""
     return lambda bucket: reduced(bucket).then(change)
 
 
 def _raises(_: Any) -> Any:
-    raise KeyError("what the user said")
+    raise KeyError("text of the user")
 
 
 def _exits(_: Any) -> Any:
@@ -75,13 +74,13 @@ def _exits(_: Any) -> Any:
 
 def _raises_too_late(bucket: GradBucket) -> Any:
     reduced(bucket).wait()
-    raise KeyError("what the user said")
+    raise KeyError("text of the user")
 
 
 def _failed(bucket: GradBucket) -> Any:
     reduced(bucket).wait()
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_exception(KeyError("what the user said"))
+    future.set_exception(KeyError("text of the user"))
     return future
 
 
@@ -90,61 +89,45 @@ FAILURES: list[tuple[Callable[[GradBucket], Any], str]] = [
         lambda bucket: reduced(bucket).wait(),
         r"TypeError: .*callback must return a torch\.futures\.Future object, but got",
     ),
-    (_raises, "KeyError: 'what the user said'"),
+    (_raises, "KeyError: 'text of the user'"),
     (_exits, "SystemExit: 3"),
-    (_raises_too_late, "KeyError: 'what the user said'"),
-    (then(_raises), "what the user said"),
+    (_raises_too_late, "KeyError: 'text of the user'"),
+    (then(_raises), "text of the user"),
     (then(lambda done: done.value()[1:]), "tensor like the bucket's buffer"),
     (then(lambda done: "text"), "should hold a tensor"),
     (then(lambda done: done.value().int()), "should hold a tensor of floating point"),
     (then(lambda done: done.value().to("meta")), "Cannot copy out of meta tensor"),
-    (_failed, "KeyError: 'what the user said'"),
+    (_failed, "KeyError: 'text of the user'"),
 ]
 
 
-def hooked(hook: Any, at_once: bool) -> tuple[Any, Any]:
-    """A model with this hook, called as buckets fill or at the end; and one without it."""
-    hook.__annotations__.clear()
-    model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
-    name = "tritonddp.comm.comm_hook.hooks_of_one_collective"
-    with mock.patch(name, return_value=(hook,) if at_once else ()):
-        model.register_comm_hook(None, hook)
-    return model, reference
-
-
-def backwards(
-    model: Any, reference: Any, step: int, failing: int, error: type[BaseException], said: str
-) -> None:
-    """One of each; that of ``model`` raises on rank 1 in the failing step."""
-    for each in (model, reference):
-        each.zero_grad()
-        context: Any = contextlib.nullcontext()
-        if each is model and step == failing and dist.get_rank() == 1:
-            context = pytest.raises(error, match=said)
-        with context:
-            each(torch.full((1, 16), step + dist.get_rank() + 1.0)).sum().backward()
-
-
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("of_one_collective", [False, True])
 @pytest.mark.parametrize("step", [0, 2])
 @ranks(3)
-def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
-    rank: int, at_once: bool, step: int
+def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_continue(
+    rank: int, of_one_collective: bool, step: int
 ) -> None:
+    """``of_one_collective``: hooks are called as buckets fill, otherwise at the end."""
     for how, phrase in FAILURES:
-        now: list[int] = []
+        number = -1
 
         def hook(state: None, bucket: GradBucket) -> Any:
             fails = rank == 1 and bucket.index() == 2 and bucket.buffer().any()
-            if now == [step] and fails:  # noqa: B023
+            if number == step and fails:  # noqa: B023
                 return how(bucket)  # noqa: B023
             return default_hooks.allreduce_hook(None, bucket)
 
+        hook.__annotations__.clear()
+        model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
+        name = "tritonddp.comm.comm_hook.hooks_of_one_collective"
+        with mock.patch(name, return_value=(hook,) if of_one_collective else ()):
+            model.register_comm_hook(None, hook)
         where = rf"rank 1, step {step + 1}, bucket 2 \(.*hook failed: .*"
-        model, reference = hooked(hook, at_once)
         for number in range(4):
-            now[:] = [number]
-            backwards(model, reference, number, step, RuntimeError, where + phrase)
+            fails_here = number == step and rank == 1
+            with raises_if(fails_here, RuntimeError, where + phrase):
+                train_step(model, torch.full((1, 16), number + rank + 1.0), loss=torch.sum)
+            train_step(reference, torch.full((1, 16), number + rank + 1.0), loss=torch.sum)
             if number != step:
                 torch.testing.assert_close(gradients(model), gradients(reference))
             elif rank != 1:
@@ -155,7 +138,7 @@ def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
 
 
 @ranks(2)
-def test_a_rank_whose_backward_broke_off_leaves_no_nan_in_the_state_of_a_hook(rank: int) -> None:
+def test_a_failed_backward_leaves_no_nan_in_the_state_of_a_hook(rank: int) -> None:
     model = OURS(net(), **FIVE_BUCKETS)
     power_sgd(model, min_compression_rate=0.01)
     train(model, 4)
@@ -174,14 +157,14 @@ def test_a_rank_whose_backward_broke_off_leaves_no_nan_in_the_state_of_a_hook(ra
 
 
 @ranks(2)
-def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
+def test_a_hook_keeps_no_former_bucket_and_no_reducer_alive() -> None:
     module = net()
     module.forward = lambda x: functools.reduce(lambda x, layer: layer(x), reversed(module), x)
     model = OURS(module, **FIVE_BUCKETS)
     model.register_comm_hook(None, divide_later)
     first = [weakref.ref(bucket) for bucket in model.reducer.buckets]
     train(model, 1)
-    assert [bucket() for bucket in first] == [None] * 5  # they were arranged anew
+    assert [bucket() for bucket in first] == [None] * 5  # they were rebuilt
     reducer = weakref.ref(model.reducer)
     del model
     gc.collect()
@@ -189,14 +172,14 @@ def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
 
 
 @ranks(2)
-def test_a_lost_all_reduce_of_the_flags_behind_hooks_is_explained_once() -> None:
+def test_a_failed_all_reduce_of_the_flags_after_hooks_is_explained_once() -> None:
     group = dist.new_group()
     model = OURS(net(), process_group=group)
     model.register_comm_hook(group, default_hooks.allreduce_hook)
     train(model, 1)
     lost = mock.patch.object(collectives, "sum_directly", side_effect=RuntimeError("it is lost"))
-    said = r"buckets up to .*, behind the communication hooks failed: RuntimeError: it is lost"
-    with lost, pytest.raises(RuntimeError, match=said) as raised:
+    text = r"buckets up to .*, behind the communication hooks failed: RuntimeError: it is lost"
+    with lost, pytest.raises(RuntimeError, match=text) as raised:
         train(model, 1)
     assert str(raised.value).count("failed: RuntimeError") == 1, raised.value
 
@@ -222,17 +205,17 @@ def test_a_future_that_is_never_completed_is_an_error_at_the_timeout(rank: int) 
     model.zero_grad()
     dist.barrier()
     give_up_after(5, group)
-    said = ""
+    text = ""
     try:
         model(torch.ones(1, 16)).sum().backward()
     except RuntimeError as error:
-        said = str(error)
+        text = str(error)
     if rank == 1:
-        assert said.startswith("rank 1, step 3, "), said
-        assert "bucket 4 (" in said
-        assert "was not completed within the process group's timeout of 5 s" in said, said
-    elif said:  # it began to wait first
-        assert said.startswith("rank 0, step 3, "), said
-        assert "rank 1" in said.partition("failed:")[2], said
-    else:  # rank 1 gave up in time to tell
+        assert text.startswith("rank 1, step 3, "), text
+        assert "bucket 4 (" in text
+        assert "was not completed within the process group's timeout of 5 s" in text, text
+    elif text:  # it began to wait first
+        assert text.startswith("rank 0, step 3, "), text
+        assert "rank 1" in text.partition("failed:")[2], text
+    else:  # rank 1 raised in time to tell the others
         assert any(param.grad.isnan().any() for param in model.parameters())

@@ -1,4 +1,4 @@
-"""Buckets in memory that NCCL has registered. (No GPU here: the recorded device plays it.)"""
+"""Buckets in memory that NCCL has registered, on the recorded device."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import ranks
+from distributed import assert_same_bits, ranks
 from recording.programs import Program, play
 from torch import Tensor, nn
 
@@ -26,12 +26,15 @@ def registering(allocate: Callable[[int], Tensor]) -> Iterator[None]:
     assert made.call_count <= 2, "one to see if there is some, one for the buckets"
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
-)
-@ranks(2, interprets=True)
-def test_buckets_lie_in_it(options: dict) -> None:
+def cpu_memory(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@ranks(2, views=True, interprets=True)
+def test_buckets_are_in_registered_memory(view: bool) -> None:
+    options = {"gradient_as_bucket_view": view}
     allocated: list[Tensor] = []
+    nets: list[DistributedDataParallel] = []
 
     def allocate(nbytes: int) -> Tensor:
         allocated.append(torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda"))
@@ -39,51 +42,39 @@ def test_buckets_lie_in_it(options: dict) -> None:
 
     usual = play(Program(options))
     with registering(allocate):
-        found = play(Program({**OPTION, **options}, after=lambda net: nets.append(net)))
-    net = nets.pop()
-    nets.clear()
+        found = play(Program({**OPTION, **options}, after=nets.append))
     assert not found.recorder.races, found.recorder.report()
     assert found.recorder.launches == usual.recorder.launches
     assert found.recorder.collectives == usual.recorder.collectives
-    for one, other in zip(found.gradients, usual.gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert_same_bits(found.gradients, usual.gradients, "gradients")
     places = {each.untyped_storage().data_ptr() for each in allocated}
-    assert {each.flat.data.data_ptr() for each in net.reducer.buckets} <= places
-
-
-nets: list[DistributedDataParallel] = []
+    assert {each.flat.data.data_ptr() for each in nets[0].reducer.buckets} <= places
 
 
 @ranks(2)
-def test_it_is_refused_where_the_group_has_none() -> None:
-    for options, said in (
-        ({}, "needs torch 2.9, NCCL and GPUs .* is gloo for 'cpu'"),
-        ({"compression": "int8"}, "needs torch 2.9, NCCL"),
-    ):
-        with pytest.raises(ValueError, match=f"transport='registered_memory' {said}"):
+def test_errors_if_a_group_or_a_rank_has_no_registered_memory(rank: int) -> None:
+    for options in ({}, {"compression": "int8"}):
+        text = "transport='registered_memory' needs torch 2.9, NCCL and GPUs .* is gloo for 'cpu'"
+        with pytest.raises(ValueError, match=text):
             DistributedDataParallel(nn.Linear(2, 2), **OPTION, **options)
     with (
-        registering(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)),
+        registering(cpu_memory),
         pytest.raises(ValueError, match="compression has them summed otherwise"),
     ):
         DistributedDataParallel(nn.Linear(2, 2), **OPTION, compression="int8")
-
-
-@ranks(2)
-def test_all_ranks_hear_of_one_that_has_none(rank: int) -> None:
-    has = registering(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    said = "rank 1 has ValueError: transport='registered_memory' needs"
-    with has if rank == 0 else contextlib.nullcontext(), pytest.raises(RuntimeError, match=said):
+    text = "rank 1 has ValueError: transport='registered_memory' needs"
+    has_memory = registering(cpu_memory) if rank == 0 else contextlib.nullcontext()
+    with has_memory, pytest.raises(RuntimeError, match=text):
         DistributedDataParallel(nn.Linear(2, 2), **OPTION)
 
 
-def _backend(register: Callable[..., None] | None) -> Any:
-    """Of a group that has registered memory; ``register`` registers a pool."""
-    found = {} if register is None else {"register_mem_pool": register}
-    return SimpleNamespace(supports_tensor_alloc=bool, mem_allocator="NCCL's", **found)
+def _group(**methods: Any) -> Any:
+    """A process group whose backend can allocate memory."""
+    backend = SimpleNamespace(supports_tensor_alloc=bool, mem_allocator="NCCL's", **methods)
+    return SimpleNamespace(_get_backend=lambda _: backend)
 
 
-def test_the_pool_is_a_symmetric_window_before_it_has_memory() -> None:
+def test_the_pool_is_registered_as_a_symmetric_window_before_it_allocates() -> None:
     events: list[object] = []
 
     class Pool:
@@ -106,12 +97,10 @@ def test_the_pool_is_a_symmetric_window_before_it_has_memory() -> None:
         mock.patch.object(torch.cuda, "MemPool", Pool),
         mock.patch.object(torch.cuda, "use_mem_pool", use),
     ):
-        for registers in (register_before_2_9, None):
-            group: Any = SimpleNamespace(_get_backend=lambda _, each=registers: _backend(each))
+        for group in (_group(register_mem_pool=register_before_2_9), _group()):
             assert formats.registered_memory(group, device) is None
         events.clear()
-        group = SimpleNamespace(_get_backend=lambda _: _backend(register))
-        allocate = formats.registered_memory(group, device)
+        allocate = formats.registered_memory(_group(register_mem_pool=register), device)
         assert allocate is not None
         memory = allocate(12)
     assert (memory.dtype, memory.shape) == (torch.uint8, (12,))

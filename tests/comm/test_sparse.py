@@ -1,6 +1,5 @@
 """Sparse gradients, of embeddings with ``sparse=True``: the mean over ranks, and sparse."""
 
-import copy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,8 +19,12 @@ from tritonddp.comm import sparse
 ROWS = 12
 
 
+def indices(count: int) -> Tensor:
+    return torch.randint(ROWS, (count,))
+
+
 class Tables(nn.Module):
-    """Sparse tables before and behind dense layers; some of them only where ``names`` say so."""
+    """Sparse tables before and after dense layers, one of them only if ``used``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,162 +37,66 @@ class Tables(nn.Module):
         self.never = nn.Embedding(ROWS, 3, sparse=True)
         self.double()
 
-    def forward(self, count: int, *names: str) -> Tensor:
+    def forward(self, count: int, used: bool = False) -> Tensor:
         x = self.words(indices(count)).mean(0) + self.bags(indices(count)[None]).sum(0)
         x = self.mix(x) + self.dense(indices(3)).sum(0)
-        for name in names:
-            x = x + getattr(self, name)(indices(count)).sum(0)
+        if used:
+            x = x + self.sometimes(indices(count)).sum(0)
         return self.late(torch.tanh(x)).square().sum()
 
 
-def indices(count: int) -> Tensor:
-    return torch.randint(ROWS, (count,))
-
-
 class OnlyTables(nn.Module):
-    """Nothing but sparse parameters: the headers travel with one of these."""
+    """Only sparse parameters: the headers are sent with one of these."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(ROWS, 3, sparse=True).double()
         self.sometimes = nn.Embedding(ROWS, 3, sparse=True).double()
 
-    def forward(self, count: int, *names: str) -> Tensor:
+    def forward(self, count: int, used: bool = False) -> Tensor:
         x = self.words(indices(count)).sum(0)
-        for name in names:
-            x = x * getattr(self, name)(indices(count)).sum(0)
+        if used:
+            x = x * self.sometimes(indices(count)).sum(0)
         return x.square().sum()
 
 
 def other_counts_and_tables(net: Any, rank: int, step: int) -> None:
     """``sometimes`` on one rank only, in other steps on none."""
-    net(1 + 3 * rank, *(["sometimes"] if step % 2 == rank else [])).backward()
+    net(1 + 3 * rank, step % 2 == rank).backward()
 
 
 def builds_a_graph(net: Any, rank: int, step: int) -> None:
     net(3).backward(create_graph=step > 0)
 
 
-STEPS = [other_counts_and_tables, builds_a_graph]
+MODELS = pytest.mark.parametrize("model", [Tables, OnlyTables])
 
 
-@pytest.mark.parametrize("model", [Tables, OnlyTables])
+@MODELS
 @ranks(2, 3, views=True)
 def test_the_mean_of_sparse_gradients(model: Any, view: bool) -> None:
-    module = model()
-    for do in STEPS:
+    for train in (other_counts_and_tables, builds_a_graph):
+        torch.manual_seed(0)
+        module = model()
         alone = one_per_rank(module)
-        ddp = wrap(copy.deepcopy(module), view, bucket_cap_mb=1e-4)
+        ddp = wrap(module, view, bucket_cap_mb=1e-4)
         for step in range(4):
             for net in (*alone, ddp):
                 net.zero_grad(set_to_none=step != 2)
-            play(partial(do, step=step), ddp, alone, step)
-            assert_mean(ddp, alone, f"{do.__name__}, step {step}")
+            play(partial(train, step=step), ddp, alone, step)
+            assert_mean(ddp, alone, f"{train.__name__}, step {step}")
 
 
-@ranks(2, views=True)
-def test_a_dense_gradient_of_some_ranks_makes_a_dense_mean(view: bool) -> None:
-    module = TiedTable(ROWS, 3).double()
-    alone = one_per_rank(module)
-    ddp = wrap(module, view)
-    for step, tied in enumerate([(0, 1), (0,), (1,), (), (0, 1)]):
-
-        def tie(net: Any, rank: int, tied: tuple[int, ...] = tied) -> None:
-            train_step(net, indices(1 + rank), rank in tied, loss=torch.sum)
-
-        play(tie, ddp, alone, step)
-        mean = mean_over_ranks(alone)[0]
-        (param,) = ddp.parameters()
-        assert param.grad.is_sparse is (len(tied) == 0)
-        torch.testing.assert_close(param.grad.to_dense(), mean.to_dense())
-
-
-@ranks(2)
-def test_nothing_is_exchanged_where_nobody_has_rows(rank: int) -> None:
-    ddp = DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=True))
-    for _ in range(2):
-        train_step(ddp, torch.empty(0, dtype=torch.int64), loss=torch.sum)
-    with counted(ddp) as found:
-        ddp(torch.empty(0, dtype=torch.int64)).sum().backward()
-    assert found.collectives == 1
-    assert ddp.module.weight.grad._nnz() == 0
-    with counted(ddp) as found:
-        ddp(torch.tensor([rank])).sum().backward()
-    assert found.collectives == 2
-    assert ddp.module.weight.grad.to_dense().sum(1).tolist()[:3] == [1.5, 1.5, 0]
-
-
-@pytest.mark.parametrize("most", [sparse._MOST_NBYTES, 300])
-@ranks(2)
-def test_rows_of_many_tables_share_messages(rank: int, most: int) -> None:
-    """Each rank has rows in most tables, of another number in each; in the last one none has."""
-
-    class Many(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            dtypes = [torch.float32, torch.float64, torch.bfloat16]
-            self.tables = nn.ModuleList(
-                nn.Embedding(ROWS, 1 + number, sparse=True, dtype=dtypes[number % 3])
-                for number in range(6)
-            )
-
-        def forward(self, first: int) -> Tensor:
-            looked = [
-                table(torch.arange(first, number)).double().square().sum()
-                for number, table in enumerate(self.tables)
-                if first < number < 5
-            ]
-            return torch.stack(looked).sum()
-
-    ddp = DistributedDataParallel(Many())
-    with mock.patch.object(sparse, "_MOST_NBYTES", most):
-        for step in range(3):
-            ddp.zero_grad()
-            with counted(ddp) as found:
-                ddp((rank + step) % 3).backward()
-    announcements = len(ddp._ddp_state.core.manager.current.buckets)
-    assert found.collectives == announcements + (1 if most > 300 else 2)
-    rows = (rank + 2) % 3, (1 - rank + 2) % 3
-    for number, table in enumerate(ddp.module.tables):
-        if number == 5:
-            assert table.weight.grad is None
-            continue
-        want = torch.zeros_like(table.weight)
-        for first in rows:
-            want[first:number] += table.weight.detach()[first:number] * 2 * 0.5
-        grad = table.weight.grad
-        assert number == 0 or grad.is_sparse
-        if number:
-            assert_close([grad.to_dense()], [want], f"table {number}")
-
-
-@ranks(2, views=True)
-def test_a_sparse_gradient_that_no_layer_announced_is_named(view: bool) -> None:
-    model = nn.Embedding(ROWS, 3)
-    ddp = wrap(model, view)
-    ddp(torch.tensor([1])).sum().backward()
-    model.sparse = True
-    ddp.zero_grad()
-    with pytest.raises(RuntimeError, match=r"rank \d, step 2: .*'weight'.*sparse=True"):
-        ddp(torch.tensor([1])).sum().backward()
-
-
-@ranks(2)
-def test_ranks_that_expect_different_kinds_are_told(rank: int) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)sparse gradients.*rank 1"):
-        DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=rank == 0))
-
-
-def doubled(group, bucket):  # stock allows no annotations but its own
-    """A hook: twice the mean."""
+def doubled(group, bucket):  # stock DDP allows no other annotations than its own
+    """A communication hook: twice the mean."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     doubled.calls.append((bucket.index(), bucket.is_last()))  # type: ignore[attr-defined]
     return work.get_future().then(lambda future: future.value()[0])
 
 
-@pytest.mark.parametrize("model", [Tables, OnlyTables])
+@MODELS
 @ranks(2, views=True)
-def test_sparse_gradients_are_averaged_beside_a_communication_hook(model: Any, view: bool) -> None:
+def test_sparse_gradients_do_not_go_through_a_communication_hook(model: Any, view: bool) -> None:
     module = model()
     alone = one_per_rank(module)
     ddp = wrap(module, view, bucket_cap_mb=1e-4)
@@ -210,7 +117,43 @@ def test_sparse_gradients_are_averaged_beside_a_communication_hook(model: Any, v
 
 
 @ranks(2, views=True)
-def test_a_dense_mean_has_the_memory_order_of_a_table_that_is_not_row_major(
+def test_a_failed_backward_gives_nan_to_the_others_and_the_next_mean_is_right(
+    rank: int, view: bool
+) -> None:
+    module = Tables()
+    alone = one_per_rank(module)
+    ddp = wrap(module, view, bucket_cap_mb=1e-4)
+    for step in range(5):
+        for net in (ddp, *alone):
+            net.zero_grad()
+        fails = {1: module.late.weight, 3: module.words.weight}
+        with breaking_off(fails.get(step, module.late.weight), step in fails and rank == 1):
+            play(lambda net, rank: net(2 + rank).backward(), ddp, alone, step)
+        if step not in fails:
+            assert_mean(ddp, alone, f"step {step}")
+        elif rank == 0:
+            assert module.words.weight.grad.coalesce().values().isnan().all()
+
+
+@ranks(2, views=True)
+def test_a_dense_gradient_of_some_ranks_makes_a_dense_mean(view: bool) -> None:
+    module = TiedTable(ROWS, 3).double()
+    alone = one_per_rank(module)
+    ddp = wrap(module, view)
+    for step, tied in enumerate([(0, 1), (0,), (1,), (), (0, 1)]):
+
+        def tie(net: Any, rank: int, tied: tuple[int, ...] = tied) -> None:
+            train_step(net, indices(1 + rank), rank in tied, loss=torch.sum)
+
+        play(tie, ddp, alone, step)
+        mean = mean_over_ranks(alone)[0]
+        (param,) = ddp.parameters()
+        assert param.grad.is_sparse is (len(tied) == 0)
+        torch.testing.assert_close(param.grad.to_dense(), mean.to_dense())
+
+
+@ranks(2, views=True)
+def test_a_dense_mean_has_the_strides_of_a_table_that_is_not_row_major(
     rank: int, view: bool
 ) -> None:
     table = nn.Embedding(ROWS, 4, sparse=True)
@@ -225,25 +168,81 @@ def test_a_dense_mean_has_the_memory_order_of_a_table_that_is_not_row_major(
         assert_same_bits(table.weight.grad, expected)
 
 
-def plain(net: Any, rank: int, step: int) -> None:
-    net(2 + rank + step).backward()
+# Messages
+
+
+@ranks(2)
+def test_nothing_is_exchanged_if_no_rank_has_rows(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=True))
+    for _ in range(2):
+        train_step(ddp, torch.empty(0, dtype=torch.int64), loss=torch.sum)
+    with counted(ddp) as found:
+        ddp(torch.empty(0, dtype=torch.int64)).sum().backward()
+    assert found.collectives == 1
+    assert ddp.module.weight.grad._nnz() == 0
+    with counted(ddp) as found:
+        ddp(torch.tensor([rank])).sum().backward()
+    assert found.collectives == 2
+    assert ddp.module.weight.grad.to_dense().sum(1).tolist()[:3] == [1.5, 1.5, 0]
+
+
+class Many(nn.Module):
+    """Tables of several dtypes. A rank has another number of rows in each, in the last one none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = [torch.float32, torch.float64, torch.bfloat16]
+        self.tables = nn.ModuleList(
+            nn.Embedding(ROWS, 1 + number, sparse=True, dtype=dtypes[number % 3])
+            for number in range(6)
+        )
+
+    def forward(self, first: int) -> Tensor:
+        found = [
+            table(torch.arange(first, number)).double().square().sum()
+            for number, table in enumerate(self.tables)
+            if first < number < 5
+        ]
+        return torch.stack(found).sum()
+
+
+@pytest.mark.parametrize("most", [sparse._MOST_NBYTES, 300])
+@ranks(2)
+def test_rows_of_many_tables_share_messages(rank: int, most: int) -> None:
+    ddp = DistributedDataParallel(Many())
+    with mock.patch.object(sparse, "_MOST_NBYTES", most):
+        for step in range(3):
+            ddp.zero_grad()
+            with counted(ddp) as found:
+                ddp((rank + step) % 3).backward()
+    buckets = len(ddp._ddp_state.core.manager.current.buckets)
+    assert found.collectives == buckets + (1 if most > 300 else 2)
+    *tables, unused = ddp.module.tables
+    assert unused.weight.grad is None
+    for number, table in enumerate(tables):
+        expected = torch.zeros_like(table.weight)
+        for first in ((rank + 2) % 3, (1 - rank + 2) % 3):
+            expected[first:number] += table.weight.detach()[first:number] * 2 * 0.5
+        if number:
+            assert table.weight.grad.is_sparse
+            assert_close(table.weight.grad.to_dense(), expected, f"table {number}")
+
+
+# Errors
 
 
 @ranks(2, views=True)
-def test_a_backward_that_broke_off_is_seen_by_the_others_and_the_next_is_right(
-    rank: int, view: bool
-) -> None:
-    module = Tables()
-    alone = one_per_rank(module)
-    ddp = wrap(module, view, bucket_cap_mb=1e-4)
-    for step in range(5):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        breaks = step in (1, 3)
-        at = [module.late.weight, module.words.weight][step // 2 % 2]
-        with breaking_off(at, breaks and rank == 1):
-            play(partial(plain, step=step), ddp, alone, step)
-        if not breaks:
-            assert_mean(ddp, alone, f"step {step}")
-        elif rank == 0:
-            assert module.words.weight.grad.coalesce().values().isnan().all()
+def test_a_sparse_gradient_of_a_layer_that_was_dense_is_named(view: bool) -> None:
+    model = nn.Embedding(ROWS, 3)
+    ddp = wrap(model, view)
+    ddp(torch.tensor([1])).sum().backward()
+    model.sparse = True
+    ddp.zero_grad()
+    with pytest.raises(RuntimeError, match=r"rank \d, step 2: .*'weight'.*sparse=True"):
+        ddp(torch.tensor([1])).sum().backward()
+
+
+@ranks(2)
+def test_layers_that_are_sparse_on_some_ranks_only_are_an_error_at_wrapping(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)sparse gradients.*rank 1"):
+        DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=rank == 0))

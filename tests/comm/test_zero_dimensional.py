@@ -11,12 +11,12 @@ from modules import Given
 from recording.device import recording
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from training import WAYS, counted
 
 from tritonddp import DistributedDataParallel
 from tritonddp.kernels import launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 SHAPES = [(40, 30), (17,), ()]
 
 
@@ -51,39 +51,22 @@ def rounded_once(dtype: torch.dtype, weights: tuple[float, float], unit: float) 
     return means
 
 
-# Their factor is no power of two, which every dtype would have.
-WEIGHTS = (3, 4)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@VIEW
-@ranks(2, interprets=True)
+@ranks(2, interprets=True, views=True)
 def test_weighted_gradients_are_rounded_once_after_the_factor(
-    view: bool, dtype: torch.dtype
+    rank: int, view: bool, dtype: torch.dtype
 ) -> None:
-    rank = dist.get_rank()
+    weights = (3, 4)  # whose factor is not a power of two, which every dtype has
     with recording() as recorder:
         ddp = wrapped(dtype, gradient_as_bucket_view=view)
-        counts, launches = ddp.reducer.counters.unflattens, launch.launches
-        with ddp.weighted(WEIGHTS[rank]):
+        launches = launch.launches
+        with counted(ddp) as found, ddp.weighted(weights[rank]):
             backward(ddp, gradients(dtype, rank))
-        expected = rounded_once(dtype, WEIGHTS, 16.0)
-        for number, (param, mean) in enumerate(zip(ddp.parameters(), expected, strict=True)):
-            assert_same_bits(param.grad.cpu(), mean, f"gradient {number}")
+        expected = rounded_once(dtype, weights, 16.0)
+        assert_same_bits([p.grad.cpu() for p in ddp.parameters()], expected, "gradient")
         assert recorder.rounded == []
-        assert ddp.reducer.counters.unflattens - counts == 1
+        assert found.unflattens == 1
         assert launch.launches - launches == 2  # one flattens, one scales
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "hook": {},
-    "view": {"gradient_as_bucket_view": True},
-    "lazy": {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True},
-    "finite": {"gradient_as_bucket_view": True, "check_finite": "raise"},
-    "reduce_dtype": {"reduce_dtype": torch.bfloat16, "check_finite": "raise"},
-    "int8": {"compression": "int8", "check_finite": "raise"},
-}
 
 
 def play(ddp: Any, dtype: torch.dtype) -> None:
@@ -115,35 +98,37 @@ def play(ddp: Any, dtype: torch.dtype) -> None:
     ddp.reduce_gradients()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "way", [pytest.param(each, marks=[pytest.mark.quick] * (each == "int8")) for each in WAYS]
+    "way",
+    [
+        *("copies", "hook", "views", "lazy views", "bf16 views"),
+        pytest.param("int8", marks=pytest.mark.quick),
+    ],
 )
 @ranks(2, interprets=True)
-def test_no_operand_without_dimensions_loses_precision(way: str, dtype: torch.dtype) -> None:
-    with recording() as recorder:
-        ddp = wrapped(dtype, bucket_cap_mb=0.001, **WAYS[way])
-        if way == "hook":
-            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        play(ddp, dtype)
-    assert recorder.rounded == []
+def test_no_operand_without_dimensions_loses_precision(way: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        options = {} if way == "hook" else {**WAYS[way], "check_finite": "raise"}
+        with recording() as recorder:
+            ddp = wrapped(dtype, bucket_cap_mb=0.001, **options)
+            if way == "hook":
+                ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+            play(ddp, dtype)
+        assert recorder.rounded == [], dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("has_dense", [False, True])
 @ranks(2, interprets=True)
-def test_no_operand_of_sparse_gradients_loses_precision(
-    has_dense: bool, dtype: torch.dtype
-) -> None:
-    rank = dist.get_rank()
-    with recording() as recorder:
-        table = nn.Embedding(20, 6, sparse=True, dtype=dtype).to("cuda")
-        ddp = DistributedDataParallel(table)
-        with ddp.weighted(3 + rank):
-            loss = ddp(torch.tensor([1, 4, 4 + rank]).to("cuda")).sum()
-            (loss + table.weight.sum() if has_dense and rank else loss).backward()
-        assert recorder.rounded == []
-        assert table.weight.grad.is_sparse is not has_dense
-        row = table.weight.grad.to_dense()[1].cpu()
-    mean = 16 * 2 / 7 * (3 / 32 + (2 if has_dense else 1) * 4 / 32)
-    torch.testing.assert_close(row, torch.full_like(row, mean))
+def test_no_operand_of_sparse_gradients_loses_precision(rank: int, has_dense: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        with recording() as recorder:
+            table = nn.Embedding(20, 6, sparse=True, dtype=dtype).to("cuda")
+            ddp = DistributedDataParallel(table)
+            with ddp.weighted(3 + rank):
+                loss = ddp(torch.tensor([1, 4, 4 + rank]).to("cuda")).sum()
+                (loss + table.weight.sum() if has_dense and rank else loss).backward()
+            assert recorder.rounded == []
+            assert table.weight.grad.is_sparse is not has_dense
+            row = table.weight.grad.to_dense()[1].cpu()
+        mean = 16 * 2 / 7 * (3 / 32 + (2 if has_dense else 1) * 4 / 32)
+        torch.testing.assert_close(row, torch.full_like(row, mean))

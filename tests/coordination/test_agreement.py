@@ -1,7 +1,9 @@
-"""Ranks that disagree find out; ranks that merely differ do not."""
+"""Headers: ranks that disagree get an error, ranks that only differ do not, and none loses one."""
 
-from types import SimpleNamespace
+import sys
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,78 +24,75 @@ from tritonddp.coordination.agreement import (
     Unmatched,
     schema_hash,
 )
+from tritonddp.features.stop_request import StopRequest
 from tritonddp.features.unused_params import SKIPPED
 
-HERE = {SCHEMA: schema_hash(["here"]), SOURCE: GradSource.FORWARD}
+VALUES = {SCHEMA: schema_hash(["here"]), SOURCE: GradSource.FORWARD}
+OTHER_SCHEMA = {SCHEMA: schema_hash(["there"])}
 
 
-def of_rank(rank: int, size: int, *fields: HeaderField) -> Agreement:
-    exchanging = dist.ProcessGroup(rank, size)  # not one of Python, which may give back what it got
-    group: Any = SimpleNamespace(rank=rank, size=size, process_group=exchanging)
-    return Agreement(group, [SCHEMA, *fields, SOURCE])
+class Rank:
+    """A rank of ``size``, which may ask all ranks to stop."""
+
+    def __init__(self, rank: int, size: int, *fields: HeaderField) -> None:
+        exchanging = dist.ProcessGroup(rank, size)  # of torch, so that it is known to exchange
+        group: Any = SimpleNamespace(rank=rank, size=size, process_group=exchanging)
+        self.rank, self.stop = rank, StopRequest(group)
+        self.agreement = Agreement(group, [SCHEMA, *fields, SOURCE, self.stop])
+
+    def header(self, values: Any = None) -> Tensor:
+        """What the rank sends, if it compares its key as a reduction does."""
+        key = {**VALUES, **(values or {})}, [field.default for field in self.agreement.fields]
+        if key != self.agreement.key:
+            self.agreement.open(*key)
+        return torch.tensor([*self.agreement.sent.encoded]).float()
+
+    @property
+    def asks_to_stop(self) -> bool:
+        """Whether the header that it sends now does."""
+        encoded = torch.tensor([*self.agreement.sent.encoded])
+        return bool(self.agreement.column(encoded, self.stop)[self.rank])
 
 
-def header(agreement: Agreement, values: Any = HERE) -> Tensor:
-    agreement.open(values, [field.default for field in agreement.fields])
-    return torch.tensor([*agreement.sent.encoded]).float()
-
-
-class Reading(HeaderField):
-    """Keeps what it reads of another field."""
-
-    def __init__(self, field: HeaderField) -> None:
-        self.field, self.size, self.found = field, field.size, {}
-
-    def encode(self, value: Any) -> bytes:
-        return self.field.encode(value)
-
-    def decode(self, encoded: bytes) -> Any:
-        return self.field.decode(encoded)
-
-    def read(self, values: Any) -> None:
-        self.found = dict(values)
+def ranks_of(size: int) -> list[Rank]:
+    return [Rank(rank, size) for rank in range(size)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, size: int) -> None:
-    weights = [0.0, 0.1, 123_456_789.0, 2.0**-40, 7.0][:size]
-    fields = [Reading(field) for field in (SKIPPED, Weights(size), SCHEMA)]
-    hashes = [schema_hash([str(rank)]) for rank in range(size)]
-    agreements = [of_rank(rank, size, *fields) for rank in range(size)]
-    total = torch.zeros(size * agreements[0].size, dtype=dtype)
-    for rank, agreement in enumerate(agreements):
-        told = [f"bucket {rank}"], Weight(weights[rank]), hashes[rank]
-        own = dict(zip(fields, told, strict=True))
-        total += header(agreement, {**HERE, **own})
-    skipped = [SKIPPED.encode([f"bucket {rank}"]) for rank in range(size)]
-    for agreement in agreements:
-        agreement.check(total, "here")
-        for field, values in zip(fields, (skipped, weights, hashes), strict=True):
-            assert field.found == dict(enumerate(values))
-            field.found = {}
-
-
-def test_the_factor_is_that_of_the_sum_of_all_weights() -> None:
-    both = [Weights(2), Weights(2)]
-    agreements = [of_rank(rank, 2, weights) for rank, weights in enumerate(both)]
-    items = (0.1, 123_456_789.0)
+def test_headers_are_read_exactly_from_their_sum_in_any_dtype(dtype: torch.dtype) -> None:
+    weights = [0.0, 0.1, 123_456_789.0, 2.0**-40, 7.0]
+    fields = [Weights(5) for _ in weights]
+    of_ranks = [Rank(rank, 5, field) for rank, field in enumerate(fields)]
     total = sum(
-        header(agreement, {**HERE, weights: Weight(each)})
-        for agreement, weights, each in zip(agreements, both, items, strict=True)
+        rank.header({field: Weight(each)}).to(dtype)
+        for rank, field, each in zip(of_ranks, fields, weights, strict=True)
     )
-    factor = both[0].factor(agreements[0], total, over_present=False)
+    for rank in of_ranks:
+        with mock.patch.object(Weights, "read") as read:
+            rank.agreement.check(total, "here")
+        read.assert_called_once_with(dict(enumerate(weights)))
+
+
+def test_the_factor_is_exact_for_the_sum_of_all_weights() -> None:
+    fields, items = [Weights(2), Weights(2)], (0.1, 123_456_789.0)
+    of_ranks = [Rank(rank, 2, field) for rank, field in enumerate(fields)]
+    total = sum(
+        rank.header({field: Weight(each)})
+        for rank, field, each in zip(of_ranks, fields, items, strict=True)
+    )
+    factor = fields[0].factor(of_ranks[0].agreement, total, over_present=False)
     assert factor is not None
-    assert factor.item() == pytest.approx(2 * both[0].unit / sum(items), rel=1e-15)
+    assert factor.item() == pytest.approx(2 * fields[0].unit / sum(items), rel=1e-15)
 
 
 @pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 9.0, 0.25])
-def test_what_is_no_header_is_a_mismatch(value: float):
-    agreement = of_rank(0, 1)
-    headers = header(agreement)
-    headers[-1] = value
+@pytest.mark.parametrize("place", [-1, -2])
+def test_a_byte_that_no_header_has_is_a_mismatch(value: float, place: int) -> None:
+    (rank,) = ranks_of(1)
+    headers = rank.header()
+    headers[place] = value
     with pytest.raises(SchemaMismatch):
-        agreement.check(headers, "here")
+        rank.agreement.check(headers, "here")
 
 
 @pytest.mark.parametrize(
@@ -113,71 +112,128 @@ def test_what_is_no_header_is_a_mismatch(value: float):
         ("BROKEN BROKEN", True),
     ],
 )
-def test_which_places_of_programs_belong_together(sources: str, agree: bool):
+def test_which_backwards_may_meet(sources: str, agree: bool) -> None:
     names = sources.split()
-    agreements = [of_rank(rank, len(names)) for rank in range(len(names))]
-    headers = sum(
-        header(agreement, {**HERE, SOURCE: GradSource[source]})
-        for agreement, source in zip(agreements, names, strict=True)
+    of_ranks = ranks_of(len(names))
+    total = sum(
+        rank.header({SOURCE: GradSource[name]}) for rank, name in zip(of_ranks, names, strict=True)
     )
+    agreement = of_ranks[0].agreement
     if agree:
-        agreements[0].check(headers, "here")
-        assert agreements[0].all_broke_off == ({*names} == {"BROKEN"})
+        agreement.check(total, "here")
+        assert agreement.all_broke_off == ({*names} == {"BROKEN"})
         return
     with pytest.raises(Disagreement, match=r"rank \d: .*; rank \d: "):
-        agreements[0].check(headers, "here")
+        agreement.check(total, "here")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [(0.0, "nothing came from rank 1 and rank 2"), (0.25, "what came holds no headers")],
 )
-def test_another_collective_in_the_place_of_a_bucket_is_named(content: float, said: str):
-    """Only this rank's own header has come: a backend that exchanges nothing, unless it has."""
-    agreement = of_rank(0, 3)
-    mine = header(agreement)
-    everyones = sum(torch.roll(mine, rank * agreement.size) for rank in range(3))
-    agreement.check(everyones, "here")
-    assert agreement.expected
-    foreign = torch.full_like(mine, content)
-    with pytest.raises(Unmatched, match=said):
-        agreement.check(mine + foreign, "here")
-    agreement.check(everyones, "here")
+def test_another_collective_in_place_of_a_bucket_is_named(content: float, text: str) -> None:
+    """If only its own header comes, the rank first tests whether its backend exchanges data."""
+    first, *_ = of_ranks = ranks_of(3)
+    total = sum(rank.header() for rank in of_ranks)
+    first.agreement.check(total, "here")
+    mine = first.header()
+    with pytest.raises(Unmatched, match=text):
+        first.agreement.check(mine + torch.full_like(mine, content), "here")
+    first.agreement.check(total, "here")
 
 
-def test_other_parameters_are_a_mismatch_whatever_else():
-    here, there = of_rank(0, 2), of_rank(1, 2)
-    headers = header(here, {**HERE, SOURCE: GradSource.BROKEN})
-    headers += header(there, {**HERE, SCHEMA: schema_hash(["there"])})
-    with pytest.raises(SchemaMismatch):
-        here.check(headers, "here")
+def test_ranks_with_other_parameters_do_not_stop() -> None:
+    """The mismatch is found first: before other values of the headers are read."""
+    one, two = ranks_of(2)
+    two.stop.request(0)
+    total = one.header({SOURCE: GradSource.BROKEN}) + two.header(OTHER_SCHEMA)
+    for each in (one, two):
+        with pytest.raises(SchemaMismatch):
+            each.agreement.check(total, "here")
+        assert not each.stop.is_stopped
+    total = one.header() + two.header()
+    for each in (one, two):
+        each.agreement.check(total, "here")
+        assert each.stop.is_stopped, "it is asked for again"
+
+
+def test_a_single_rank_stops_after_the_next_reduction() -> None:
+    stop = Rank(0, 1).stop
+    assert not stop.should_stop(5)
+    stop.request(5)
+    assert not stop.should_stop(5)
+    assert stop.should_stop(6)
+    stop.request(7)
+    assert stop.should_stop(7)
+
+
+class RequestAt:
+    """A trace function: asks to stop before the instruction of this number in ``open()``."""
+
+    def __init__(self, rank: Rank, number: int) -> None:
+        self._rank, self._left = rank, number
+        self.is_done = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not Agreement.open.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not self.is_done:
+            self._left -= 1
+            if self._left < 0:
+                self.is_done = True
+                self._rank.stop.request(0)
+        return self
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_request_between_any_two_instructions_of_open_is_not_lost(is_first: bool) -> None:
+    number = 0
+    while True:
+        rank = Rank(1, 2)
+        if not is_first:
+            rank.header()
+            rank.agreement.key = None
+        request, before = RequestAt(rank, number), sys.gettrace()
+        sys.settrace(request)
+        try:
+            rank.header()
+        finally:
+            sys.settrace(before)
+        if not request.is_done:
+            break
+        rank.header()
+        assert rank.asks_to_stop, f"instruction {number}: the header is not made again"
+        sent = rank.agreement.sent
+        rank.header()
+        assert rank.agreement.sent is sent, "a steady step makes it again"
+        number += 1
+    assert number > 50
 
 
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.beside = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.scale, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * x
 
 
 @ranks(2, views=True)
-def test_a_first_loss_that_passes_the_outputs_by_on_one_rank_is_no_error(
-    rank: int, view: bool
-) -> None:
+def test_a_first_loss_without_the_outputs_on_one_rank_is_no_error(rank: int, view: bool) -> None:
     ddp = wrap(Scale(), view)
     for _ in range(3):
         out = ddp(torch.ones(3)).sum()
-        first = 0 * ddp.module.beside.sum() if rank else out
+        first = 0 * ddp.module.unused.sum() if rank else out
         first.backward(retain_graph=True)
         out.backward()
     assert ddp.module.scale.grad.tolist() == [3 * 1.5] * 3
 
 
 @ranks(2)
-def test_headers_have_the_fields_that_the_options_need(rank: int) -> None:
-    """Each rank has a header of so many bytes in the first bucket, and only there."""
+def test_headers_have_the_fields_that_the_options_need() -> None:
+    """Each rank has a header of this size in the first bucket, and only there."""
     for skips, size in ((False, HEADER_BYTES), (True, HEADER_BYTES + SKIPPED.size)):
         ddp = wrap(nn.Linear(3, 1), skip_all_reduce_unused_params=skips)
         train_step(ddp, torch.ones(2, 3))

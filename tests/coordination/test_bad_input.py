@@ -1,19 +1,24 @@
-"""What a rank gives wrong: an error on every rank, nothing half-done, the next step is right."""
+"""Wrong options, states and texts of one rank: an error on all ranks, and a right next step."""
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import assert_same_bits, ranks
+from launched import ROOT
 from modules import linears
 from torch import nn
 from training import assert_gradients_alike, drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel, Int8
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.verify import verify_same
 
 
 def wide() -> nn.Module:
@@ -26,11 +31,11 @@ def step(net: nn.Module, seed: int) -> None:
 
 
 def raises(name: str, _: object) -> bool:
-    raise KeyError(f"what the user said of {name}")
+    raise KeyError(f"text of the user for {name}")
 
 
 WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"compression": Int8(exact=raises)}, KeyError, "what the user said of 0.weight"),
+    ({"compression": Int8(exact=raises)}, KeyError, "text of the user for 0.weight"),
     ({"compression": Int8(exact="9.weight")}, ValueError, "no parameter '9.weight'"),
     ({"bucket_cap_mb": -1}, ValueError, "zero or more, and finite, got -1 MiB"),
     ({"bucket_cap_mb": "x"}, TypeError, "number of MiB, got 'x'"),
@@ -40,10 +45,10 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @ranks(2)
 def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_both(rank: int) -> None:
-    for options, kind, said in WRONG_OPTIONS:
+    for options, kind, text in WRONG_OPTIONS:
         with pytest.raises(RuntimeError) as caught:
             DistributedDataParallel(wide(), **{"compression": "int8", **(options if rank else {})})
-        for part in ("rank 1 has", kind.__name__, said):
+        for part in ("rank 1 has", kind.__name__, text):
             assert part in str(caught.value)
     ddp = DistributedDataParallel(wide(), compression="int8")
     step(ddp, 0)
@@ -62,7 +67,7 @@ def residuals(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]
     return lambda state: {**state, "sent": {k: change(v) for k, v in state["sent"].items()}}
 
 
-# What becomes of a state, and the error on the rank that is given it.
+# A change of a state, and the error on the rank that loads it.
 WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
     (lambda _: wide().state_dict(), TypeError, "takes what comm_state_dict()"),
     (lambda state: [state], TypeError, "takes what comm_state_dict()"),
@@ -82,9 +87,9 @@ WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]]
 
 
 @ranks(2)
-def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(rank: int) -> None:
-    """Or ranks would have other buckets, and other residuals, than each other."""
-    for victim, (change, kind, said) in itertools.product((0, 1), WRONG_STATES):
+def test_a_state_that_one_rank_cannot_load_is_loaded_on_no_rank(rank: int) -> None:
+    """Otherwise the ranks would have different buckets and residuals."""
+    for victim, (change, kind, text) in itertools.product((0, 1), WRONG_STATES):
         ddp = DistributedDataParallel(wide(), compression="int8", bucket_cap_mb=0.01)
         twin = copy.deepcopy(ddp)
         for seed in range(2):
@@ -97,7 +102,7 @@ def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(rank: int) -> None:
         here = rank == victim
         with pytest.raises(kind if here else RuntimeError) as caught:
             ddp.load_comm_state_dict(wrong if here else other.comm_state_dict())
-        wanted = said if here else f"load_comm_state_dict() failed on rank {victim}, and nothing"
+        wanted = text if here else f"load_comm_state_dict() failed on rank {victim}, and nothing"
         assert wanted in str(caught.value), caught.value
         after = ddp.comm_state_dict()
         assert after["bucket_order"] == state["bucket_order"]
@@ -110,7 +115,30 @@ def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(rank: int) -> None:
 
 
 @ranks(2)
-def test_a_flag_of_numpy_is_a_flag() -> None:
+def test_a_flag_of_numpy_is_accepted() -> None:
     ddp = DistributedDataParallel(wide(), gradient_as_bucket_view=np.bool_(True))
     step(ddp, 0)
     assert_gradients_alike(ddp)
+
+
+# Nothing that another rank has sent is unpickled or executed, nor spoils a message.
+
+
+@pytest.mark.parametrize("folder", ["tritonddp", "examples", "benchmarks"])
+def test_files_that_may_hold_code_are_not_loaded(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        for call in re.findall(r"torch\.load\(.*\n?.*", path.read_text()):
+            assert "weights_only=True" in call, f"{path}: {call}"
+
+
+@ranks(2)
+def test_a_text_of_another_rank_is_one_line_and_bounded(rank: int) -> None:
+    hostile = "\x1b[2Jgone\n" * 10_000 if rank else "what it is"
+    description = {"parameter": {}, "buffer": {}, "option": {"color": hostile}}
+    with pytest.raises(RuntimeError, match="option 'color': rank 0 has what it is") as caught:
+        verify_same(description, Group(dist.group.WORLD), torch.device("cpu"))
+    heading, line, remedy = str(caught.value).splitlines()
+    assert "\x1b" not in line
+    assert len(line) < 1_100
+    assert heading
+    assert remedy

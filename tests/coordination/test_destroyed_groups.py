@@ -1,31 +1,127 @@
-"""A process group that is destroyed is gone, with its threads, and none aborts the process."""
+"""Process groups that are destroyed or created again: no thread, no abort, and the right means."""
 
+import copy
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import ranks
+from distributed import gather, ranks
 from launched import played
+from modules import linears
+from oracle import mean_over_ranks
 from torch import nn
+from training import assert_close, assert_gradients_alike, drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel
+from tritonddp._torch import store_of
+
+OPTIONS = pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"compression": "int8"}]
+)
+
+
+def wrapped(**options: object) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(linears(4, 64, 32, 4), **options)
+
+
+def step(net: nn.Module, seed: int, rank: int) -> None:
+    train_step(net, drawn(3, 4, step=seed, rank=rank))
+
+
+def assert_mean(ddp: DistributedDataParallel, seed: int) -> None:
+    """The gradients of this step are right, by what each rank computes without communication."""
+    alone = [copy.deepcopy(ddp.module) for _ in range(2)]
+    for rank, net in enumerate(alone):
+        step(net, seed, rank)
+    for grad, mean in zip(gradients(ddp), mean_over_ranks(alone), strict=True):
+        is_quantized = ddp._ddp_state.config.wire.compression is not None
+        within = 0.05 * mean.abs().max().item() if is_quantized else 1e-5
+        assert_close(grad, mean, rtol=0, atol=within)
+
+
+def assert_right_step(ddp: DistributedDataParallel, seed: int, rank: int) -> None:
+    step(ddp, seed, rank)
+    assert_mean(ddp, seed)
+
+
+@contextmanager
+def without_a_default_group() -> Iterator[tuple[int, dist.Store]]:
+    """Destroys the default group; there is another one afterwards, as before the test."""
+    rank, store = dist.get_rank(), store_of(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    yield rank, store
+    if not dist.is_initialized():
+        initialize(rank, dist.PrefixStore("afterwards", store))
+
+
+def initialize(rank: int, store: dist.Store) -> None:
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+
+
+@OPTIONS
+@ranks(2)
+def test_a_wrapper_outlives_its_group(rank: int, options: dict[str, object]) -> None:
+    """Over gloo the connections exist as long as a wrapper holds them."""
+    ddp = wrapped(**options)
+    for seed in range(2):
+        step(ddp, seed, rank)
+    ddp.require_manual_backward_finalization = True
+    step(ddp, 2, rank)
+    with without_a_default_group():
+        ddp.finalize_backward()
+        ddp.require_manual_backward_finalization = False
+        assert_mean(ddp, 2)
+        for seed in (3, 4):
+            assert_right_step(ddp, seed, rank)
+        ddp.reduce_gradients()
+        ddp.load_comm_state_dict(ddp.comm_state_dict())
+        with pytest.raises(ValueError, match="Default process group has not been initialized"):
+            wrapped()
+    assert_gradients_alike(ddp)
+
+
+@OPTIONS
+@ranks(2)
+def test_a_wrapper_continues_in_a_new_group(rank: int, options: dict[str, object]) -> None:
+    ddp = wrapped(**options)
+    for seed in range(2):
+        step(ddp, seed, rank)
+    with without_a_default_group() as (rank, store):
+        initialize(rank, dist.PrefixStore("again", store))
+        other = wrapped(**options)
+        ddp._update_process_group(dist.group.WORLD)
+        for seed in (2, 3):
+            assert_right_step(other, seed, rank)
+            assert_right_step(ddp, seed, rank)
+    # And in one in which the ranks have other numbers.
+    ddp._update_process_group(dist.new_group([1, 0]))
+    for seed in (4, 5):
+        assert_right_step(ddp, seed, rank)
+    assert len({*gather(ddp.reducer.counters.reductions)}) == 1
 
 
 @ranks(3)
-def test_a_thread_that_ends_does_not_take_the_group_apart() -> None:
+def test_a_thread_that_ends_does_not_destroy_the_group() -> None:
     """It would do so after anybody can wait for it, even while the interpreter ends."""
     group = dist.new_group()
-    ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group, compression="int8")
     before = set(threading.enumerate())
-    for _ in range(2):
-        ddp(torch.ones(1, 64)).sum().backward()
+    ddp = wrapped(process_group=group, compression="int8")
+    for seed in range(2):
+        step(ddp, seed, dist.get_rank())
     (thread,) = set(threading.enumerate()) - before
     reference = weakref.ref(group)
-    dist.barrier()  # nobody is in the group's collectives any more
+    dist.barrier()  # no rank is in the group's collectives any more
     del ddp
     dist.destroy_process_group(group)
     del group
@@ -33,6 +129,8 @@ def test_a_thread_that_ends_does_not_take_the_group_apart() -> None:
     gc.collect()
     assert reference() is None, "what is kept for the thread keeps the group"
 
+
+# Scripts
 
 ONE_RANK = """
 import gc, pathlib, time, torch, torch.distributed as dist, tritonddp
@@ -67,7 +165,7 @@ print(has_threads())
 
 @pytest.mark.long
 def test_a_group_that_is_destroyed_leaves_no_thread(tmp_path: Path) -> None:
-    """One that drops its last tensor while the interpreter ends aborts the process."""
+    """A thread that drops its last tensor while the interpreter ends aborts the process."""
     done = played(ONE_RANK, tmp_path)
     assert done.stdout.split() == ["True", "False"], done.stderr
 
@@ -80,7 +178,7 @@ def hook(state, bucket):
     inner = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
     future = inner.then(lambda done: done.value()[0] if state else None)
     sleep = lambda _: time.sleep(1)
-    inner.add_done_callback(sleep)  # all callbacks are let go behind it
+    inner.add_done_callback(sleep)  # all callbacks are released after it
     slow = weakref.ref(sleep)
     return future
 
@@ -100,14 +198,14 @@ print("ended")
 
 
 @pytest.mark.long
-def test_a_group_may_be_destroyed_while_a_thread_lets_go_of_callbacks(tmp_path: Path) -> None:
+def test_a_group_may_be_destroyed_while_a_thread_releases_callbacks(tmp_path: Path) -> None:
     """The thread would wait for its own end: "terminate called ... Resource deadlock avoided"."""
     done = played(SLOW_THREAD, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ended\n"
 
 
-SCRIPT = """
+GLOBAL_WRAPPER = """
 import sys, torch, torch.distributed as dist, tritonddp
 
 dist.init_process_group("gloo")
@@ -122,7 +220,7 @@ dist.destroy_process_group()
 
 @pytest.mark.long
 def test_a_script_that_keeps_its_wrapper_to_its_end_does_not_abort(tmp_path: Path) -> None:
-    """The wrapper, a global, keeps the group and its threads. One in two runs did abort."""
+    """The wrapper, a global, keeps the group and its threads. One in two runs aborted."""
     for _ in range(3):
-        done = played(SCRIPT, tmp_path, nproc=2)
+        done = played(GLOBAL_WRAPPER, tmp_path, nproc=2)
         assert done.returncode == 0, done.stderr

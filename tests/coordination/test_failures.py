@@ -1,4 +1,4 @@
-"""A collective that fails says where this rank and the others are, and who is missing."""
+"""The error of a failed collective: where this rank and the other ranks are, and who is missing."""
 
 import dataclasses
 import os
@@ -14,74 +14,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import give_up_after, ranks
+from distributed import ranks
 
 from tritonddp.coordination import failures, stacks
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process
 
 PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
-
-
-def failure(group: dist.ProcessGroup) -> str:
-    """What the error of an all-reduce that fails says."""
-    try:
-        dist.all_reduce(torch.ones(4), group=group)
-    except RuntimeError as error:
-        place = f"rank {group.rank()}, {PLACE}"
-        explained = Group(group).explain(place, "all-reduce of 16 bytes", error)
-        assert type(explained) is RuntimeError
-        return str(explained)
-    pytest.fail("the collective was to fail")
-
-
-def impatient(ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A group in which a collective fails when a rank is two seconds late."""
-    group = dist.new_group(ranks)
-    if isinstance(group, dist.ProcessGroup):
-        dist.barrier(group)  # its connections exist
-        give_up_after(2, group)
-    return group
-
-
-# Ranks that live
-
-
-@pytest.mark.long
-@ranks(2)
-def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for(rank: int) -> None:
-    group = impatient()
-    if rank == 0:
-        text = failure(group)
-        dist.barrier()
-        assert text.startswith(f"rank 0, {PLACE}, all-reduce of 16 bytes failed: RuntimeError: ")
-        assert "Timed out waiting" in text.splitlines()[0]
-        assert "rank 1 has not reported: it has ended, is stuck elsewhere, or made fewer" in text
-        assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
-        assert "longer timeout" in text
-    else:
-        dist.barrier()
-        text = failure(group)
-        assert "rank 0 failed at the same place" in text
-        assert "rank 0 has not reported" not in text
-
-
-@pytest.mark.long
-@ranks(3)
-def test_ranks_of_a_subgroup_are_named_in_both_ways(rank: int) -> None:
-    group = impatient([1, 2])
-    if rank == 1:
-        text = failure(group)
-        assert text.startswith("rank 0, ")
-        assert "rank 1 (global rank 2) has not reported" in text
-    dist.barrier()
-
-
-# What is posted and read
+PROCESSES = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
 
 class FakeGroup:
-    """As much of a process group as a roll call needs."""
+    """The methods of a process group that a failure report calls."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
         self.rank, self.size, self.get_group_store = lambda: rank, lambda: size, lambda: store
@@ -98,31 +42,61 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return dist.HashStore()
 
 
+@pytest.fixture
+def patient_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """A rank that waits for the posts of the other ranks fails the test."""
+    monkeypatch.setattr(failures, "_PATIENCE", 600.0)
+    monkeypatch.setattr(failures, "_LIMIT", 60.0)
+    return store
+
+
 def groups(store: dist.Store, size: int = 2) -> list[Group]:
-    """Of each rank."""
+    """One per rank."""
     of_ranks: list[Any] = [FakeGroup(rank, size, store) for rank in range(size)]
     return list(map(Group, of_ranks))
 
 
 def explain(group: Group, place: str = PLACE, error: str = "broken") -> str:
-    return str(group.explain(f"rank {group.rank}, {place}", "all-reduce", RuntimeError(error)))
+    explained = group.explain(f"rank {group.rank}, {place}", "all-reduce", RuntimeError(error))
+    assert type(explained) is RuntimeError
+    return str(explained)
 
 
-def test_a_post_of_a_group_that_was_destroyed_is_not_taken_for_a_new_one(store: dist.Store) -> None:
-    explain(groups(store)[1])
-    first, second = groups(store)  # groups of the same name in the same store
-    second.enter()
-    assert "failed at the same place" not in explain(first)
+# Posts
 
 
-def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
+def test_the_error_names_ranks_and_gives_remedies(store: dist.Store) -> None:
+    with mock.patch.object(dist, "get_process_group_ranks", return_value=[1, 2]):
+        text = explain(groups(store)[0], error="Timed out waiting 2 s")
+    assert text.startswith(f"rank 0, {PLACE}, all-reduce failed: RuntimeError: Timed out waiting")
+    assert "rank 1 (global rank 2) has not reported: it has ended, is stuck elsewhere, or" in text
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
+    assert "longer timeout" in text
+    text = explain(groups(store, 500)[3], error="broken " + "x" * 10_000 + "\nframe #0: c10::Error")
+    assert "ranks 1, 2, 4, 5, 6, 7, 8, 9, 10, 11 and 488 more have not reported" in text
+    assert "RuntimeError: broken" in text
+    assert len(text) < 1500
+    assert "frame #0" not in text, "only the first line of the error"
+
+
+def test_an_old_post_is_not_a_new_one(store: dist.Store) -> None:
     first, second = groups(store)
     explain(second)
     assert "rank 1 failed at the same place" in explain(first)
     text = explain(first, "step 5, bucket 0 ('c')")
     assert f"rank 1 has not reported this failure, only an earlier one at {PLACE}" in text
-    # It takes up the count of the others, though it has failed less often.
+    # It continues from the count of the other ranks, though it has failed less often.
     assert "rank 0 failed elsewhere: at step 5, bucket 0 ('c')" in explain(second, "step 4")
+
+
+def test_posts_of_a_destroyed_group_with_the_same_name_do_not_count(store: dist.Store) -> None:
+    explain(groups(store)[1])
+    store.set("tritonddp/failed/ended", "9 1")
+    first, second = groups(store)
+    second.enter()
+    assert "failed at the same place" not in explain(first)
+    first.enter()
+    assert not store.check(["tritonddp/failed/ended"])
 
 
 POSTS: dict[str, list[bytes]] = {
@@ -148,7 +122,7 @@ POSTS: dict[str, list[bytes]] = {
 @pytest.mark.parametrize(
     ("key", "post"), [(key, post) for key, posts in POSTS.items() for post in posts]
 )
-def test_whatever_is_in_the_store_makes_a_bounded_line(
+def test_any_content_of_the_store_makes_a_bounded_line(
     store: dist.Store, key: str, post: bytes
 ) -> None:
     store.set(key, post)  # type: ignore[arg-type]
@@ -159,106 +133,13 @@ def test_whatever_is_in_the_store_makes_a_bounded_line(
     assert len(text.splitlines()) == 3
 
 
-def test_only_the_first_line_of_a_long_error_is_repeated(store: dist.Store) -> None:
-    text = explain(groups(store)[0], error="broken " + "x" * 10_000 + "\nframe #0: c10::Error")
-    assert "RuntimeError: broken" in text
-    assert len(text) < 1500
-    assert "frame #0" not in text
-
-
-def test_many_ranks_are_counted(store: dist.Store) -> None:
-    text = explain(groups(store, 500)[3])
-    assert "ranks 0, 1, 2, 4, 5, 6, 7, 8, 9, 10 and 489 more have not reported" in text
-
-
-# Processes
-
-
-def process_of(state: str) -> Process:
-    """A process of this host in some state."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    process = dataclasses.replace(Process.own(), pid=child.pid, started=started)
-    try:
-        if state == "runs":
-            assert process.state == "runs"
-        elif state == "stopped":
-            child.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-            assert process.state == "stopped"
-    finally:
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process.state == "ended", "a zombie"
-        child.wait()
-    assert process.state == "ended", "gone"
-    return process
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-@pytest.mark.parametrize("state", ["runs", "stopped"])
-def test_a_process_of_this_host_is_told_from_one_that_died(state: str) -> None:
-    process = process_of(state)
-    assert Process.parse(process.post().encode()) == process
-    successor = dataclasses.replace(Process.own(), started="1")
-    assert successor.state == "ended", "its number belongs to another process now"
-
-
-def test_nothing_is_said_of_a_process_that_is_elsewhere(store: dist.Store) -> None:
-    elsewhere = dataclasses.replace(Process.own(), pid=77, scope="another/kernel", host="node7")
-    store.set("tritonddp/process/1", elsewhere.post())
-    text = explain(groups(store)[0])
-    assert "rank 1 (process 77 on node7) has not reported: it has ended, is stuck elsewhere" in text
-
-
-def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
-    store: dist.Store,
-) -> None:
-    first, other = groups(store)
-    assert "nor begun to wrap" not in explain(first), "this rank has not, either"
-    first.enter()
-    assert "rank 1 has not reported, nor begun to wrap a module: it has ended" in explain(first)
-    other.enter()
-    assert "rank 1 (process" in explain(first)
-    assert "runs but has not reported" in explain(first)
-
-
-@pytest.fixture
-def patient_store(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """Who waits for the posts of the other ranks fails the test."""
-    monkeypatch.setattr(failures, "_PATIENCE", 600.0)
-    monkeypatch.setattr(failures, "_LIMIT", 60.0)
-    return store
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_no_rank_waits_once_a_process_has_ended(patient_store: dist.Store) -> None:
-    process = process_of("runs")
-    patient_store.set("tritonddp/process/2", process.post())
-    patient_store.set("tritonddp/process/1", Process.own().post())
-    first, second, _ = groups(patient_store, 3)
+def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
+    first, second = groups(patient_store)
+    patient_store.set("tritonddp/failed/1", f"1 {PLACE}, all-reduce")
     text = explain(first)
     assert "store could not be asked" not in text, "it waited"
-    assert f"rank 2 ({process}) has ended.\n  Nothing is known of rank 1.\n" in text
-    # The other ranks are told. They may be on other hosts.
-    patient_store.set("tritonddp/process/2", dataclasses.replace(process, scope="other").post())
-    assert f"rank 2 ({process}) has ended.\n  rank 0 failed at the same place" in explain(second)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_a_rank_that_has_reported_and_then_ended_is_not_the_one_to_look_for(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "_PATIENCE", 60.0)
-    store.set("tritonddp/process/1", process_of("runs").post())
-    first, second = groups(store)
-
-    def close_connections(_: dist.ProcessGroup) -> None:
-        if not store.check(["tritonddp/failed/1"]):
-            explain(second)
-
-    monkeypatch.setattr(failures, "close_connections", close_connections)
-    assert "rank 1 failed at the same place" in explain(first)
+    assert "rank 1 failed at the same place" in text
+    assert "rank 0 failed at the same place" in explain(second)
 
 
 def test_rank_0_raises_first_and_hosts_the_store_until_the_program_ends(
@@ -276,28 +157,85 @@ def test_rank_0_raises_first_and_hosts_the_store_until_the_program_ends(
     assert 0 < slept[0] <= 600
 
 
-def test_what_a_destroyed_group_has_left_names_nobody(store: dist.Store) -> None:
-    store.set("tritonddp/failed/ended", "9 1")
-    first, _ = groups(store)
+# Processes
+
+
+def process_of(state: str = "runs") -> Process:
+    """A process of this host, which was in this state and has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    process = dataclasses.replace(Process.own(), pid=child.pid, started=started)
+    try:
+        if state == "stopped":
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert process.state == state
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.state == "ended", "a zombie"
+        child.wait()
+    assert process.state == "ended", "gone"
+    return process
+
+
+@PROCESSES
+@pytest.mark.parametrize("state", ["runs", "stopped"])
+def test_the_state_of_a_process_of_this_host(state: str) -> None:
+    process = process_of(state)
+    assert Process.parse(process.post().encode()) == process
+    successor = dataclasses.replace(Process.own(), started="1")
+    assert successor.state == "ended", "its number belongs to another process now"
+
+
+def test_the_states_of_ranks_without_a_post(store: dist.Store) -> None:
+    first, other = groups(store)
+    assert "nor begun to wrap" not in explain(first), "this rank has not, either"
     first.enter()
-    assert not store.check(["tritonddp/failed/ended"])
+    assert "rank 1 has not reported, nor begun to wrap a module: it has ended" in explain(first)
+    other.enter()
+    assert "rank 1 (process" in explain(first)
+    assert "runs but has not reported" in explain(first)
+    elsewhere = dataclasses.replace(Process.own(), pid=77, scope="another/kernel", host="node7")
+    store.set("tritonddp/process/1", elsewhere.post())
+    text = explain(first)
+    assert "rank 1 (process 77 on node7) has not reported: it has ended, is stuck elsewhere" in text
 
 
-def test_no_rank_waits_if_all_have_reported(patient_store: dist.Store) -> None:
-    first, second = groups(patient_store)
-    patient_store.set("tritonddp/failed/1", f"1 {PLACE}, all-reduce")
+@PROCESSES
+def test_no_rank_waits_once_a_process_has_ended(patient_store: dist.Store) -> None:
+    process = process_of()
+    patient_store.set("tritonddp/process/2", process.post())
+    patient_store.set("tritonddp/process/1", Process.own().post())
+    first, second, _ = groups(patient_store, 3)
     text = explain(first)
     assert "store could not be asked" not in text, "it waited"
-    assert "rank 1 failed at the same place" in text
-    assert "rank 0 failed at the same place" in explain(second)
+    assert f"rank 2 ({process}) has ended.\n  Nothing is known of rank 1.\n" in text
+    # The other ranks are told. They may be on other hosts.
+    patient_store.set("tritonddp/process/2", dataclasses.replace(process, scope="other").post())
+    assert f"rank 2 ({process}) has ended.\n  rank 0 failed at the same place" in explain(second)
+
+
+@PROCESSES
+def test_a_rank_that_reported_before_it_ended_is_not_blamed(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE", 60.0)
+    store.set("tritonddp/process/1", process_of().post())
+    first, second = groups(store)
+
+    def close_connections(_: dist.ProcessGroup) -> None:
+        if not store.check(["tritonddp/failed/1"]):
+            explain(second)
+
+    monkeypatch.setattr(failures, "close_connections", close_connections)
+    assert "rank 1 failed at the same place" in explain(first)
 
 
 # Numbers of backwards
 
 
-def test_ranks_that_have_made_other_numbers_of_backwards_are_told_the_numbers(
-    store: dist.Store,
-) -> None:
+def test_ranks_with_other_numbers_of_backwards_are_named_with_these(store: dist.Store) -> None:
     first, second, third = groups(store, 3)
     for group, made in (first, 12), (second, 9), (third, 12):
         counters = group.new_counters(), group.new_counters()
@@ -315,8 +253,8 @@ def test_ranks_that_have_made_other_numbers_of_backwards_are_told_the_numbers(
     assert "rank 1 has ended without an exception." in text
     assert "rank 1 has made 3 fewer" in text
     assert "put the training loop into `with model.join():`" in text
-    assert "Look first at the log" not in text  # it is empty
-    second.enter()  # it has wrapped another module, and goes on
+    assert "Look first at the log" not in text, "that is empty"
+    second.enter()  # it has wrapped another module, and continues
     store.set("tritonddp/made/2", "x")
     assert "has made" not in explain(first)
 

@@ -1,4 +1,4 @@
-"""Processes that a rank forks, threads that it starts, and several wrapped modules in one."""
+"""Processes that a rank forks, and threads that it starts."""
 
 import copy
 import gc
@@ -45,16 +45,16 @@ def step(net: nn.Module, seed: int) -> None:
 
 
 def in_child(call: Callable[[], Any]) -> str:
-    """What ``call`` comes to in a forked process: its error, or that it ended."""
+    """Run ``call`` in a forked process; returns its error, or "ended"."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             call()
-            said = "ended"
+            text = "ended"
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(theirs, said.encode())
+            text = f"{type(error).__name__}: {error}"
+        os.write(theirs, text.encode())
         os._exit(0)
     os.close(theirs)
     readable, _, _ = select.select([ours], [], [], 100)
@@ -68,8 +68,8 @@ def in_child(call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"compression": "int8"}], ids=["plain", "int8"])
 @ranks(2)
-def test_a_forked_process_sends_nothing_and_disturbs_nobody(rank: int, options: Any) -> None:
-    """What it sent through the connections it shares would be taken for messages of the rank."""
+def test_a_forked_process_sends_nothing_and_training_continues(rank: int, options: Any) -> None:
+    """On the connections that it shares, its messages would look like messages of the rank."""
     ddp = DistributedDataParallel(layers(), **options)
     without_buffers = DistributedDataParallel(nn.Linear(4, 2))
     for seed in range(2):
@@ -99,13 +99,13 @@ def test_a_forked_process_sends_nothing_and_disturbs_nobody(rank: int, options: 
         ddp.check_sync,
         lambda: DistributedDataParallel(layers()),
     ]
-    said = (
+    text = (
         rf"RuntimeError: process \d+ was forked from rank {rank} of a process group, and"
         r" is no rank of it: .*bare module \(ddp\.module\)"
     )
     for call in refused:
         answer = in_child(call)
-        assert re.match(said, answer), answer
+        assert re.match(text, answer), answer
 
     def train_alone() -> None:
         alone = layers()
@@ -124,7 +124,7 @@ def test_a_forked_process_sends_nothing_and_disturbs_nobody(rank: int, options: 
 
 
 @ranks(2)
-def test_a_forked_process_frees_no_work_that_is_on_its_way() -> None:
+def test_a_forked_process_does_not_free_a_work_in_flight() -> None:
     """The destructor of a work may wait for a thread of the parent, which is not in the child."""
     ddp = DistributedDataParallel(layers(), compression="int8")
     ddp.require_manual_backward_finalization = True
@@ -146,8 +146,7 @@ def test_a_forked_process_frees_no_work_that_is_on_its_way() -> None:
 # Threads
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@ranks(2)
+@ranks(2, views=True)
 def test_forward_and_backward_may_run_on_different_threads(view: bool) -> None:
     ddp = wrap(layers(), view, bucket_cap_mb=1e-4)
     alone = copy.deepcopy(ddp.module)

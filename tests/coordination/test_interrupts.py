@@ -1,11 +1,12 @@
-"""Ctrl-C in the midst of a backward: a real signal, at points where it would do harm."""
+"""Ctrl-C during a reduction: a real signal, at points where collectives would be lost."""
 
 import contextlib
 import copy
+import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,34 +25,27 @@ from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer import capture
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @contextlib.contextmanager
-def handled(handler: Any = signal.default_int_handler) -> Iterator[None]:
-    """Shells may start processes that ignore Ctrl-C."""
-    former = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-
-
-def after(call: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """``call``, with a signal right behind the call of this number, whose result it takes away."""
-    calls = iter(range(1_000))
+def struck(owner: Any, name: str, number: int) -> Iterator[None]:
+    """Context: a signal comes right after this call of a method, whose result is lost."""
+    call, calls = getattr(owner, name), itertools.count()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
         if next(calls) == number:
-            interrupt()
+            os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    return interrupted
+    # Shells may start processes that ignore Ctrl-C.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with mock.patch.object(owner, name, interrupted), pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
-# By point where Ctrl-C comes: what is called there, and how often it is before.
+# What is called where Ctrl-C comes, and the number of calls before.
 POINTS: dict[str, tuple[Any, str, int]] = {
     "first bucket": (AllReduce, "launch", 0),
     "last bucket": (AllReduce, "launch", 3),
@@ -59,6 +53,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "result": (Reduction, "finish", 0),
     "order of gradients": (BucketManager, "agree_on_order", 0),
 }
+REFUSED = r"rank 0: Ctrl-C .* cannot be used any more\. Start the processes of all ranks again"
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -75,13 +70,10 @@ def test_after_an_interrupt_in_a_reduction_the_group_refuses_further_use(point: 
     for each in nets:
         each._ddp_state.core.exchanges_alone = True  # as with many ranks
     inputs = drawn(3, 64)
-    owner, name, number = POINTS[point]
     if point != "order of gradients":  # of the first reduction
         train_step(nets[0], inputs)
-    struck = mock.patch.object(owner, name, after(getattr(owner, name), number))
-    with handled(), struck, pytest.raises(KeyboardInterrupt):
+    with struck(*POINTS[point]):
         train_step(nets[0], inputs)
-    refused = r"rank 0: Ctrl-C .* cannot be used any more\. Start the processes of all ranks again"
     for use in (
         lambda: train_step(nets[0], inputs),
         lambda: train_step(nets[1], inputs),
@@ -90,35 +82,31 @@ def test_after_an_interrupt_in_a_reduction_the_group_refuses_further_use(point: 
         lambda: DistributedDataParallel(linears(4, 4), process_group=group),
         lambda: train_step(others, inputs),  # its ranks may have waited for this one
     ):
-        with pytest.raises(RuntimeError, match=refused):
+        with pytest.raises(RuntimeError, match=REFUSED):
             use()
     other = DistributedDataParallel(linears(64, 4), process_group=dist.new_group())
     train_step(other, inputs)
 
 
 @ranks(1)
-def test_after_an_interrupt_in_a_reduction_on_request_the_group_refuses_further_use() -> None:
+def test_after_an_interrupt_in_other_launches_the_group_refuses_further_use() -> None:
+    """In ``reduce_gradients()``, and of delayed buckets."""
     net = DistributedDataParallel(linears(4, 4), process_group=dist.new_group())
     with net.no_sync():
         train_step(net, drawn(3, 4))
-    struck = mock.patch.object(AllReduce, "launch", after(AllReduce.launch, 0))
-    with handled(), struck, pytest.raises(KeyboardInterrupt):
+    with struck(AllReduce, "launch", 0):
         net.reduce_gradients()
-    with pytest.raises(RuntimeError, match="Start the processes of all ranks again"):
+    with pytest.raises(RuntimeError, match=REFUSED):
         net.reduce_gradients()
 
-
-@ranks(1)
-def test_an_interrupt_where_delayed_buckets_are_launched_ends_the_use_of_the_group_too() -> None:
     module, outside = linears(4, 4, 4), nn.Parameter(torch.ones(3, 4))
     options = delayed(module, "1.weight", until=outside)
     net = DistributedDataParallel(module, process_group=dist.new_group(), **options)
     net._ddp_state.core.exchanges_alone = True
     train_step(net, outside * 1)
-    struck = mock.patch.object(AllReduce, "launch", after(AllReduce.launch, 1))  # the delayed one
-    with handled(), struck, pytest.raises(KeyboardInterrupt):
+    with struck(AllReduce, "launch", 1):  # of the delayed bucket
         train_step(net, outside * 1)
-    with pytest.raises(RuntimeError, match="Start the processes of all ranks again"):
+    with pytest.raises(RuntimeError, match=REFUSED):
         net.reduce_gradients()
 
 
@@ -131,7 +119,9 @@ CUTS: dict[str, tuple[Any, str, type[BaseException]]] = {
 
 @pytest.mark.parametrize("cut", list(CUTS))
 @ranks(2)
-def test_collectives_that_were_not_made_up_for_are_still_owed(rank: int, cut: str) -> None:
+def test_collectives_of_a_failed_backward_are_completed_after_a_failed_attempt(
+    rank: int, cut: str
+) -> None:
     owner, name, error = CUTS[cut]
     net = linears(64, 64, 64, bias=False)
     alone, ddp = copy.deepcopy(net), DistributedDataParallel(net, bucket_cap_mb=0.01)

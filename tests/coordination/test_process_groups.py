@@ -1,4 +1,4 @@
-"""Whatever is a ``ProcessGroup`` serves: written in Python, not registered, of several backends."""
+"""Process groups that are written in Python, not registered with torch, or of several backends."""
 
 import contextlib
 import copy
@@ -26,6 +26,8 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
+from tritonddp._torch import timeout_of
+from tritonddp.coordination.collectives import all_gather_into, all_reduce
 
 STOCK = torch.nn.parallel.DistributedDataParallel
 
@@ -39,16 +41,23 @@ def completed(result: Any) -> Future:
 # Work objects written in Python
 
 
-class WantsTimeout(dist.Work):
-    """``wait`` cannot be called without a timeout, as in torch's own tests."""
+class HasNoFuture(dist.Work):
+    """Only ``wait``."""
 
     def __init__(self, work: Any, result: Any, group: Any) -> None:
         super().__init__()
         self.work, self.result, self.group = work, result, group
 
-    def wait(self, timeout: timedelta) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> Any:
         self.group.waits += 1
-        return self.work is None or self.work.wait()
+        return self.work.wait()
+
+
+class WantsTimeout(HasNoFuture):
+    """``wait`` cannot be called without a timeout, as in torch's own tests."""
+
+    def wait(self, timeout: timedelta) -> Any:
+        return super().wait()
 
     def get_future(self) -> Future:
         self.group.futures += 1
@@ -69,35 +78,22 @@ class WaitsByFuture(WantsTimeout):
         return future
 
 
-class HasNoFuture(dist.Work):
-    """Nothing but ``wait``."""
-
-    def __init__(self, work: Any, result: Any, group: Any) -> None:
-        super().__init__()
-        self.work, self.group = work, group
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.group.waits += 1
-        return self.work is None or self.work.wait()
-
-
 class InPython(dist.ProcessGroup):
     """The few collectives that torch's own tests and torchft's groups have.
 
     Args:
-        backend: does the work; without one the group has one rank.
-        make_work: of what the backend returns, of the result, and this group.
-        in_place: results lie where the gradients were; otherwise futures hold them.
+        backend: runs the collectives.
+        make_work: makes a work object; without it, collectives are complete when they return.
+        in_place: results are where the gradients were; otherwise futures hold them.
     """
 
     def __init__(
         self,
+        backend: Any,
         make_work: Callable[..., Any] | None = WantsTimeout,
-        backend: Any = None,
         in_place: bool = True,
     ) -> None:
-        rank, size = (backend.rank(), backend.size()) if backend else (0, 1)
-        super().__init__(rank, size)
+        super().__init__(backend.rank(), backend.size())
         self.backend, self.make_work, self.in_place = backend, make_work, in_place
         self.waits = self.futures = 0
 
@@ -105,36 +101,48 @@ class InPython(dist.ProcessGroup):
         return "in-python"
 
     def done(self, work: Any, result: Any) -> Any:
-        return None if self.make_work is None else self.make_work(work, result, self)
+        if self.make_work is None:
+            work.wait()
+            return None
+        return self.make_work(work, result, self)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         results = tensors if self.in_place else [tensor.clone() for tensor in tensors]
-        work = self.backend and self.backend.allreduce(results, options)
-        return self.done(work, results)
+        return self.done(self.backend.allreduce(results, options), results)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        work = self.backend and self.backend.broadcast(tensors, options)
-        return self.done(work, tensors)
+        return self.done(self.backend.broadcast(tensors, options), tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> Any:
-        if self.backend:
-            return self.done(self.backend.allgather(outputs, inputs, options), outputs)
-        outputs[0][0].copy_(inputs[0])
-        return self.done(None, outputs)
+        return self.done(self.backend.allgather(outputs, inputs, options), outputs)
+
+
+def alone() -> Any:
+    """The backend of a single rank."""
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
 
 
 class Discards(InPython):
-    """As torchft's after an error: the step is not committed, and gradients stay what they are."""
+    """As torchft's group after an error: gradients stay as they are, and nothing is committed."""
 
     fails = False
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        return self.done(None, tensors) if self.fails else super().allreduce(tensors, options)
+        if self.fails:
+            return self.done(completed(None), tensors)
+        return super().allreduce(tensors, options)
+
+
+class Broken(InPython):
+    """Loses its connection with the first gradients."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        raise RuntimeError("connection lost")
 
 
 @ranks(2)
-def test_a_group_in_python_may_give_back_what_it_got_and_average_later() -> None:
-    group = Discards(backend=dist.group.WORLD)
+def test_a_group_in_python_may_leave_gradients_as_they_are_and_average_later() -> None:
+    group = Discards(dist.group.WORLD)
     ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
     for number in range(6):
         Discards.fails = number in (2, 3)
@@ -158,47 +166,60 @@ def train(model: nn.Module, rank: int, steps: int = 4) -> None:
 @pytest.mark.parametrize("work", [WantsTimeout, WaitsByFuture, HasNoFuture, None])
 def test_one_rank_of_a_group_in_python_without_a_default_group(work: Any, view: bool) -> None:
     assert not dist.is_initialized()
-    group, alone = InPython(work), net()
+    group, unwrapped = InPython(alone(), work), net()
     ddp = wrap(net(), view, process_group=group)
     train(ddp, 0)
-    train(alone, 0)
-    assert_same_bits(ddp.parameters(), alone.parameters())
+    train(unwrapped, 0)
+    assert_same_bits(ddp.parameters(), unwrapped.parameters())
     assert group.waits > 0 or work is None
     assert group.futures > 0 or work in (HasNoFuture, None)
     assert ddp._get_ddp_logging_data()["backend_name"] == "in-python"
     ddp.check_sync()
     ddp.load_comm_state_dict(ddp.comm_state_dict())
-    # As torchft's wrapper: the group is one of this rank, and a hook does the averaging.
+    # As in torchft's wrapper: the group has only this rank, and a hook averages.
     ddp.register_comm_hook(None, lambda _, bucket: completed(bucket.buffer()))
     train(ddp, 0)
-    train(alone, 0)
-    assert_same_bits(ddp.parameters(), alone.parameters())
+    train(unwrapped, 0)
+    assert_same_bits(ddp.parameters(), unwrapped.parameters())
 
 
-def test_compression_names_what_a_group_in_python_lacks() -> None:
+def test_futures_and_gathers_of_a_group_in_python() -> None:
+    for work in (WantsTimeout, None):
+        group, tensor, gathered = InPython(alone(), work), torch.ones(2), torch.zeros(2)
+        handle = all_reduce(tensor, group)
+        handle.wait()
+        assert handle.get_future().done()
+        all_gather_into(gathered, tensor, group).wait()
+        assert gathered.tolist() == [1, 1]
+    assert timeout_of(dist.ProcessGroup(0, 1), torch.device("cpu")) is None
+
+
+def test_the_error_of_compression_names_the_backend_of_a_group_in_python() -> None:
     class Two(InPython):
         def getSize(self) -> int:
             return 2
 
     with pytest.raises(RuntimeError, match="needs gloo for 'cpu', but the process group has in-p"):
-        DistributedDataParallel(net(), process_group=Two(), compression="int8", init_sync=False)
+        DistributedDataParallel(
+            net(), process_group=Two(alone()), compression="int8", init_sync=False
+        )
 
 
-def in_two_threads(rank_program: Callable[[int, Any], None]) -> None:
-    """Two ranks without a default group; each has a backend of its own."""
+def in_two_threads(program: Callable[[int, Any], None]) -> None:
+    """Run the program of two ranks without a default group, each with a backend."""
     store = dist.HashStore()
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
-        rank_program(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)))
+        program(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)))
 
     in_threads(*(partial(run, rank) for rank in range(2)))
 
 
 @ranks(2)
-def test_a_new_wrapper_makes_up_for_a_backward_that_failed_in_a_group_in_python(rank: int) -> None:
-    """Torch does not know the group, which is no sign that it was destroyed."""
-    group = InPython(HasNoFuture, dist.group.WORLD)
+def test_a_new_wrapper_recovers_a_failed_backward_in_a_group_in_python(rank: int) -> None:
+    """Torch does not know the group, but it is not destroyed."""
+    group = InPython(dist.group.WORLD, HasNoFuture)
     model = wrap(net(), process_group=group)
     for number in range(3):
         loss = model(drawn(2, 4, step=number)).sum()
@@ -216,26 +237,24 @@ def test_two_ranks_of_a_group_in_python_without_a_default_group(
     work: Any, in_place: bool, view: bool
 ) -> None:
     trained: list[Any] = [None, None]
+    modules = [net(), net()]
 
     def program(rank: int, backend: Any) -> None:
         assert not dist.is_initialized()
-        group = InPython(work, backend, in_place)
-        ddp = wrap(copy.deepcopy(initial), view, process_group=group)
+        ddp = wrap(modules[rank], view, process_group=InPython(backend, work, in_place))
         train(ddp, rank)
         ddp.check_sync()
         trained[rank] = list(ddp.parameters())
 
-    initial = net()
     in_two_threads(program)
-    for mine, theirs in zip(*trained, strict=True):
-        assert_same_bits(mine, theirs)
-    alone = net()
-    train(alone, 0)
-    assert not torch.equal(trained[0][0], next(alone.parameters()))
+    assert_same_bits(*trained)
+    unwrapped = net()
+    train(unwrapped, 0)
+    assert not torch.equal(trained[0][0], next(unwrapped.parameters()))
 
 
-def test_a_group_that_does_not_know_its_ranks_is_refused() -> None:
-    """As torchft's ``ProcessGroupGloo`` if it is given itself: each rank is 0 there."""
+def test_a_group_in_which_two_ranks_have_one_number_is_refused() -> None:
+    """As torchft's ``ProcessGroupGloo`` if it is not wrapped: each rank is 0 there."""
 
     class CallsItselfZero(InPython):
         def getRank(self) -> int:
@@ -243,13 +262,13 @@ def test_a_group_that_does_not_know_its_ranks_is_refused() -> None:
 
     def program(rank: int, backend: Any) -> None:
         with pytest.raises(RuntimeError, match=r"call themselves \[0, 0\], but should be \[0, 1\]"):
-            DistributedDataParallel(net(), process_group=CallsItselfZero(WantsTimeout, backend))
+            DistributedDataParallel(net(), process_group=CallsItselfZero(backend))
 
     in_two_threads(program)
 
 
 def test_an_unregistered_group_of_torchs_own_class_without_a_default_group() -> None:
-    """As torchft makes them: a ``ProcessGroup`` with a backend that nobody has registered."""
+    """As torchft's: a ``ProcessGroup`` with a backend that is not registered."""
 
     def program(rank: int, backend: Any) -> None:
         group = dist.ProcessGroup(store, rank, 2)
@@ -264,15 +283,8 @@ def test_an_unregistered_group_of_torchs_own_class_without_a_default_group() -> 
     in_two_threads(program)
 
 
-class Broken(InPython):
-    """Loses its connection with the first gradients."""
-
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        raise RuntimeError("connection lost")
-
-
 def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> None:
-    ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=Broken())
+    ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=Broken(alone()))
     with pytest.raises(
         RuntimeError, match=r"rank 0, step 1, bucket 0 .* connection lost"
     ) as caught:
@@ -283,16 +295,19 @@ def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> Non
 @VIEW
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_fake_backend(world_size: int, view: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """It exchanges nothing, by intention: gradients are this rank's, over the number of ranks."""
+    """It exchanges nothing: gradients are those of this rank, divided by the number of ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         ddp = wrap(nn.Linear(2, 1), view)
         for _ in range(3):
             train_step(ddp, torch.ones(1, 2), loss=torch.sum)
             assert ddp.module.weight.grad.tolist() == [[1 / world_size] * 2]
-        said = [each.message for each in caplog.records if "exchanges no data" in each.message]
-        assert len(said) == 1
-        assert "(fake)" in said[0]
+        (line,) = [each.message for each in caplog.records if "exchanges no data" in each.message]
+        assert "(fake)" in line
+        assert not ddp.should_stop()
+        ddp.request_stop()
+        train_step(ddp, torch.ones(1, 2))
+        assert ddp.should_stop(), "the rank gets its own request"
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""check_sync(): what differs is named on every rank alike, and what may differ is no alarm."""
+"""``check_sync()``: all ranks name what differs, and not what may differ."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tritonddp.diagnostics import check_sync
 
 
 class Net(nn.Module):
-    """Has running statistics, other buffers of several dtypes, and a layer that may be unused."""
+    """Running statistics, other buffers of several dtypes, and a layer that may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,18 +53,17 @@ def add(param: Tensor, amount: float) -> None:
 
 
 def error_of(check: Callable[[], object]) -> str:
-    """What a check says: alike on all ranks, but for their own number."""
+    """The error of a check. It is the same on all ranks except for their number."""
     with pytest.raises(RuntimeError) as raised:
         check()
     text = str(raised.value)
     rank = dist.get_rank()
     assert text.startswith(f"rank {rank}, step ")
-    said = gather(text.removeprefix(f"rank {rank}, "))
-    assert len(set(said)) == 1
+    assert len(set(gather(text.removeprefix(f"rank {rank}, ")))) == 1
     return text
 
 
-# What differs.
+# What differs
 
 
 @ranks(2, 3)
@@ -79,17 +78,16 @@ def test_a_parameter_that_differs_on_one_rank_is_named(rank: int) -> None:
     heading = "1 of 8 parameters, 0 of 5 buffers, 0 of 8 gradients"
     assert text.startswith(f"rank {rank}, step 1, check_sync(): these differ between ")
     assert f"({heading}):" in text
-    pattern = r"parameter 'layers.1.weight' \(4, 4\) torch.float32: (.*)"
-    said = re.search(pattern, text)
-    assert f"rank {victim} has norm" in said[1]
-    assert others in said[1]
+    line = re.search(r"parameter 'layers.1.weight' \(4, 4\) torch.float32: (.*)", text)
+    assert f"rank {victim} has norm" in line[1]
+    assert others in line[1]
     assert "Parameters stay alike" in text
     assert "Buffers" not in text
-    step(ddp)  # training goes on
+    step(ddp)  # training continues
 
 
 @ranks(2)
-def test_buffers_gradients_and_signs_of_zero_are_named_and_the_rest_counted(rank: int) -> None:
+def test_buffers_gradients_and_signs_of_zero_are_named(rank: int) -> None:
     ddp = stepped()
     if rank == 1:
         ddp.module.mask.logical_not_()
@@ -119,7 +117,7 @@ def test_buffers_gradients_and_signs_of_zero_are_named_and_the_rest_counted(rank
 
 
 @ranks(3)
-def test_of_many_tensors_and_contents_the_first_are_listed_and_the_others_counted(
+def test_the_first_of_many_tensors_and_contents_are_listed_and_the_others_counted(
     rank: int,
 ) -> None:
     ddp = DistributedDataParallel(linears(*[2] * 8))
@@ -132,15 +130,15 @@ def test_of_many_tensors_and_contents_the_first_are_listed_and_the_others_counte
     assert "2 more ranks have 2 others" in text
 
 
-# What may differ.
+# What may differ
 
 
 @ranks(3)
-def test_nothing_that_differs_by_design_is_an_alarm(rank: int) -> None:
+def test_what_differs_by_design_is_no_error(rank: int) -> None:
     net = Net()
     net._ddp_params_and_buffers_to_ignore = ["layers.2.weight", "count"]
     ddp = DistributedDataParallel(net)
-    net.layers[0].weight.grad = torch.full((4, 4), float(rank))  # whoever has put it there
+    net.layers[0].weight.grad = torch.full((4, 4), float(rank))
     with torch.no_grad():
         net.layers[2].weight.fill_(rank)
     net.count.fill_(rank)
@@ -174,7 +172,7 @@ def test_nothing_that_differs_by_design_is_an_alarm(rank: int) -> None:
 
 
 @ranks(2)
-def test_after_join_gradients_are_each_ranks_own_until_the_next_reduction(rank: int) -> None:
+def test_after_join_gradients_are_rank_local_until_the_next_reduction(rank: int) -> None:
     ddp = DistributedDataParallel(Net())
     with ddp.join():
         for _ in range(2 + rank):
@@ -203,23 +201,23 @@ def test_synchronized_statistics_are_compared_where_the_layer_spans_the_group() 
     ddp.check_sync()
 
 
-# When it may be called.
+# When it may be called
 
 
 @ranks(2)
-def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off(rank: int) -> None:
+def test_it_is_refused_during_a_backward_and_recovers_a_failed_one(rank: int) -> None:
     ddp = stepped()
-    said = []
+    errors = []
 
     def check(_: Tensor) -> None:
         with pytest.raises(RuntimeError) as raised:
             ddp.check_sync()
-        said.append(str(raised.value))
+        errors.append(str(raised.value))
 
     handle = ddp.module.layers[1].weight.register_hook(check)
     step(ddp)
     handle.remove()
-    assert re.fullmatch(r"rank \d, step 2: gradients cannot be compared while .*", said[0])
+    assert re.fullmatch(r"rank \d, step 2: gradients cannot be compared while .*", errors[0])
 
     with breaking_off(ddp.module.layers[0].weight, rank == 1):
         step(ddp)
@@ -229,7 +227,7 @@ def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off(ran
 
 
 @ranks(2)
-def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter(rank: int) -> None:
+def test_it_works_in_any_mode_and_with_numbers_of_four_bits(rank: int) -> None:
     net = Net()
     packed = torch.zeros(4, dtype=torch.uint8)
     net.register_buffer("packed", packed.view(torch.float4_e2m1fn_x2))
@@ -248,7 +246,7 @@ def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter(rank: int) -
     assert "buffer 'packed' (4,) torch.float4_e2m1fn_x2: rank 0 has norm 0" in text
 
 
-def test_a_group_that_torch_has_not_registered_has_the_ranks_of_no_other() -> None:
+def test_an_unregistered_group_spans_only_itself() -> None:
     group, other = dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1)
     assert check_sync._spans(group, group)
     assert not check_sync._spans(other, group)

@@ -1,4 +1,4 @@
-"""Records at level DEBUG: what they tell, and that nobody pays for them."""
+"""Records at level DEBUG: their texts, and that a step does not pay for them."""
 
 import logging
 from unittest import mock
@@ -9,6 +9,7 @@ from distributed import ranks
 from logged import logged
 from modules import Layers
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training import breaking_off
 
 from tritonddp import DistributedDataParallel
@@ -16,7 +17,7 @@ from tritonddp.coordination.failures import in_short
 
 
 def net(layers: int = 4) -> Layers:
-    """Has a layer that nobody uses, the last one."""
+    """The last layer is unused."""
     names = [str(number) for number in range(layers)]
     return Layers([*names, "unused"], 6, order=names)
 
@@ -26,7 +27,7 @@ def step(ddp: nn.Module) -> None:
 
 
 @ranks(2)
-def test_records_tell_buckets_reductions_weights_and_what_is_left_out(rank: int) -> None:
+def test_records_of_buckets_and_reductions(rank: int) -> None:
     with logged(logging.DEBUG) as kept:
         ddp = DistributedDataParallel(
             net(),
@@ -64,17 +65,12 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out(rank: int)
         assert f"weight {rank + 2}, hash" in kept.lines("comm.reduction")[0]
         kept.records.clear()
         ddp.reduce_gradients()
-        assert (
-            "reduce_gradients() of accumulated gradients, no weight"
-            in kept.lines("comm.reduction")[0]
-        )
-        assert kept.lines("comm.reduction")
+        text = "reduce_gradients() of accumulated gradients, no weight"
+        assert text in kept.lines("comm.reduction")[0]
 
 
 @ranks(2)
-def test_communication_hooks_and_rearrangements_are_told(rank: int) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
+def test_records_of_communication_hooks_and_rebuilt_buckets(rank: int) -> None:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=3e-4)
     ddp.register_comm_hook(None, allreduce_hook)
     with logged(logging.DEBUG) as kept:
@@ -87,7 +83,7 @@ def test_communication_hooks_and_rearrangements_are_told(rank: int) -> None:
 
 
 @ranks(2)
-def test_a_backward_that_broke_off_is_told_with_what_it_had_not_sent(rank: int) -> None:
+def test_a_warning_after_a_failed_backward(rank: int) -> None:
     def fails(*_: object) -> torch.futures.Future[torch.Tensor]:
         raise ZeroDivisionError
 
@@ -96,8 +92,8 @@ def test_a_backward_that_broke_off_is_told_with_what_it_had_not_sent(rank: int) 
         with breaking_off(ddp.module.layers["0"].weight):
             step(ddp)
         step(ddp)
-        said = f"rank {rank}, step 1: the last backward did not come to its end. On ranks whose"
-        assert kept.lines("reducer.reducer")[-1].startswith(said)
+        text = f"rank {rank}, step 1: the last backward did not come to its end. On ranks whose"
+        assert kept.lines("reducer.reducer")[-1].startswith(text)
         kept.records.clear()
         ddp.register_comm_hook(None, fails)
         with pytest.raises(RuntimeError, match="hook failed"):
@@ -109,7 +105,7 @@ def test_a_backward_that_broke_off_is_told_with_what_it_had_not_sent(rank: int) 
 
 
 @ranks(2)
-def test_nobody_asks_for_the_level_once_a_bucket_or_a_parameter() -> None:
+def test_a_step_asks_once_for_the_level() -> None:
     asked: list[str] = []
     original = logging.Logger.isEnabledFor
 
@@ -133,7 +129,7 @@ def test_nobody_asks_for_the_level_once_a_bucket_or_a_parameter() -> None:
         assert not kept.records
 
 
-def test_fingerprints_of_collectives_are_shortened() -> None:
+def test_fingerprints_of_collectives_in_errors_of_torch_are_shortened() -> None:
     options = (
         "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu, layout=Strided "
         "(default), requires_grad=false (default), pinned_memory=false (default), "

@@ -1,4 +1,4 @@
-"""Ranks that wait for others say which rank is behind, and where its Python stands."""
+"""Ranks that wait log which rank is behind, and the stack of its Python code."""
 
 import contextlib
 import dataclasses
@@ -39,15 +39,15 @@ THREAD, LOGGER = "tritonddp-hang", "tritonddp.diagnostics.hang"
 
 @contextlib.contextmanager
 def seconds(limit: str, **more: str) -> Iterator[None]:
-    """Wrappers that are made inside report after ``limit`` seconds."""
+    """Context: wrappers that are made inside report after ``limit`` seconds."""
     with mock.patch.dict(os.environ, {hang.SECONDS: limit, **more}):
         yield
 
 
-class Told(Kept):
-    """Keeps what is logged, and leaves a file once a line has all these texts.
+class Reports(Kept):
+    """Keeps what is logged, and makes a file once a line has all these texts.
 
-    So a rank is late until the others have told of it, however busy the machine is.
+    A rank is late until the other ranks have reported it, on a busy machine too.
     """
 
     def __init__(self, path: Path, *texts: str) -> None:
@@ -61,15 +61,16 @@ class Told(Kept):
 
     @property
     def line(self) -> str:
-        """The first that has all texts."""
+        """The first line that has all texts."""
         lines = (line for line in self.lines() if all(text in line for text in self.texts))
         return next(lines, "")
 
 
 @contextlib.contextmanager
-def told(limit: str, path: Path, *texts: str, **more: str) -> Iterator[Told]:
-    """Context: wrappers that are made inside report after ``limit`` seconds; see :class:`Told`."""
-    kept = Told(path, *texts)
+def reports(limit: str, path: Path, *texts: str, **more: str) -> Iterator[Reports]:
+    """Context: wrappers that are made inside report after ``limit`` seconds; see the class."""
+    gc.collect()  # wrappers of other tests, whose groups are gone
+    kept = Reports(path, *texts)
     with seconds(limit, **more), logged(logging.INFO, LOGGER, kept):
         yield kept
 
@@ -93,12 +94,11 @@ def step(model: nn.Module, rank: int) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 @ranks(3)
-def test_the_late_rank_is_named_and_training_goes_on(
+def test_the_late_rank_is_named_and_training_continues(
     transport: str, rank: int, tmp_path: Path
 ) -> None:
-    gc.collect()  # wrappers of other tests, whose groups are gone
     place = "in step 3, at the end of its"
-    with told("1", tmp_path / str(rank), place, "rank 1 (process", "tokenize") as kept:
+    with reports("1", tmp_path / str(rank), place, "rank 1 (process", "tokenize") as kept:
         model = DistributedDataParallel(nn.Linear(2, 2), transport=transport)
         for number in range(4):
             if number == 2 and rank == 1:
@@ -116,13 +116,12 @@ def test_the_late_rank_is_named_and_training_goes_on(
 
 
 @ranks(3)
-def test_a_rank_in_a_collective_of_its_own_is_behind(rank: int, tmp_path: Path) -> None:
-    gc.collect()
+def test_a_rank_in_a_collective_of_another_group_is_behind(rank: int, tmp_path: Path) -> None:
     other = dist.new_group()
-    # Rank 0 waits too, for nobody of this group, and all make the same report.
+    # Rank 0 waits too, but not for a rank of this group: all make the same report.
     waiting = "ranks 1 and 2, in step 2, at the end of its backward"
     behind = "is behind: in step 1", "dist.recv(torch.ones(1), 1, group=other)"
-    with told("1", tmp_path / str(rank), waiting, "rank 0 (process", *behind) as kept:
+    with reports("1", tmp_path / str(rank), waiting, "rank 0 (process", *behind) as kept:
         model = DistributedDataParallel(nn.Linear(2, 2), transport="process_group")
         step(model, rank)
         if rank == 0:
@@ -139,7 +138,7 @@ def test_a_rank_in_a_collective_of_its_own_is_behind(rank: int, tmp_path: Path) 
 
 
 class SlowStore:
-    """A store of which each call takes some seconds."""
+    """A store whose calls take some seconds."""
 
     def __init__(self, store: Any, pause: float) -> None:
         self._store, self._pause = store, pause
@@ -151,15 +150,12 @@ class SlowStore:
 
 @pytest.mark.parametrize("pause", [0.2, 60.0])
 @ranks(3)
-def test_a_slow_store_delays_the_report_and_nothing_else(
-    pause: float, rank: int, tmp_path: Path
-) -> None:
-    gc.collect()
+def test_a_slow_store_delays_only_the_report(pause: float, rank: int, tmp_path: Path) -> None:
     connect = hang.own_connection
     slow = mock.patch.object(hang, "own_connection", lambda group: SlowStore(connect(group), pause))
     patience = mock.patch.multiple(hang, _PATIENCE=0.3, _NO_ANSWER=3.0)
-    said = "in tokenize" if pause < 1 else hang._NO_STORE
-    with slow, patience, told("2", tmp_path / str(rank), said):
+    text = "in tokenize" if pause < 1 else hang._NO_STORE
+    with slow, patience, reports("2", tmp_path / str(rank), text):
         model = DistributedDataParallel(nn.Linear(2, 2))
         step(model, rank)
         if rank == 1:
@@ -167,22 +163,9 @@ def test_a_slow_store_delays_the_report_and_nothing_else(
         step(model, rank)
 
 
-@contextlib.contextmanager
-def late_collectives() -> Iterator[list[Any]]:
-    """Context: collectives of a GPU end whenever those of gloo do; the host goes on, as with NCCL.
-
-    Gives what the device has not come to.
-    """
-    late: list[Any] = []
-    wait = dist.Work.wait
-    with mock.patch.object(dist.Work, "wait", lambda work, *_: late.append(partial(wait, work))):
-        yield late
-
-
 @ranks(2, interprets=True)
 def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_path: Path) -> None:
-    gc.collect()
-    with told("2", tmp_path / str(rank), "in tokenize") as kept, recording():
+    with reports("2", tmp_path / str(rank), "in tokenize") as kept, recording():
         model = DistributedDataParallel(nn.Linear(2, 2).cuda())
 
         def backward() -> None:
@@ -195,7 +178,14 @@ def test_the_thread_reports_while_the_host_waits_for_its_device(rank: int, tmp_p
             tokenize(tmp_path / "0")
             backward()
             return
-        with late_collectives() as late:
+        # As with NCCL: the host continues, and the collectives end whenever those of gloo do.
+        late: list[Any] = []
+        original = dist.Work.wait
+
+        def defer(work: Any, *_: Any) -> None:
+            late.append(partial(original, work))
+
+        with mock.patch.object(dist.Work, "wait", defer):
             backward()
         began = time.time()
         assert late
@@ -214,7 +204,9 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
     held = mock.patch.object(hang._GroupWatch, "look")
     silent = "does not answer: it runs: it has moved lately, its store is slow, or something holds"
     with (
-        told("1", wraps, "rank 0 has not begun to wrap", **{hang.DIRECTORY: str(folder)}) as kept,
+        reports(
+            "1", wraps, "rank 0 has not begun to wrap", **{hang.DIRECTORY: str(folder)}
+        ) as kept,
         held if rank == 0 else contextlib.nullcontext(),
     ):
         if rank == 0:
@@ -235,7 +227,7 @@ def test_a_rank_that_does_not_answer_and_one_that_still_wraps(rank: int, tmp_pat
         assert any("test_hang.py" in line for each in found["stacks"].values() for line in each)
 
 
-def test_a_thread_looks_while_there_is_a_wrapper_of_several_ranks() -> None:
+def test_a_thread_runs_while_there_is_a_wrapper_of_several_ranks() -> None:
     wrapper: Any = mock.Mock(group=SimpleNamespace(size=1, rank=0, process_group=None), core=None)
     with mock.patch.object(hang, "_watch", None):  # that of other tests goes on
         before = threads()
@@ -253,102 +245,97 @@ def test_a_thread_looks_while_there_is_a_wrapper_of_several_ranks() -> None:
         former, wrapper.group = wrapper.group, SimpleNamespace(**vars(wrapper.group))
         former.process_group, wrapper.group.process_group = object(), object()
         with seconds("1"):
-            hang.watch(wrapper)  # in another group: the former one is let go
+            hang.watch(wrapper)  # in another group: the former one is released
         for _ in range(600):
             if [each.group for each in hang._watch.groups] == [wrapper.group]:
                 break
             time.sleep(0.1)
         else:
-            pytest.fail("the group that the wrapper has left is still watched")
+            pytest.fail("the former group of the wrapper is still watched")
         del wrapper
         gc.collect()
         thread.join(60)
         assert not thread.is_alive()
 
 
-def test_what_is_no_number_of_seconds_is_refused() -> None:
+def test_errors_of_the_number_of_seconds() -> None:
     for text in "soon", "-1", "nan":
         with seconds(text), pytest.raises(ValueError, match=f"{hang.SECONDS}.*{text!r}"):
             hang.hang_seconds()
 
 
-def posts_of(group: Any, posts: dict[int, hang.Post]) -> list[str]:
+# Reports of posts
+
+
+def fake_group(size: int = 2) -> Any:
+    process_group = SimpleNamespace(size=lambda: size)  # torch does not know it
+    return SimpleNamespace(size=size, rank=0, process_group=process_group, tell_made=mock.Mock())
+
+
+def report_of(*places: hang.Place, waits: bool = True) -> list[str]:
+    """The report of ranks at these places; the last one may wait for nobody."""
     store = dist.HashStore()
-    for rank in posts:
+    posts = {}
+    for rank, place in enumerate(places):
         store.set(f"tritonddp/hang/{rank}/stack", json.dumps([f"train.py:{rank} in main: line"]))
-    return hang._Answers(group, store).report(posts)
+        posts[rank] = hang.Post([place], waits or rank == 0, f"process {rank}")
+    return hang._Answers(fake_group(len(places)), store).report(posts)
 
 
-def test_if_no_rank_is_behind_all_say_where_they_are() -> None:
+def test_reports_if_no_rank_is_behind_or_ranks_wait_at_different_places() -> None:
     waiting = hang.Place(0, 7, 2, 1, "at the end of its backward", "bucket 1 ('a')")
-    process_group = SimpleNamespace(size=lambda: 2)  # torch does not know it
-    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group, tell_made=mock.Mock())
-    posts = {rank: hang.Post([waiting], True, f"process {rank}") for rank in range(2)}
-    lines = posts_of(group, posts)
+    lines = report_of(waiting, waiting)
     assert lines[0] == "ranks 0 and 1, in step 7, at the end of its backward, for bucket 1 ('a')"
     assert "No rank is behind" in lines[1]
     assert "    train.py:1 in main: line" in lines
 
     later = hang.Place(0, 7, hang._ALL, hang._ALL, "outside forward and backward")
-    lines = posts_of(group, posts | {1: hang.Post([later], False, "process 1")})
+    lines = report_of(waiting, later, waits=False)
     assert "waits for nobody: in step 7, outside forward and backward" in lines[1]
 
-    within = waiting._replace(launched=1, back=0)
-    lines = posts_of(group, posts | {1: hang.Post([within], False, "process 1")})
+    lines = report_of(waiting, waiting._replace(launched=1, back=0), waits=False)
     assert "is behind: in step 7" in lines[1]
 
-
-def test_posts_are_read_twice_before_a_report_and_no_store_is_asked_after_it_has_failed() -> None:
-    process_group = SimpleNamespace(size=lambda: 2)
-    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group, tell_made=mock.Mock())
-    own = hang.Post([hang.Place(0, 7, 2, 1, "")], True, "process 0")
-    failed = mock.Mock(**{"set.side_effect": dist.DistStoreError})
-    for store, found in (dist.HashStore(), ([], "rank 1 has not begun")), (failed, (None, None)):
-        watch = hang._GroupWatch(group, 1.0)
-        with mock.patch.object(hang, "own_connection", lambda _, store=store: store):
-            assert watch._ask(own) == found[0]
-            assert str(found[1]) in str(watch._ask(own))
-    assert failed.set.call_count == 1
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_device_that_is_behind_its_host_waits(is_there: bool) -> None:
-    readback = SimpleNamespace(peek=lambda: torch.ones(1) if is_there else None)
-    core: Any = SimpleNamespace(
-        parameters=SimpleNamespace(number=3),
-        counters=SimpleNamespace(reductions=5),
-        backward=None,
-        agreement=SimpleNamespace(pending=[SimpleNamespace(readback=readback)]),
-    )
-    wrapper: Any = SimpleNamespace(core=core, running=(), group=None)
-    place = hang.place_of(wrapper)
-    assert place is not None
-    assert place.waits == (not is_there)
-    assert (place.number, place.step) == (3, 5)
-
-
-def test_ranks_that_wait_at_different_places_have_a_line_each() -> None:
-    process_group = SimpleNamespace(size=lambda: 3)
-    group: Any = SimpleNamespace(size=3, rank=0, process_group=process_group)
-    first = hang.Place(0, 7, 2, 1, "at the end of its backward", "bucket 1 ('a')")
-    second = hang.Place(1, 7, 2, 0, "in its backward", "bucket 0 ('b')")
+    other = hang.Place(1, 7, 2, 0, "in its backward", "bucket 0 ('b')")
     inside = hang.Place(0, 6, hang._ALL, hang._ALL, "inside the backward of wrapped module 3")
-    places = second, first, inside
-    posts = {rank: hang.Post([place], True, f"process {rank}") for rank, place in enumerate(places)}
-    lines = posts_of(group, posts)
-    assert lines[:3] == [
+    assert report_of(other, waiting, inside)[:3] == [
         "rank 1, in step 7, at the end of its backward, for bucket 1 ('a')",
         "rank 0, in step 7, in its backward, for bucket 0 ('b')",
         "rank 2, in step 6, inside the backward of wrapped module 3",
     ]
 
 
+def test_posts_are_read_twice_before_a_report_and_a_failed_store_is_asked_once() -> None:
+    own = hang.Post([hang.Place(0, 7, 2, 1, "")], True, "process 0")
+    failed = mock.Mock(**{"set.side_effect": dist.DistStoreError})
+    for store, found in (dist.HashStore(), ([], "rank 1 has not begun")), (failed, (None, None)):
+        watch = hang._GroupWatch(fake_group(), 1.0)
+        with mock.patch.object(hang, "own_connection", lambda _, store=store: store):
+            assert watch._ask(own) == found[0]
+            assert str(found[1]) in str(watch._ask(own))
+    assert failed.set.call_count == 1
+
+
+def test_a_rank_waits_if_its_device_is_behind_its_host() -> None:
+    for sums in (torch.ones(1), None):
+        readback = SimpleNamespace(peek=lambda sums=sums: sums)
+        core: Any = SimpleNamespace(
+            parameters=SimpleNamespace(number=3),
+            counters=SimpleNamespace(reductions=5),
+            backward=None,
+            agreement=SimpleNamespace(pending=[SimpleNamespace(readback=readback)]),
+        )
+        wrapper: Any = SimpleNamespace(core=core, running=(), group=None)
+        place = hang.place_of(wrapper)
+        assert place is not None
+        assert (place.waits, place.number, place.step) == (sums is None, 3, 5)
+
+
 @ranks(2)
 def test_a_rank_inside_another_backward_says_so(rank: int, tmp_path: Path) -> None:
-    gc.collect()
     other = dist.new_group()
     behind = "is behind: in step 1, inside the backward of wrapped module 0 of process group"
-    with told("1", tmp_path / "0", "rank 1 (process", behind):
+    with reports("1", tmp_path / "0", "rank 1 (process", behind):
         model = DistributedDataParallel(nn.Linear(2, 2))
         inner = DistributedDataParallel(nn.Linear(2, 2), process_group=other)
         model(torch.ones(1, 2)).sum().backward()
@@ -370,32 +357,29 @@ def ended_process() -> Process:
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 def test_collectives_fail_once_a_rank_of_this_host_has_ended_at_two_looks() -> None:
     """A process that it has forked may hold its sockets, so that no connection closes."""
-    store, closed = dist.HashStore(), mock.Mock()
-    process_group: Any = SimpleNamespace(size=lambda: 2)
-    group: Any = SimpleNamespace(size=2, rank=0, process_group=process_group)
+    store, closed, group = dist.HashStore(), mock.Mock(), fake_group()
     store.set("tritonddp/process/0", Process.own().post())
     store.set("tritonddp/process/1", ended_process().post())
     watch = hang._GroupWatch(group, 1000.0)
-    place = hang.Place(0, 7, 2, 1, "")
     with (
         mock.patch.object(hang, "own_connection", return_value=store),
         mock.patch.object(hang, "close_connections", closed),
-        mock.patch.object(hang, "place_of", return_value=place),
+        mock.patch.object(hang, "place_of", return_value=hang.Place(0, 7, 2, 1, "")),
         mock.patch.object(watch, "in_use", return_value=[None]),
     ):
         watch.look()
         watch.look()
-        assert not closed.called, "what it has sent may be on its way"
+        assert not closed.called, "its last messages may be in flight"
         watch.look()
-    closed.assert_called_once_with(process_group)
+    closed.assert_called_once_with(group.process_group)
 
 
 @pytest.mark.parametrize("ends", [True, False])
 @ranks(2)
-def test_a_rank_that_made_fewer_backwards_leaves_their_number(
+def test_a_rank_with_fewer_backwards_leaves_their_number(
     ends: bool, rank: int, tmp_path: Path
 ) -> None:
-    """Its wrapper is gone, or it is busy elsewhere."""
+    """Its wrapper was deleted, or it is busy elsewhere."""
     gc.collect()
     group = dist.new_group()
     with seconds("1", TORCHELASTIC_USE_AGENT_STORE=str(ends)):

@@ -1,4 +1,4 @@
-"""What ``_get_ddp_logging_data()`` tells is what has happened, and taking times leaves no trace."""
+"""``_get_ddp_logging_data()``: its fields, values and times."""
 
 import itertools
 from typing import Any
@@ -32,12 +32,12 @@ def step(net: nn.Module, both: bool = True) -> None:
 
 
 def times_of(data: dict[str, Any]) -> list[int]:
-    """Of a forward, a backward, its communication, and where these two overlap."""
+    """The times of a forward, a backward, its communication, and the overlap of these two."""
     return [data[name] for name in TIMES]
 
 
 def clock() -> Any:
-    """A clock that counts how often it is looked at."""
+    """A clock that counts its reads."""
     return mock.patch("tritonddp._device.time.perf_counter_ns", itertools.count(1).__next__)
 
 
@@ -52,9 +52,9 @@ def clock() -> Any:
     ids=["default", "find unused", "small buckets", "static graph"],
 )
 @ranks(2)
-def test_fields_and_values_are_stocks(options: dict[str, Any]) -> None:
+def test_fields_and_values_are_those_of_stock(options: dict[str, Any]) -> None:
     ours, stock = DistributedDataParallel(Two(), **options), Stock(Two(), **options)
-    for steps in (0, 4):  # (in between stock tells of a rebuild one step later)
+    for steps in (0, 4):  # in between stock reports a rebuild one step later
         for _ in range(steps):
             step(ours)
             step(stock)
@@ -126,7 +126,7 @@ def test_times_are_those_of_the_parts_of_a_step() -> None:
 
 
 @ranks(2)
-def test_only_sampled_steps_look_at_the_clock() -> None:
+def test_only_sampled_steps_read_the_clock() -> None:
     with clock():
         net = DistributedDataParallel(Two())
         net._set_ddp_runtime_logging_sample_rate(4)

@@ -1,4 +1,4 @@
-"""Numbers for a log are summed over ranks with the gradients, and nothing more is sent for them."""
+"""``add_scalars()``: numbers for a log are summed over ranks, in the collectives of gradients."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ MANY = 2**40 + 1  # not exact in fp32
 
 
 def step(net: Any, number: int = 0, adds: bool = True) -> tuple[float, int]:
-    """Train, and return what this rank has added."""
+    """Train; returns the scalars of this rank."""
     net.zero_grad()
     loss = squares(net(drawn(5, 4, step=number)))
     tokens = MANY + dist.get_rank()
@@ -34,7 +34,7 @@ def step(net: Any, number: int = 0, adds: bool = True) -> tuple[float, int]:
 
 
 def assert_reduced(net: Any, own: Any, what: str = "") -> None:
-    """The scalars are those of all ranks, exactly; ``own`` is ``None`` on a rank without any."""
+    """The scalars are exact sums of those of all ranks; ``own`` is ``None`` on a rank without."""
     found = net.reduced_scalars()
     assert list(found) == list(NAMES)
     everyones = [each for each in gather(own) if each is not None]
@@ -57,7 +57,7 @@ def test_sums_and_means_are_exact_in_any_dtype_of_the_buckets(name: str) -> None
 
 
 @ranks(2)
-def test_no_collective_is_added_and_without_the_option_no_byte() -> None:
+def test_there_is_no_additional_collective_and_without_the_option_no_byte() -> None:
     module = mlp(4, 8, 2)
     ddp, plain = wrap(module, scalars=NAMES), wrap(copy.deepcopy(module))
     sent = []
@@ -75,7 +75,7 @@ def test_no_collective_is_added_and_without_the_option_no_byte() -> None:
 
 
 @ranks(2)
-def test_calls_of_accumulated_microbatches_add_up(rank: int) -> None:
+def test_calls_in_accumulated_microbatches_add_up(rank: int) -> None:
     ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
     calls = 2 + rank  # ranks may make different numbers of them
     added = []
@@ -107,7 +107,7 @@ def test_the_mean_is_weighted_as_the_gradients_are(rank: int) -> None:
 
 
 @ranks(2, 3)
-def test_a_rank_without_inputs_is_absent_and_gets_those_of_the_others(rank: int) -> None:
+def test_a_rank_without_inputs_gets_the_scalars_of_the_others(rank: int) -> None:
     ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
     with ddp.join():
         for number in range(2 if rank else 4):
@@ -115,8 +115,8 @@ def test_a_rank_without_inputs_is_absent_and_gets_those_of_the_others(rank: int)
     assert_reduced(ddp, None if rank else own)
 
 
-@ranks(2)
-def test_whatever_reduces_carries_them() -> None:
+@ranks(1, 2)
+def test_every_reduction_sends_them() -> None:
     ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
     with ddp.no_sync():
         own = step(ddp)
@@ -131,27 +131,20 @@ def test_whatever_reduces_carries_them() -> None:
     assert_reduced(ddp, step(ddp, 1), "hook")
     ddp.module.register_parameter("late", nn.Parameter(torch.ones(3)))
     assert_reduced(ddp, step(ddp, 2), "new parameters")
-
-
-@ranks(2)
-def test_in_place_and_in_the_sharded_optimizer() -> None:
     net: Any = tritonddp.replicate(mlp(4, 8, 2), scalars=NAMES)
-    assert_reduced(net, step(net))
+    assert_reduced(net, step(net), "in place")
     ddp = wrap(mlp(4, 8, 2), scalars=list(NAMES))
     optimizer = tritonddp.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     for number in range(3):
-        assert_reduced(ddp, step(ddp, number))
+        assert_reduced(ddp, step(ddp, number), "sharded optimizer")
         optimizer.step()
-
-
-@ranks(1)
-def test_with_one_rank_they_are_its_own() -> None:
-    ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
-    assert_reduced(ddp, step(ddp))
+    compiled = torch.compile(wrap(mlp(4, 8, 2), scalars=NAMES), backend="aot_eager")
+    for number in range(3):
+        assert_reduced(compiled, step(compiled, number), "compiled")
 
 
 @ranks(2)
-def test_without_a_call_the_sum_is_zero_and_the_mean_is_nan() -> None:
+def test_without_a_call_the_sum_is_zero_and_the_mean_nan() -> None:
     ddp = wrap(mlp(4, 8, 2), scalars="loss")
     for adds in (None, False, True, False):  # first before any reduction
         if adds:
@@ -164,7 +157,7 @@ def test_without_a_call_the_sum_is_zero_and_the_mean_is_nan() -> None:
 
 @pytest.mark.parametrize("failing", [{1}, {0, 1}])
 @ranks(2)
-def test_a_failed_backward_drops_them_so_that_a_retry_counts_once(failing: set[int]) -> None:
+def test_a_failed_backward_drops_the_scalars_of_its_rank(failing: set[int]) -> None:
     ddp, fails = wrap(mlp(4, 8, 2), scalars=NAMES), dist.get_rank() in failing
     step(ddp)
     out = ddp(drawn(5, 4))
@@ -173,12 +166,12 @@ def test_a_failed_backward_drops_them_so_that_a_retry_counts_once(failing: set[i
         out.sum().backward()
     if not fails:
         found = ddp.reduced_scalars()["tokens"]
-        assert (found.sum.item(), found.mean.item()) == (7, 7), "the rank that failed is absent"
+        assert (found.sum.item(), found.mean.item()) == (7, 7)
     assert_reduced(ddp, step(ddp))
 
 
 @ranks(3)
-def test_a_rank_that_has_added_none_is_named(rank: int) -> None:
+def test_a_rank_without_scalars_is_named(rank: int) -> None:
     ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
     step(ddp)
     with pytest.raises(
@@ -190,7 +183,7 @@ def test_a_rank_that_has_added_none_is_named(rank: int) -> None:
     assert_reduced(ddp, step(ddp))
 
 
-def test_over_the_fake_backend_they_are_this_ranks() -> None:
+def test_over_the_fake_backend_they_are_those_of_this_rank() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     try:
         ddp = wrap(nn.Linear(4, 2), scalars=NAMES)
@@ -203,20 +196,13 @@ def test_over_the_fake_backend_they_are_this_ranks() -> None:
 
 
 @ranks(2)
-def test_a_compiled_module_adds_them_outside_its_graph() -> None:
-    compiled = torch.compile(wrap(mlp(4, 8, 2), scalars=NAMES), backend="aot_eager")
-    for number in range(3):
-        assert_reduced(compiled, step(compiled, number))
-
-
-@ranks(2)
 def test_names_that_differ_are_an_error_at_wrapping(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"scalars.*'loss'.*'los'|scalars.*'los'.*'loss'"):
         wrap(mlp(4, 8, 2), scalars=("loss",) if rank else ("los",))
 
 
 @ranks(1)
-def test_wrong_names_and_values() -> None:
+def test_errors_of_names_and_values() -> None:
     ddp = wrap(mlp(4, 8, 2), scalars=NAMES)
     with pytest.raises(ValueError, match=r"\('loss', 'tokens'\), and got 'loss'$"):
         ddp.add_scalars(loss=1)

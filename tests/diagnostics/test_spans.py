@@ -1,4 +1,4 @@
-"""torch.profiler shows what is done with each bucket."""
+"""Spans of buckets in ``torch.profiler``."""
 
 import pytest
 from distributed import ranks
@@ -13,7 +13,7 @@ STEPS = ("pack", "launch", "wait", "unpack")
 
 
 def spans(net: nn.Module) -> list[str]:
-    """What a profiler has seen of a step, by beginning."""
+    """The spans of a step, by their start."""
     with profile() as profiler:
         train_step(net, drawn(5, 4))
     found = [each for each in profiler.events() if each.name.startswith("tritonddp: ")]
@@ -22,9 +22,9 @@ def spans(net: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("way", ["copies", "process group", "views", "int8"])
 @ranks(2)
-def test_a_profiler_shows_what_is_done_with_buckets_and_in_which_order(way: str) -> None:
+def test_a_profiler_shows_the_steps_of_each_bucket_in_order(way: str) -> None:
     net = DistributedDataParallel(mlp(4, 8, 8, 2), bucket_cap_mb=3e-4, **WAYS[way])
-    for number in range(4):  # buckets are formed anew, and move, after the first
+    for number in range(4):  # buckets are rebuilt after the first
         found = spans(net)
         buckets = range(len(net.reducer.buckets))
         if number:
@@ -39,7 +39,7 @@ def test_a_profiler_shows_what_is_done_with_buckets_and_in_which_order(way: str)
             mine = [each.split()[1] for each in found if each.endswith(str(n))]
             assert tuple(dict.fromkeys(mine)) == STEPS
         assert found.index("tritonddp: launch bucket 1") < found.index("tritonddp: wait bucket 0")
-        train_step(net, drawn(5, 4))  # without a profiler nothing is around these methods
+        train_step(net, drawn(5, 4))  # without a profiler these methods are not wrapped
         for bucket in net.reducer.buckets:
             assert vars(bucket).keys().isdisjoint(STEPS)
             assert vars(bucket.exchange).keys().isdisjoint(STEPS)

@@ -1,4 +1,4 @@
-"""What one rank does otherwise than the others: faults of the kind ``"differ"``."""
+"""What one rank does differently: faults of the kind ``"differ"``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from tritonddp import DistributedDataParallel
 if TYPE_CHECKING:
     from faults.program import Program
 
-# The module that it wraps.
-
-
-def wider(program: Program) -> nn.Module:
-    return program.make(width=8)
+# The module that it wraps
 
 
 def longer_buffer(program: Program) -> nn.Module:
@@ -28,30 +24,26 @@ def longer_buffer(program: Program) -> nn.Module:
 
 
 MODULES: dict[str, Callable[[Program], nn.Module]] = {
-    "wider module": wider,
+    "wider module": lambda program: program.make(width=8),
     "longer buffer": longer_buffer,
 }
 
-# The options of its wrapper.
+# The options of its wrapper
 
 OPTIONS: dict[str, dict[str, Any]] = {"other bucket sizes": {"bucket_cap_mb": 1}}
 
-# What it does when it has wrapped its module.
-
-
-def a_hook(program: Program, ddp: DistributedDataParallel) -> None:
-    ddp.register_comm_hook(None, program.hook)
+# After wrapping
 
 
 WRAPPED: dict[str, Callable[[Program, DistributedDataParallel], None]] = {
-    "hook on one rank": a_hook
+    "hook on one rank": lambda program, ddp: ddp.register_comm_hook(None, program.hook)
 }
 
-# What it does in the struck step instead of forward and backward.
+# Instead of forward and backward of one step
 
 
 def one_more_backward(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    """It meets the next step of the others, which this rank leaves out then."""
+    """It meets the next step of the other ranks, which this rank skips then."""
     loss = program.loss(ddp, program.rank, step)
     loss.backward(retain_graph=True)
     means = [param.grad.clone() for param in ddp.parameters() if param.grad is not None]
@@ -64,32 +56,30 @@ def one_more_backward(program: Program, ddp: DistributedDataParallel, step: int)
         program.optimizer.step()
 
 
-def no_sync_and_away(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+def a_local_backward(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     with ddp.no_sync():
         program.loss(ddp, program.rank, step).backward()
-    while True:  # to a long evaluation, say
+
+
+def no_sync_and_away(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    a_local_backward(program, ddp, step)
+    while True:  # for example a long evaluation
         time.sleep(1)
 
 
 def a_request(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    with ddp.no_sync():
-        program.loss(ddp, program.rank, step).backward()
+    a_local_backward(program, ddp, step)
     ddp.reduce_gradients()
 
 
 def a_request_of_some(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    a_local_backward(program, ddp, step)
     some = list(ddp.parameters())[:2]
-    with ddp.no_sync():
-        program.loss(ddp, program.rank, step).backward()
     ddp.reduce_gradients([param.grad for param in some], some)
 
 
-def a_check(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    ddp.check_sync()
-
-
 def another_parameter(program: Program, ddp: DistributedDataParallel, step: int) -> None:
-    """Only a check finds it: no backward does."""
+    """Only ``check_sync()`` finds it."""
     program.loss(ddp, program.rank, step).backward()
     weight = ddp.module.layers[1].weight
     before = weight.detach().clone()
@@ -109,7 +99,7 @@ STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
     "no_sync on one rank": no_sync_and_away,
     "reduce_gradients on one rank": a_request,
     "reduce_gradients of some parameters": a_request_of_some,
-    "check_sync on one rank": a_check,
+    "check_sync on one rank": lambda program, ddp, step: ddp.check_sync(),
     "another parameter": another_parameter,
     "other wrapper first": the_other_wrapper,
     "shorter wrapper first": the_other_wrapper,

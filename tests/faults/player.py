@@ -1,4 +1,4 @@
-"""Plays faults with real processes and writes down what each rank saw.
+"""Runs faults with real processes and writes down what each rank saw.
 
     python tests/faults/player.py FOLDER NAME...      what each rank saw, as FOLDER/NAME.json
 

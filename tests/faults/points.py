@@ -42,7 +42,8 @@ OPTIMIZER = "tritonddp.zero.zero_redundancy_optimizer"
 VALUES = "tritonddp.zero.values:OwnedValues"
 HOST = "tritonddp.coordination.host"
 SHARED = "tritonddp.comm.host.shared_broadcast:SharedBroadcast"
-BETWEEN_HOSTS = "tritonddp.comm.parts:PartsExchange"
+# Between hosts, or between ranks with compression.
+PARTS = "tritonddp.comm.parts:PartsExchange"
 
 POINTS = {
     "before wrapping": Point("plain", "wrap", "kill 1/3, stop 1/2", step=-1),
@@ -99,9 +100,7 @@ POINTS = {
     "exchange of compressed gradients": Point(
         "plain", "tritonddp.coordination.collectives:send", "kill 1/3 int8", call=2
     ),
-    "sum of compressed gradients": Point(
-        "plain", "tritonddp.comm.quantized:_Messages.go_on", "kill 0/3 int8, stop 1/3 int8"
-    ),
+    "sum of compressed gradients": Point("plain", f"{PARTS}.go_on", "kill 0/3 int8, stop 1/3 int8"),
     "rows of sparse gradients": Point(
         "sparse", "tritonddp.comm.reduction:exchange_rows", "kill 2/3, stop 1/2"
     ),
@@ -139,14 +138,14 @@ POINTS = {
     ),
     "sum of a host": Point("hosts", f"{MEMORY}.sum_share", "kill 1/4 int8, stop 2/4 int8", call=1),
     "line between hosts": Point(
-        "hosts", f"{BETWEEN_HOSTS}.__init__", "kill 3/4, stop 1/4, kill 2/4 int8", call=1
+        "hosts", f"{PARTS}.__init__", "kill 3/4, stop 1/4, kill 2/4 int8", call=1
     ),
     "sum over hosts": Point(
-        "hosts", f"{BETWEEN_HOSTS}.wait", "kill 0/4, stop 2/4, stop 3/4 int8, kill 4/6 int8", call=1
+        "hosts", f"{PARTS}.wait", "kill 0/4, stop 2/4, stop 3/4 int8, kill 4/6 int8", call=1
     ),
     "second round between hosts": Point(
         "hosts",
-        f"{BETWEEN_HOSTS}.go_on",
+        f"{PARTS}.go_on",
         "kill 3/6 int8, stop 0/6 int8, loop 5/6, kill 2/6",
         call=1,
     ),
@@ -206,7 +205,7 @@ POINTS = {
     ),
 }
 
-# Where a rank that does something else than the others is told apart by the loop alone.
+# Points of differences for which the loop is enough.
 _NOWHERE = {"longer buffer": Point("buffers", ""), "another parameter": Point("check", "")}
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from faults import differences
-from faults.network import WIDTH, Net
 from faults.points import STRUCK_AT, strike_before
 from faults.table import Fault
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
@@ -28,6 +27,36 @@ from tritonddp.coordination.host import connect
 from tritonddp.kernels import reference
 
 STEPS = 5
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """Layers of one width, and for some loops an embedding or a buffer."""
+
+    def __init__(self, loop: str, width: int, kind: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=kind) for _ in range(4))
+        if loop == "sparse":
+            self.rows = nn.Embedding(9, width, sparse=True, dtype=kind)
+        if loop in ("buffers", "check"):
+            self.register_buffer("seen", torch.zeros(3, dtype=kind))
+        self.within: Callable[[], None] = lambda: None
+
+    def grow(self) -> None:
+        like = self.layers[0].weight
+        self.layers.append(nn.Linear(*like.shape, dtype=like.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "rows"):
+            x = x + self.rows((x.sum(1).abs() * 10).long() % 9)
+        for number, layer in enumerate(self.layers):
+            if number == 1:
+                self.within()
+            x = torch.tanh(layer(x))
+        if hasattr(self, "seen"):
+            self.seen += 1.0
+        return x
 
 
 class Struck(Exception):
@@ -35,11 +64,11 @@ class Struck(Exception):
 
 
 class Ended(Exception):
-    """Training does not go on."""
+    """Training ends."""
 
 
 class Behind(Exception):
-    """The rank leaves out the rest of its step."""
+    """The rank skips the rest of its step."""
 
 
 @dataclass
@@ -55,7 +84,7 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
     nan: dict[int, list[str]] = field(default_factory=dict)
     right: list[int] = field(default_factory=list)  # steps whose gradients were right
-    ended: bool = False  # the rank came to the end of its program
+    ended: bool = False  # the rank reached the end of its program
 
 
 class Program:
@@ -93,7 +122,7 @@ class Program:
     # How a fault strikes
 
     def line(self, name: str) -> bool:
-        """The program is at this place; whether a gradient that comes here is to be NaN."""
+        """The program is at this place. Returns whether the gradient here should be NaN."""
         if name != self.point.before or self.point.step not in (None, self.step):
             return False
         self._calls += 1
@@ -107,7 +136,7 @@ class Program:
         match self.fault.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "orphan":  # a worker that it has forked holds its sockets: its death closes none
+            case "orphan":  # a forked worker holds its sockets, so that no connection closes
                 launcher = Path(f"/proc/{os.getppid()}")
                 if not os.fork():
                     while launcher.exists():
@@ -189,7 +218,7 @@ class Program:
 
     def make(self, width: int = WIDTH) -> Net:
         """The unwrapped module."""
-        if self.is_compressed:  # what is smaller, or of doubles, travels as it is
+        if self.is_compressed:  # smaller parameters, and doubles, are not quantized
             return Net(self.point.loop, 32, torch.float32)
         return Net(self.point.loop, width)
 
@@ -203,11 +232,11 @@ class Program:
 
     @property
     def differs(self) -> bool:
-        """Whether this rank does something else than the others."""
+        """Whether this rank does something else than the other ranks."""
         return self.fault.kind == "differ" and self.is_victim
 
     def gradient(self, name: str, grad: Tensor) -> Tensor | None:
-        """A gradient has come."""
+        """A hook of a gradient."""
         if self.line(f"gradient of {name}"):
             return torch.full_like(grad, torch.nan)
         return None
@@ -226,16 +255,16 @@ class Program:
         self.end()
 
     def skip(self) -> None:
-        """Leave out the next step."""
+        """Skip the next step."""
         next(self.steps)
 
     def end(self) -> None:
         self.seen.ended = True
         if self.is_victim and self.fault.kind == "behind":
-            time.sleep(3600)  # the others wait for it; it would not be waiting for them
+            time.sleep(3600)  # the other ranks wait for it
 
     def one_step(self, ddp: DistributedDataParallel, step: int) -> bool:
-        """Whether training goes on."""
+        """Train; returns whether training continues."""
         self.step, self._calls = step, 0 if self.point.step is not None else self._calls
         self.optimizer.zero_grad()
         if self.point.loop == "added" and step == STRUCK_AT:
@@ -253,7 +282,7 @@ class Program:
             return True
         except (RuntimeError, FloatingPointError) as error:
             self.seen.errors.append((step, str(error)))
-            return self.fault.goes_on
+            return self.fault.continues
         return True
 
     def end_step(self, ddp: DistributedDataParallel) -> None:
@@ -319,7 +348,7 @@ class Program:
         self.end()
 
     def inputs_of(self, rank: int) -> int:
-        """Steps of a rank: inside ``join`` one has fewer than the others."""
+        """Number of steps of a rank: inside ``join()`` one rank has fewer."""
         if self.point.loop != "join":
             return STEPS
         follows = self.fault.victim if self.point.step is None else self.fault.victim + 1
@@ -328,7 +357,7 @@ class Program:
     # The oracle
 
     def is_right(self, ddp: DistributedDataParallel, step: int) -> bool:
-        """Whether no gradient is NaN. What is wrong otherwise is noted."""
+        """Whether no gradient is NaN. Other wrong gradients are noted."""
         is_behind = self.fault.kind == "behind" and self.is_victim and step > STRUCK_AT
         expected = self.expected(ddp.module, step - is_behind)
         tolerance = 0.1 if self.is_compressed else 1e-12
@@ -349,7 +378,7 @@ class Program:
         return True
 
     def is_elsewhere(self, param: Tensor) -> bool:
-        """Whether the gradient is, since another rank owns it."""
+        """Whether only another rank has the gradient, which owns it."""
         assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
         return self.optimizer._owners[param] != self.rank and param.grad is None
 
@@ -372,7 +401,7 @@ class Program:
         return total
 
     def batch_of(self, rank: int, step: int) -> int:
-        """A rank that has left out a step is ahead of the others in its data."""
+        """A rank that has skipped a step is one batch ahead of the other ranks."""
         is_behind = self.fault.kind == "behind" and rank == self.fault.victim
         return step + 1 if is_behind and step >= STRUCK_AT else step
 

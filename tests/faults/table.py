@@ -6,7 +6,7 @@ from typing import Any
 
 from faults.points import POINTS, Point, point_of
 
-# What happens to the victim, and how the others speak of it if it does not answer any more.
+# What happens to the victim, and what the errors of the other ranks say of it.
 LOST = {
     "kill": "has ended",
     "orphan": "has ended",
@@ -22,12 +22,11 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: one of :data:`LOST`, of which the others hear no more; ``"raise"``, ``"interrupt"``
-            (an exception that the victim's loop catches), ``"nan"`` (in its gradient) or
-            ``"differ"`` (it does something else than the others).
-        at: where, one of :data:`~faults.points.POINTS`; for ``"differ"`` one of
-            ``differences.py``.
-        is_stall: the victim does not come to its end; it takes the group's timeout to notice.
+        kind: one of :data:`LOST` (the victim does not answer any more), ``"raise"`` or
+            ``"interrupt"`` (its loop catches an exception), ``"nan"`` (in its gradient), or
+            ``"differ"`` (it does something else than the other ranks).
+        at: one of :data:`~faults.points.POINTS`; for ``"differ"`` a key of ``differences.py``.
+        is_stall: the victim does not end; the other ranks notice at the group's timeout.
     """
 
     kind: str
@@ -35,12 +34,12 @@ class Fault:
     ranks: int  # how many
     victim: int  # which of them
     options: tuple[tuple[str, Any], ...] = ()  # of the wrapper
-    says: str = ""  # what each error must hold, as a regular expression, beside what all must
-    goes_on: bool = False  # after its error training goes on and is right; else it ends
+    text: str = ""  # a regular expression that each error must match
+    continues: bool = False  # after its error training continues and is right; otherwise it ends
     is_stall: bool = False
-    times_out: bool = False  # it takes the group's timeout to notice
+    times_out: bool = False  # the other ranks notice at the group's timeout
     hosts_store: bool = False  # the victim hosts the group's store
-    aborts: bool = False  # gloo ends a process, which may be another one than the victim
+    aborts: bool = False  # gloo ends a process, which may not be the victim
     detail: bool = False  # under TORCH_DISTRIBUTED_DEBUG=DETAIL, with the log at DEBUG
 
     @property
@@ -49,9 +48,10 @@ class Fault:
 
     @property
     def name(self) -> str:
-        said = {True: "", False: "no "}
+        flags = {True: "", False: "no "}
         options = [
-            f"{said[value]}{name}" if value in said else str(value) for name, value in self.options
+            f"{flags[value]}{name}" if value in flags else str(value)
+            for name, value in self.options
         ]
         parts = [self.kind, self.at, f"{self.victim}-of-{self.ranks}", *options]
         parts += ["host"] * self.hosts_store + ["detail"] * self.detail
@@ -59,16 +59,16 @@ class Fault:
 
     @property
     def is_fatal(self) -> bool:
-        return self.kind in LOST or (self.kind == "differ" and not self.goes_on)
+        return self.kind in LOST or (self.kind == "differ" and not self.continues)
 
     @property
     def leaves_a_step_out(self) -> bool:
-        """The victim catches its exception, and the others wait for its values."""
-        return self.kind in ("raise", "interrupt") and not self.goes_on
+        """The victim catches its exception, and the other ranks wait for its values."""
+        return self.kind in ("raise", "interrupt") and not self.continues
 
     @property
     def lost(self) -> set[int]:
-        """Ranks that do not come to their end by themselves."""
+        """Ranks that do not end by themselves."""
         return {self.victim} if self.kind in LOST or self.is_stall else set()
 
 
@@ -88,19 +88,19 @@ OF_STEPS = {
     *("values in memory", "wait for values"),
 }
 
-# What ranks say who wait for each other through memory and through the process group.
+# The errors of ranks that wait for each other through memory and through the process group.
 _OTHER_BACKWARD = (
     "through the process group .*, and this rank bucket 0 of|onnection (closed|reset) by peer"
 )
-# Which of these a rank meets first depends on how late the others are.
+# Which of these a rank raises depends on how late the other ranks are.
 _ANY_OF_THESE = (
     r"step \d, .*(the ranks reduce different|comparison of what the ranks hold|"
     + _OTHER_BACKWARD
     + ")"
 )
-_REQUEST = "rank 0: reduce_gradients; rank 1: the fi"
+_REQUEST = r"rank 0: reduce_gradients\(\) of accumulated gradients; rank 1: the first"
 _NUMBERS = "rank 0 has 'number 0 .*rank 1 has 'number 1"
-# What gloo would end a process for, or get wrong, were it not for torch's debug level.
+# Without torch's debug level gloo would end a process, or compute wrong sums.
 _MISMATCH = r"bucket 0 \('layers.*Detected mismatch between collectives on ranks"
 _ALL_REDUCES = (
     r"(?s)step 1, bucket 0 \('layers.*all-reduce of \d+ bytes failed: .*: ALLREDUCE of "
@@ -115,14 +115,14 @@ _BROADCASTS = (
 _ALL_GATHER = r"ALLGATHER of \[56\] Byte"
 
 
-def _differs(at: str, ranks: int, victim: int, says: str = "", **more: Any) -> Fault:
-    return Fault("differ", at, ranks, victim, says=says, **more)
+def _differs(at: str, ranks: int, victim: int, text: str = "", **more: Any) -> Fault:
+    return Fault("differ", at, ranks, victim, text=text, **more)
 
 
 def _differ(*rows: tuple[str, int, int, bool, str]) -> list[Fault]:
     return [
-        _differs(at, ranks, victim, says, goes_on=goes_on)
-        for at, ranks, victim, goes_on, says in rows
+        _differs(at, ranks, victim, text, continues=continues)
+        for at, ranks, victim, continues, text in rows
     ]
 
 
@@ -131,13 +131,13 @@ def _not_finite(name: str, rank: int) -> str:
 
 
 def _strikes() -> Iterator[Fault]:
-    """What the points say of themselves."""
+    """The faults of all points."""
     for at, point in POINTS.items():
         for strike in filter(None, point.strikes.split(", ")):
             kind, place, *words = strike.split()
             victim, _, ranks = place.partition("/")
-            # A step of the optimizer is left out, which the others do not know of. (Through the
-            # process group it takes its timeout to notice.)
+            # A step of the optimizer is left out, and the other ranks do not know it. Through the
+            # process group they notice at its timeout.
             is_left_out = kind in ("raise", "interrupt") and at in OF_STEPS
             yield Fault(
                 kind,
@@ -145,7 +145,7 @@ def _strikes() -> Iterator[Fault]:
                 int(ranks),
                 int(victim),
                 sum((WORDS[word] for word in words), ()),
-                goes_on=kind not in LOST and not is_left_out,
+                continues=kind not in LOST and not is_left_out,
                 is_stall=LOST.get(kind, "has ended") != "has ended",
                 times_out=is_left_out and "group" in words,
             )
@@ -170,7 +170,7 @@ FAULTS = {
         _differs("hook on one rank", 2, 1, r"step \d, bucket", times_out=True),
         _differs("smaller wrapper first", 2, 1, _OTHER_BACKWARD),
         _differs("smaller wrapper first", 2, 1, options=PROCESS_GROUP, aborts=True),
-        _differs("other wrapper first", 3, 1, _NUMBERS, options=PROCESS_GROUP, goes_on=True),
+        _differs("other wrapper first", 3, 1, _NUMBERS, options=PROCESS_GROUP, continues=True),
         _differs("smaller wrapper first", 2, 1, _MISMATCH, detail=True),
         _differs("wider module", 3, 1, _ALL_REDUCES, options=UNCHECKED, detail=True),
         _differs("other bucket sizes", 2, 1, _ELSEWHERE, options=UNCHECKED, detail=True),
@@ -178,11 +178,11 @@ FAULTS = {
         _differs("reduce_gradients of some parameters", 2, 1, _ALL_GATHER, detail=True),
         _differs("check_sync on one rank", 3, 2, _ALL_GATHER, detail=True),
         _differs(
-            "reduce_gradients on one rank", 2, 0, _REQUEST, options=PROCESS_GROUP, goes_on=True
+            "reduce_gradients on one rank", 2, 0, _REQUEST, options=PROCESS_GROUP, continues=True
         ),
         _differs("no_sync on one rank", 2, 1, is_stall=True),
         *[
-            Fault("nan", at, ranks, victim, options, _not_finite(name, victim), goes_on=True)
+            Fault("nan", at, ranks, victim, options, _not_finite(name, victim), continues=True)
             for at, ranks, victim, options, name in (
                 ("between buckets", 3, 1, CHECKED, "layers.1.weight"),
                 ("last gradient", 2, 0, CHECKED + VIEWS, "layers.0.weight"),

@@ -1,4 +1,4 @@
-"""Is what the ranks saw what they should have seen?"""
+"""Compares what the ranks saw with what was expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faults.points import STRUCK_AT
 from faults.table import LOST, Fault
 
 _BUCKET = r"bucket \d+ \('[\w.]+'(, '[\w.]+')*(, and \d+ more)?\)"
-# What a rank was doing when its collective failed: always with its step, and with names.
+# The place in the error of a failed collective: the step, and names.
 _PLACES = re.compile(
     r"rank (?P<rank>\d), ("
     r"wrapping, (comparison of what the ranks hold"
@@ -42,12 +42,12 @@ _REMEDY = "Look first at the log of the rank that ended, failed first or has not
 
 @dataclass
 class Result:
-    """What came of a fault."""
+    """What the ranks of a fault saw."""
 
-    seen: dict[int, dict[str, Any]]  # by each rank that came to its end, see program.Seen
+    seen: dict[int, dict[str, Any]]  # by each rank that ended, see program.Seen
     struck: bool  # the fault has struck
     aborted: set[int]  # ranks that were ended by SIGABRT
-    hanging: list[int]  # ranks that should have come to their end, and did not
+    hanging: list[int]  # ranks that should have ended, and did not
     logs: str  # the ends of what the ranks printed
 
     @classmethod
@@ -69,14 +69,14 @@ class Result:
 
     @property
     def errors(self) -> list[str]:
-        """All that were raised, on all ranks."""
+        """All errors of all ranks."""
         return [text for seen in self.seen.values() for _, text in seen["errors"]]
 
 
 def complaints(fault: Fault, result: Result) -> list[str]:
-    """What is not as it should be; nothing, if all is."""
+    """What is not as expected."""
     if result.hanging:
-        return [f"ranks {result.hanging} did not come to their end\n{result.logs}"]
+        return [f"ranks {result.hanging} did not end\n{result.logs}"]
     if not result.struck:
         return [f"the fault has not struck\n{result.logs}"]
     if fault.aborts:
@@ -101,7 +101,7 @@ def _after_an_abort(result: Result) -> list[str]:
     if not result.aborted or "Received data size doesn't match" not in result.logs:
         return [f"no rank was ended by gloo\n{result.logs}"]
     dead = min(result.aborted)
-    # (A rank may have had an answer before, and ask the others what they hold.)
+    # A rank may have had an answer before, and compare what the ranks hold.
     asks = re.compile(r"rank \d, step \d, comparison of what the ranks hold failed: ")
     return [
         f"the error does not say that rank {dead} has ended:\n{text}"
@@ -116,8 +116,8 @@ def _after_a_fatal_fault(fault: Fault, rank: int, seen: dict[str, Any]) -> list[
         return [f"not one error, but {seen['errors']}"]
     found = []
     text = seen["errors"][0][1]
-    if fault.says:
-        return [] if re.search(fault.says, text) else [f"no {fault.says!r} in:\n{text}"]
+    if fault.text:
+        return [] if re.search(fault.text, text) else [f"no {fault.text!r} in:\n{text}"]
     place = _PLACES.match(text)
     if place is None:
         found.append(f"the error does not say what was under way:\n{text}")
@@ -144,11 +144,11 @@ def _after_a_fatal_fault(fault: Fault, rank: int, seen: dict[str, Any]) -> list[
 
 
 def _after_a_step_that_was_left_out(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:
-    """Of the optimizer, on the victim, which goes on with a backward."""
+    """The victim left out a step of its optimizer, and continues with a backward."""
     texts = [text for _, text in seen["errors"]]
     if rank == fault.victim:
         if len(texts) != 2 or not texts[0].startswith(("Struck", "KeyboardInterrupt")):
-            return [f"not its own error, and one of the next backward, but {texts}"]
+            return [f"not the error of the fault, and one of the next backward, but {texts}"]
         return []
     if len(texts) != 1:
         return [f"not one error, but {texts}"]
@@ -162,7 +162,7 @@ def _after_a_step_that_was_left_out(fault: Fault, rank: int, seen: dict[str, Any
 
 
 def _is_its_step(fault: Fault, place: re.Match[str]) -> bool:
-    """Ranks that wait for nobody may be one step further than the fault."""
+    """Ranks that do not wait may be one step ahead of the fault."""
     struck = fault.point.step
     if struck is None or fault.kind == "behind" or not place["step"]:
         return True
@@ -171,23 +171,23 @@ def _is_its_step(fault: Fault, place: re.Match[str]) -> bool:
 
 
 def _after_others(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:
-    """All goes on."""
+    """Training continues on all ranks."""
     found = []
     if not seen["ended"]:
         found.append(f"training ended early: {seen['errors']}")
     for step, text in seen["errors"]:
-        if fault.says and not re.search(fault.says, text):
-            found.append(f"no {fault.says!r} in:\n{text}")
-        if rank != fault.victim and not fault.says:
+        if fault.text and not re.search(fault.text, text):
+            found.append(f"no {fault.text!r} in:\n{text}")
+        if rank != fault.victim and not fault.text:
             found.append(f"an error at step {step} on a rank that was not struck:\n{text}")
     if fault.kind in ("raise", "interrupt") and rank == fault.victim and len(seen["errors"]) != 1:
-        found.append(f"not its own error, but {seen['errors']}")
-    if fault.says and len(seen["errors"]) != 1:
+        found.append(f"not the error of the fault, but {seen['errors']}")
+    if fault.text and len(seen["errors"]) != 1:
         found.append(f"not one error, but {seen['errors']}")
     steps = set(seen["right"]) | {step for step, _ in seen["errors"]} | set(map(int, seen["nan"]))
     if not (fault.at == "one more backward" and rank == fault.victim):  # which leaves one out
         found += [f"step {step} is missing" for step in range(len(steps)) if step not in steps]
     found += [f"NaN at step {step}" for step in seen["nan"] if int(step) != STRUCK_AT]
-    if fault.kind == "nan" and not fault.says and len(seen["nan"].get(str(STRUCK_AT), ())) != 1:
+    if fault.kind == "nan" and not fault.text and len(seen["nan"].get(str(STRUCK_AT), ())) != 1:
         found.append(f"NaN in {seen['nan']}, not in one parameter")
     return found
