@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Pages beside docs/, at the same place in the site, and the plots that pages show.
 ADDED = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "benchmarks/README.md"),
-    "tests/cases/README.md",
+    "tests/differential/named/README.md",
     *("benchmarks/results/*/tables.md", "benchmarks/results/*/*.png"),
 )
 IGNORED = "benchmarks/results/local/"  # what `make bench` has measured here

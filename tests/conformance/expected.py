@@ -90,7 +90,7 @@ _PASSES = """
 # What tritonddp lacks.
 _NOT_YET: dict[str, str] = {}
 
-# Where tritonddp differs from stock deliberately: see tests/cases/README.md.
+# Where tritonddp differs from stock deliberately: see tests/differential/named/README.md.
 _ON_PURPOSE = {
     "an unused parameter is no error unless find_unused_parameters=False says so": """
         test_ddp_multiple_nested_unused_params_err_ignore_params

@@ -1,6 +1,7 @@
 """Random programs on tritonddp, on stock DDP and in one process: none may tell them apart.
 
-kinds          a program for each seed: usual ones, with a sharded optimizer, hostile ones
+kinds          a program for each seed: usual, with a sharded optimizer, hostile, named ones
+named          programs with a name: one step each, written by hand
 actions        what a program is made of: each says what a rank does
 program.py     a program: what is wrapped, options, and a list of actions
 networks.py    what is wrapped

@@ -40,6 +40,7 @@ from differential.in_ranks import (
     play_all,
 )
 from differential.kinds import program_of
+from differential.named import PROGRAMS
 from differential.oracle import Expected, Oracle
 from differential.player import TIMEOUT
 from differential.program import Action, Program
@@ -126,6 +127,11 @@ def _differences(program: Program, played: Sequence[Played], compiled: bool) -> 
 def _beside_all(program: Program, played: Sequence[Played]) -> Iterator[str]:
     """The oracle, stock DDP, and other ways to play it."""
     end = len(program.actions) + 1
+    if program.named and PROGRAMS[program.named].stock is None:
+        for title in (OURS, LONG):
+            is_same = operator.eq if program.world_size == 2 else _is_near
+            yield from _compared(program, played, title, STOCK, is_same)
+        return
     if IN_PLACE in played[0]:
         in_place = as_in_place(program)
         has_buffers = any(entry.kind == "buffer" for entry in played[0][IN_PLACE])

@@ -35,9 +35,10 @@ from differential.actions.probes import Probe
 from differential.actions.training import Forward, Renew, Replace
 from differential.kinds import program_of
 from differential.mutations import planted
-from differential.networks import Network, build
+from differential.named import PROGRAMS
+from differential.networks import Network
 from differential.paths import nothing_prepared
-from differential.player import TIMEOUT, Player, behind
+from differential.player import TIMEOUT, Player, behind, networks_of
 from differential.program import Options, Program
 from differential.trace import Entry, Trace
 from differential.wrappers import FAULTS
@@ -168,7 +169,8 @@ def _play_all_ways(program: Program, is_mutated: bool) -> Played:
         if not is_mutated:
             with nothing_prepared():
                 played[LONG] = play(program, LONG, ways[1], program.options)
-            played |= _play_in_place(program, ways)
+            if not program.named:  # they ask for the wrapper
+                played |= _play_in_place(program, ways)
         plain = replace(program, kind="usual")
         if program.is_sharded and program.world_size > 2:
             if through[0] == "auto":  # gloo adds three numbers in another order
@@ -322,7 +324,7 @@ def play(
                 COMMUNICATION_HOOKS[program.communication_hook](behind(net) or net)
             return net
 
-        player = Player(program, rank, build(program, rank), wrapped, groups)
+        player = Player(program, rank, networks_of(program, rank), wrapped, groups)
         counts = program.counts or (len(program.actions),) * program.world_size
         with _joining(program, player):
             for number in range(counts[rank]):
@@ -336,6 +338,7 @@ def play(
             _compare_metrics(player, is_joined=program.counts is not None)
         actions = [getattr(each, "action", each) for each in program.actions]  # inside Under(), too
         makes_cycles = any(getattr(each, "in_a_cycle", False) for each in actions)
+        makes_cycles |= bool(program.named) and PROGRAMS[program.named].makes_cycles
         if not (may_leave_cycles or makes_cycles or title == STOCK):
             _check_cycles()
     except Exception as error:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from differential.named.models import Centered
 from differential.program import NetworkSpec, Program
 
 WIDTH = 8
@@ -209,20 +210,6 @@ class Withholding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Withheld.apply(x, self.weight)
-
-
-class Centered(torch.autograd.Function):
-    """Minus the mean over the batches of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        mean = x.mean(0)
-        dist.all_reduce(mean)
-        return x - mean / dist.get_world_size()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return Centered.forward(ctx, gradient)
 
 
 class Exchanged(torch.autograd.Function):

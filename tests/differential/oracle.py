@@ -5,8 +5,8 @@ before it, says how far they may be from that, and goes on with what they have. 
 program is judged by itself, to the rounding of that step alone.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ import torch
 from oracle import Alone, Window, terms_of_mean
 from torch import Tensor
 
+from differential.actions.named import NamedStep
 from differential.actions.training import (
     Backward,
     BreakOff,
@@ -28,8 +29,8 @@ from differential.actions.training import (
     ZeroGrad,
     clips_to_rounding,
 )
-from differential.networks import Network, build
-from differential.player import Player
+from differential.networks import Network
+from differential.player import Player, networks_of
 from differential.program import Program
 from differential.trace import Entry, Snapshot, dense
 
@@ -37,6 +38,9 @@ from differential.trace import Entry, Snapshot, dense
 # of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
 _ROUNDINGS = 4
 _ROUNDINGS_OF_WEIGHTED = 16
+# How far the gradients of a step of a named program may be from the mean, by the largest one:
+# a step may reduce several times.
+_NAMED = 1e-12
 # How far quantized gradients may be from the mean, by the largest of the network until then: what
 # error feedback still owes may be of any gradient before.
 _QUANTIZED = 0.03
@@ -71,7 +75,7 @@ class Oracle:
         self._program = program
         # (Ranks without inputs take part in forwards alone.)
         ranks = range(program.world_size)
-        self._everyone = [Player(program, rank, build(program, 0), Alone) for rank in ranks]
+        self._everyone = [Player(program, rank, networks_of(program, 0), Alone) for rank in ranks]
         # As in stock, a module without buffers when it is wrapped never has any synchronized.
         has_buffers = any(True for _ in self._everyone[0].network.buffers())
         self._syncs = program.options.syncs_buffers and has_buffers
@@ -115,11 +119,13 @@ class Oracle:
             gone = f"blocks.{action.block}."
             self.owners = {n: r for n, r in self.owners.items() if not n.startswith(gone)}
         looks_at_all = isinstance(action, Clip | Step)
-        with self._gradients_of_owners() if looks_at_all else contextlib.nullcontext():
+        with self._gradients_of_owners() if looks_at_all else nullcontext():
             reached = []
             for player in self._players:
                 player.trace = []
-                with _reached(player.network) as came:
+                # (A step of a named program may replace parameters.)
+                is_named = isinstance(action, NamedStep)
+                with nullcontext(set()) if is_named else _reached(player.network) as came:
                     player.perform(number)
                 reached.append(came)
         if isinstance(action, Forward) and not around:
@@ -142,6 +148,10 @@ class Oracle:
                 used |= {param for param in came if param.grad is not None}
             if not action.local:
                 self._reduce(action.retain_graph)
+        elif isinstance(action, NamedStep):
+            for player, used in zip(self._players, self._used, strict=True):
+                used |= {param for _, param in player.named("parameters") if param.grad is not None}
+            self._reduce()
         elif isinstance(action, ReduceGradients):
             for player, used in zip(self._players, self._used, strict=True):
                 used |= {param for param in player.network.parameters() if param.requires_grad}
@@ -183,11 +193,11 @@ class Oracle:
     def adopt(self, entries: Sequence[Sequence[Entry]]) -> None:
         """Go on with what each rank has seen of the last action."""
         for player, seen in zip(self._everyone, entries, strict=True):
-            params = dict(player.network.named_parameters())
+            params = dict(player.named("parameters"))
             tensors = {
                 "parameter": params,
-                "buffer": dict(player.network.named_buffers()),
-                "gradient": _gradients_by_name(player.network),
+                "buffer": dict(player.named("buffers")),
+                "gradient": _gradients_by_name(player),
             }
             for entry in seen:
                 mine = tensors.get(entry.kind, {}).get(entry.name)
@@ -214,7 +224,7 @@ class Oracle:
             }
             self._are_means = False
 
-    @contextlib.contextmanager
+    @contextmanager
     def _gradients_of_owners(self) -> Iterator[None]:
         """Context: all ranks have them, for what looks at all of them."""
         for _, mine, others in self._owned():
@@ -266,16 +276,16 @@ class Oracle:
 
         The graph that is retained goes on with the buffers of its forward, as under a wrapper.
         """
-        replicas = [list(player.network.named_parameters()) for player in self._players]
-        windows = [_window(player.net) for player in self._players]
-        is_weighted = any(window.sums for window in windows)
+        replicas = [list(player.named("parameters")) for player in self._players]
+        windows = list(zip(*(player.net.windows for player in self._players), strict=True))
+        is_weighted = any(window.sums for each in windows for window in each)
         for each in zip(*replicas, strict=True):
             name, params = each[0][0], [param for _, param in each]
-            is_used = [
-                (param in used and param.grad is not None) or param in window.sums
-                for param, used, window in zip(params, self._used, windows, strict=True)
-            ]
-            if not any(is_used):
+            is_used = (
+                param in used and param.grad is not None
+                for param, used in zip(params, self._used, strict=True)
+            )
+            if not (any(is_used) or _is_weighted(params, windows)):
                 continue
             former = self._means.get(name)
             for rank, param in enumerate(params):
@@ -291,8 +301,10 @@ class Oracle:
                 and not is_weighted
             )
             self._bounds[name] = None if exact else bound
+            if self._program.named:
+                self._bounds[name] = _NAMED * mean.abs().max().clamp(min=1.0).expand_as(mean)
             if former is not None:  # is taken out, and added again
-                if is_weighted and not any(each.items for each in windows):
+                if is_weighted and not any(each.items for window in windows for each in window):
                     mean = former  # nothing is left of what has come since
                 total = sum(each.grad.abs().double() for each in params if each.grad is not None)
                 eps = max(torch.finfo(each).eps for each in (former.dtype, self._wire))
@@ -303,7 +315,9 @@ class Oracle:
                     self._bounds[name] = torch.full(mean.shape, _QUANTIZED * self._largest)
             if self._program.communication_hook == "fp16_compress_hook":
                 self._bounds[name] = _bound_in_fp16(params)
-            if any(map(_is_sparse, params, windows)):
+            grads = [param.grad for param in params]
+            grads += [each.sums.get(p) for w in windows for p, each in zip(params, w, strict=True)]
+            if any(grad is not None and grad.is_sparse for grad in grads):
                 for param in params:
                     param.grad = mean.to_sparse(1)
                 continue
@@ -323,8 +337,9 @@ class Oracle:
                 param.grad.copy_(torch.zeros_like(mean) if own else mean)
         for player, used in zip(self._players, self._used, strict=True):
             used.clear()
-            player.net.windows = []
-            player.net._goes_on = False
+            for net in player.wrapped.values():
+                net.windows = []
+                net._goes_on = False
         for _, _, others in self._owned():
             for param in others:
                 param.grad = None
@@ -334,7 +349,7 @@ class Oracle:
 
     def _expected(self, player: Player) -> list[Expected]:
         """What the player has seen, with the gradients as they are after the reduction."""
-        gradients = _gradients_by_name(player.network)
+        gradients = _gradients_by_name(player)
         expected = []
         for entry in player.trace:
             if entry.kind == "gradient":
@@ -362,18 +377,18 @@ def contract_strides(param: Tensor) -> tuple[int, ...]:
 
 
 def _mean(
-    params: Sequence[Tensor], windows: Sequence[Window], size: int, wire: torch.dtype
+    params: Sequence[Tensor], windows: Sequence[Sequence[Window]], size: int, wire: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter on all ranks, and how far off each element may be.
 
     Args:
         params: the parameter on each rank that has inputs.
-        windows: what each has accumulated with weights.
+        windows: weighted backwards, each on each rank.
         size: what the sum is divided by where there are no weights.
         wire: in which gradients travel, if it is narrower than they are.
     """
-    is_weighted = any(window.sums for window in windows)
-    terms = list(map(dense, terms_of_mean(params, [windows] if is_weighted else [], size)))
+    is_weighted = any(window.sums for each in windows for window in each)
+    terms = list(map(dense, terms_of_mean(params, windows if is_weighted else [], size)))
     bound = torch.stack([term.abs() for term in terms]).sum(0)
     if is_weighted and bound.numel():
         bound = bound.max().expand_as(bound)  # the sums of a window have rounded too
@@ -394,17 +409,16 @@ def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
     return bound.masked_fill(total > info.max / 2, torch.inf)  # it may overflow
 
 
-def _is_sparse(param: Tensor, window: Window) -> bool:
-    """Whether a rank has a sparse gradient of this parameter."""
-    grads = param.grad, window.sums.get(param)
-    return any(grad is not None and grad.is_sparse for grad in grads)
+def _is_weighted(params: Sequence[Tensor], windows: Sequence[Sequence[Window]]) -> bool:
+    """Whether a rank has a weighted gradient of this parameter."""
+    return any(
+        param in each.sums
+        for of_ranks in windows
+        for param, each in zip(params, of_ranks, strict=True)
+    )
 
 
-def _window(net: Alone) -> Window:
-    return net.windows[-1] if net.windows else Window()
-
-
-@contextlib.contextmanager
+@contextmanager
 def _reached(network: Network) -> Iterator[set[Tensor]]:
     """The parameters that backwards reach meanwhile, also those that get no gradient."""
     came: set[Tensor] = set()
@@ -422,5 +436,5 @@ def _note(came: set[Tensor], param: Tensor, *_: object) -> None:
     came.add(param)
 
 
-def _gradients_by_name(network: Network) -> dict[str, Tensor | None]:
-    return {name: param.grad for name, param in network.named_parameters()}
+def _gradients_by_name(player: Player) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in player.named("parameters")}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from differential.actions.gradients import add_hook
 from differential.actions.training import Output, Step
-from differential.networks import WIDTH, Network
+from differential.named import PROGRAMS
+from differential.networks import WIDTH, Network, build
 from differential.program import Program
 from differential.trace import Entry, Snapshot, Trace
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer, ddp
@@ -29,6 +30,11 @@ def behind(net: Any) -> DistributedDataParallel | None:
         return ddp(net)
     except TypeError:
         return None
+
+
+def networks_of(program: Program, rank: int) -> list[Any]:
+    """What ``rank`` wraps."""
+    return PROGRAMS[program.named].make() if program.named else build(program, rank)
 
 
 class Player:
@@ -118,7 +124,8 @@ class Player:
     def finish(self) -> None:
         """All is done, and ``join()`` left: see the model once more."""
         self.number = len(self.program.actions)
-        self.see_model()
+        if not self.program.named:
+            self.see_model()
 
     def forget_outputs(self) -> None:
         """Those that nothing becomes of, and their graphs."""
@@ -132,10 +139,10 @@ class Player:
     def _wrap_all(self) -> None:
         """Each network; with groups of their own for two of them, or for each pair of ranks."""
         groups: list[Any] = [None, None]
-        titles = ["main"]
+        titles = ["main", "second"]
         match self.program.wrappers:
             case "two groups":
-                titles, groups = ["main", "second"], [self.group(number) for number in range(2)]
+                groups = [self.group(number) for number in range(2)]
             case "ring of pairs":
                 titles = [f"pair {number}" for number in range(len(PAIRS))]
                 groups = [self.group(0, pair) for pair in PAIRS]
@@ -187,9 +194,11 @@ class Player:
         is_short = program.actions.count(Step()) < 8
         kind, options = _optimizer(program.optimizer, RATE if is_short else SLOW)
         params: list[Any] = [*self.params]
-        of_first, of_heads = (
-            [*each.parameters()] for each in (self.network.blocks["b0"], self.network.heads)
-        )
+        of_first: list[Tensor] = []
+        of_heads: list[Tensor] = []
+        if program.groups:
+            of_first = [*self.network.blocks["b0"].parameters()]
+            of_heads = [*self.network.heads.parameters()]
         others = {"some": of_first, "later": of_heads, "two": of_heads}
         self.added: list[Tensor] = []  # of new blocks
         self.later = of_heads if program.groups == "later" else []
@@ -213,7 +222,7 @@ class Player:
     def _see_owners(self) -> None:
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             owners = self.optimizer._owners
-            for name, param in self._named("parameters"):
+            for name, param in self.named("parameters"):
                 if param in owners:
                     self.see(name, torch.tensor(owners[param]), "owner")
 
@@ -235,22 +244,22 @@ class Player:
         self.trace.append(Entry(self.number, kind, name, value))
 
     def see_gradients(self) -> None:
-        for name, param in self._named("parameters"):
+        for name, param in self.named("parameters"):
             self.see(name, param.grad, "gradient")
 
     def see_buffers(self) -> None:
-        for name, buffer in self._named("buffers"):
+        for name, buffer in self.named("buffers"):
             self.see(name, buffer, "buffer")
 
     def see_model(self) -> None:
-        for name, param in self._named("parameters"):
+        for name, param in self.named("parameters"):
             self.see(name, param, "parameter")
         self.see_buffers()
         for number, gradient in enumerate(self.held):
             if gradient.is_sparse or gradient.untyped_storage().nbytes():
                 self.see(f"gradient {number} that is held", gradient)
 
-    def _named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Of all networks, whatever those say that they have."""
         for number, network in enumerate(self.networks):
             for name, tensor in getattr(nn.Module, f"named_{kind}")(network):

@@ -138,6 +138,7 @@ class Program(Described):
             first step. Where it is not ``""``, those of a new block are a group that is added.
         roots: of hostile programs: where actions are from, of :data:`kinds.hostile.ROOTS`.
         forwards_names: whether the wrapper is of a subclass that hands names on to the module.
+        named: the named program that is played, of :data:`differential.named.PROGRAMS`.
     """
 
     kind: str  # of differential.kinds.KINDS
@@ -160,6 +161,7 @@ class Program(Described):
     roots: tuple[str, ...] = ()
     wrappers: str = "one network"  # how many there are, of kinds.hostile.WRAPPERS
     forwards_names: bool = False
+    named: str = ""
 
     @property
     def is_sharded(self) -> bool:

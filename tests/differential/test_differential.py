@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from differential import named
 from differential.comparison import differences
 from differential.in_ranks import WRAPPERS, is_of
 from differential.kinds import program_of
+from differential.kinds.named import VARIANTS
 from differential.mutations import MUTATIONS, OF_SHARDED, is_broken, planted
 from differential.wrappers import FAULTS
 
@@ -16,8 +18,9 @@ PROGRAMS = {
     "usual": {1: 10, 2: 220, 3: 120},
     "sharded": {2: 60, 3: 40},
     "hostile": {2: 300, 3: 150},
+    "named": {2: len(VARIANTS) * len(named.PROGRAMS), 3: 2 * len(named.PROGRAMS)},
 }
-BATCH = {"usual": 10, "sharded": 10, "hostile": 30}
+BATCH = {"usual": 10, "sharded": 10, "hostile": 30, "named": 30}
 # Within how many programs a planted fault is found, and a wrapper with a fault.
 ENOUGH, ENOUGH_OF_HOSTILE = 80, 90
 
@@ -27,7 +30,7 @@ def batches(kind: str) -> list[Any]:
     return [
         pytest.param(
             world_size,
-            range(first, first + BATCH[kind]),
+            range(first, min(first + BATCH[kind], count)),
             id=f"{world_size}-ranks-from-{first}",
             marks=[pytest.mark.quick] if kind == "hostile" and not first else [],
         )
@@ -60,6 +63,13 @@ def test_a_sharded_optimizer_ends_where_the_plain_one_does(world_size: int, seed
 @pytest.mark.parametrize(("world_size", "seeds"), batches("hostile"))
 def test_hostile_programs_see_what_they_see_under_stock(world_size: int, seeds: range) -> None:
     assert_none(seeds, world_size, "hostile")
+
+
+@pytest.mark.parametrize(("world_size", "seeds"), batches("named"))
+def test_named_programs_see_the_mean_of_what_each_rank_computes(
+    world_size: int, seeds: range
+) -> None:
+    assert_none(seeds, world_size, "named")
 
 
 @pytest.mark.long

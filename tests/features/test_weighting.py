@@ -206,20 +206,3 @@ def test_gradients_are_not_weighted_where_the_backward_still_reads_them(
             ddp(x).backward()
         (alone(x) * (3 if reduction == "mean" else 1)).backward()
         assert_close(gradients(ddp), [grad / 5 for grad in gradients(alone)])
-
-
-@ranks(2, views=True)
-def test_sums_count_where_a_rank_has_no_items(rank: int, view: bool) -> None:
-    ddp = wrap(net(), view)
-    weight, extra = ddp.module.first.weight, ddp.module.extra.weight
-    for step in (1, 2):  # without zero_grad in between
-        used = step == 1 or rank == 0
-        loss = (1 + 2 * rank) * weight.sum() + (2 * extra.sum() if used else 0)
-        # Rank 0 counts the items of all.
-        backward(ddp, extra=used, loss=loss, weight=4 * (1 - rank), reduction="sum")
-        assert_all(weight, step)
-        assert_all(extra, 1 if step == 1 else 1.5)
-    gradient = torch.full_like(weight, 1 + 2 * rank)
-    with ddp.weighted(4 * rank, "sum"):
-        (mean,) = ddp.reduce_gradients([gradient], [weight])
-    torch.testing.assert_close(mean, torch.ones_like(weight))

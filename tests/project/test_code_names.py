@@ -23,7 +23,10 @@ from tritonddp import DistributedDataParallel
 PACKAGE = Path(tritonddp.__file__).parent
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/cases/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "tests/differential/named/README.md")
+    ),
 ]
 
 # What pages call objects of the user, and of the package: their classes.

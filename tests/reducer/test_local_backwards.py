@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_bits, ranks
 from logged import logged
 from modules import OnDemand
@@ -108,22 +107,6 @@ def test_a_backward_inside_the_forward_is_local_until_a_forward_has_armed_it() -
     ddp(filled(2, 4))
     ddp(filled(2, 4))
     assert reductions(ddp) == 3
-
-
-@ranks(2)
-def test_a_wrapper_of_shared_layers_leaves_the_backwards_of_the_other_alone() -> None:
-    trunk = nn.Linear(4, 4)
-    actor, critic = (
-        DistributedDataParallel(nn.Sequential(trunk, nn.Linear(4, 1)), find_unused_parameters=False)
-        for _ in range(2)
-    )
-    with said() as lines:
-        for _ in range(3):
-            for each in actor, critic:
-                train_step(each, filled(2, 4), loss=torch.sum)
-                torch.optim.SGD(each.parameters(), lr=0.1).step()
-    assert (reductions(actor), reductions(critic)) == (3, 3)
-    assert not lines
 
 
 @contextlib.contextmanager
@@ -257,20 +240,6 @@ def test_a_backward_in_a_callback_at_the_end_adds_to_the_means() -> None:
 
 
 @ranks(2)
-def test_wrappers_made_in_another_order_on_each_rank_end_in_the_same(rank: int) -> None:
-    """Without ``init_sync`` nothing tells the ranks in which order the others wrap."""
-    groups = [dist.new_group() for _ in range(2)]
-    nets: dict[int, Any] = {}
-    for number in (0, 1) if rank else (1, 0):
-        options = {"process_group": groups[number], "init_sync": False}
-        nets[number] = DistributedDataParallel(net(), **options)
-    for _ in range(3):
-        (nets[0](filled(2, 4)).sum() + nets[1](filled(2, 4)).sum()).backward()
-    for each in nets.values():
-        assert_gradients_alike(each)
-
-
-@ranks(2)
 def test_an_output_is_saved_without_a_warning() -> None:
     ddp = DistributedDataParallel(net())
     with unwarned():
@@ -287,3 +256,45 @@ def test_an_error_of_one_wrapper_does_not_keep_another_from_its_mean() -> None:
             (nets[0](filled(2, 4)).sum() * torch.inf + nets[1](filled(2, 4)).sum()).backward()
         assert_gradients_alike(nets[1])
         assert not nets[1].reducer._core.backward
+
+
+@ranks(2)
+def test_a_backward_through_no_output_is_reduced_only_if_a_forward_has_armed_it() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+
+    def penalty() -> None:
+        ddp.module.weight.square().sum().backward()
+
+    penalty()
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2))
+    penalty()
+    assert reductions(ddp) == 0
+    ddp(torch.ones(1, 2))
+    with ddp.no_sync():
+        penalty()
+    assert reductions(ddp) == 0
+    penalty()
+    penalty()
+    assert reductions(ddp) == 1
+    ddp.reducer.prepare_for_backward([])
+    penalty()
+    assert reductions(ddp) == 2
+
+
+@ranks(2)
+def test_after_an_error_of_weights_on_one_rank_all_ranks_begin_alike(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    if rank == 0:
+        with ddp.no_sync(), ddp.weighted(3):
+            ddp(torch.ones(1, 2)).sum().backward()
+    loss = ddp(torch.ones(1, 2)).sum()
+    with pytest.raises(RuntimeError) if rank == 0 else contextlib.nullcontext():
+        loss.backward()
+    ddp.zero_grad()
+    before = reductions(ddp)
+    for is_last in (False, False, True):
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
+            loss = ddp(torch.ones(1, 2)).sum()
+        loss.backward()
+        assert reductions(ddp) == before + is_last

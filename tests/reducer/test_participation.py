@@ -5,7 +5,7 @@ The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
 
 import pytest
 import torch
-from cases.models import Branches, batch
+from differential.named.models import Branches, batch
 from distributed import ranks
 from oracle import Net, in_step, one_per_rank
 from training import train_step, wrap

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases.models import Branches, batch, branch
+from differential.named.models import Branches, batch, branch
 from distributed import in_rings, ranks, recorded_collectives
 from modules import Layers
 from oracle import Net, assert_mean, in_step, one_per_rank

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.models import Branches, batch
+from differential.named.models import Branches, batch
 from distributed import ranks, recorded_collectives
 from oracle import assert_mean, one_per_rank, seed
 from torch import Tensor, nn

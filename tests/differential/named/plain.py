@@ -5,9 +5,8 @@ from typing import Any
 
 from oracle import Net
 
-from cases.models import Checkpointed, CheckpointedNotReentrant, batch
-from cases.stock import ASSERTION, HANGS, RIGHT, TWICE, UNDEFINED, UNUSED
-from cases.table import case
+from differential.named.models import Checkpointed, CheckpointedNotReentrant, batch
+from differential.named.table import ASSERTION, HANGS, RIGHT, TWICE, UNDEFINED, UNUSED, program
 
 Names = str | Callable[[int, int], str]
 
@@ -16,9 +15,9 @@ def plain(name: str, without_flag: str, with_flag: str, *names: Names, **options
     """A backward through each of these branches, all but the last under ``no_sync``.
 
     Args:
-        name: of the case; what becomes of it under stock DDP follows, as for :func:`case`.
+        name: of the case; what becomes of it under stock DDP follows, as for :func:`program`.
         names: branches, or a function of rank and step that says which.
-        options: of :func:`case`.
+        options: of :func:`program`.
     """
 
     def step(net: Net, rank: int, step: int) -> None:
@@ -30,7 +29,7 @@ def plain(name: str, without_flag: str, with_flag: str, *names: Names, **options
         net(batch(), last).sum().backward()
 
     step.__name__ = name
-    case(without_flag, with_flag, **options)(step)
+    program(without_flag, with_flag, **options)(step)
 
 
 def by_rank(first: str, others: str) -> Names:

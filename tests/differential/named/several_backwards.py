@@ -3,28 +3,35 @@
 import torch
 from oracle import Net
 
-from cases.models import Branches, Heads, Multiplied, Normalized, NormalizedAsInEval, batch, branch
-from cases.stock import RIGHT, TWICE, UNDEFINED, UNUSED, WRONG
-from cases.table import case
+from differential.named.models import (
+    Branches,
+    Heads,
+    Multiplied,
+    Normalized,
+    NormalizedAsInEval,
+    batch,
+    branch,
+)
+from differential.named.table import RIGHT, TWICE, UNDEFINED, UNUSED, WRONG, program
 
 # Several backwards.
 
 
-@case(TWICE, WRONG, reductions=2)
+@program(TWICE, WRONG, reductions=2)
 def same_graph_twice(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-@case(TWICE, UNDEFINED, model=Heads, reductions=2)
+@program(TWICE, UNDEFINED, model=Heads, reductions=2)
 def two_losses_of_one_graph(net: Net, rank: int, step: int) -> None:
     outputs = net(batch(), "abcd")
     outputs["a"][0].sum().backward(retain_graph=True)
     (outputs["a"][0].pow(2).sum() + outputs["c"][0].sum()).backward()
 
 
-@case(TWICE, UNDEFINED, model=Heads, reductions=2)
+@program(TWICE, UNDEFINED, model=Heads, reductions=2)
 def two_losses_that_share_a_trunk(net: Net, rank: int, step: int) -> None:
     trunk = branch(net, "f")(batch())
     outputs = net(trunk, "ab")
@@ -32,32 +39,32 @@ def two_losses_that_share_a_trunk(net: Net, rank: int, step: int) -> None:
     outputs["b"][0].pow(2).sum().backward()
 
 
-@case(TWICE, TWICE, reductions=2)
+@program(TWICE, TWICE, reductions=2)
 def two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch(), "abc").sum(), net(batch(), "cde").sum()]
     for loss in losses:
         loss.backward()
 
 
-@case(TWICE, UNDEFINED, reductions=2)
+@program(TWICE, UNDEFINED, reductions=2)
 def two_forwards_then_two_backwards_in_reverse(net: Net, rank: int, step: int) -> None:
     losses = [net(batch(), "abc").sum(), net(batch(), "cde").sum()]
     for loss in reversed(losses):
         loss.backward()
 
 
-@case(UNUSED, TWICE)
+@program(UNUSED, TWICE)
 def two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch(), "abc").sum() + net(batch(), "cde").sum()).backward()
 
 
-@case(UNUSED, RIGHT, reductions=3)
+@program(UNUSED, RIGHT, reductions=3)
 def a_loss_per_microbatch(net: Net, rank: int, step: int) -> None:
     for names in ("abc", "cd" if rank else "ce", "ab"):
         net(batch(), names).pow(2).sum().backward()
 
 
-@case(UNUSED, RIGHT, Branches, Branches, reductions=(1, 2))
+@program(UNUSED, RIGHT, Branches, Branches, reductions=(1, 2))
 def gan_alternation(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "ab")
@@ -65,7 +72,7 @@ def gan_alternation(nets: list[Net], rank: int, step: int) -> None:
     judge(fake, "ab").pow(2).sum().backward()
 
 
-@case(UNUSED, RIGHT, Branches, Branches, reductions=1)
+@program(UNUSED, RIGHT, Branches, Branches, reductions=1)
 def gan_with_the_judge_frozen_for_the_generator(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "ab")
@@ -75,7 +82,7 @@ def gan_with_the_judge_frozen_for_the_generator(nets: list[Net], rank: int, step
         judged.backward(inputs=list(generator.parameters()))
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def forward_without_backward(net: Net, rank: int, step: int) -> None:
     net(batch(), "abc")
     with torch.no_grad():
@@ -86,31 +93,31 @@ def forward_without_backward(net: Net, rank: int, step: int) -> None:
 # Buffers while a graph is alive.
 
 
-@case(RIGHT, RIGHT, model=Normalized)
+@program(RIGHT, RIGHT, model=Normalized)
 def batch_norm_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
 
 
-@case(WRONG, WRONG, model=Normalized, reductions=2)
+@program(WRONG, WRONG, model=Normalized, reductions=2)
 def batch_norm_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
     for loss in losses:
         loss.backward()
 
 
-@case(RIGHT, RIGHT, model=NormalizedAsInEval)
+@program(RIGHT, RIGHT, model=NormalizedAsInEval)
 def batch_norm_in_eval_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     assert not net.module.layers[1].training
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
 
 
-@case(WRONG, WRONG, model=NormalizedAsInEval, reductions=2)
+@program(WRONG, WRONG, model=NormalizedAsInEval, reductions=2)
 def batch_norm_in_eval_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
     for loss in losses:
         loss.backward()
 
 
-@case(RIGHT, RIGHT, model=Multiplied)
+@program(RIGHT, RIGHT, model=Multiplied)
 def buffer_as_a_factor_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()

@@ -3,46 +3,53 @@
 from modules import Withheld
 from oracle import Net
 
-from cases.models import DataclassOutput, Experts, Heads, StochasticDepth, Towers, batch, branch
-from cases.stock import RIGHT, TWICE, TWICE_HANGS, UNDEFINED, UNUSED
-from cases.table import case
+from differential.named.models import (
+    DataclassOutput,
+    Experts,
+    Heads,
+    StochasticDepth,
+    Towers,
+    batch,
+    branch,
+)
+from differential.named.table import RIGHT, TWICE, TWICE_HANGS, UNDEFINED, UNUSED, program
 
 # Unused parameters, no flag.
 
 
-@case(UNUSED, RIGHT, model=Experts)
+@program(UNUSED, RIGHT, model=Experts)
 def mixture_of_experts(net: Net, rank: int, step: int) -> None:
     net(batch()).pow(2).sum().backward()
 
 
-@case(UNUSED, RIGHT, model=StochasticDepth)
+@program(UNUSED, RIGHT, model=StochasticDepth)
 def skipped_layers(net: Net, rank: int, step: int) -> None:
     net(batch()).pow(2).sum().backward()
 
 
-@case(UNUSED, RIGHT, model=Towers)
+@program(UNUSED, RIGHT, model=Towers)
 def whole_submodule_unused_on_some_ranks(net: Net, rank: int, step: int) -> None:
     net(batch(), "image" if rank == step % 2 else "text").pow(2).sum().backward()
 
 
-@case(UNUSED, RIGHT, model=Towers)
+@program(UNUSED, RIGHT, model=Towers)
 def whole_submodule_unused_for_some_steps(net: Net, rank: int, step: int) -> None:
     net(batch(), "image" if step % 2 else "text").pow(2).sum().backward()
 
 
-@case(UNUSED, TWICE)
+@program(UNUSED, TWICE)
 def custom_function_gives_none_on_one_rank(net: Net, rank: int, step: int) -> None:
     weight = branch(net, "c")[0].weight
     Withheld.apply(net(batch(), "ab"), weight, rank == 1).sum().backward()
 
 
-@case(UNUSED, TWICE)
+@program(UNUSED, TWICE)
 def custom_function_gives_none_on_all_ranks(net: Net, rank: int, step: int) -> None:
     weight = branch(net, "c")[0].weight
     Withheld.apply(net(batch(), "ab"), weight, False).sum().backward()
 
 
-@case(UNUSED, UNUSED)
+@program(UNUSED, UNUSED)
 def backward_with_respect_to_some(net: Net, rank: int, step: int) -> None:
     weights = [branch(net, "a")[0].weight, branch(net, "c")[0].bias]
     net(batch(), "abc").sum().backward(inputs=weights)
@@ -51,32 +58,32 @@ def backward_with_respect_to_some(net: Net, rank: int, step: int) -> None:
 # Outputs that the loss ignores, parameters used outside forward.
 
 
-@case(UNUSED, RIGHT, model=Heads)
+@program(UNUSED, RIGHT, model=Heads)
 def outputs_ignored_by_the_loss(net: Net, rank: int, step: int) -> None:
     outputs = net(batch(), "abcd")
     sum(outputs[name][0].sum() for name in "bd").backward()
 
 
-@case(UNUSED, RIGHT, model=Heads)
+@program(UNUSED, RIGHT, model=Heads)
 def different_outputs_ignored_on_each_rank(net: Net, rank: int, step: int) -> None:
     outputs = net(batch(), "abcdef")
     names = ["ab", "c", "ef", "abcdef"][(step + rank) % 4]
     sum(outputs[name][0].sum() for name in names).backward()
 
 
-@case(UNUSED, UNUSED, model=DataclassOutput)
+@program(UNUSED, UNUSED, model=DataclassOutput)
 def only_the_second_field_of_a_dataclass(net: Net, rank: int, step: int) -> None:
     net(batch(), "ab").second[rank % 2].sum().backward()
 
 
-@case(UNUSED, TWICE)
+@program(UNUSED, TWICE)
 def used_outside_forward_too(net: Net, rank: int, step: int) -> None:
     x = batch()
     loss = net(x, "ab").sum() + branch(net, "c")(x).sum() + branch(net, "a")(x).pow(2).sum()
     loss.backward()
 
 
-@case(UNUSED, TWICE_HANGS)
+@program(UNUSED, TWICE_HANGS)
 def used_outside_forward_on_one_rank(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "ab").sum()
     if rank:
@@ -84,19 +91,19 @@ def used_outside_forward_on_one_rank(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case(UNUSED, TWICE)
+@program(UNUSED, TWICE)
 def used_outside_forward_only(net: Net, rank: int, step: int) -> None:
     net(batch(), "ab")
     branch(net, "c")(batch()).sum().backward()
 
 
-@case(RIGHT, TWICE)
+@program(RIGHT, TWICE)
 def penalty_on_all_weights(net: Net, rank: int, step: int) -> None:
     penalty = sum(param.pow(2).sum() for param in net.parameters())
     (net(batch(), "ab").pow(2).mean() + 0.1 * penalty).backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def forward_of_the_output(net: Net, rank: int, step: int) -> None:
     net(net(net(batch(), "ab"), ""), "bc").sum().backward()
 
@@ -104,7 +111,7 @@ def forward_of_the_output(net: Net, rank: int, step: int) -> None:
 # Ranks that disagree.
 
 
-@case(UNUSED, UNDEFINED, reductions=2)
+@program(UNUSED, UNDEFINED, reductions=2)
 def different_control_flow(net: Net, rank: int, step: int) -> None:
     """One rank sums two losses of one forward each; another runs one forward twice."""
     if rank == 0:

@@ -1,6 +1,6 @@
-"""The models of the cases.
+"""The models of the named programs.
 
-``microbatch`` is the loss of a microbatch that a variant puts in front of a backward: each rank
+``microbatch`` is the loss of a microbatch that a variant adds before a backward: each rank
 uses other parameters, and none uses the last ones.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from oracle import Net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -183,6 +184,20 @@ class Multiplied(OfBatches):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.linear(x) * self.factor
+
+
+class Centered(torch.autograd.Function):
+    """Minus the mean over the batches of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        mean = x.mean(0)
+        dist.all_reduce(mean)
+        return x - mean / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return Centered.forward(ctx, gradient)
 
 
 def branch(net: Net, name: str) -> nn.Module:

@@ -4,37 +4,36 @@ import torch
 from oracle import Net
 from torch import nn
 
-from cases.models import Branches, batch, branch
-from cases.stock import RIGHT, UNUSED, WRONG
-from cases.table import case
+from differential.named.models import Branches, batch, branch
+from differential.named.table import RIGHT, UNUSED, WRONG, program
 
 
-@case(UNUSED, RIGHT, adds=[1, 2])
+@program(UNUSED, RIGHT)
 def frozen_in_turns(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step % 2 == 0)
     branch(net, "b").requires_grad_(step % 2 == 1)
     net(batch(), "abcdef").sum().backward()
 
 
-@case(UNUSED, RIGHT, adds=[2])
+@program(UNUSED, RIGHT)
 def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step % 2 == 0)
     net(batch(), "abc" if rank else "de").sum().backward()
 
 
-@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[1])
+@program(WRONG, WRONG, model=lambda: partly_frozen(Branches()))
 def frozen_when_wrapped_and_unfrozen_later(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 0)
     net(batch(), "abcdef").sum().backward()
 
 
-@case(UNUSED, WRONG, model=lambda: partly_frozen(Branches()), adds=[1])
+@program(UNUSED, WRONG, model=lambda: partly_frozen(Branches()))
 def unfrozen_and_used_on_one_rank(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 0)
     net(batch(), "abc" if rank else "bcd").sum().backward()
 
 
-@case(RIGHT, RIGHT, Branches, Branches, reductions=(1, 1))
+@program(RIGHT, RIGHT, Branches, Branches, reductions=(1, 1))
 def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "abcdef")
@@ -44,7 +43,7 @@ def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step:
     judge(fake, "abcdef").pow(2).sum().backward()
 
 
-@case(WRONG, RIGHT)
+@program(WRONG, RIGHT)
 def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     net.requires_grad_(True)
     loss = net(batch(), "abcdef").sum()
@@ -52,7 +51,7 @@ def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     """What its microbatches accumulated before is reduced."""
     net.requires_grad_(True)
@@ -62,7 +61,7 @@ def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     net(batch(), "abcdef").sum().backward()
 
 
-@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[0])
+@program(WRONG, WRONG, model=lambda: partly_frozen(Branches()))
 def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         branch(net, "a").requires_grad_(True)
@@ -71,7 +70,7 @@ def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) ->
     net(batch(), "abcdef").sum().backward()
 
 
-@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[1])
+@program(WRONG, WRONG, model=lambda: partly_frozen(Branches()))
 def unfrozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 1)
     with net.no_sync():
@@ -81,21 +80,21 @@ def unfrozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     net(batch(), "bcdef").sum().backward()
 
 
-@case(UNUSED, WRONG, adds=[1])
+@program(UNUSED, WRONG)
 def parameter_replaced(net: Net, rank: int, step: int) -> None:
     if step == 1:
         branch(net, "a")[0].weight = nn.Parameter(torch.full((4, 4), 0.3, dtype=torch.float64))
     net(batch(), "abcdef").sum().backward()
 
 
-@case(UNUSED, WRONG, adds=[1, 2])
+@program(UNUSED, WRONG)
 def layer_replaced_before_each_step(net: Net, rank: int, step: int) -> None:
     if step:
         branch(net, "f")[2] = constant(0.1 * step)
     net(batch(), "abcdef").sum().backward()
 
 
-@case(WRONG, WRONG, adds=[0, 2])
+@program(WRONG, WRONG)
 def layers_added(net: Net, rank: int, step: int) -> None:
     """Before the first step too."""
     if step != 1:
@@ -103,7 +102,7 @@ def layers_added(net: Net, rank: int, step: int) -> None:
     net(batch(), [*net.module.branches]).sum().backward()
 
 
-@case(WRONG, WRONG, adds=[1])
+@program(WRONG, WRONG)
 def layer_added_that_one_rank_uses(net: Net, rank: int, step: int) -> None:
     if step == 1:
         net.module.branches["added"] = constant(0.2)
@@ -111,7 +110,7 @@ def layer_added_that_one_rank_uses(net: Net, rank: int, step: int) -> None:
     net(batch(), names).sum().backward()
 
 
-@case(WRONG, WRONG, adds=[1])
+@program(WRONG, WRONG)
 def adapters_added_and_the_rest_frozen(net: Net, rank: int, step: int) -> None:
     if step == 1:
         net.requires_grad_(False)

@@ -7,13 +7,12 @@ import torch
 from oracle import Net
 from torch import Tensor
 
-from cases.models import batch, branch, samples
-from cases.stock import IN_PLACE, RIGHT, TWICE, UNUSED, WRONG
-from cases.table import case
+from differential.named.models import batch, branch, samples
+from differential.named.table import IN_PLACE, RIGHT, TWICE, UNUSED, WRONG, program
 from tritonddp import DistributedDataParallel
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def gradient_of_the_input(net: Net, rank: int, step: int) -> None:
     x = batch()
     loss = net(x, "abc").pow(2).sum()
@@ -21,7 +20,7 @@ def gradient_of_the_input(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def gradient_of_parameters(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").pow(2).sum()
     weights = list(branch(net, "b").parameters())
@@ -30,14 +29,14 @@ def gradient_of_parameters(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case(UNUSED, TWICE)
+@program(UNUSED, TWICE)
 def gradient_of_another_output(net: Net, rank: int, step: int) -> None:
     first, second = net(batch(), "abc").pow(2), net(batch(), "de")
     torch.autograd.grad(second.sum(), first, retain_graph=True, allow_unused=True)
     (first.sum() + second.sum()).backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def gradient_between_no_sync_and_backward(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         net(batch(), "ac").sum().backward()
@@ -48,7 +47,7 @@ def gradient_between_no_sync_and_backward(net: Net, rank: int, step: int) -> Non
     net(batch(), "b").sum().backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def gradient_penalty(net: Net, rank: int, step: int) -> None:
     x = batch()
     output = net(x, "abc")
@@ -56,21 +55,21 @@ def gradient_penalty(net: Net, rank: int, step: int) -> None:
     (output.mean() + (gradient.norm() - 1).pow(2)).backward()
 
 
-@case(UNUSED, UNUSED)
+@program(UNUSED, UNUSED)
 def gradient_penalty_alone(net: Net, rank: int, step: int) -> None:
     x = batch()
     (gradient,) = torch.autograd.grad(net(x, "abc").sum(), x, create_graph=True)
     gradient.pow(2).sum().backward()
 
 
-@case(IN_PLACE, IN_PLACE)
+@program(IN_PLACE, IN_PLACE)
 def backward_that_builds_a_graph(net: Net, rank: int, step: int) -> None:
     with warnings.catch_warnings():  # of a reference cycle, which the test runner collects
         warnings.simplefilter("ignore")
         net(batch(), "abc").pow(2).sum().backward(create_graph=True)
 
 
-@case(RIGHT, RIGHT, reductions=0)
+@program(RIGHT, RIGHT, reductions=0)
 def autograd_grad_alone(net: Net, rank: int, step: int) -> None:
     x = batch()
     torch.autograd.grad(net(x, "abc").sum(), x)
@@ -85,7 +84,7 @@ def add_to_grads(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -
             param.grad = gradient if param.grad is None else param.grad + gradient
 
 
-@case(WRONG, WRONG, reductions=0, requests=1)
+@program(WRONG, WRONG, reductions=0)
 def gradients_of_autograd_grad(net: Net, rank: int, step: int) -> None:
     params = list(net.parameters())
     loss = net(batch(), "abc" if rank else "bcd").pow(2).sum()
@@ -93,7 +92,7 @@ def gradients_of_autograd_grad(net: Net, rank: int, step: int) -> None:
     add_to_grads(params, net.reduce_gradients(gradients))
 
 
-@case(WRONG, WRONG, reductions=0, requests=1, names_params=True)
+@program(WRONG, WRONG, reductions=0)
 def gradients_of_second_order(net: Net, rank: int, step: int) -> None:
     """Of a penalty on the gradients for some parameters."""
     params = list(branch(net, "b").parameters())
@@ -103,7 +102,7 @@ def gradients_of_second_order(net: Net, rank: int, step: int) -> None:
     add_to_grads(params, net.reduce_gradients(second, params))
 
 
-@case(WRONG, WRONG, reductions=0, requests=1)
+@program(WRONG, WRONG, reductions=0)
 def gradients_by_name(net: Net, rank: int, step: int) -> None:
     names = ["branches.a.0.weight", "branches.c.2.bias"][: 1 + rank]
     params = dict(net.module.named_parameters())
@@ -112,7 +111,7 @@ def gradients_by_name(net: Net, rank: int, step: int) -> None:
     add_to_grads(params.values(), means.values())
 
 
-@case(WRONG, WRONG, reductions=0, requests=1)
+@program(WRONG, WRONG, reductions=0)
 def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
     """As evolution strategies do: ``.grad`` is filled, then reduced in place."""
     for number, param in enumerate(net.parameters()):
@@ -122,7 +121,7 @@ def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
     net.reduce_gradients()
 
 
-@case(WRONG, WRONG, reductions=0, requests=1)
+@program(WRONG, WRONG, reductions=0)
 def backwards_under_no_sync_reduced_by_hand(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         for names in ("abc", "cd" if rank else "ce"):
@@ -130,7 +129,7 @@ def backwards_under_no_sync_reduced_by_hand(net: Net, rank: int, step: int) -> N
         net.reduce_gradients()
 
 
-@case(WRONG, WRONG, requests=1, names_params=True)
+@program(WRONG, WRONG)
 def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     params = list(branch(net, "b").parameters())
     loss = net(batch(), "abcdef").pow(2).sum()
@@ -140,7 +139,7 @@ def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step:
     add_to_grads(params, means)
 
 
-@case(WRONG, WRONG, requests=1, names_params=True)
+@program(WRONG, WRONG)
 def gradients_on_request_inside_a_window(net: Net, rank: int, step: int) -> None:
     """They leave what is accumulated as it is."""
     with net.no_sync():
@@ -152,7 +151,7 @@ def gradients_on_request_inside_a_window(net: Net, rank: int, step: int) -> None
     add_to_grads(params, means)
 
 
-@case(WRONG, WRONG, reductions=0, requests=1, names_params=True, weighted="mean")
+@program(WRONG, WRONG, reductions=0, weighted="mean")
 def weighted_gradients_on_request(net: Net, rank: int, step: int) -> None:
     params = list(net.parameters())
     n = 1 + rank + step

@@ -6,12 +6,11 @@ from typing import Any
 from oracle import Net
 from torch import Tensor, nn
 
-from cases.models import Branches, batch
-from cases.stock import ASSERTION, RIGHT, TWICE, UNUSED, WRONG
-from cases.table import case
+from differential.named.models import Branches, OfBatches, batch, small
+from differential.named.table import ASSERTION, RIGHT, TWICE, UNUSED, WRONG, program
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def no_sync_around_the_forward(net: Net, rank: int, step: int) -> None:
     """As mmengine's ``optim_context`` does: the backward comes after the context."""
     for names in ("abc", "bd"):
@@ -21,7 +20,7 @@ def no_sync_around_the_forward(net: Net, rank: int, step: int) -> None:
     net(batch(), "abc").sum().backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def no_sync_around_the_backward(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     with net.no_sync():
@@ -29,7 +28,7 @@ def no_sync_around_the_backward(net: Net, rank: int, step: int) -> None:
     net(batch(), "bcd").sum().backward()
 
 
-@case(ASSERTION, ASSERTION, static_graph=True)
+@program(ASSERTION, ASSERTION, static_graph=True)
 def no_sync_around_the_forward_with_static_graph(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         losses = [net(batch(), "abc").sum() for _ in range(2)]
@@ -38,7 +37,7 @@ def no_sync_around_the_forward_with_static_graph(net: Net, rank: int, step: int)
     net(batch(), "abc").sum().backward()
 
 
-@case(RIGHT, RIGHT, static_graph=True)
+@program(RIGHT, RIGHT, static_graph=True)
 def no_sync_around_the_backward_with_static_graph(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     with net.no_sync():
@@ -46,7 +45,7 @@ def no_sync_around_the_backward_with_static_graph(net: Net, rank: int, step: int
     net(batch(), "abc").sum().backward()
 
 
-@case(TWICE, WRONG)
+@program(TWICE, WRONG)
 def no_sync_in_the_middle_of_a_graph(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     with net.no_sync():
@@ -54,7 +53,7 @@ def no_sync_in_the_middle_of_a_graph(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def more_microbatches_on_one_rank(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         for _ in range(1 + 2 * rank):
@@ -62,7 +61,7 @@ def more_microbatches_on_one_rank(net: Net, rank: int, step: int) -> None:
     net(batch(), "ab").sum().backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def exception_inside_no_sync(net: Net, rank: int, step: int) -> None:
     with contextlib.suppress(ZeroDivisionError), net.no_sync():
         net(batch(), "abc").sum().backward()
@@ -70,7 +69,7 @@ def exception_inside_no_sync(net: Net, rank: int, step: int) -> None:
     net(batch(), "cd").sum().backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def flag_set_by_hand(net: Net, rank: int, step: int) -> None:
     """As nanoGPT does: before the forward of each microbatch."""
     for microbatch in range(3):
@@ -78,7 +77,7 @@ def flag_set_by_hand(net: Net, rank: int, step: int) -> None:
         net(batch(), "abc" if rank else "acd").sum().backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def flag_set_by_hand_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     net.require_backward_grad_sync = False
     net(batch(), "abc").sum().backward()
@@ -88,7 +87,7 @@ def flag_set_by_hand_between_forward_and_backward(net: Net, rank: int, step: int
     net(batch(), "cd").sum().backward()
 
 
-@case(UNUSED, TWICE)
+@program(UNUSED, TWICE)
 def no_sync_around_the_later_of_two_forwards(net: Net, rank: int, step: int) -> None:
     """The earlier one, outside, has the backward through both reduced."""
     loss = net(batch(), "ab").sum()
@@ -97,7 +96,7 @@ def no_sync_around_the_later_of_two_forwards(net: Net, rank: int, step: int) -> 
     loss.backward()
 
 
-@case(RIGHT, TWICE)
+@program(RIGHT, TWICE)
 def prepared_behind_a_forward_under_no_sync(net: Net, rank: int, step: int) -> None:
     """``reducer.prepare_for_backward`` has it reduced all the same."""
     with net.no_sync():
@@ -107,7 +106,7 @@ def prepared_behind_a_forward_under_no_sync(net: Net, rank: int, step: int) -> N
     loss.backward()
 
 
-@case(UNUSED, RIGHT)
+@program(UNUSED, RIGHT)
 def accelerate_accumulates(net: Net, rank: int, step: int) -> None:
     """``accelerator.accumulate(model)``: forward, backward and step lie inside; the last one
     enters a context that does nothing."""
@@ -147,14 +146,14 @@ class PreparesInside(Branches):
         return net(batch(), "ace" if rank else "bd", backward=False)
 
 
-@case(RIGHT, RIGHT, model=PreparesInside)
+@program(RIGHT, RIGHT, model=PreparesInside)
 def lightning_prepares_the_reducer(net: Net, rank: int, step: int) -> None:
     net.module.wrapper = [net]  # in a list: it is no submodule
     net(batch(), "abcdef")
     net.require_backward_grad_sync = True
 
 
-@case(RIGHT, RIGHT, model=PreparesInside)
+@program(RIGHT, RIGHT, model=PreparesInside)
 def lightning_blocks_the_synchronization(net: Net, rank: int, step: int) -> None:
     """``block_backward_sync()`` of the strategy, around a whole training_step."""
     net.module.wrapper = [net]
@@ -165,7 +164,7 @@ def lightning_blocks_the_synchronization(net: Net, rank: int, step: int) -> None
     net.require_backward_grad_sync = True
 
 
-@case(RIGHT, TWICE)
+@program(RIGHT, TWICE)
 def accelerate_triggers_the_synchronization(net: Net, rank: int, step: int) -> None:
     """``accelerator.trigger_sync_in_backward(model)``, around the last of several backwards."""
     with net.no_sync():
@@ -182,7 +181,7 @@ def accelerate_triggers_the_synchronization(net: Net, rank: int, step: int) -> N
     net.require_backward_grad_sync, net.require_forward_param_sync = before
 
 
-@case(RIGHT, TWICE, reductions=2)
+@program(RIGHT, TWICE, reductions=2)
 def reducer_prepared_between_two_losses(net: Net, rank: int, step: int) -> None:
     """As several losses of one graph are written for stock."""
     output = net(batch(), "abcdef")
@@ -191,3 +190,61 @@ def reducer_prepared_between_two_losses(net: Net, rank: int, step: int) -> None:
         net.reducer._rebuild_buckets()
         net.reducer.prepare_for_backward([])
     output.pow(2).sum().backward()
+
+
+def forward_inside(net: Net) -> Tensor:
+    with net.no_sync():
+        return net(batch(), "abcdef").square().sum()
+
+
+def prepare(net: Net) -> None:
+    if isinstance(net, nn.parallel.DistributedDataParallel):
+        net.reducer.prepare_for_backward([])
+
+
+@program(RIGHT, TWICE, reductions=2)
+def prepared_inside_a_window(net: Net, rank: int, step: int) -> None:
+    """As sentence-transformers' GradCache does; the next microbatch is local again."""
+    forward_inside(net).backward()
+    with net.no_sync():
+        loss = net(batch(), "abcdef").square().sum()
+        prepare(net)
+        loss.backward()
+    forward_inside(net).backward()
+    net(batch(), "abcdef").square().sum().backward()
+
+
+@program(RIGHT, TWICE, reductions=2)
+def local_again_after_a_prepared_backward(net: Net, rank: int, step: int) -> None:
+    loss = forward_inside(net)
+    prepare(net)
+    loss.backward()
+    forward_inside(net).backward()
+    net(batch(), "abcdef").square().sum().backward()
+
+
+@program(RIGHT, RIGHT)
+def forward_outside_after_one_inside(net: Net, rank: int, step: int) -> None:
+    forward_inside(net).backward()
+    (forward_inside(net) + net(batch(), "abcdef").sum()).backward()
+
+
+class Recurrent(OfBatches):
+    """Each forward changes its state in place, and returns the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small()
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        result = self.layers(x)
+        return result if state is None else state.add_(result.mean(0))
+
+
+@program(RIGHT, RIGHT, model=Recurrent)
+def state_handed_on_from_forwards_inside(net: Net, rank: int, step: int) -> None:
+    state = batch(False) + 0
+    with net.no_sync():
+        for _ in range(2):
+            state = net(batch(), state)
+    net(batch(), state).sum().backward()

@@ -4,40 +4,39 @@ import contextlib
 
 from oracle import Net
 
-from cases.models import samples
-from cases.stock import UNUSED, WRONG
-from cases.table import case
+from differential.named.models import samples
+from differential.named.table import UNUSED, WRONG, program
 
 
-@case(WRONG, WRONG, weighted="mean")
+@program(WRONG, WRONG, weighted="mean")
 def weighted_by_samples(net: Net, rank: int, step: int) -> None:
     n = [3, 1, 6][rank] + step
     with net.weighted(n):
         net(samples(n), "abcdef").pow(2).mean().backward()
 
 
-@case(WRONG, WRONG, weighted="sum")
+@program(WRONG, WRONG, weighted="sum")
 def weighted_sum_of_samples(net: Net, rank: int, step: int) -> None:
     n = [3, 1, 6][rank] + step
     with net.weighted(n, reduction="sum"):
         net(samples(n), "abcdef").pow(2).sum().backward()
 
 
-@case(UNUSED, WRONG, weighted="mean")
+@program(UNUSED, WRONG, weighted="mean")
 def weighted_and_unused_parameters(net: Net, rank: int, step: int) -> None:
     n = 1 + rank + step
     with net.weighted(n):
         net(samples(n), "abd" if rank else "bce").pow(2).mean().backward()
 
 
-@case(WRONG, WRONG, weighted="mean")
+@program(WRONG, WRONG, weighted="mean")
 def weighted_by_fractions(net: Net, rank: int, step: int) -> None:
     loss = net(samples(2), "abcdef").pow(2).mean()
     with net.weighted([0.25, 1.5, 0.001][rank]):
         loss.backward()
 
 
-@case(WRONG, WRONG, weighted="mean")
+@program(WRONG, WRONG, weighted="mean")
 def weight_of_zero_with_a_loss_of_nan(net: Net, rank: int, step: int) -> None:
     """What the mean over no samples gives."""
     n = 0 if rank == step % 2 else 3
@@ -45,14 +44,14 @@ def weight_of_zero_with_a_loss_of_nan(net: Net, rank: int, step: int) -> None:
         net(samples(3) if n else samples(3) / 0, "abcdef").mean().backward()
 
 
-@case(WRONG, WRONG, weighted="sum")
+@program(WRONG, WRONG, weighted="sum")
 def weight_of_zero_with_a_sum_over_nothing(net: Net, rank: int, step: int) -> None:
     n = 0 if rank == step % 2 else 3
     with net.weighted(n, reduction="sum"):
         net(samples(n), "abcdef").pow(2).sum().backward()
 
 
-@case(WRONG, WRONG, weighted="mean")
+@program(WRONG, WRONG, weighted="mean")
 def all_weights_zero_in_the_first_step(net: Net, rank: int, step: int) -> None:
     n = step * (rank + 1)
     with net.weighted(n):
@@ -71,17 +70,17 @@ def weighted_window(net: Net, rank: int, step: int, reduction: str) -> None:
             (loss * 0 if reduction == "sum" and n == 0 else loss).backward()
 
 
-@case(UNUSED, WRONG, weighted="mean")
+@program(UNUSED, WRONG, weighted="mean")
 def weighted_windows_of_different_length(net: Net, rank: int, step: int) -> None:
     weighted_window(net, rank, step, "mean")
 
 
-@case(UNUSED, WRONG, weighted="sum")
+@program(UNUSED, WRONG, weighted="sum")
 def weighted_windows_of_sums_of_different_length(net: Net, rank: int, step: int) -> None:
     weighted_window(net, rank, step, "sum")
 
 
-@case(WRONG, WRONG, weighted="mean")
+@program(WRONG, WRONG, weighted="mean")
 def weighted_after_a_microbatch_without_weight(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         net(samples(2), "abc").pow(2).mean().backward()
@@ -91,14 +90,14 @@ def weighted_after_a_microbatch_without_weight(net: Net, rank: int, step: int) -
             loss.backward()
 
 
-@case(WRONG, WRONG, weighted="sum", reductions=2)
+@program(WRONG, WRONG, weighted="sum", reductions=2)
 def weighted_sums_twice(net: Net, rank: int, step: int) -> None:
     for n in (1 + rank, 4 - rank):
         with net.weighted(n, reduction="sum"):
             net(samples(n), "abcdef").pow(2).sum().backward()
 
 
-@case(WRONG, WRONG, weighted="mean", reductions=2)
+@program(WRONG, WRONG, weighted="mean", reductions=2)
 def weighted_twice(net: Net, rank: int, step: int) -> None:
     """The second mean is added to the first."""
     for n in (1 + rank, 4 - rank):

@@ -1,0 +1,42 @@
+"""Named programs: each with copies and with views, large and small buckets, after a microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from differential.actions.named import NamedStep
+from differential.named import PROGRAMS
+from differential.program import NetworkSpec, Program
+
+# Small buckets hold a parameter or two; on three ranks, which wait long for each, up to two layers.
+SMALL = {2: 1e-4, 3: 4e-4}
+# Views, small buckets, a microbatch first.
+VARIANTS = (
+    (False, False, False),
+    (True, True, True),
+    (True, True, False),
+    (False, False, True),
+)
+
+
+def draw(seed: int, world_size: int) -> Program:
+    """All programs in turn, then all in the next variant."""
+    variant, number = divmod(seed, len(PROGRAMS))
+    name, named = [*PROGRAMS.items()][number]
+    views, is_small, accumulates = VARIANTS[variant % len(VARIANTS)]
+    options = named.options
+    if views:
+        options = replace(options, gradient_as_bucket_view=True)
+    if is_small:
+        options = replace(options, bucket_cap_mb=SMALL.get(world_size))
+    is_for_stock = named.stock is None
+    steps = (
+        # After the second step gradients stay.
+        NamedStep(name, step, drops=step != 2, accumulates=accumulates and not is_for_stock)
+        for step in range(named.steps)
+    )
+    return Program(
+        *("named", seed, world_size, NetworkSpec(()), options, tuple(steps)),
+        stock=options if is_for_stock else None,
+        named=name,
+    )

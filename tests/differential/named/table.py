@@ -1,0 +1,102 @@
+"""The table of named programs, and how a function becomes one.
+
+Each program says what its outcome is under stock DDP, as ``README.md`` in this folder names it, and
+``test_named.py`` proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from differential.named.models import Branches
+from differential.program import Options
+
+RIGHT = "right"
+WRONG = "wrong"
+HANGS = "hangs"
+UNUSED = "finished reduction"
+TWICE = "ready only once"
+UNDEFINED = "undefined gradient"
+ASSERTION = "internal assertion"
+IN_PLACE = "in-place operation"
+TRANSFORM = "function transform"
+TWICE_HANGS = f"{TWICE}; another rank hangs"
+ERRORS = {
+    UNUSED: "Expected to have finished reduction in the prior iteration",
+    TWICE: "Expected to mark a variable ready only once",
+    UNDEFINED: "Encountered gradient which is undefined, but still allreduced by DDP reducer",
+    ASSERTION: "INTERNAL ASSERT FAILED",
+    TRANSFORM: "During a grad .* transform",
+    IN_PLACE: "a leaf Variable that requires grad is being used in an in-place operation",
+    HANGS: "gloo/transport|timeout",  # of the rank that waits until its time is up
+}
+
+Step = Callable[[Any, int, int], None]
+
+
+@dataclass(frozen=True)
+class Named:
+    """One row of the table.
+
+    Attributes:
+        stock: the outcome under stock DDP, see above: without
+            ``find_unused_parameters=True``, and with it. ``None`` where stock is the judge.
+        models: make the modules, each wrapped by itself. ``step`` receives the one network, or
+            the list of networks if there are several.
+    """
+
+    step: Step  # one training step, without the optimizer
+    stock: tuple[str, str] | None
+    models: tuple[Callable[[], nn.Module], ...]
+    reductions: tuple[int, ...]  # how often a step reduces each of them
+    options: Options  # of the wrapper
+    weighted: str  # the reduction of the losses that its backwards are weighted with, if they are
+    makes_cycles: bool  # whether it leaves reference cycles
+    steps: int
+
+    def make(self) -> list[nn.Module]:
+        """The same modules each time, on every rank."""
+        torch.default_generator.manual_seed(0)
+        return [model().double() for model in self.models]
+
+
+PROGRAMS: dict[str, Named] = {}
+
+
+def program(
+    *arguments: Any,
+    model: Callable[[], nn.Module] = Branches,
+    reductions: int | tuple[int, ...] = 1,
+    weighted: str = "",
+    makes_cycles: bool = False,
+    steps: int = 3,
+    name: str = "",
+    **options: Any,
+) -> Callable[[Step], Step]:
+    """Decorator: the function is a named program.
+
+    Args:
+        arguments: the outcome under stock DDP without and with its flag, or nothing where stock
+            is the judge; then the models, if there are several.
+        name: of the program, by default that of the function.
+        options: of the wrapper.
+    """
+    outcomes = tuple(each for each in arguments if isinstance(each, str))
+    models = tuple(each for each in arguments if not isinstance(each, str)) or (model,)
+    counts = reductions if isinstance(reductions, tuple) else (reductions,) * len(models)
+
+    def decorate(step: Step) -> Step:
+        title = name or step.__name__
+        assert title not in PROGRAMS, f"two programs are called {title}"
+        stock = (outcomes[0], outcomes[1]) if outcomes else None
+        PROGRAMS[title] = Named(
+            *(step, stock, models, counts, Options(**options), weighted, makes_cycles, steps)
+        )
+        return step
+
+    return decorate
