@@ -73,7 +73,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["hide"] = ["toc"]  # its tables need that room
         markdown = markdown.replace("](../docs/", "](../")
     elif page.file.src_uri.startswith("tests/"):
-        markdown = markdown.replace("](../../docs/", "](../../")
+        markdown = markdown.replace("](../../../docs/", "](../../../")
     elif page.file.src_uri in ADDED:  # beside docs/, and now inside
         markdown = markdown.replace("](docs/", "](")
     else:
