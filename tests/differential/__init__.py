@@ -12,5 +12,6 @@ comparison.py  a program judged: the oracle, stock DDP, the ranks among each oth
 mutations.py   planted faults, which the comparison must find
 wrappers.py    stock with a fault, which hostile programs have to find
 soak.py        long programs, and footprint.py what the process holds meanwhile
+short          all programs of a few events, as words
 run.py         the command
 """

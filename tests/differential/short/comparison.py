@@ -1,18 +1,18 @@
-"""A program judged: what each rank had after each event, with stock DDP and with tritonddp."""
+"""A program judged: what each rank had after each event, with stock DDP and with the wrapper."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
-from short_programs.configurations import Configuration
-from short_programs.documented import documented
-from short_programs.events import EVENTS, State
-from short_programs.processes import TIMEOUT, Answer
+from differential.short.configurations import Configuration
+from differential.short.events import EVENTS, State
+from differential.short.processes import TIMEOUT, Answer
+from differential.short.words import documented
 
-# With three ranks programs compute in fp64, and sums are rounded otherwise than in stock's ring.
+# With three ranks programs compute in fp64, and sums round otherwise than in stock's ring.
 TOLERANCE = 1e-10
 
 
@@ -29,9 +29,8 @@ class Verdict(Enum):
         return self in (Verdict.DIFFERS, Verdict.OURS_ERROR, Verdict.HANG)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """What came of a program; ``where`` and ``row`` are empty if there is nothing to say."""
+class Difference(NamedTuple):
+    """The result of a program; ``where`` and ``row`` are empty if there is nothing to say."""
 
     word: str
     verdict: Verdict
@@ -55,38 +54,31 @@ def judge(configuration: Configuration, word: str, stock: Answer, ours: Answer) 
         return Difference(word, Verdict.SAME)
     else:
         verdict, (place, where) = Verdict.DIFFERS, found
-    if row := documented(word, place, configuration):
-        return Difference(word, Verdict.DOCUMENTED, where, row)
-    return Difference(word, verdict, where)
+    row = documented(word, place, configuration)
+    return Difference(word, Verdict.DOCUMENTED if row else verdict, where, row)
 
 
 def _first_difference(word: str, stock: Answer, ours: Answer) -> tuple[int, str] | None:
-    """After which event, and in words."""
-    is_exact = len(stock.ranks) == 2
+    """The place of the event, and the difference in words."""
+    tolerance = 0.0 if len(stock.ranks) == 2 else TOLERANCE
     for place, letter in enumerate(word):
         for rank, both in enumerate(zip(stock.ranks, ours.ranks, strict=True)):
-            if found := _between(both[0].states[place], both[1].states[place], is_exact):
+            if found := _compare(both[0].states[place], both[1].states[place], tolerance):
                 return place, f"event {place} ({EVENTS[letter].text}), rank {rank}: {found}"
     return None
 
 
-def _between(stock: State, ours: State, is_exact: bool) -> str:
+def _compare(stock: State, ours: State, tolerance: float) -> str:
     """The first tensor that differs, with its values; empty if all are the same."""
-    if stock == ours:
-        return ""
-    if stock.layout != ours.layout:
-        pairs = zip(*(each.layout.split(";") for each in (stock, ours)), strict=False)
-        one, other = next(((a, b) for a, b in pairs if a != b), ("", ""))
-        return f"stock has {one!r}, ours {other!r}"
-    names, sizes = stock.layout.split("|")
-    kept = [name for name in names.split(";") if not name.startswith("no ")]
-    ends = np.cumsum([int(size) for size in sizes.split()])[:-1]
-    both = [np.split(np.frombuffer(each.values), ends) for each in (stock, ours)]
-    for name, one, other in zip(kept, *both, strict=True):
-        tolerance = 0.0 if is_exact else TOLERANCE
-        bits = (one.view(np.int64), other.view(np.int64))
-        same = (bits[0] == bits[1]) | (np.isnan(one) & np.isnan(other))
-        if not is_exact:
+    if [*stock] != [*ours]:
+        odd = sorted(stock.keys() ^ ours.keys())
+        return f"only one of them has {odd}" if odd else "the order of names differs"
+    for name in stock:
+        one, other = (np.frombuffer(state[name]) for state in (stock, ours))
+        if one.size != other.size:
+            return f"{name} has {one.size} elements in stock, {other.size} in ours"
+        same = (one.view(np.int64) == other.view(np.int64)) | (np.isnan(one) & np.isnan(other))
+        if tolerance:
             same |= np.abs(one - other) <= tolerance * (1 + np.abs(one))
         if not same.all():
             at = int(np.flatnonzero(~same)[0])
