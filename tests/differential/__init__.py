@@ -13,5 +13,6 @@ mutations.py   planted faults, which the comparison must find
 wrappers.py    stock with a fault, which hostile programs have to find
 soak.py        long programs, and footprint.py what the process holds meanwhile
 short          all programs of a few events, as words
+calls          public calls with any arguments
 run.py         the command
 """

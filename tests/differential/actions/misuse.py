@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fuzz.contract import only_documented
 
+from differential.calls.contract import call, only_documented
 from differential.program import Action
 from tritonddp import DistributedDataParallel
 
@@ -54,16 +53,13 @@ class Misuse(Action):
         if player.wrapper is None or not (is_by_all or player.rank in self.ranks):
             return
         if is_by_all:
+            method, of_last, of_others = REFUSED_BY_ALL[self.what]
             is_last = player.rank == player.program.world_size - 1
-            method, *of_ranks = REFUSED_BY_ALL[self.what]
-            arguments = of_ranks[0 if is_last else 1]
+            arguments = of_last if is_last else of_others
         else:
             method, arguments = REFUSED[self.what]
         is_refused = True
         with only_documented(getattr(DistributedDataParallel, method)):
-            called = getattr(player.wrapper, method)(*arguments)
-            if isinstance(called, AbstractContextManager):
-                with called:
-                    pass
+            call(getattr(player.wrapper, method), arguments, {}, lambda: None)
             is_refused = False
         assert is_refused, f"{self.what} was not refused"
