@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +40,6 @@ REFUSED_BY_ALL: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
 class Misuse(Action):
     """One of them, on these ranks."""
 
