@@ -159,9 +159,14 @@ class Soak:
         self.grown: list[str] = []
 
     def live(self, program: Program, steps: int) -> None:
-        """Play a program. Each step is judged, and if it is a long life some are measured."""
         self.lives += 1
         end = self.steps + steps
+        self._play(program, steps)
+        self.steps = end  # with those that this rank had no inputs for
+        self.taken.append(footprint(end))
+
+    def _play(self, program: Program, steps: int) -> None:
+        """Each step is judged, and if it is a long life some are measured."""
         judge, measured = Judge(program, OURS), _measured(program, steps)
 
         def after(player: Player, number: int) -> None:
@@ -182,8 +187,6 @@ class Soak:
         with configured(program.seed, program.thresholds):
             play(program, OURS, DistributedDataParallel, program.options, after)
         self.farthest = max(self.farthest, judge.farthest)
-        self.steps = end  # with those that this rank had no inputs for
-        self.taken.append(footprint(end))
 
     def _judge(self, judge: Judge, program: Program, player: Player, end: int) -> None:
         traces, metrics = zip(*gather((player.trace, player.metrics)), strict=True)
