@@ -20,38 +20,39 @@ from tritonddp import Int8
 Strategy = st.SearchStrategy[Any]
 Draw = Callable[[Strategy], Any]
 
-# Options of the wrapper whose methods are called.
-OPTIONS = st.fixed_dictionaries(
-    {},
-    optional={
-        "gradient_as_bucket_view": st.booleans(),
-        "bucket_cap_mb": st.sampled_from([1e-5, 1e-4, 25]),
-        "lazy_bucket_allocation": st.booleans(),
-        "find_unused_parameters": st.sampled_from([None, True]),
-        "skip_all_reduce_unused_params": st.booleans(),
-        "check_finite": st.sampled_from([None, "raise", "warn"]),
-        "transport": st.sampled_from(["auto", "process_group"]),
-        "metrics": st.booleans(),
-        "scalars": st.just(("loss",)),
-    },
-)
 # Values of the constructor's arguments that are valid, somewhere at least.
 _VALID: dict[str, list[Any]] = {
-    "bucket_cap_mb": [25, 1e-6, 0.5],
+    "gradient_as_bucket_view": [False, True],
+    "bucket_cap_mb": [25, 1e-4, 1e-5],
     "bucket_cap_mb_list": [[1], [1e-6, 2], (3,), []],
+    "lazy_bucket_allocation": [False, True],
+    "find_unused_parameters": [None, True],
+    "skip_all_reduce_unused_params": [False, True],
     "reduce_dtype": [torch.bfloat16, torch.float16],
     "compression": [
         "int8",
         *(Int8(exact=which) for which in ("body.weight", "*", ["head.*"])),
         Int8(error_feedback=False, exact=lambda name, _: "h" in name),
     ],
-    "check_finite": ["raise", "warn"],
+    "check_finite": [None, "raise", "warn"],
     "transport": ["auto", "process_group", "peer_memory"],
     "gradient_divide_factor": [1, 2.5],
     "metrics": [False, True],
     "scalars": ["loss", ("loss", "tokens"), []],
     "device_ids": [[], [0], [0, 1], ["cpu"]],
 }
+# Options of the wrapper whose methods are called.
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        name: st.sampled_from(_VALID[name])
+        for name in (
+            *("gradient_as_bucket_view", "bucket_cap_mb", "lazy_bucket_allocation", "metrics"),
+            *("find_unused_parameters", "skip_all_reduce_unused_params", "check_finite"),
+        )
+    }
+    | {"transport": st.sampled_from(["auto", "process_group"]), "scalars": st.just(("loss",))},
+)
 
 
 def constructor_options() -> st.SearchStrategy[dict[str, Any]]:

@@ -81,13 +81,28 @@ class Rank:
         while self.meanwhile:
             self.meanwhile.pop()()
 
+    def backward_of_oldest(self) -> None:
+        self.backward(self.kept.pop(0))
+
     def backward_of_all(self) -> None:
         outputs, self.kept = self.kept, []
         self.backward(*outputs)
 
+    def grad_of_newest(self) -> None:
+        torch.autograd.grad(self.kept[-1]().sum(), self.net.a.weight, retain_graph=True)
+
+    def step_of_module(self) -> None:
+        self.backward(self.net.loss_input(self.net(self.batch())))
+
     def failing_step(self) -> None:
         self.fails_first = True
         self.backward(self.net.loss_input(self.ddp(self.batch())))
+
+    def fail_in_next_backward(self) -> None:
+        self.fails_first = True
+
+    def freeze_own_choice(self) -> None:
+        (self.net.b if self.rank % 2 else self.net.last_layer).requires_grad_(False)
 
     def in_no_sync(self, do: Callable[[], None]) -> None:
         with self.ddp.no_sync():
@@ -129,13 +144,18 @@ def _fail(rank: Any = None) -> None:
     raise Planted("planted")
 
 
+def _evaluate_on_rank_0(rank: Rank) -> None:
+    if rank.rank == 0:
+        rank.evaluate()
+
+
 def _evaluate_on_a_thread(rank: Rank) -> None:
     thread = threading.Thread(target=rank.evaluate)
     thread.start()
     thread.join()
 
 
-def _evaluate_in_a_signal_handler(rank: Rank) -> None:
+def _evaluate_by_signal(rank: Rank) -> None:
     before = signal.signal(signal.SIGUSR2, lambda *_: rank.evaluate())
     signal.raise_signal(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, before)
@@ -158,13 +178,13 @@ def _while_others_are_late(
     return _in_hook_of("a", do)
 
 
-def _start_timer(rank: Rank) -> Callable[[], None]:
+def _timer(rank: Rank) -> Callable[[], None]:
     timer = threading.Timer(SOON, rank.evaluate)
     timer.start()
     return timer.join
 
 
-def _start_alarm(rank: Rank) -> Callable[[], None]:
+def _alarm(rank: Rank) -> Callable[[], None]:
     signal.signal(signal.SIGALRM, lambda *_: rank.evaluate())
     signal.setitimer(signal.ITIMER_REAL, SOON)
 
@@ -187,62 +207,35 @@ EVENTS: dict[str, Event] = {
     "F": Event("forward", Rank.forward),
     "f": Event("forward, leaving out a layer", lambda rank: rank.forward(skips=True)),
     "n": Event("forward inside no_sync", lambda rank: rank.in_no_sync(rank.forward)),
-    "W": Event(
-        "forward of inputs that require gradients", lambda rank: rank.forward(requires_grad=True)
-    ),
-    "B": Event("backward of the oldest", lambda rank: rank.backward(rank.kept.pop(0))),
+    "W": Event("forward, inputs require grad", lambda rank: rank.forward(requires_grad=True)),
+    "B": Event("backward of the oldest", Rank.backward_of_oldest),
     "b": Event("backward of the newest", lambda rank: rank.backward(rank.kept.pop())),
     "R": Event(
         "backward of the oldest, with retain_graph",
         lambda rank: rank.backward(rank.kept[0], retain_graph=True),
     ),
-    "N": Event(
-        "backward inside no_sync",
-        lambda rank: rank.in_no_sync(lambda: rank.backward(rank.kept.pop(0))),
-    ),
+    "N": Event("backward in no_sync", lambda rank: rank.in_no_sync(rank.backward_of_oldest)),
     "C": Event("backward of all together", Rank.backward_of_all),
-    "G": Event(
-        "autograd.grad of the newest, with retain_graph",
-        lambda rank: torch.autograd.grad(
-            rank.kept[-1]().sum(), rank.net.a.weight, retain_graph=True
-        ),
-    ),
+    "G": Event("autograd.grad of the newest, with retain_graph", Rank.grad_of_newest),
     "L": Event("drop the oldest", lambda rank: rank.kept.pop(0)),
-    "M": Event(
-        "forward and backward of the module itself",
-        lambda rank: rank.backward(rank.net.loss_input(rank.net(rank.batch()))),
-    ),
+    "M": Event("forward and backward of the module itself", Rank.step_of_module),
     # Evaluations
     "E": Event("forward under no_grad", lambda rank: rank.evaluate(is_training=True)),
     "e": Event("evaluate: forward under no_grad, in eval()", Rank.evaluate),
     "I": Event("evaluate under inference_mode", torch.inference_mode()(Rank.evaluate)),
     "t": Event("evaluate on another thread", _evaluate_on_a_thread),
-    "O": Event("rank 0 alone evaluates", lambda rank: rank.rank or rank.evaluate()),
+    "O": Event("rank 0 alone evaluates", _evaluate_on_rank_0),
     # In the next backward
     "T": Event("evaluate in a hook of the last layer", _in_hook_of("c", Rank.evaluate)),
     "V": Event("evaluate in a hook of the first layer", _in_hook_of("a", Rank.evaluate)),
-    "H": Event(
-        "evaluate in a signal handler in a hook", _in_hook_of("b", _evaluate_in_a_signal_handler)
-    ),
+    "H": Event("evaluate in a signal handler in a hook", _in_hook_of("b", _evaluate_by_signal)),
     "j": Event("evaluate on another thread in a hook", _in_hook_of("b", _evaluate_on_a_thread)),
-    "o": Event(
-        "rank 0 alone evaluates in a hook",
-        lambda rank: rank.rank or _once(rank.weight("b"), rank.evaluate),
-    ),
-    "w": Event(
-        "in a hook rank 0 evaluates on another thread, and waits",
-        _while_others_are_late(_start_timer),
-    ),
-    "s": Event(
-        "in a hook rank 0 evaluates in a signal handler, and waits",
-        _while_others_are_late(_start_alarm),
-    ),
+    "o": Event("rank 0 alone evaluates in a hook", _in_hook_of("b", _evaluate_on_rank_0)),
+    "w": Event("rank 0 alone evaluates on a thread, and waits", _while_others_are_late(_timer)),
+    "s": Event("rank 0 alone evaluates by a signal, and waits", _while_others_are_late(_alarm)),
     # Failures, which the program catches
     "u": Event("forward, and a backward that raises before any gradient", Rank.failing_step),
-    "X": Event(
-        "raise in the next backward, before any gradient",
-        lambda rank: setattr(rank, "fails_first", True),
-    ),
+    "X": Event("raise in the next backward, before any gradient", Rank.fail_in_next_backward),
     "x": Event("raise in the next backward, after the first gradients", _in_hook_of("a", _fail)),
     # Gradients, parameters and modules
     "Z": Event("zero_grad()", lambda rank: rank.optimizer.zero_grad()),
@@ -250,10 +243,7 @@ EVENTS: dict[str, Event] = {
     "S": Event("optimizer.step()", lambda rank: rank.optimizer.step()),
     "K": Event("clip", lambda rank: nn.utils.clip_grad_norm_(rank.net.parameters(), 0.5)),
     "P": Event("freeze the last layer", lambda rank: rank.net.last_layer.requires_grad_(False)),
-    "Y": Event(
-        "each rank freezes a layer of its own choice",
-        lambda rank: (rank.net.b if rank.rank % 2 else rank.net.last_layer).requires_grad_(False),
-    ),
+    "Y": Event("each rank freezes a layer of its own choice", Rank.freeze_own_choice),
     "U": Event("unfreeze all", lambda rank: rank.net.requires_grad_(True)),
     "D": Event("load the state_dict", Rank.load),
     "A": Event("assign .data", Rank.assign_data),
