@@ -6,7 +6,7 @@ from typing import Any
 
 from differential.actions import training
 from differential.actions.gradients import POST_ACCUMULATE, TENSOR
-from differential.actions.misuse import REFUSED, REFUSED_BY_ALL, Misuse
+from differential.actions.misuse import REFUSED, Misuse
 from differential.actions.probes import InputGradient
 from differential.actions.training import Backward, Forward, ReduceGradients, Step, ZeroGrad
 from differential.kinds.chance import Chance
@@ -191,7 +191,7 @@ class _Generator(Chance):
         # The graph of a backward that has broken off is held up to the next one.
         yield from self._draw_change(number) or self._draw_conversion()
         if not (self._for_stock or self._joins) and self._chance(0.2):
-            yield Misuse(self._one_of([*REFUSED, *REFUSED_BY_ALL]), self._some_ranks())
+            yield Misuse(self._one_of([*REFUSED]), self._some_ranks())
         weighted = self._reduction_of_weights()
         if weighted:
             yield ZeroGrad(True, False)
