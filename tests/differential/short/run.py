@@ -56,6 +56,7 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
         if difference.verdict.is_fault or arguments.only:
             command = "python tests/differential/run.py --kind short"
             command += f" --config {name} --world {arguments.world} --only {word}"
+            command += f" --wrapper {arguments.wrapper}"
             print(f"{difference} | {command}", flush=True)
     played = sum(count.values())
     rate = f"{played / (time.monotonic() - start):.0f} a second"

@@ -27,11 +27,11 @@ CASES = [
 QUICK = ("plain", "bare+warm", "bare+probe", "hidden", "expert", "cache", "bare+replicate")
 
 
-def play(*arguments: object) -> None:
+def play(*arguments: object, expected: int = 0) -> None:
     path = {"PYTHONPATH": str(ROOT)}
     command = (COMMAND, "--kind", "short", *map(str, arguments))
     done = run(*command, nproc=None, env=path, timeout=3600)
-    if done.returncode:
+    if done.returncode != expected or "Traceback" in done.stderr:
         pytest.fail(f"{done.stdout[-10_000:]}\n{done.stderr[-5_000:]}", pytrace=False)
 
 
@@ -52,6 +52,11 @@ def test_some_programs_of_three_to_five_events(name: str, world_size: int) -> No
 def test_stock_sees_the_same_twice() -> None:
     names = "plain,bare+warm,hidden,cache,small,bare+probe"
     play("--config", names, "--wrapper", "stock", "--length", 4, "--sample", 100)
+
+
+def test_a_wrapper_with_a_fault_is_found() -> None:
+    fault = ("--wrapper", "MadeInTheFirstForward")
+    play("--config", "bare", "--only", "IFBS", *fault, expected=1)
 
 
 @pytest.mark.thorough
