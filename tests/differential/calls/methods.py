@@ -58,32 +58,21 @@ OPTIONS = st.fixed_dictionaries(
 def constructor_options() -> st.SearchStrategy[dict[str, Any]]:
     """Up to three, mostly absurd."""
     values = {
-        name: st.one_of(st.sampled_from(_VALID[name]), absurd()) if name in _VALID else absurd()
+        name: st.sampled_from(_VALID[name]) | absurd() if name in _VALID else absurd()
         for name in inspect.signature(DDP).parameters
         if name != "module"
     }
     chosen = st.lists(st.sampled_from([*values]), max_size=3, unique=True)
-    return chosen.flatmap(
-        lambda names: st.fixed_dictionaries({each: values[each] for each in names})
-    )
+    return chosen.flatmap(lambda names: st.fixed_dictionaries({n: values[n] for n in names}))
 
 
 # Arguments of methods
 
 _PARAMS = ["body.weight", "body.bias", "head.weight", "head.bias"]
-_LISTS = st.lists(st.one_of(absurd(), tensors()), max_size=5)
-_MAPPINGS = st.dictionaries(
-    st.sampled_from([*_PARAMS, "x", 3]), st.one_of(absurd(), tensors()), max_size=3
-)
-_SCALARS = st.dictionaries(
-    st.sampled_from(["loss", "loss", "loss", "other"]),
-    st.one_of(numbers(), tensors(), absurd()),
-    max_size=1,
-)
-
-
-def _returning(value: Any) -> Any:
-    return lambda *_: value
+_LISTS = st.lists(absurd() | tensors(), max_size=5)
+_MAPPINGS = st.dictionaries(st.sampled_from([*_PARAMS, "x", 3]), absurd() | tensors(), max_size=3)
+_NUMBERS = numbers() | tensors() | absurd()
+_SCALARS = st.dictionaries(st.sampled_from(["loss", "loss", "loss", "other"]), _NUMBERS, max_size=1)
 
 
 def _completed(value: Any) -> Any:
@@ -96,10 +85,6 @@ def _raising(*_: Any) -> Any:
     raise Users
 
 
-def _odd_names(a: Any, b: Any = None, *, c: Any = 1) -> Any:
-    return None
-
-
 def _annotated(state: Any, bucket: int) -> Any:
     return None
 
@@ -107,7 +92,7 @@ def _annotated(state: Any, bucket: int) -> Any:
 # Communication hooks: right ones, wrong ones, and objects that are none.
 _HOOKS = st.one_of(
     absurd(),
-    absurd().map(_returning),
+    absurd().map(lambda value: lambda *_: value),
     absurd().map(_completed),
     st.sampled_from(
         [
@@ -115,7 +100,7 @@ _HOOKS = st.one_of(
             default_hooks.fp16_compress_hook,
             default_hooks.bf16_compress_hook,
             functools.partial(default_hooks.allreduce_hook, None),
-            *(_raising, _odd_names, _annotated, len, lambda: None),
+            *(_raising, _annotated, len, lambda: None, lambda a, b=None, *, c=1: None),
         ]
     ),
 )
@@ -149,45 +134,38 @@ class Method(NamedTuple):
         also: another method whose exceptions these steps may raise.
     """
 
-    args: Strategy = st.just(())
+    args: Strategy
     named: Strategy = st.just({})
     steps: Strategy = st.just(0)
     also: str = ""
 
 
+def _arguments(*args: Strategy, **more: Any) -> Method:
+    return Method(st.tuples(*args), **more)
+
+
 _ONE = st.just(1)
 METHODS: dict[str, Method] = {
-    "reduce_gradients": Method(
-        st.tuples(
-            st.one_of(st.none(), absurd(), _LISTS, _MAPPINGS),
-            st.one_of(st.none(), absurd(), _LISTS),
-        )
+    "reduce_gradients": _arguments(
+        st.none() | absurd() | _LISTS | _MAPPINGS, st.none() | absurd() | _LISTS
     ),
-    "weighted": Method(
-        st.tuples(
-            st.one_of(numbers(), tensors(), absurd()),
-            st.one_of(st.sampled_from(["mean", "sum"]), absurd()),
-        ),
-        steps=_ONE,
+    "weighted": _arguments(_NUMBERS, st.sampled_from(["mean", "sum"]) | absurd(), steps=_ONE),
+    "join": _arguments(flags(), flags(), flags(), steps=st.integers(0, 2), also="join_hook"),
+    "add_scalars": _arguments(named=_SCALARS, steps=_ONE),
+    "check_sync": _arguments(
+        named=st.fixed_dictionaries({"buffers": flags(), "gradients": flags()})
     ),
-    "join": Method(st.tuples(flags(), flags(), flags()), steps=st.integers(0, 2), also="join_hook"),
-    "add_scalars": Method(named=_SCALARS, steps=_ONE),
-    "check_sync": Method(
-        named=st.fixed_dictionaries({"buffers": flags(), "gradients": flags()}),
+    "register_comm_hook": _arguments(st.none() | absurd(), _HOOKS, steps=_ONE),
+    "_register_builtin_comm_hook": _arguments(absurd()),
+    "_register_fused_optim": _arguments(absurd()),
+    "_register_buffer_comm_hook": _arguments(
+        absurd(), absurd().filter(lambda each: not callable(each))
     ),
-    "register_comm_hook": Method(st.tuples(st.one_of(st.none(), absurd()), _HOOKS), steps=_ONE),
-    "_register_builtin_comm_hook": Method(st.tuples(absurd())),
-    "_register_fused_optim": Method(st.tuples(absurd())),
-    "_register_buffer_comm_hook": Method(
-        st.tuples(absurd(), absurd().filter(lambda each: not callable(each)))
-    ),
-    "_set_ddp_runtime_logging_sample_rate": Method(st.tuples(absurd())),
-    "_default_broadcast_coalesced": Method(
-        st.tuples(st.one_of(absurd(), st.lists(absurd(), max_size=2)))
-    ),
+    "_set_ddp_runtime_logging_sample_rate": _arguments(absurd()),
+    "_default_broadcast_coalesced": _arguments(absurd() | st.lists(absurd(), max_size=2)),
     "load_comm_state_dict": Method(st.lists(_states(), max_size=2)),
-    "metrics": Method(),
-    "reduced_scalars": Method(),
+    "metrics": _arguments(),
+    "reduced_scalars": _arguments(),
 }
 
 
