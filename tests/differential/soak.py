@@ -121,8 +121,8 @@ def complaints(taken: Sequence[Footprint], warm_up: int, steps: int) -> Iterator
         for name, few in _FEW.items():
             more = getattr(last, name) - getattr(first, name)
             if more > few + (last.step - first.step) / 10:
-                steps_told = f"after step {last.step} than after {first.step}"
-                yield f"{more} more {name} {where} {steps_told}"
+                when = f"after step {last.step} than after {first.step}"
+                yield f"{more} more {name} {where} {when}"
 
 
 def lives(seed: int, steps: int) -> Iterator[tuple[Program, int]]:

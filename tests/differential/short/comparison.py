@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,33 +28,23 @@ class Verdict(Enum):
         return self in (Verdict.DIFFERS, Verdict.OURS_ERROR, Verdict.HANG)
 
 
-class Difference(NamedTuple):
-    """The result of a program; ``where`` and ``row`` are empty if there is nothing to say."""
-
-    word: str
-    verdict: Verdict
-    where: str = ""
-    row: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.verdict.value} {self.word} {' '.join(self.where.split())[:250]}"
-
-
-def judge(configuration: Configuration, word: str, stock: Answer, ours: Answer) -> Difference:
+def judge(
+    configuration: Configuration, word: str, stock: Answer, ours: Answer
+) -> tuple[Verdict, str, str]:
+    """The verdict, in which event what differs, and the row of the page that allows that."""
     has_waited = ours.seconds > 0.9 * TIMEOUT
     if stock.error:
-        verdict = Verdict.HANG if has_waited else Verdict.STOCK_ERROR
         where = f"ours: {ours.error[:120] or 'fine'}; stock: {stock.error}"
-        return Difference(word, verdict, where)
+        return Verdict.HANG if has_waited else Verdict.STOCK_ERROR, where, ""
     if ours.error:
         verdict, where = Verdict.HANG if has_waited else Verdict.OURS_ERROR, ours.error
         place = min(len(each.states) for each in ours.ranks)
     elif (found := _first_difference(word, stock, ours)) is None:
-        return Difference(word, Verdict.SAME)
+        return Verdict.SAME, "", ""
     else:
         verdict, (place, where) = Verdict.DIFFERS, found
     row = documented(word, place, configuration)
-    return Difference(word, Verdict.DOCUMENTED if row else verdict, where, row)
+    return Verdict.DOCUMENTED if row else verdict, where, row
 
 
 def _first_difference(word: str, stock: Answer, ours: Answer) -> tuple[int, str] | None:

@@ -50,14 +50,15 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
         for side in sides:
             side.start(name, word)
         stock, ours = (side.answer() for side in sides)
-        difference = judge(configuration, word, stock, ours)
-        count[difference.verdict] += 1
-        rows[difference.row] += 1
-        if difference.verdict.is_fault or arguments.only:
+        verdict, where, row = judge(configuration, word, stock, ours)
+        count[verdict] += 1
+        rows[row] += 1
+        if verdict.is_fault or arguments.only:
             command = "python tests/differential/run.py --kind short"
             command += f" --config {name} --world {arguments.world} --only {word}"
             command += f" --wrapper {arguments.wrapper}"
-            print(f"{difference} | {command}", flush=True)
+            shown = " ".join(where.split())[:250]
+            print(f"{verdict.value} {word} {shown} | {command}", flush=True)
     played = sum(count.values())
     rate = f"{played / (time.monotonic() - start):.0f} a second"
     counts = ", ".join(f"{each.value} {count[each]}" for each in Verdict)

@@ -163,52 +163,38 @@ def sample(
     return list(found)
 
 
-# Documented differences: the kinds of events after which a program may differ.
-
-
-def _is_local_only_here(step: Step, configuration: Configuration) -> bool:
-    return step.letter == "N" and step.armed
-
-
-def _is_reduced_only_here(step: Step, configuration: Configuration) -> bool:
-    """A second backward of one graph, or of a forward before the one that was reduced."""
-    is_outside = any(each.letter != "n" for each in step.used) and step.letter != "N"
-    return is_outside and not step.armed
-
-
-def _counts_in_stock(step: Step, configuration: Configuration) -> bool:
-    """Stock reduces its next backward, even if that does not go through the wrapper.
-
-    And the first one says how often ``static_graph`` waits for each parameter.
-    """
-    is_first = "static" in configuration.parts and not step.backwards
-    return step.letter == "M" and (step.armed or is_first)
-
-
-def _is_of_a_forward_before_the_freeze(step: Step, configuration: Configuration) -> bool:
-    """Autograd gives no gradient to what was frozen since; stock gives zeros or the mean."""
-    return bool(step.frozen) and any(not each.frozen for each in step.used)
-
-
-def _ends_the_first_step(step: Step, configuration: Configuration) -> bool:
-    """With ``static_graph`` stock reduces all at the end of the first backward of any kind."""
-    return "static" in configuration.parts and step.letter == "G" and not step.backwards
-
-
-def _freezes_without_the_flag(step: Step, configuration: Configuration) -> bool:
-    """Each rank freezes its own layer, and ours has not been told to expect that."""
-    return step.letter == "Y" and "finds" in configuration.parts
-
-
-# What the page says of each kind, word by word.
+# Documented differences: what the page says, word by word, and the events after which a program may
+# differ so.
 RULES: dict[str, Callable[[Step, Configuration], bool]] = {
-    "**A backward inside `no_sync` of a forward outside** is local": _is_local_only_here,
-    "a further backward through a forward outside is reduced": _is_reduced_only_here,
-    "so are those only through `.module`": _counts_in_stock,
-    "[Parameters frozen, replaced or added]": _is_of_a_forward_before_the_freeze,
-    "[Gradients on request]": _ends_the_first_step,
-    "models, frozen or added parameters": _freezes_without_the_flag,
+    "**A backward inside `no_sync` of a forward outside** is local": lambda step, _: (
+        step.letter == "N" and step.armed
+    ),
+    # A second backward of one graph, or of a forward before the one that was reduced.
+    "a further backward through a forward outside is reduced": lambda step, _: (
+        step.letter != "N" and not step.armed and any(each.letter != "n" for each in step.used)
+    ),
+    # Stock reduces its next backward, even if that does not go through the wrapper. And the first
+    # one says how often ``static_graph`` waits for each parameter.
+    "so are those only through `.module`": lambda step, configuration: (
+        step.letter == "M" and (step.armed or _is_first_of_static(step, configuration))
+    ),
+    # Autograd gives no gradient to what was frozen since; stock gives zeros or the mean.
+    "[Parameters frozen, replaced or added]": lambda step, _: (
+        bool(step.frozen) and any(not each.frozen for each in step.used)
+    ),
+    # With ``static_graph`` stock reduces all at the end of the first backward of any kind.
+    "[Gradients on request]": lambda step, configuration: (
+        step.letter == "G" and _is_first_of_static(step, configuration)
+    ),
+    # Each rank freezes its own layer, and ours has not been told to expect that.
+    "models, frozen or added parameters": lambda step, configuration: (
+        step.letter == "Y" and "finds" in configuration.parts
+    ),
 }
+
+
+def _is_first_of_static(step: Step, configuration: Configuration) -> bool:
+    return "static" in configuration.parts and not step.backwards
 
 
 def documented(word: str, place: int, configuration: Configuration) -> str:
