@@ -330,6 +330,8 @@ def write_buffer(way: str, owner: nn.Module, name: str, value: Tensor) -> None:
             setattr(owner, name, value.clone())
         case "by load_state_dict":
             owner.load_state_dict({name: value}, strict=False)
+        case _:
+            raise ValueError(way)
 
 
 class Buffers(nn.Module):

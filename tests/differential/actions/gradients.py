@@ -203,4 +203,6 @@ class ChangeGradients(Action):
                         param.sub_(gradient, alpha=0.05)
                     gradient.untyped_storage().resize_(0)
                     param.grad = None
+                case _:
+                    raise ValueError(self.way)
         player.see_model()
