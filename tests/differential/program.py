@@ -28,12 +28,12 @@ class Described:
         return f"{type(self).__name__}({shown})"
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform()
 class Action(Described):
     """One thing that every rank does, or the ranks that it names. Subclasses are dataclasses."""
 
     def __init_subclass__(cls) -> None:
-        dataclass(frozen=True)(cls)
+        dataclass(unsafe_hash=True)(cls)
 
     def perform(self, player: Player) -> None:
         """Do it, as the player's rank."""
