@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(letter, event.text)
         return 0
     os.environ |= {"TRITONDDP_HANG_SECONDS": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    sides = [Side(wrapper, arguments.world) for wrapper in (STOCK, arguments.wrapper)]
+    sides = [Side(wrapper, arguments.world) for wrapper in (arguments.wrapper, STOCK)]
     try:
         counts = [_play(arguments, name, sides) for name in arguments.config.split(",")]
     finally:
@@ -49,7 +49,8 @@ def _play(arguments: argparse.Namespace, name: str, sides: list[Side]) -> Counte
             break
         for side in sides:
             side.start(name, word)
-        stock, ours = (side.answer() for side in sides)
+        # Ours first, whose seconds count: stock may be stuck for some.
+        ours, stock = (side.answer() for side in sides)
         verdict, where, row = judge(configuration, word, stock, ours)
         count[verdict] += 1
         rows[row] += 1
