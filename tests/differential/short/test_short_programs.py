@@ -106,14 +106,6 @@ def test_a_configuration_has_the_events_that_mean_the_same_for_it() -> None:
         Configuration("bare+wings")
 
 
-def test_a_sample_is_the_same_each_time() -> None:
-    configuration = Configuration("plain")
-    words = sample(5, configuration, 50, seed=1)
-    assert words == sample(5, configuration, 50, seed=1)
-    assert len({*words}) == 50
-    assert {*words} != {*sample(5, configuration, 50, seed=2)}
-
-
 def test_each_part_is_in_a_configuration_that_is_played() -> None:
     played = {part for name in CONFIGURATIONS for part in name.split("+")}
     assert PARTS - played == {"norm"}
