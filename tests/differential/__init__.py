@@ -11,7 +11,9 @@ trace.py       what a rank saw
 oracle.py      what all ranks must see, computed in one process without communication
 comparison.py  a program judged: the oracle, stock DDP, the ranks among each other
 mutations.py   planted faults, which the comparison must find
-wrappers.py    stock with a fault, which hostile programs have to find
-soak.py        long programs, and footprint.py what the process holds meanwhile
+wrappers.py    stock with a fault, which hostile and short programs have to find
+soak.py        long programs, and what the process holds meanwhile
+short          all programs of a few events, as words
+calls          public calls with any arguments
 run.py         the command
 """

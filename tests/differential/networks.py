@@ -60,30 +60,17 @@ class Convolution(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows that a batch does not name get zeros."""
+    """Rows that a batch does not name get zeros; or sparse gradients, without these rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.table = nn.Embedding(11, WIDTH, padding_idx=0)
-        self.bag = nn.EmbeddingBag(5, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        numbers = (x.detach().abs() * 100).long()
-        return x * self.table(numbers[:, 0] % 11) + self.bag(numbers[:, 1:4] % 5)
-
-
-class SparseEmbedding(nn.Module):
-    """Gradients of the rows that a batch names, of some of them twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, WIDTH, sparse=True)
-        self.bag = nn.EmbeddingBag(5, WIDTH, mode="sum", sparse=True)
+        self.table = nn.Embedding(11, WIDTH, padding_idx=None if sparse else 0, sparse=sparse)
+        self.bag = nn.EmbeddingBag(5, WIDTH, mode="sum" if sparse else "mean", sparse=sparse)
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = (x.detach().abs() * 100).long()
         y = x * self.table(numbers[:, 0] % 11) + self.bag(numbers[:, 1:4] % 5)
-        return torch.tanh(y)
+        return torch.tanh(y) if self.table.sparse else y
 
 
 class OddShapes(nn.Module):
@@ -196,7 +183,7 @@ class _Withheld(torch.autograd.Function):
         return x * weight.sum().tanh()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return grad, grad.sum().expand(3) if x.detach().sum() > 0 else None
 
@@ -216,13 +203,13 @@ class Exchanged(torch.autograd.Function):
     """Rows of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         rows = torch.empty_like(x)
         dist.all_to_all_single(rows, x.contiguous())
         return rows
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return Exchanged.forward(ctx, gradient)
 
 
@@ -243,13 +230,13 @@ class Collective(nn.Module):
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": Linear,
-    "linear in fp64": lambda: Linear(torch.float64),
-    "linear in bf16": lambda: Linear(torch.bfloat16),
+    "linear in fp64": partial(Linear, torch.float64),
+    "linear in bf16": partial(Linear, torch.bfloat16),
     "wide": Wide,
     "convolution": Convolution,
-    "convolution, channels last": lambda: Convolution(torch.channels_last),
+    "convolution, channels last": partial(Convolution, torch.channels_last),
     "embedding": Embedding,
-    "sparse embedding": SparseEmbedding,
+    "sparse embedding": partial(Embedding, sparse=True),
     "odd shapes": OddShapes,
     "expanded gradients": ExpandedGradients,
     "stacked": Stacked,
@@ -304,46 +291,34 @@ BUFFERS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def _in_place(owner: nn.Module, name: str, value: Tensor) -> None:
-    with torch.no_grad():
-        getattr(owner, name).copy_(value)
-
-
-def _through_data(owner: nn.Module, name: str, value: Tensor) -> None:
-    getattr(owner, name).data.copy_(value)
-
-
-def _as_data(owner: nn.Module, name: str, value: Tensor) -> None:
-    getattr(owner, name).data = value.to(getattr(owner, name).dtype).clone()
-
-
-def _reassigned(owner: nn.Module, name: str, value: Tensor) -> None:
-    setattr(owner, name, value.to(getattr(owner, name).dtype).clone())
-
-
-def _through_numpy(owner: nn.Module, name: str, value: Tensor) -> None:
-    buffer = getattr(owner, name)
-    if buffer.dtype is torch.bfloat16:  # which numpy does not know
-        buffer.data.copy_(value)
-    else:
-        buffer.numpy()[...] = value.to(buffer.dtype).numpy()
-
-
-def _by_a_state(owner: nn.Module, name: str, value: Tensor) -> None:
-    owner.load_state_dict({name: value}, strict=False)
-
-
-# How a buffer is written: with the module that owns it, its name, and the new value.
-WAYS: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
-    "in place": _in_place,
-    "through .data": _through_data,
-    "as .data": _as_data,
-    "reassigned": _reassigned,
-    "through numpy": _through_numpy,
-    "by load_state_dict": _by_a_state,
-}
+# How a buffer is written.
+WAYS = (
+    *("in place", "through .data", "as .data", "reassigned", "through numpy"),
+    "by load_state_dict",
+)
 # Those that autograd does not see, so that a backward through an older forward goes on.
 UNSEEN = ("through .data", "as .data", "reassigned", "through numpy")
+
+
+def write_buffer(way: str, owner: nn.Module, name: str, value: Tensor) -> None:
+    buffer = getattr(owner, name)
+    value = value.to(buffer.dtype)
+    match way:
+        case "in place":
+            with torch.no_grad():
+                buffer.copy_(value)
+        case "through numpy" if buffer.dtype is not torch.bfloat16:  # which numpy does not know
+            buffer.numpy()[...] = value.numpy()
+        case "through .data" | "through numpy":
+            buffer.data.copy_(value)
+        case "as .data":
+            buffer.data = value.clone()
+        case "reassigned":
+            setattr(owner, name, value.clone())
+        case "by load_state_dict":
+            owner.load_state_dict({name: value}, strict=False)
+        case _:
+            raise ValueError(way)
 
 
 class Buffers(nn.Module):
@@ -410,12 +385,11 @@ class Network(nn.Module):
             if not hasattr(self, "mean"):
                 self.register_buffer("mean", x.detach().mean(0))
             x = x - self.mean
-        if self.spec.hides and torch.is_grad_enabled():
-            return SimpleNamespace(results=checkpoint(self._of_heads, x, use_reentrant=True))
-        results = self._of_heads(x)
-        if self.spec.hides:
-            return SimpleNamespace(results=results)
-        return OUTPUTS[self.spec.output][0](*results)
+        if not self.spec.hides:
+            return OUTPUTS[self.spec.output][0](*self._of_heads(x))
+        if not torch.is_grad_enabled():
+            return SimpleNamespace(results=self._of_heads(x))
+        return SimpleNamespace(results=checkpoint(self._of_heads, x, use_reentrant=True))
 
     def _of_heads(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(head(x) for head in self.heads)
@@ -464,65 +438,48 @@ class Network(nn.Module):
         """A moving average of what this rank sees goes into the first of its buffers."""
         name = self.spec.buffers[0]
         buffer = getattr(self.state, name)
-        value = seen.detach().mean().to(torch.float64)
+        value = buffer + 1
         if buffer.dtype.is_floating_point:
-            value = buffer.double() * 0.9 + value * 0.1
-        else:
-            value = buffer + 1
-        WAYS[way](self.state, name, value.to(buffer.dtype))
+            value = buffer.double() * 0.9 + seen.detach().mean().double() * 0.1
+        write_buffer(way, self.state, name, value)
 
 
-class HidesParameters(Network):
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return _without("weight", super().named_parameters(*args, **kwargs))
+def _overriding(method: str, change: Callable[..., Any], base: type = Network) -> type[nn.Module]:
+    """A class that changes the names of ``named_parameters()``, say; ``None`` hides one."""
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for name, each in getattr(base, method)(self, *args, **kwargs):
+            if (changed := change(self, name)) is not None:
+                yield changed, each
+
+    return type(f"Overrides{base.__name__}", (base,), {method: named})
 
 
-class HidesParametersLater(Network):
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        part = "bias" if self.forwards > 2 else "none of them"
-        return _without(part, super().named_parameters(*args, **kwargs))
+def _without(part: str, later: bool = False) -> Callable[[Any, str], str | None]:
+    """Hide tensors whose own name has this part, or only after two forwards."""
 
+    def change(net: Any, name: str) -> str | None:
+        is_hidden = part in name.rpartition(".")[2] and not (later and net.forwards <= 2)
+        return None if is_hidden else name
 
-class RenamesParameters(Network):
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        named = super().named_parameters(*args, **kwargs)
-        return ((f"its_{name}", param) for name, param in named)
-
-
-class HidesBuffers(Network):
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return _without("s", super().named_buffers(*args, **kwargs))
-
-
-class HidesBuffersLater(Network):
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        part = "a" if self.forwards > 2 else "none of them"
-        return _without(part, super().named_buffers(*args, **kwargs))
-
-
-class HidesAModule(Network):
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return (each for each in super().named_modules(*args, **kwargs) if each[0] != "heads.1")
-
-
-class HidesItsBias(nn.Linear):
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return _without("bias", super().named_parameters(*args, **kwargs))
-
-
-def _without(part: str, named: Iterator[tuple[str, Any]]) -> Iterator[Any]:
-    return (each for each in named if part not in each[0].rpartition(".")[2])
+    return change
 
 
 # By which class ``named_parameters()`` or ``named_buffers()`` of a part of the network is another.
 OVERRIDES: dict[str, tuple[str, type[nn.Module]]] = {
-    "hides weights": ("", HidesParameters),
-    "hides biases later": ("", HidesParametersLater),
-    "renames parameters": ("", RenamesParameters),
-    "hides buffers": ("", HidesBuffers),
-    "hides buffers later": ("", HidesBuffersLater),
-    "hides a module": ("", HidesAModule),
-    "hides a bias of a layer": ("heads.0", HidesItsBias),
+    "hides weights": ("", _overriding("named_parameters", _without("weight"))),
+    "hides biases later": ("", _overriding("named_parameters", _without("bias", later=True))),
+    "renames parameters": ("", _overriding("named_parameters", lambda _, name: f"its_{name}")),
+    "hides buffers": ("", _overriding("named_buffers", _without("s"))),
+    "hides buffers later": ("", _overriding("named_buffers", _without("a", later=True))),
+    "hides a module": (
+        "",
+        _overriding("named_modules", lambda _, name: None if name == "heads.1" else name),
+    ),
+    "hides a bias of a layer": (
+        "heads.0",
+        _overriding("named_parameters", _without("bias"), nn.Linear),
+    ),
 }
 
 

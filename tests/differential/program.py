@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from typing_extensions import dataclass_transform
+
 if TYPE_CHECKING:
     from differential.player import Player
 
@@ -26,8 +28,12 @@ class Described:
         return f"{type(self).__name__}({shown})"
 
 
+@dataclass_transform()
 class Action(Described):
-    """One thing that every rank does, or the ranks that it names."""
+    """One thing that every rank does, or the ranks that it names. Subclasses are dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(unsafe_hash=True)(cls)
 
     def perform(self, player: Player) -> None:
         """Do it, as the player's rank."""

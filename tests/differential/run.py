@@ -4,6 +4,9 @@ python tests/differential/run.py --seed 123 --world 2 -v     one, with all it do
 python tests/differential/run.py --seconds 600 --world 3     many
 python tests/differential/run.py --kind sharded --count 500    with a sharded optimizer
 python tests/differential/run.py --kind hostile --count 3000   hard on a clever wrapper
+python tests/differential/run.py --kind short --length 3 --config views   all of up to three events
+python tests/differential/run.py --kind short --length 5 --sample 2000 --seed 1   some to five
+python tests/differential/run.py --kind short --config hidden+views --world 3 --only FBS   one
 python tests/differential/run.py --mutation no_average       with a planted fault
 python tests/differential/run.py --steps 10000               long ones: does anything pile up?
 """
@@ -29,9 +32,11 @@ from differential.comparison import differences
 from differential.in_ranks import OURS, WRAPPERS, is_of
 from differential.kinds import KINDS, program_of
 from differential.mutations import MUTATIONS
+from differential.short import run as short
 
 # Played by the same processes, one after the other.
 _BATCH = {"hostile": 50}
+SHORT = "short"
 
 
 def main() -> int:
@@ -42,25 +47,28 @@ def main() -> int:
     parser.add_argument("--world", type=int, choices=[2, 3, 4], default=2, help="number of ranks")
     parser.add_argument(
         "--kind",
-        choices=KINDS,
+        choices=[*KINDS, SHORT],
         default="usual",
-        help="sharded: with a sharded optimizer; hostile: hard on a clever wrapper, beside stock",
+        help="sharded: with a sharded optimizer; hostile: hard on a wrapper; short: a few events",
     )
     parser.add_argument(
         "--wrapper",
         choices=sorted(WRAPPERS),
         default=OURS,
-        help="whose hostile programs are compared: stock's own show a fault of the generator",
+        help="of hostile and short programs: stock's own show a fault of the generator",
     )
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="plant this fault")
     parser.add_argument("--compiled", action="store_true", help="ours by torch.compile")
     parser.add_argument("--keep-going", action="store_true", help="after a difference too")
     parser.add_argument("--steps", type=int, help="long ones, of so many steps together")
     parser.add_argument("-v", action="store_true", help="print each program")
+    short.add_arguments(parser)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.kind == SHORT:
+        return short.main(arguments)
     if arguments.steps is not None:
         return soak.main(arguments.seed or 0, arguments.steps)
-    torch.set_num_threads(1)
     kind, world_size, seed = arguments.kind, arguments.world, arguments.seed or 0
     count = arguments.count
     if count is None and arguments.seconds is None:

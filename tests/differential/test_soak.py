@@ -1,18 +1,19 @@
 """A short soak finds nothing, and one with a planted leak or a wrong sum does."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 from distributed import ranks
 
 from differential import oracle, soak
-from differential.footprint import Footprint, complaints
+from differential.soak import Footprint, complaints
 
 
 @pytest.mark.long
 @ranks(2, timeout=240)
-def test_nothing_piles_up_or_drifts_over_some_steps() -> None:
+def test_nothing_grows_or_drifts_over_some_steps() -> None:
     report = soak.soak(seed=1, steps=120)
     assert report.grown == [], report.grown
     assert report.farthest < 1.0
@@ -22,39 +23,36 @@ def test_nothing_piles_up_or_drifts_over_some_steps() -> None:
 @pytest.mark.long
 @ranks(2, timeout=240)
 def test_an_open_file_in_each_step_is_found() -> None:
-    report = soak.soak(seed=2, steps=90, leak=lambda: os.open(os.devnull, os.O_RDONLY))
+    report = soak.soak(2, 90, after_step=lambda _: os.open(os.devnull, os.O_RDONLY))
     assert any("files" in each for each in report.grown), report.grown
 
 
 @ranks(2, timeout=240)
 def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
-    """The oracle's, since it does not matter whose."""
+    """The mean of the oracle, since either may be wrong."""
     first = ((seed, next(soak.lives(seed, 40))[0]) for seed in range(20))
-    # Where a mean of two ranks is exact from the first step on.
-    exact = [
+    # A program in which a mean of two ranks is exact from the first step on.
+    exact = next(
         seed
         for seed, life in first
         if not (life.options.reduce_dtype or life.options.compression or life.counts)
         and not (life.communication_hook or any(getattr(a, "weights", None) for a in life.actions))
-    ]
+    )
     mean = oracle._mean
 
     def wrong(*args):  # type: ignore[no-untyped-def]
         found, bound = mean(*args)
         return found * (1 + torch.finfo(found.dtype).eps), bound
 
-    oracle._mean = wrong
-    try:
-        with pytest.raises(soak.Failed, match=r"step \d, life 1: tritonddp, rank 0, after action"):
-            soak.soak(seed=exact[0], steps=40)
-    finally:
-        oracle._mean = mean
+    found = pytest.raises(soak.Failed, match=r"step \d, life 1: tritonddp, rank 0, after action")
+    with patch.object(oracle, "_mean", wrong), found:
+        soak.soak(exact, 40)
 
 
 def test_what_grows_is_found() -> None:
     """Memory by more than a hundredth, files at all, objects by more than a few."""
 
-    def taken(memory: float = 0.0, files: float = 0.0, objects: float = 0.0) -> list[str]:
+    def grown(memory: float = 0.0, files: float = 0.0, objects: float = 0.0) -> list[str]:
         footprints = [
             Footprint(
                 *(step, None, 0, int(1e8 * (1 + memory * step / 10_000))),
@@ -62,12 +60,12 @@ def test_what_grows_is_found() -> None:
             )
             for step in range(0, 10_001, 100)
         ]
-        return complaints(footprints, 2500, 10_000)
+        return list(complaints(footprints, 2500, 10_000))
 
-    assert taken(memory=0.019, objects=0.01) == []
-    (found,) = taken(memory=0.03)
+    assert grown(memory=0.019, objects=0.01) == []
+    (found,) = grown(memory=0.03)
     assert "memory grew by 1.4" in found
-    (found,) = taken(files=1)
-    assert "the number of files that outlive a wrapper changed: 2508 after step 2500" in found
-    (found,) = taken(objects=1)
+    (found,) = grown(files=1)
+    assert "the number of files between wrappers changed: 2508 after step 2500" in found
+    (found,) = grown(objects=1)
     assert "more objects between wrappers after step 10000 than after 2500" in found

@@ -62,10 +62,7 @@ class MadeInTheFirstForward(Stock):
 FAULTS = {
     cls.__name__: cls
     for cls in (
-        BuffersOfVersions,
-        GradientsAreOthers,
-        UsesAName,
-        ABucketForEach,
+        *(BuffersOfVersions, GradientsAreOthers, UsesAName, ABucketForEach),
         MadeInTheFirstForward,
     )
 }

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from differential.networks import WAYS, another_value
+from differential.networks import another_value, write_buffer
 from differential.program import Action
 
 if TYPE_CHECKING:
     from differential.player import Player
 
 
-@dataclass(frozen=True)
 class Write(Action):
-    """Buffers get other values on these ranks, which each draws for itself.
+    """Buffers get other values on these ranks, which each draws for itself."""
 
-    Attributes:
-        which: numbers of the buffers, modulo how many there are; BatchNorm's come last.
-    """
-
-    ranks: tuple[int, ...]  # that write
+    ranks: tuple[int, ...]
     way: str  # one of differential.networks.WAYS
-    which: tuple[int, ...]
+    which: tuple[int, ...]  # numbers of buffers, modulo how many there are; BatchNorm's are last
     alike: bool = False  # whether the ranks draw the same values
 
     def perform(self, player: Player) -> None:
@@ -38,13 +32,12 @@ class Write(Action):
             owner, name = owned[number % len(owned)]
             buffer = getattr(owner, name)
             if self.way != "by load_state_dict" or name != "low":  # (which is in no state)
-                WAYS[self.way](owner, name, another_value(buffer))
+                write_buffer(self.way, owner, name, another_value(buffer))
 
 
 _OF_NORM = ("running_mean", "running_var", "num_batches_tracked")
 
 
-@dataclass(frozen=True)
 class Recalibrate(Action):
     """Forwards of the module itself in training mode, on these ranks, without gradients."""
 
@@ -59,7 +52,6 @@ class Recalibrate(Action):
         player.see_buffers()
 
 
-@dataclass(frozen=True)
 class KeepState(Action):
     """Each rank keeps its state, with an average of the one before."""
 
@@ -72,13 +64,12 @@ class KeepState(Action):
         player.kept["average"] = state
 
 
-@dataclass(frozen=True)
 class SwapIn(Action):
     """The average is swapped in on these ranks, or what was there before it is put back."""
 
-    ranks: tuple[int, ...]  # that do it
+    ranks: tuple[int, ...]
     by: str  # "load_state_dict", or "data": tensor by tensor
-    back: bool = False  # whether it is put back
+    back: bool = False
 
     def perform(self, player: Player) -> None:
         if player.rank not in self.ranks:

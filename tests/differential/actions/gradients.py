@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,70 +22,52 @@ class Marked(torch.Tensor):
     """A gradient of the user's own class."""
 
 
-# Hooks, called when the gradient of a parameter is there.
-
-
-def _mark(player: Player, param: Tensor) -> None:
-    param.grad.rank_of_user = player.rank  # type: ignore[union-attr]
-
-
-def _hold(player: Player, param: Tensor) -> None:
-    player.caught[param] = param.grad  # type: ignore[assignment]
-
-
-def _make_a_subclass(player: Player, param: Tensor) -> None:
-    param.grad = param.grad.as_subclass(Marked)  # type: ignore[union-attr]
-
-
-def _copy(player: Player, param: Tensor) -> None:
-    param.grad = param.grad.clone()  # type: ignore[union-attr]
-
-
-def _scale(player: Player, param: Tensor) -> None:
-    if param.grad is not None:
-        param.grad.mul_(1.5)
-
-
-def _scale_data(player: Player, param: Tensor) -> None:
-    param.grad.data = param.grad.data * 0.5  # type: ignore[union-attr]
-
-
-def _drop(player: Player, param: Tensor) -> None:
-    param.grad = None
-
-
-def _step(player: Player, param: Tensor) -> None:
-    torch.optim.SGD([param], lr=0.05).step()
-    param.grad = None
-
-
-def _note(player: Player, param: Tensor) -> None:
-    """The norm of what is this rank's own, as it comes."""
-    player.see("norm in a hook", param.grad.double().norm())  # type: ignore[union-attr]
-
-
-def _look_in_the_end(player: Player, param: Tensor) -> None:
-    if hasattr(param, "_ddp_ignored"):
-        return  # its gradient may come behind the end of stock's reduction
-    Variable._execution_engine.queue_callback(player.see_gradients)
-
-
-# What hooks of users do, each with the parameters that it is put on if no block is named.
+# What hooks of users do when a gradient is ready, each with the parameters that it is put on if no
+# block is named.
 ALL, FIRST, LAST = slice(None), slice(1), slice(-1, None)
 STEPS = "drops the gradient after a step of an optimizer"
-HOOKS: dict[str, tuple[Callable[[Player, Tensor], None], slice]] = {
-    "marks the gradient with an attribute": (_mark, ALL),
-    "holds the gradient": (_hold, ALL),
-    "makes the gradient a subclass": (_make_a_subclass, LAST),
-    "copies the gradient": (_copy, ALL),
-    "scales the gradient in place": (_scale, ALL),
-    "gives the gradient other data": (_scale_data, ALL),
-    "drops the gradient": (_drop, FIRST),
-    STEPS: (_step, ALL),
-    "notes the norm of the gradient": (_note, ALL),
-    "looks at all gradients in a callback at the end": (_look_in_the_end, FIRST),
-    "looks at all gradients in a callback from the beginning on": (_look_in_the_end, LAST),
+HOOKS = {
+    "marks the gradient with an attribute": ALL,
+    "holds the gradient": ALL,
+    "makes the gradient a subclass": LAST,
+    "copies the gradient": ALL,
+    "scales the gradient in place": ALL,
+    "gives the gradient other data": ALL,
+    "drops the gradient": FIRST,
+    STEPS: ALL,
+    "notes the norm of the gradient": ALL,
+    "looks at all gradients in a callback at the end": FIRST,
+    "looks at all gradients in a callback from the beginning on": LAST,
 }
+
+
+def _run_hook(player: Player, name: str, param: Tensor) -> None:
+    match name:
+        case "marks the gradient with an attribute":
+            param.grad.rank_of_user = player.rank
+        case "holds the gradient":
+            player.caught[param] = param.grad
+        case "makes the gradient a subclass":
+            param.grad = param.grad.as_subclass(Marked)
+        case "copies the gradient":
+            param.grad = param.grad.clone()
+        case "scales the gradient in place":
+            if param.grad is not None:
+                param.grad.mul_(1.5)
+        case "gives the gradient other data":
+            param.grad.data = param.grad.data * 0.5
+        case "drops the gradient":
+            param.grad = None
+        case "drops the gradient after a step of an optimizer":
+            torch.optim.SGD([param], lr=0.05).step()
+            param.grad = None
+        case "notes the norm of the gradient":  # which is rank-local
+            player.see("norm in a hook", param.grad.double().norm())
+        # A gradient that is ignored may be ready after the end of stock's reduction.
+        case _ if not hasattr(param, "_ddp_ignored"):
+            Variable._execution_engine.queue_callback(player.see_gradients)
+
+
 # Those of programs that the oracle plays too.
 TENSOR, POST_ACCUMULATE = "multiplies the gradient by 3", "scales the gradient in place"
 
@@ -101,12 +81,11 @@ def add_hook(player: Player, name: str, block: str) -> None:
         for param in params:
             param.register_hook(lambda gradient: None if gradient is None else gradient * 3)
         return
-    hook, which = HOOKS[name]
-    # (Autograd holds hooks where the garbage collector does not see them: a player in them would
-    # outlive its program, and so would its wrappers and their groups.)
-    known = weakref.proxy(player)
-    for param in params if block else params[which]:
-        param.register_post_accumulate_grad_hook(partial(hook, known))
+    # Autograd holds hooks where the garbage collector does not see them: a player in them would
+    # outlive its program, and so would its wrappers and their groups.
+    hook = partial(_run_hook, weakref.proxy(player), name)
+    for param in params if block else params[HOOKS[name]]:
+        param.register_post_accumulate_grad_hook(hook)
 
 
 # What is done with gradients after a backward.
@@ -120,7 +99,6 @@ def _there(player: Player) -> list[tuple[str, Tensor, Tensor]]:
     ]
 
 
-@dataclass(frozen=True)
 class LookAtMemory(Action):
     """Whose memory the gradients have, and what they are."""
 
@@ -137,7 +115,6 @@ class LookAtMemory(Action):
         player.caught.clear()
 
 
-@dataclass(frozen=True)
 class CopyGradients(Action):
     """Gradients are copied by ``deepcopy`` and by pickle, and the copies looked at."""
 
@@ -156,7 +133,6 @@ READ = ("bytes of", "words of")
 PRODUCT = "G G^T of"
 
 
-@dataclass(frozen=True)
 class ReadAsWords(Action):
     """Gradients are read as bytes, as words of 8 bytes and as complex numbers."""
 
@@ -170,7 +146,6 @@ class ReadAsWords(Action):
                 player.see(f"{name} as complex", torch.view_as_complex(flat.view(-1, 2)).abs())
 
 
-@dataclass(frozen=True)
 class Multiply(Action):
     """Gradients are multiplied with each other, as some optimizers do."""
 
@@ -180,7 +155,6 @@ class Multiply(Action):
                 player.see(f"{PRODUCT} {name}", gradient @ gradient.T)
 
 
-@dataclass(frozen=True)
 class KeepGradients(Action):
     """The user keeps the gradients, which are dropped from the parameters, and sees them again."""
 
@@ -189,7 +163,6 @@ class KeepGradients(Action):
         player.optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
 class ChangeKept(Action):
     """Gradients that are kept from before are written to, which is nobody's business."""
 
@@ -199,7 +172,6 @@ class ChangeKept(Action):
                 gradient.fill_(3.0)
 
 
-@dataclass(frozen=True)
 class FreeKept(Action):
     """The storage of gradients that are kept is freed, after they have been dropped."""
 
@@ -209,12 +181,11 @@ class FreeKept(Action):
         player.held.clear()
 
 
-@dataclass(frozen=True)
 class ChangeGradients(Action):
     """The gradients that are there are changed after the backward."""
 
     way: str  # "replaced", "given other data", "scaled in place" or "freed"
-    ranks: tuple[int, ...]  # that do it
+    ranks: tuple[int, ...]
 
     def perform(self, player: Player) -> None:
         if player.rank not in self.ranks:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fuzz.contract import only_documented
 
+from differential.calls.contract import call, only_documented
 from differential.program import Action
 from tritonddp import DistributedDataParallel
 
 if TYPE_CHECKING:
     from differential.player import Player
 
-# Refused before anything is sent, whatever the other ranks do: a method, and its arguments.
+# Calls that are refused before anything is sent, whatever the other ranks do: a method, and its
+# arguments.
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "weight NaN": ("weighted", (math.nan,)),
     "weight negative": ("weighted", (-1,)),
@@ -34,36 +33,28 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rate zero": ("_set_ddp_runtime_logging_sample_rate", (0,)),
     "rate a word": ("_set_ddp_runtime_logging_sample_rate", ("often",)),
     "buffers a number": ("_default_broadcast_coalesced", (3,)),
+    "state empty": ("load_comm_state_dict", ({},)),
+    "state a number on one rank": ("load_comm_state_dict", (3,)),
 }
-# The same, but all ranks are told: arguments of the last rank, and of the others.
-REFUSED_BY_ALL: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
-    "state empty": ("load_comm_state_dict", ({},), ({},)),
-    "state a number on one rank": ("load_comm_state_dict", (3,), ()),
-}
+# Of these all ranks make the call, and raise: the arguments of all but the last rank.
+OF_OTHERS: dict[str, tuple[Any, ...]] = {"state empty": ({},), "state a number on one rank": ()}
 
 
-@dataclass(frozen=True)
 class Misuse(Action):
-    """One of them, on these ranks."""
+    """A call that is refused, on these ranks."""
 
-    what: str  # of REFUSED, or of REFUSED_BY_ALL, which all ranks call
-    ranks: tuple[int, ...]  # that call it
+    what: str  # of REFUSED
+    ranks: tuple[int, ...]
 
     def perform(self, player: Player) -> None:
-        is_by_all = self.what in REFUSED_BY_ALL
+        is_by_all = self.what in OF_OTHERS
         if player.wrapper is None or not (is_by_all or player.rank in self.ranks):
             return
-        if is_by_all:
-            is_last = player.rank == player.program.world_size - 1
-            method, *of_ranks = REFUSED_BY_ALL[self.what]
-            arguments = of_ranks[0 if is_last else 1]
-        else:
-            method, arguments = REFUSED[self.what]
+        method, arguments = REFUSED[self.what]
+        if is_by_all and player.rank < player.program.world_size - 1:
+            arguments = OF_OTHERS[self.what]
         is_refused = True
         with only_documented(getattr(DistributedDataParallel, method)):
-            called = getattr(player.wrapper, method)(*arguments)
-            if isinstance(called, AbstractContextManager):
-                with called:
-                    pass
+            call(getattr(player.wrapper, method), arguments, {}, lambda: None)
             is_refused = False
         assert is_refused, f"{self.what} was not refused"

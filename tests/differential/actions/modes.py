@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +34,11 @@ MODES: dict[str, Callable[[], Any]] = {
 OF_EVALUATIONS = MODES | {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 
 
-@dataclass(frozen=True)
 class Under(Action):
     """An action in a mode."""
 
-    mode: str  # of MODES, or of OF_EVALUATIONS
-    action: Action  # what is done
+    mode: str  # of OF_EVALUATIONS
+    action: Action
 
     def perform(self, player: Player) -> None:
         with OF_EVALUATIONS[self.mode]():

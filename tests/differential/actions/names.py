@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,13 +34,12 @@ VALUES = PLAIN_VALUES | {
 }
 
 
-@dataclass(frozen=True)
 class SetName(Action):
     """The user sets an attribute on the wrapper."""
 
     name: str  # of NAMES, or of METHODS
     value: str  # of VALUES
-    wrapper: str = "main"  # its title
+    wrapper: str = "main"
 
     def perform(self, player: Player) -> None:
         DeleteName(self.name, self.wrapper).perform(player)  # what torch keeps as a parameter, say
@@ -50,7 +48,6 @@ class SetName(Action):
         player.names[self.wrapper][self.name] = value
 
 
-@dataclass(frozen=True)
 class ReadNames(Action):
     """Attributes are what the user has set, keys and names of the wrapper are as they were."""
 
@@ -70,7 +67,6 @@ class ReadNames(Action):
                     player.see(f"{self.wrapper}.{name}", getattr(wrapper, name))
 
 
-@dataclass(frozen=True)
 class DeleteName(Action):
     """The user deletes an attribute that was set."""
 

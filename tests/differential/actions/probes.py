@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,30 +15,31 @@ if TYPE_CHECKING:
     from differential.player import Player
 
 # What a probe is made of, and what becomes of its gradients.
-WAYS: dict[str, Callable[[Player], Tensor]] = {
-    "the module": lambda player: player.network(player.batch()).pow(2).mean(),
-    "a submodule": lambda player: player.network.blocks["b0"](player.batch()).pow(2).mean(),
-    "a method": lambda player: player.network.submodule(player.batch()).pow(2).mean(),
-    "the parameters": lambda player: player.network.penalty() * 0.1,
-    "functional_call": lambda player: (
-        torch.func.functional_call(
-            player.network, dict(nn.Module.named_parameters(player.network)), (player.batch(),)
-        )
-        .pow(2)
-        .mean()
-    ),
-}
+WAYS = ("the module", "a submodule", "a method", "the parameters", "functional_call")
 # "left": added to the gradients of the next backward that is reduced.
 ENDS = ("dropped", "squared and dropped", "left", "put aside", "stepped with and taken back")
 
 
-@dataclass(frozen=True)
+def _loss(player: Player, way: str) -> Tensor:
+    network = player.network
+    if way == "the parameters":
+        return network.penalty() * 0.1
+    params = dict(nn.Module.named_parameters(network))
+    forwards: dict[str, Callable[[Tensor], Tensor]] = {
+        "the module": network,
+        "a submodule": network.blocks["b0"],
+        "a method": network.submodule,
+        "functional_call": lambda x: torch.func.functional_call(network, params, (x,)),
+    }
+    return forwards[way](player.batch()).pow(2).mean()
+
+
 class Probe(Action):
     """Backwards past the wrapper, of these ranks' own."""
 
     counts: tuple[int, ...]  # of backwards, for each rank
-    way: str = "the module"  # one of WAYS
-    end: str = "dropped"  # one of ENDS
+    way: str = "the module"
+    end: str = "dropped"
     evaluates: bool = False  # whether the network is in evaluation mode
 
     def perform(self, player: Player) -> None:
@@ -51,7 +51,7 @@ class Probe(Action):
             player.optimizer.zero_grad()
         network.train(not self.evaluates)
         for _ in range(count):
-            WAYS[self.way](player).backward()
+            _loss(player, self.way).backward()
             if self.end == "squared and dropped":
                 for total, param in zip(fisher, player.params, strict=True):
                     if param.grad is not None:
@@ -74,7 +74,6 @@ class Probe(Action):
             player.optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
 class InputGradient(Action):
     """The gradient of an output's loss for its batch, on some ranks, retaining the graph."""
 
@@ -94,17 +93,12 @@ class InputGradient(Action):
         player.see("gradient of the input", gradient)
 
 
-@dataclass(frozen=True)
 class Saliency(Action):
-    """Gradients of batches through the wrapper, which is frozen while they are made.
-
-    Attributes:
-        part: of the network that is frozen; with ``""`` all is, and backwards end at the batch.
-    """
+    """Gradients of batches through the wrapper, which is frozen while they are made."""
 
     counts: tuple[int, ...]  # of batches, for each rank
-    part: str = ""
-    wrapper: str = "main"  # its title
+    part: str = ""  # of the network that is frozen; with "" all is, and backwards end at the batch
+    wrapper: str = "main"
 
     def perform(self, player: Player) -> None:
         wrapper = player.wrapped[self.wrapper]
@@ -124,7 +118,6 @@ class Saliency(Action):
             param.requires_grad_()
 
 
-@dataclass(frozen=True)
 class ParameterGradient(Action):
     """``torch.autograd.grad`` for the parameters through the module, on these ranks."""
 
@@ -132,21 +125,17 @@ class ParameterGradient(Action):
 
     def perform(self, player: Player) -> None:
         if player.rank in self.ranks:
-            loss = player.network(player.batch()).pow(2).mean()
             params = list(player.network.parameters())
-            for number, gradient in enumerate(torch.autograd.grad(loss, params)):
+            gradients = torch.autograd.grad(_loss(player, "the module"), params)
+            for number, gradient in enumerate(gradients):
                 player.see(f"gradient {number} of autograd.grad", gradient)
 
 
-@dataclass(frozen=True)
 class BackwardOfTheArmed(Action):
-    """All ranks go backward through the module once, after a forward whose output was dropped.
-
-    The forward has armed the reduction, so this backward is the one that is reduced.
-    """
+    """All ranks go backward through the module, after a forward that has armed the reduction."""
 
     way: str = "the module"
 
     def perform(self, player: Player) -> None:
-        WAYS[self.way](player).backward()
+        _loss(player, self.way).backward()
         player.see_gradients()

@@ -40,24 +40,19 @@ class Output:
         return torch.stack([(each**2).mean() for each in wide]).sum()
 
 
-@dataclass(frozen=True)
 class Forward(Action):
-    """A wrapped network runs on a new batch, and its output is kept as number ``slot``.
+    """A wrapped network runs on a new batch, and its output is kept as number ``slot``."""
 
-    Attributes:
-        paths: blocks that it goes through, for each rank; ``None``: all.
-    """
-
-    slot: int  # of the output
+    slot: int
     rows: tuple[int, ...]  # size of the batch, for each rank
-    paths: tuple[tuple[str, ...], ...] | None = None
+    paths: tuple[tuple[str, ...], ...] | None = None  # blocks, for each rank; None: all
     local: bool = False  # whether it runs under no_sync
     grad: bool = True  # whether it runs with gradients; without, nothing is kept
     training: bool = True  # whether the network is in training mode
     autocast: bool = False  # whether it runs under autocast to bf16
     requires_grad: bool = True  # whether the batch does
     around: bool = False  # whether the network itself is called, not its wrapper
-    wrapper: str = "main"  # its title
+    wrapper: str = "main"
 
     def perform(self, player: Player) -> None:
         net = player.wrapped[self.wrapper]
@@ -80,15 +75,10 @@ class Forward(Action):
         player.see_buffers()
 
 
-@dataclass(frozen=True)
 class ForwardsInAnyOrder(Action):
-    """Each rank takes both of its wrappers, in an order of its own, on one batch.
+    """Each rank runs both of its wrappers, in an order of its own, on one batch."""
 
-    Attributes:
-        orders: for each rank, which of its two wrappers comes first and which second.
-    """
-
-    orders: tuple[tuple[int, int], ...]
+    orders: tuple[tuple[int, int], ...]  # for each rank, of its two wrappers
 
     def perform(self, player: Player) -> None:
         wrappers = list(player.wrapped.values())
@@ -100,19 +90,14 @@ class ForwardsInAnyOrder(Action):
             player.see(f"output {number}", player.outputs[number].results[0])
 
 
-@dataclass(frozen=True)
 class Backward(Action):
-    """The backward of the sum of the losses of some outputs.
-
-    Attributes:
-        local: whether it accumulates only, since it or its latest forward runs under ``no_sync``.
-    """
+    """The backward of the sum of the losses of some outputs."""
 
     slots: tuple[int, ...] = (0,)  # numbers of the outputs
     heads: tuple[int, ...] = (0, 1)  # which results of each output the losses are made of
-    local: bool = False
+    local: bool = False  # whether it only accumulates: it or its latest forward is under no_sync
     outside: bool = False  # whether it runs outside of no_sync all the same
-    retain_graph: bool = False  # passed on
+    retain_graph: bool = False
     weights: tuple[float, ...] | None = None  # for each rank, what weighted is told
     reduction: str = "mean"  # what it is told of the loss
     scaled: bool = False  # whether a gradient scaler scales the loss
@@ -151,38 +136,38 @@ class Backward(Action):
             player.see_gradients()
 
 
-@dataclass(frozen=True)
+def _backward_of_all(player: Player, wrapper: str) -> None:
+    output = player.wrapped[wrapper](player.batch())
+    player.network.whole(output).pow(2).mean().backward()
+
+
 class Microbatches(Action):
     """Forwards and backwards under ``no_sync``, as many as each rank has."""
 
     counts: tuple[int, ...]  # for each rank
-    wrapper: str = "main"  # its title
+    wrapper: str = "main"
 
     def perform(self, player: Player) -> None:
-        net = player.wrapped[self.wrapper]
-        with net.no_sync():
+        with player.wrapped[self.wrapper].no_sync():
             for _ in range(self.counts[player.rank]):
-                player.network.whole(net(player.batch())).pow(2).mean().backward()
+                _backward_of_all(player, self.wrapper)
         player.see_gradients()
 
 
-@dataclass(frozen=True)
 class QuietSteps(Action):
     """Usual steps in which nothing is noted down."""
 
-    count: int  # of steps
-    wrapper: str = "main"  # its title
+    count: int
+    wrapper: str = "main"
 
     def perform(self, player: Player) -> None:
         for _ in range(self.count):
             player.optimizer.zero_grad()
-            output = player.wrapped[self.wrapper](player.batch())
-            player.network.whole(output).pow(2).mean().backward()
+            _backward_of_all(player, self.wrapper)
             player.optimizer.step()
         player.optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
 class Drop(Action):
     """An output is dropped: its forward gets no backward."""
 
@@ -192,7 +177,6 @@ class Drop(Action):
         del player.outputs[self.slot]
 
 
-@dataclass(frozen=True)
 class ReduceGradients(Action):
     """``reduce_gradients()``: the mean of ``.grad`` now."""
 
@@ -201,7 +185,6 @@ class ReduceGradients(Action):
         player.see_gradients()
 
 
-@dataclass(frozen=True)
 class ZeroGrad(Action):
     """Gradients are dropped, or filled with zeros; by the optimizer or by the module."""
 
@@ -213,7 +196,6 @@ class ZeroGrad(Action):
         who.zero_grad(set_to_none=self.set_to_none)
 
 
-@dataclass(frozen=True)
 class Hold(Action):
     """Somebody keeps the gradients of a block, which are dropped: they may not change any more."""
 
@@ -225,7 +207,6 @@ class Hold(Action):
         player.net.zero_grad(set_to_none=True)
 
 
-@dataclass(frozen=True)
 class Clip(Action):
     """Gradient clipping, by ``norm`` or by ``value``."""
 
@@ -245,7 +226,6 @@ class Clip(Action):
         player.see("norm of the gradients", norm)
 
 
-@dataclass(frozen=True)
 class Step(Action):
     """The optimizer steps, through the gradient scaler if there is one."""
 
@@ -263,7 +243,6 @@ class Step(Action):
         player.see_model()
 
 
-@dataclass(frozen=True)
 class Halve(Action):
     """Somebody halves the parameters of a block, on every rank."""
 
@@ -275,7 +254,6 @@ class Halve(Action):
                 param.mul_(0.5)
 
 
-@dataclass(frozen=True)
 class Require(Action):
     """A block is frozen or unfrozen."""
 
@@ -286,7 +264,6 @@ class Require(Action):
         player.network.blocks[self.block].requires_grad_(self.grad)
 
 
-@dataclass(frozen=True)
 class Replace(Action):
     """A block is replaced by a new one of another kind, or added, on every rank."""
 
@@ -304,16 +281,11 @@ class Replace(Action):
             _step_with_others(player, gone)
 
 
-@dataclass(frozen=True)
 class Convert(Action):
-    """The parameters of a block are converted to fp64 and back.
+    """The parameters of a block are converted to fp64 and back."""
 
-    Attributes:
-        by: ``"data"``, or ``"overwrite"``: the parameters are new.
-    """
-
-    block: str  # that is concerned
-    by: str
+    block: str
+    by: str  # "data", or "overwrite": the parameters are new
 
     def perform(self, player: Player) -> None:
         block = player.network.blocks[self.block]
@@ -325,7 +297,6 @@ class Convert(Action):
             _step_with_others(player, gone)
 
 
-@dataclass(frozen=True)
 class Renew(Action):
     """Another wrapper goes on: a ``copy``, or a new one that loads a ``checkpoint``."""
 
@@ -361,7 +332,6 @@ class Renew(Action):
         return trained
 
 
-@dataclass(frozen=True)
 class BreakOff(Action):
     """A forward and a backward that breaks off on one rank; then all drop their gradients."""
 
@@ -373,7 +343,10 @@ class BreakOff(Action):
     def perform(self, player: Player) -> None:
         block = player.network.blocks[self.path[self.at]]
         breaks = player.rank == self.rank
-        with _breaking(block) if breaks else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if breaks:
+                param = next(param for param in block.parameters() if param.requires_grad)
+                stack.callback(param.register_hook(_break_off).remove)
             x = player.batch(self.rows[player.rank]).requires_grad_()
             output = Output(x, player.network.results(player.net(x, self.path)))
             try:
@@ -419,7 +392,6 @@ def _state_of_optimizer(player: Player) -> dict[str, Any]:
         player.optimizer.consolidate_state_dict()
         saved = [player.optimizer.state_dict() if player.rank == 0 else None]
         dist.broadcast_object_list(saved)
-        assert saved[0] is not None
         return saved[0]
     return player.optimizer.state_dict()
 
@@ -437,16 +409,5 @@ def converting(by: str) -> Iterator[None]:
         future.set_overwrite_module_params_on_conversion(False)
 
 
-@contextlib.contextmanager
-def _breaking(block: nn.Module) -> Iterator[None]:
-    """Context: a backward through ``block`` breaks off."""
-
-    def break_off(gradient: Tensor) -> None:
-        raise Planned
-
-    param = next(param for param in block.parameters() if param.requires_grad)
-    handle = param.register_hook(break_off)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _break_off(gradient: Tensor) -> None:
+    raise Planned

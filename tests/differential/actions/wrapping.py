@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +16,10 @@ if TYPE_CHECKING:
     from differential.player import Player
 
 
-@dataclass(frozen=True)
 class WrapAgain(Action):
     """The module is wrapped anew; some ranks still hold the old wrapper."""
 
-    held_by: tuple[int, ...]  # these ranks
+    held_by: tuple[int, ...]
     title: str = "main"  # of the new wrapper; another one than "main" goes beside it
     alone: bool = False  # whether its group is each rank's own
     in_a_cycle: bool = False  # whether the old one is in a reference cycle
@@ -39,7 +37,6 @@ class WrapAgain(Action):
         player.wrapped[self.title] = player.wrap(player.network, group)
 
 
-@dataclass(frozen=True)
 class LetGo(Action):
     """Old wrappers are no longer held."""
 
@@ -48,7 +45,6 @@ class LetGo(Action):
         gc.collect()
 
 
-@dataclass(frozen=True)
 class Average(Action):
     """The program itself averages parameters over the ranks."""
 
@@ -59,15 +55,10 @@ class Average(Action):
         player.see_model()
 
 
-@dataclass(frozen=True)
 class CopyWrapper(Action):
-    """``copy.deepcopy`` of the wrapper, which is evaluated through itself, on all ranks.
+    """``copy.deepcopy`` of the wrapper, which is evaluated through itself, on all ranks."""
 
-    Attributes:
-        averages: whether it stays, as a moving average of the parameters, and is evaluated again.
-    """
-
-    averages: bool
+    averages: bool  # whether it stays, as a moving average of the parameters
 
     def perform(self, player: Player) -> None:
         copied = player.kept.get("copy") if self.averages else None
@@ -85,7 +76,6 @@ class CopyWrapper(Action):
             player.kept["copy"] = copied
 
 
-@dataclass(frozen=True)
 class Rename(Action):
     """The parameters of a block get other names: it is put into a container."""
 

@@ -3,40 +3,12 @@
 Stock DDP is the judge: what each rank sees is the same, bit by bit on two ranks.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from differential.actions import gradients, names, probes
-from differential.actions.buffers import KeepState, Recalibrate, SwapIn, Write
-from differential.actions.gradients import (
-    ChangeGradients,
-    ChangeKept,
-    CopyGradients,
-    FreeKept,
-    KeepGradients,
-    LookAtMemory,
-    Multiply,
-    ReadAsWords,
-)
+from differential.actions import buffers, gradients, names, probes, training, wrapping
 from differential.actions.modes import MODES, OF_EVALUATIONS, Under
-from differential.actions.names import DeleteName, ReadNames, SetName
-from differential.actions.probes import (
-    BackwardOfTheArmed,
-    InputGradient,
-    ParameterGradient,
-    Probe,
-    Saliency,
-)
-from differential.actions.training import (
-    Backward,
-    Drop,
-    Forward,
-    ForwardsInAnyOrder,
-    Microbatches,
-    QuietSteps,
-    Step,
-    ZeroGrad,
-)
-from differential.actions.wrapping import Average, CopyWrapper, LetGo, Rename, WrapAgain
+from differential.actions.training import Backward, Forward, Step, ZeroGrad
 from differential.kinds.chance import Chance
 from differential.networks import BRANCHES, BUFFERS, COLLECTIVES, OVERRIDES, UNSEEN, WAYS
 from differential.program import Action, NetworkSpec, Options, Program
@@ -52,6 +24,11 @@ OF_GROUPS = ("two groups", "ring of pairs")
 WRAPPERS = ("one network", "local and global", "shared encoder", *OF_GROUPS)
 # Their gradients are of all sizes, and lie as their parameters do.
 _BLOCKS = ["linear", "linear", "wide", "stacked", "functional_call", "normed", "embedding"]
+# Actions that may run in a mode.
+_USUAL = (
+    *(Forward, training.ForwardsInAnyOrder, Backward, training.Microbatches, Step),
+    wrapping.WrapAgain,
+)
 
 
 def draw(seed: int, world_size: int) -> Program:
@@ -62,42 +39,43 @@ def draw(seed: int, world_size: int) -> Program:
 class _Generator(Chance):
     """Draws a program: the steps of a training, and between them what one or two roots add.
 
-    What is ruled out is what stock does not define. A backward past the wrapper by some ranks may
-    not come where a forward has armed the reduction, the second forwards of two groups have one
-    order on all ranks, and what the backward needs is not written to.
+    What stock does not define is not drawn. A backward past the wrapper by some ranks may not come
+    where a forward has armed the reduction, the second forwards of two groups have one order on all
+    ranks, and nothing is written to that the backward needs.
     """
 
     def __init__(self, *seeds: object) -> None:
-        super().__init__(*seeds)  # type: ignore[arg-type]
+        super().__init__(*seeds)
         roots = self._random.sample(ROOTS, 2 if self._chance(0.4) else 1)
         if "collectives" in roots:
             roots = [each for each in roots if each not in _ALONE]
         self._roots = tuple(sorted(roots))
+        self._collects = "collectives" in roots
         self._wrappers = self._draw_wrappers_there_are()
         self._network = self._draw_network()
-        self._late = Chance(*seeds, "what is decided at wrapping")  # type: ignore[arg-type]
+        self._late = Chance(*seeds, "what is decided at wrapping")
         self._draw_what_is_decided_at_wrapping()
-        self._collects = "collectives" in self._roots
-        self._views = not {"gradients", "groups"} & {*self._roots} and self._chance(0.15)
+        self._views = not {"gradients", "groups"} & {*roots} and self._chance(0.15)
         self._is_kept = False  # has the user kept gradients?
-        self._forwards_names = "names" in self._roots and self._chance(0.5)
+        self._forwards_names = "names" in roots and self._chance(0.5)
         self._names_set: list[str] = []
         self._is_averaged = False  # is there an average to swap in?
 
     def program(self) -> Program:
         actions: list[Action] = []
         if self._wrappers == "local and global":
-            actions.append(WrapAgain((), "alone", alone=True))
+            actions.append(wrapping.WrapAgain((), "alone", alone=True))
         elif self._wrappers == "one network":
             actions += self._draw_quiet_steps()
         for number in range(self._random.randint(3, 5)):
             actions += self._draw_step(number)
-        # (A state that was kept has the old names.)
+        # A state that was kept has the old names.
         if self._network.ignored and not self._is_averaged and self._late._chance(0.7):
             places = [place for place, each in enumerate(actions) if each == Step()]
-            actions.insert(self._late._one_of(places) + 1, Rename(self._network.ignored))
+            name = self._network.ignored
+            actions.insert(self._late._one_of(places) + 1, wrapping.Rename(name))
         if "backwards" in self._roots and self._chance(0.2):
-            # (No forward comes behind it in which the other ranks agree on stock's buckets.)
+            # No forward in which the other ranks agree on stock's buckets comes after it.
             actions += self._draw_saliency("main", least=1)
         if "modes" in self._roots:
             if self._wrappers not in OF_GROUPS and self._chance(0.6):
@@ -133,53 +111,47 @@ class _Generator(Chance):
 
     def _draw_network(self) -> NetworkSpec:
         blocks = ["linear", *self._random.choices(_BLOCKS, k=self._random.randint(0, 3))]
-        if "collectives" in self._roots:
+        if self._collects:
             of_branches = self._wrappers == "one network" and self._chance(0.7)
             kinds = [each for each in COLLECTIVES if each.endswith(BRANCHES) is of_branches]
             blocks = ["linear", *[self._one_of(kinds)] * self._random.randint(1, 3)]
         spec = NetworkSpec(tuple(blocks))
         if "names" in self._roots and self._chance(0.5):
-            # (Ranks that go through forwards alone would not hide buffers from the same one on.)
+            # Ranks that run forwards alone would not hide buffers from the same one on.
             ruled_out = "hides buffers later" if _ALONE & {*self._roots} else ""
             kinds = [each for each in OVERRIDES if each != ruled_out]
             spec = replace(spec, overrides=self._one_of(kinds))
         is_about_buffers = "buffers" in self._roots
-        # (Where ranks differ in the order of their forwards, buffers may not be broadcast.)
+        # Where ranks differ in the order of their forwards, buffers may not be broadcast.
         if self._wrappers in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
             return spec
         kinds = self._random.sample(list(BUFFERS), self._random.randint(1, 4))
         if spec.overrides == "hides buffers later" and "shift" not in kinds:
             kinds.append("shift")  # stock broadcasts no list that has become empty
-        if self._chance(0.4) and "collectives" not in self._roots:
+        if self._chance(0.4) and not self._collects:
             blocks.append("convolution")
         spec = replace(spec, buffers=tuple(kinds), blocks=tuple(blocks))
         if not is_about_buffers:
             return spec
         return replace(
             spec,
-            written_in_forward=self._one_of(list(WAYS)) if self._chance(0.3) else "",
-            written_in_backward=self._one_of(list(WAYS)) if self._chance(0.3) else "",
+            written_in_forward=self._one_of(WAYS) if self._chance(0.3) else "",
+            written_in_backward=self._one_of(WAYS) if self._chance(0.3) else "",
             quiet=self._one_of([0, 0, 6, 17, 22]),
         )
 
     def _draw_what_is_decided_at_wrapping(self) -> None:
         """Outputs that hide tensors, a buffer that comes later, a block that is ignored.
 
-        (Nobody asks for a gradient behind a reentrant checkpoint; what one rank alone evaluates
-        makes its buffer first; and a wrapper of two networks, or another one, ignores other names.)
+        Nobody asks for a gradient behind a reentrant checkpoint. What one rank alone evaluates
+        makes its buffer first. A wrapper of two networks, or another one, ignores other names.
         """
         spec, late = self._network, self._late
-        if self._wrappers != "one network" or spec.overrides or self._collects_or_probes:
-            return
-        hides, ignored = late._chance(0.25), "b0" if late._chance(0.25) else ""
-        made_later = not spec.has_buffers and late._chance(0.25)
-        if "wrappers" in self._roots:
-            return
-        self._network = replace(spec, hides=hides, ignored=ignored, made_later=made_later)
-
-    @property
-    def _collects_or_probes(self) -> bool:
-        return bool({"collectives", "backwards"} & {*self._roots})
+        is_plain = self._wrappers == "one network" and not spec.overrides
+        if is_plain and not {"collectives", "backwards", "wrappers"} & {*self._roots}:
+            hides, ignored = late._chance(0.25), "b0" if late._chance(0.25) else ""
+            made_later = not spec.has_buffers and late._chance(0.25)
+            self._network = replace(spec, hides=hides, ignored=ignored, made_later=made_later)
 
     def _draw_options(self) -> Options:
         finds = self._maybe(0.4, False)
@@ -201,8 +173,8 @@ class _Generator(Chance):
     def _draw_hooks(self) -> tuple[tuple[str, str, bool], ...]:
         if "gradients" not in self._roots:
             return ()
-        # One that drops the gradient leaves nothing to look at for others. (Where one rank wraps
-        # alone, such a gradient is None here, and zeros with stock: docs/differences.md.)
+        # One that drops the gradient leaves nothing to look at for others. Where one rank wraps
+        # alone, such a gradient is None here, and zeros with stock: docs/differences.md.
         drops = [each for each in gradients.HOOKS if each.startswith("drops")]
         if self._wrappers != "local and global" and self._chance(0.2):
             drawn = [self._one_of(drops)]
@@ -219,79 +191,73 @@ class _Generator(Chance):
     def _draw_quiet_steps(self) -> list[Action]:
         """For a wrapper that would go by what has been usual."""
         if "buffers" in self._roots and self._chance(0.6):
-            return [QuietSteps(self._one_of([17, 20, 25]))]
-        return [QuietSteps(self._one_of([2, 5, 12]))] if self._chance(0.3) else []
+            return [training.QuietSteps(self._one_of([17, 20, 25]))]
+        return [training.QuietSteps(self._one_of([2, 5, 12]))] if self._chance(0.3) else []
 
-    def _draw_step(self, number: int) -> list[Action]:
+    def _draw_step(self, number: int) -> Iterator[Action]:
         """One iteration of a training loop."""
-        match self._wrappers:
-            case "two groups" | "ring of pairs":
-                return self._draw_step_of_groups(number)
-            case "shared encoder":
-                return [
-                    each
-                    for title in ("main", "critic")
-                    for each in self._draw_step_of(title, number)
-                ]
-            case "local and global":
-                if self._chance(0.6):
-                    return self._draw_step_of("alone", number)
-                return [*self._draw_step_of("main", number), Average()]
-            case _:
-                return self._draw_step_of("main", number)
+        if self._wrappers in OF_GROUPS:
+            yield from self._draw_step_of("", number)
+        elif self._wrappers == "local and global" and self._chance(0.6):
+            yield from self._draw_step_of("alone", number)
+        else:
+            yield from self._draw_step_of("main", number)
+            if self._wrappers == "shared encoder":
+                yield from self._draw_step_of("critic", number)
+            elif self._wrappers == "local and global":
+                yield wrapping.Average()
 
-    def _draw_step_of(self, title: str, number: int) -> list[Action]:
-        actions = self._interludes("before", number)
-        actions.append(ZeroGrad(self._chance(0.75), by_optimizer=True))
-        actions += self._interludes("zeroed", number)
+    def _draw_step_of(self, title: str, number: int) -> Iterator[Action]:
+        """With one wrapper, or without ``title`` with both of its groups."""
+        yield from self._interludes("before", number)
+        yield ZeroGrad(True if not title else self._chance(0.75), by_optimizer=True)
+        yield from self._interludes("zeroed", number)
+        if title:
+            yield from self._draw_backward(title, number)
+        else:
+            # In the second forward stock's wrappers agree on their buckets.
+            orders = [(0, 1) if number == 1 or self._chance(0.5) else (1, 0) for _ in self._ranks]
+            yield training.ForwardsInAnyOrder(tuple(orders))
+            yield from self._interludes("between", number)
+            yield Backward((0, 1))
+        yield from self._interludes("after", number)
+        yield Step()
+        if title and self._chance(0.15):
+            yield from self._evaluate(title)
+
+    def _draw_backward(self, title: str, number: int) -> Iterator[Action]:
         if self._chance(0.2):
             uneven = self._chance(0.6) and title != "alone" and not self._collects
             count = self._random.randint(1, 3)
             counts = [self._random.randint(1, 3) if uneven else count for _ in self._ranks]
-            actions.append(Microbatches(tuple(counts), title))
+            yield training.Microbatches(tuple(counts), title)
         if "backwards" in self._roots and title == "main" and self._chance(0.25):
             ways = ["the module", "functional_call"]
             if self._wrappers != "shared encoder":
                 ways.append("the parameters")
-            actions += [self._forward(title), Drop(), BackwardOfTheArmed(self._one_of(ways))]
-        else:
-            if self._chance(0.1):
-                actions += [self._forward(title), Drop()]
-            if "backwards" in self._roots and self._chance(0.25):
-                actions += self._draw_saliency(title)
-            actions.append(self._forward(title))
-            actions += self._interludes("between", number)
-            # (A collective of one's own has no second derivative.)
-            penalty = not (self._collects or self._network.has_norm) and self._chance(0.08)
-            penalty = penalty and not self._network.hides
-            actions.append(Backward(penalty=penalty))
-        actions += self._interludes("after", number)
-        actions.append(Step())
-        if self._chance(0.15):
-            actions += self._evaluate(title)
-        return actions
+            yield self._forward(title)
+            yield training.Drop()
+            yield probes.BackwardOfTheArmed(self._one_of(ways))
+            return
+        if self._chance(0.1):
+            yield self._forward(title)
+            yield training.Drop()
+        if "backwards" in self._roots and self._chance(0.25):
+            yield from self._draw_saliency(title)
+        yield self._forward(title)
+        yield from self._interludes("between", number)
+        # A collective of one's own has no second derivative.
+        penalty = not (self._collects or self._network.has_norm) and self._chance(0.08)
+        yield Backward(penalty=penalty and not self._network.hides)
 
     def _forward(self, title: str, **more: bool) -> Forward:
-        return Forward(0, (6,) * self._world_size, wrapper=title, **more)  # type: ignore[arg-type]
+        return Forward(0, (6,) * self._world_size, wrapper=title, **more)
 
     def _evaluate(self, title: str) -> list[Action]:
         forward = self._forward(title, grad=False, training=False)
         return [forward] * self._random.randint(1, 3)
 
-    def _draw_step_of_groups(self, number: int) -> list[Action]:
-        actions = self._interludes("before", number)
-        actions.append(ZeroGrad(True, by_optimizer=True))
-        actions += self._interludes("zeroed", number)
-        # In the second forward stock's wrappers agree on their buckets.
-        orders = [(0, 1) if number == 1 or self._chance(0.5) else (1, 0) for _ in self._ranks]
-        actions.append(ForwardsInAnyOrder(tuple(orders)))
-        actions += self._interludes("between", number)
-        actions.append(Backward((0, 1)))
-        actions += self._interludes("after", number)
-        actions.append(Step())
-        return actions
-
-    def _interludes(self, moment: str, number: int) -> list[Action]:
+    def _interludes(self, moment: str, number: int) -> Iterator[Action]:
         """What the roots add.
 
         ``"before"`` a step, where gradients are ``"zeroed"``, ``"between"`` a forward and its
@@ -304,11 +270,9 @@ class _Generator(Chance):
             "wrappers": self._draw_wrappers,
             "names": self._draw_names,
         }
-        actions: list[Action] = []
         for root in self._roots:
             if root in draw and self._chance(0.5):
-                actions += draw[root](moment, number)
-        return actions
+                yield from draw[root](moment, number)
 
     # The roots.
 
@@ -316,10 +280,10 @@ class _Generator(Chance):
         if moment == "between":
             ranks = self._some_ranks()
             if self._network.has_norm or self._chance(0.7):
-                return [InputGradient(0, ranks, self._chance(0.5))]
-            return [ParameterGradient(ranks)]
+                return [probes.InputGradient(0, ranks, self._chance(0.5))]
+            return [probes.ParameterGradient(ranks)]
         if self._chance(0.15):
-            return [ParameterGradient(self._some_ranks())]
+            return [probes.ParameterGradient(self._some_ranks())]
         ends = list(probes.ENDS)
         if moment == "before":
             ends.remove("left")  # it would be dropped anyway
@@ -333,25 +297,24 @@ class _Generator(Chance):
                 tuple(2 * int(rank == self._world_size - 1) for rank in self._ranks),
             ]
         )
-        way = self._one_of(list(probes.WAYS))
-        return [Probe(counts, way, self._one_of(ends), self._chance(0.3))]
+        way = self._one_of(probes.WAYS)
+        return [probes.Probe(counts, way, self._one_of(ends), self._chance(0.3))]
 
     def _draw_saliency(self, title: str, least: int = 0) -> list[Action]:
-        # (Forwards that broadcast buffers are as many on all ranks. No other collective may be in
-        # front of the one in which stock agrees on its buckets.)
+        # Forwards that broadcast buffers are as many on all ranks. No other collective may be in
+        # front of the one in which stock agrees on its buckets.
         if self._wrappers not in ("one network", "shared encoder"):
             return []
         least = 2 if self._network.has_buffers else least
         counts = tuple(self._random.randint(least, 2) for _ in self._ranks)
-        return [Saliency(counts, self._one_of(["", "", "blocks.b0"]), title)]
+        return [probes.Saliency(counts, self._one_of(["", "", "blocks.b0"]), title)]
 
     def _in_a_mode(self, action: Action) -> Action:
         """The action, or the same in a mode."""
         if isinstance(action, Forward) and not action.grad:
             mode = self._maybe(0.8, self._one_of(list(OF_EVALUATIONS)))
             return action if mode is None else Under(mode, action)
-        usual = Forward | ForwardsInAnyOrder | Backward | Microbatches | Step | WrapAgain
-        if isinstance(action, usual) and self._chance(0.3):
+        if isinstance(action, _USUAL) and self._chance(0.3):
             return Under(self._one_of(list(MODES)), action)
         return action
 
@@ -362,49 +325,45 @@ class _Generator(Chance):
         if moment == "between":
             # What BatchNorm's backward needs is not written to.
             count = len(spec.buffers)
-            if not count:
-                return []
-            ways = list(UNSEEN) if spec.has_norm else list(WAYS)
-            return [self._draw_write(ways, count)]
+            return [self._draw_write(UNSEEN if spec.has_norm else WAYS, count)] if count else []
         match self._random.randrange(8):
             case 0:
-                return [Recalibrate(self._some_ranks(), self._random.randint(1, 3))]
+                return [buffers.Recalibrate(self._some_ranks(), self._random.randint(1, 3))]
             case 1:
                 return self._evaluate("main")
             case 2:
-                return [self._draw_write(list(WAYS)), *self._evaluate("main")]
+                return [self._draw_write(), *self._evaluate("main")]
             case 3:
                 self._is_averaged = True
-                return [KeepState()]
+                return [buffers.KeepState()]
             case 4 if self._is_averaged:
                 by = self._one_of(["load_state_dict", "data"])
                 ranks = self._some_ranks()
-                return [SwapIn(ranks, by), *self._evaluate("main"), SwapIn(ranks, by, back=True)]
+                swap, back = (buffers.SwapIn(ranks, by, back) for back in (False, True))
+                return [swap, *self._evaluate("main"), back]
             case _:
-                return [self._draw_write(list(WAYS))]
+                return [self._draw_write()]
 
-    def _draw_write(self, ways: list[str], count: int = 20) -> Write:
+    def _draw_write(self, ways: tuple[str, ...] = WAYS, count: int = 20) -> Action:
         which = tuple(self._random.randrange(count) for _ in range(self._random.randint(1, 2)))
-        return Write(self._some_ranks(), self._one_of(ways), which, self._chance(0.2))
+        return buffers.Write(self._some_ranks(), self._one_of(ways), which, self._chance(0.2))
 
     def _draw_gradients(self, moment: str, number: int) -> list[Action]:
         if moment == "before" and self._is_kept:
-            match self._random.randrange(3):
-                case 0:
-                    return [ChangeKept()]
-                case 1:
-                    return [FreeKept()]
+            changes: list[list[Action]] = [[gradients.ChangeKept()], [gradients.FreeKept()], []]
+            return changes[self._random.randrange(3)]
         if moment != "after":
             return []
-        looks: list[Action] = [CopyGradients(), ReadAsWords(), Multiply()]
-        actions = [LookAtMemory(), *self._random.sample(looks, self._random.randint(0, 2))]
+        looks = [gradients.CopyGradients(), gradients.ReadAsWords(), gradients.Multiply()]
+        actions: list[Action] = [gradients.LookAtMemory()]
+        actions += self._random.sample(looks, self._random.randint(0, 2))
         if self._chance(0.3):
             self._is_kept = True
-            actions.append(KeepGradients())
+            actions.append(gradients.KeepGradients())
         elif self._chance(0.4):
             ways = ["replaced", "given other data", "scaled in place", "freed"]
             ranks = self._some_ranks() if self._chance(0.3) else tuple(self._ranks)
-            actions.append(ChangeGradients(self._one_of(ways), ranks))
+            actions.append(gradients.ChangeGradients(self._one_of(ways), ranks))
         return actions
 
     def _draw_wrappers(self, moment: str, number: int) -> list[Action]:
@@ -412,16 +371,16 @@ class _Generator(Chance):
             return []
         match self._random.randrange(4):
             case 0:
-                return [LetGo()]
+                return [wrapping.LetGo()]
             case 1 if not self._forwards_names:
-                return [CopyWrapper(self._chance(0.5))]
+                return [wrapping.CopyWrapper(self._chance(0.5))]
             case _:
                 # Views of an old wrapper that is still held are nobody's but its own.
                 held = () if self._views else self._some_ranks(may_be_none=True)
-                return [WrapAgain(held, in_a_cycle=self._chance(0.4))]
+                return [wrapping.WrapAgain(held, in_a_cycle=self._chance(0.4))]
 
     def _draw_names(self, moment: str, number: int) -> list[Action]:
-        title = "main"
+        read = names.ReadNames("main")
         if moment == "after" or (moment == "before" and number == 0) or self._chance(0.2):
             if self._chance(0.2):
                 name, value = self._one_of(names.METHODS), self._one_of(list(names.PLAIN_VALUES))
@@ -430,7 +389,7 @@ class _Generator(Chance):
             if value == "a parameter" and self._forwards_names:
                 value = "a module"  # torch refuses a parameter whose name something answers to
             self._names_set.append(name)
-            return [SetName(name, value, title), ReadNames(title)]
+            return [names.SetName(name, value), read]
         if self._names_set and self._chance(0.3):
-            return [DeleteName(self._one_of(self._names_set), title), ReadNames(title)]
-        return [ReadNames(title)]
+            return [names.DeleteName(self._one_of(self._names_set)), read]
+        return [read]

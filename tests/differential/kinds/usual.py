@@ -1,25 +1,14 @@
 """Programs of the usual kind: what is drawn, and what rules it out."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from differential.actions import training
 from differential.actions.gradients import POST_ACCUMULATE, TENSOR
-from differential.actions.misuse import REFUSED, REFUSED_BY_ALL, Misuse
+from differential.actions.misuse import REFUSED, Misuse
 from differential.actions.probes import InputGradient
-from differential.actions.training import (
-    Backward,
-    BreakOff,
-    Clip,
-    Convert,
-    Forward,
-    Hold,
-    ReduceGradients,
-    Renew,
-    Replace,
-    Require,
-    Step,
-    ZeroGrad,
-)
+from differential.actions.training import Backward, Forward, ReduceGradients, Step, ZeroGrad
 from differential.kinds.chance import Chance
 from differential.networks import BLOCKS, OUTPUTS
 from differential.program import Action, NetworkSpec, Options, Program
@@ -49,65 +38,47 @@ class _Generator(Chance):
         super().__init__(seed, world_size, steps)
         self._steps = steps
         self._is_armed = False  # has a forward run outside no_sync since the last reduction?
-        self._for_stock = self._chance(0.6) and not steps
-        self._options = self._draw_options()
-        self._is_strict = (
-            self._options.find_unused_parameters is False and not self._options.static_graph
-        )
+        self._for_stock = for_stock = self._chance(0.6) and not steps
+        self._options = options = self._draw_options()
+        self._is_strict = options.find_unused_parameters is False and not options.static_graph
         # Buckets that stay at home do so on all ranks.
-        self._is_alike = bool(self._options.skip_all_reduce_unused_params)
-        self._is_static = self._for_stock and bool(self._options.static_graph)
-        self._network = self._draw_network(
-            not (self._for_stock or self._is_strict or self._is_alike)
-        )
-        reentrant = self._network.checkpoint == "reentrant"
-        self._is_sparse = "sparse embedding" in self._network.blocks
+        self._is_alike = bool(options.skip_all_reduce_unused_params)
+        self._is_static = for_stock and bool(options.static_graph)
+        self._network = self._draw_network(not (for_stock or self._is_strict or self._is_alike))
+        blocks, frozen = self._network.blocks, self._network.frozen
+        self._reentrant = self._network.checkpoint == "reentrant"
+        self._is_sparse = "sparse embedding" in blocks
+        self._is_complex = "complex" in blocks
         # Whether forwards may leave blocks out. Stock wants a gradient of each sparse parameter.
-        self._skips = (
-            not self._is_strict
-            and not (self._for_stock and (reentrant or self._is_sparse))
-            and self._chance(0.6)
-        )
-        self._reentrant = reentrant
+        needs_all = self._is_strict or (for_stock and (self._reentrant or self._is_sparse))
+        self._skips = not needs_all and self._chance(0.6)
         self._autocast = self._chance(0.15)
-        self._is_complex = "complex" in self._network.blocks
         self._scaler = self._chance(0.15) and not (self._is_complex or self._is_sparse)
         hooks = ["allreduce_hook", "ALLREDUCE", "fp16_compress_hook"]
-        if not self._network.frozen:  # first gradients of what is unfrozen do not go through hooks
+        if not frozen:  # first gradients of what is unfrozen do not go through hooks
             hooks.append("noop_hook")
-        # (Here sparse gradients do not go through hooks.)
-        may_hook = not (self._options.skip_all_reduce_unused_params or self._is_sparse)
+        # Here sparse gradients do not go through hooks.
+        may_hook = not (self._is_alike or self._is_sparse)
         self._communication_hook = self._one_of(hooks) if may_hook and self._chance(0.2) else ""
-        self._delays = not (
-            # Stock neither waits for these gradients nor finds those that zero_grad has dropped.
-            self._for_stock
-            or self._communication_hook
-            or self._options.skip_all_reduce_unused_params
-            or "b0" in self._network.frozen
-            or not self._chance(0.15)
-        )
-        self._joins = not (
-            self._communication_hook
-            or self._delays
-            or self._is_strict
-            # There stock gives what nobody used a gradient of zeros, and none that is sparse.
-            or (self._for_stock and (self._skips or self._is_sparse))
-            or self._options.static_graph
-            or self._options.skip_all_reduce_unused_params
-            or not self._chance(0.15)
-            or steps > 30  # what ranks see inside join() is kept to the end
-        )
+        # Stock neither waits for delayed gradients nor finds those that zero_grad has dropped.
+        fixed = for_stock or self._communication_hook or self._is_alike or "b0" in frozen
+        self._delays = not fixed and self._chance(0.15)
+        fixed = self._communication_hook or self._delays or self._is_strict or self._is_alike
+        # In join() stock gives what nobody used a gradient of zeros, and none that is sparse.
+        fixed = fixed or (for_stock and (self._skips or self._is_sparse)) or options.static_graph
+        # What ranks see inside join() is kept to the end.
+        self._joins = not fixed and self._chance(0.15) and steps <= 30
         self._hooks = self._draw_hooks()
         if steps:
-            self._options = replace(self._options, **self._draw_long_options())
-        self._trains = {name: name not in self._network.frozen for name in self._network.names}
+            self._options = replace(options, **self._draw_long_options())
+        self._trains = {name: name not in frozen for name in self._network.names}
         self._renews = (
             steps > 0
             and not (self._delays or self._joins or self._communication_hook or self._reentrant)
-            and self._options.process_group is None
-            and self._options.device_mesh is None
+            and options.process_group is None
+            and options.device_mesh is None
         )
-        self._kinds = dict(zip(self._network.names, self._network.blocks, strict=True))
+        self._kinds = dict(zip(self._network.names, blocks, strict=True))
         self._adds = False  # whether this step has added parameters
         self._paths: tuple[tuple[str, ...], ...] | None = None  # of a static graph
 
@@ -214,53 +185,47 @@ class _Generator(Chance):
 
     # What is done with it.
 
-    def _draw_step(self, number: int) -> list[Action]:
+    def _draw_step(self, number: int) -> Iterator[Action]:
         """One iteration of a training loop."""
         self._adds = False
-        # (The graph of a backward that has broken off is held up to the next one.)
-        actions: list[Action] = self._draw_change(number) or self._draw_conversion()
+        # The graph of a backward that has broken off is held up to the next one.
+        yield from self._draw_change(number) or self._draw_conversion()
         if not (self._for_stock or self._joins) and self._chance(0.2):
-            what = self._one_of([*REFUSED, *REFUSED_BY_ALL])
-            actions.append(Misuse(what, self._some_ranks()))
+            yield Misuse(self._one_of([*REFUSED]), self._some_ranks())
         weighted = self._reduction_of_weights()
         if weighted:
-            actions.append(ZeroGrad(True, False))
+            yield ZeroGrad(True, False)
         elif self._chance(0.8) or (self._for_stock and self._is_alike):
-            # (Stock divides what lies in a bucket that stays at home, again and again.)
-            actions.append(ZeroGrad(self._chance(0.7), self._chance(0.5)))
-        if self._may_accumulate and self._chance(0.35):
+            # Stock divides what lies in a bucket that stays at home, again and again.
+            yield ZeroGrad(self._chance(0.7), self._chance(0.5))
+        may_accumulate = not (self._is_static or (self._for_stock and self._is_alike))
+        if may_accumulate and self._chance(0.35):
             for _ in range(self._random.randint(1, 2)):
-                actions += self._draw_microbatch(weighted)
+                yield from self._draw_microbatch(weighted)
             if not self._for_stock and not weighted and self._chance(0.1):
-                actions.append(ZeroGrad(self._chance(0.5), False))
+                yield ZeroGrad(self._chance(0.5), False)
         # Stock's static graph does not synchronize the first backward after one of these.
         if not self._is_static and not self._joins and self._chance(0.15):
-            actions.append(
-                replace(self._draw_forward(9), grad=False, training=self._chance(0.5), local=False)
-            )
-        actions += self._draw_reduction(number, weighted)
+            forward = self._draw_forward(9)
+            yield replace(forward, grad=False, training=self._chance(0.5), local=False)
+        yield from self._draw_reduction(number, weighted)
         if self._chance(0.2) and not self._is_sparse:
-            actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
-        actions.append(Step())
+            by = "norm" if self._is_complex else self._one_of(["norm", "value"])
+            yield training.Clip(by)
+        yield Step()
         if weighted:
-            actions.append(ZeroGrad(True, False))
+            yield ZeroGrad(True, False)
         elif not (self._options.gradient_as_bucket_view or self._steps) and self._chance(0.15):
-            actions.append(Hold(self._one_of(self._network.names)))
-        return actions
-
-    @property
-    def _may_accumulate(self) -> bool:
-        return not (self._is_static or (self._for_stock and self._is_alike))
+            yield training.Hold(self._one_of(self._network.names))
 
     def _draw_change(self, number: int) -> list[Action]:
         """A block is frozen, unfrozen or replaced, or a backward breaks off."""
-        tied = self._network.names[:2] if self._network.tied else ()
-        hooked = [block for block, _, _ in self._hooks]
-        if self._delays:
-            hooked.append("b0")
-        names = [name for name in self._network.names if name not in tied and name not in hooked]
+        left_out = {block for block, _, _ in self._hooks} | ({"b0"} if self._delays else set())
+        if self._network.tied:
+            left_out |= {*self._network.names[:2]}
+        names = [name for name in self._network.names if name not in left_out]
         if self._renews and 0 < number < self._steps // 2 and self._chance(0.2):
-            return [ZeroGrad(True, False), Renew(self._one_of(["copy", "checkpoint"]))]
+            return [ZeroGrad(True, False), training.Renew(self._one_of(["copy", "checkpoint"]))]
         fixed = (
             self._is_static or self._joins or self._is_strict or self._reentrant or self._is_alike
         )
@@ -283,18 +248,16 @@ class _Generator(Chance):
                     kind = self._kinds[block]
                 self._trains[block], self._kinds[block] = True, kind
                 self._adds = True
-                return [Replace(block, kind)]
+                return [training.Replace(block, kind)]
             case _:
                 breakable = [name for name in names if self._trains[name]]
                 # Not where a custom function may end the backward's way there.
                 if not breakable or "withholding" in self._kinds.values():
                     return []
                 path = tuple(self._random.sample(breakable, len(breakable)))
-                at, rank = (
-                    self._random.randrange(len(path)),
-                    self._random.randrange(self._world_size),
-                )
-                return [ZeroGrad(True, False), BreakOff(self._rows(), path, rank, at)]
+                at = self._random.randrange(len(path))
+                rank = self._random.randrange(self._world_size)
+                return [ZeroGrad(True, False), training.BreakOff(self._rows(), path, rank, at)]
 
     def _draw_conversion(self) -> list[Action]:
         """Parameters are converted and back, by which stock raises, or goes on with old ones."""
@@ -304,27 +267,23 @@ class _Generator(Chance):
             for block, kind in self._kinds.items()
             if kind not in NOT_FP32 and block not in hooked and self._trains[block]
         ]
-        fixed = self._for_stock or self._joins or self._network.tied
-        is_none = fixed or not fp32 or not self._chance(0.4)
-        # (First gradients of new parameters do not go through hooks.)
-        ways = CONVERSIONS[:-1] if self._communication_hook else CONVERSIONS
-        if is_none:
+        if self._for_stock or self._joins or self._network.tied or not fp32:
             return []
-        return [ZeroGrad(True, False), Convert(self._one_of(fp32), self._one_of(ways))]
+        if not self._chance(0.4):
+            return []
+        # First gradients of new parameters do not go through hooks.
+        ways = CONVERSIONS[:-1] if self._communication_hook else CONVERSIONS
+        return [ZeroGrad(True, False), training.Convert(self._one_of(fp32), self._one_of(ways))]
 
     def _freeze_or_not(self, block: str) -> list[Action]:
         self._trains[block] = not self._trains[block]
-        return [Require(block, self._trains[block])]
+        return [training.Require(block, self._trains[block])]
 
     def _reduction_of_weights(self) -> str:
         """How the backwards of a step are weighted: ``""`` is not at all."""
         post = any(kind == POST_ACCUMULATE for _, kind, _ in self._hooks)
-        ruled_out = (
-            self._for_stock or self._scaler or post or self._communication_hook or self._joins
-        )
-        if ruled_out or not self._chance(0.3):
-            return ""
-        return self._one_of(["mean", "sum"])
+        fixed = self._for_stock or self._scaler or post or self._communication_hook or self._joins
+        return "" if fixed or not self._chance(0.3) else self._one_of(["mean", "sum"])
 
     def _draw_microbatch(self, weighted: str) -> list[Action]:
         """A forward and a backward that accumulate, either or both under ``no_sync``."""
@@ -359,7 +318,7 @@ class _Generator(Chance):
                     backward = self._backward((0,), self._draw_heads(), weighted)
                     actions.append(replace(backward, retain_graph=retain))
             case "on request":
-                actions[0] = replace(actions[0], around=self._chance(0.5))  # type: ignore[call-arg]
+                actions[0] = replace(actions[0], around=self._chance(0.5))
                 actions.append(self._backward((0,), self._draw_heads(), "", local=True))
                 actions.append(ReduceGradients())
             case _:

@@ -35,20 +35,21 @@ class Falls:
 
 def tensors() -> st.SearchStrategy[Tensor]:
     """Of all dtypes, layouts and some devices."""
-    shapes = st.sampled_from([(), (1,), (3,), (0,), (4, 3), (3, 4), (2, 0, 3)])
-    dtypes = st.sampled_from(
-        [torch.float32, torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64]
+    shapes = [(), (1,), (3,), (0,), (4, 3), (3, 4), (2, 0, 3)]
+    real = [torch.float32, torch.float64, torch.float16, torch.int64]
+    makers: list[Callable[[Tensor], Tensor]] = [
+        lambda ones: ones,
+        torch.zeros_like,
+        lambda ones: ones.to("meta"),
+        lambda ones: ones.to_sparse(),
+        lambda ones: (ones.float() * math.nan).to(ones.dtype),
+    ]
+    ones = st.builds(
+        lambda shape, dtype: torch.ones(shape, dtype=dtype),
+        st.sampled_from(shapes),
+        st.sampled_from([*real, torch.bool, torch.complex64]),
     )
-    makers = st.sampled_from(
-        [
-            torch.ones,
-            torch.zeros,
-            lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
-            lambda shape, dtype: torch.ones(shape, dtype=dtype).to_sparse(),
-            lambda shape, dtype: torch.full(shape, math.nan, dtype=torch.float32).to(dtype),
-        ]
-    )
-    return st.builds(lambda make, shape, dtype: make(shape, dtype=dtype), makers, shapes, dtypes)
+    return st.builds(lambda make, ones: make(ones), st.sampled_from(makers), ones)
 
 
 def numbers() -> st.SearchStrategy[Any]:
@@ -108,44 +109,41 @@ def batch() -> Tensor:
     return torch.arange(3 * WIDTH, dtype=torch.float32).view(3, WIDTH).sin().double()
 
 
-def _computed() -> nn.Module:
-    """A parameter that was replaced by something computed."""
-    net = Net()
-    del net.head.weight
-    net.head.weight = torch.ones(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) * 2
-    return net
-
-
-def _half_meta() -> nn.Module:
-    net = Net()
-    net.head.to("meta")
-    return net
-
-
-def _ignoring(names: Any) -> Callable[[], nn.Module]:
+def _changed(change: Callable[[Net], object]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         net = Net()
-        net._ddp_params_and_buffers_to_ignore = names
+        change(net)
         return net
 
     return make
 
 
+def _compute(net: Net) -> None:
+    """The parameter is replaced by something computed."""
+    del net.head.weight
+    net.head.weight = torch.ones(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) * 2
+
+
+def _ignoring(names: Any) -> Callable[[], nn.Module]:
+    return _changed(lambda net: setattr(net, "_ddp_params_and_buffers_to_ignore", names))
+
+
 def modules() -> st.SearchStrategy[nn.Module]:
     """Valid ones, and some that cannot be wrapped."""
-    dtypes = (torch.float32, torch.bfloat16, torch.complex64)
     ignored: list[Any] = [["body.weight"], ["nothing"], 3, [None, 3]]
     makers: list[Callable[[], nn.Module]] = [
         *[Net] * 3,
-        *[lambda dtype=dtype: Net(dtype) for dtype in dtypes],
+        lambda: Net(torch.float32),
+        lambda: Net(torch.bfloat16),
+        lambda: Net(torch.complex64),
         *map(_ignoring, ignored),
         lambda: Net().to("meta"),
-        _half_meta,
+        _changed(lambda net: net.head.to("meta")),
         lambda: Net().requires_grad_(False),
         lambda: Net(number=torch.ones(2, dtype=torch.int64)),
         lambda: Net(eighth=torch.ones(2).to(torch.float8_e4m3fn)),
         lambda: Net(nothing=torch.empty(0, 3)),
-        _computed,
+        _changed(_compute),
         nn.Module,
         lambda: nn.LazyLinear(3),
         lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)),

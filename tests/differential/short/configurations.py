@@ -1,7 +1,6 @@
 """What is wrapped, and how: a configuration is named by its parts, ``hidden+views``."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.utils.checkpoint import checkpoint
 
 import tritonddp
+from differential.in_ranks import OURS, WRAPPERS
 
 WIDTH = 4
-STOCK, OURS = "stock", "ours"
-WRAPPERS: dict[str, Any] = {STOCK: Stock, OURS: tritonddp.DistributedDataParallel}
+STOCK = "stock"  # the key of stock DDP in WRAPPERS
 
 
 class Bare(nn.Module):
@@ -30,40 +29,38 @@ class Bare(nn.Module):
         self.a, self.b, self.c = nn.Linear(WIDTH, 6), nn.Linear(6, 6), nn.Linear(6, 2)
 
     def features(self, x: Tensor, skips: bool) -> Tensor:
-        h = self.a(x).tanh()
+        h = self.first(x).tanh()
         return h if skips else self.b(h).tanh()
+
+    def first(self, x: Tensor) -> Tensor:
+        return self.a(x)
 
     def forward(self, x: Tensor, skips: bool = False) -> Any:
         return self.c(self.features(x, skips))
 
     @property
     def last_layer(self) -> nn.Linear:
-        """``c``, wherever it has been put."""
+        """``c``, or the layer inside of the module that replaced it."""
         return next(each for each in self.c.modules() if isinstance(each, nn.Linear))
 
-    @property
-    def last_weight(self) -> nn.Parameter:
-        return next(self.last_layer.parameters())
-
     def loss_input(self, output: Any) -> Callable[[], Tensor]:
-        """Return what gives the tensor of the loss, when the program asks for it."""
+        """Return a function that gives the tensor of the loss, when the program asks for it."""
         return lambda: output
 
 
 class Norm(Bare):
-    """With buffers that each forward changes."""
+    """Each forward changes buffers."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self.norm = nn.BatchNorm1d(6)
 
-    def features(self, x: Tensor, skips: bool) -> Tensor:
-        h = self.norm(self.a(x)).tanh()
-        return h if skips else self.b(h).tanh()
+    def first(self, x: Tensor) -> Tensor:
+        return self.norm(self.a(x))
 
 
 class Hidden(Bare):
-    """The output hides its tensor, and the first gradient comes inside an inner backward."""
+    """The output hides its tensor, and the first gradient is ready inside an inner backward."""
 
     def forward(self, x: Tensor, skips: bool = False) -> Any:
         return SimpleNamespace(t=self.last(self.features(x, skips)))
@@ -91,14 +88,14 @@ class _InnerBackward(torch.autograd.Function):
 
 
 class Function(Hidden):
-    """The same with a function of the user's that runs a backward inside its own."""
+    """The same with a custom function that runs a backward inside its own."""
 
     def last(self, h: Tensor) -> Tensor:
         return _InnerBackward.apply(self.c, h)
 
 
 class Caught(Hidden):
-    """The output is ``None``; the loss uses what a forward hook has caught."""
+    """The output is ``None``; the loss uses the tensor that a forward hook has caught."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -115,7 +112,7 @@ class Caught(Hidden):
 
 
 class Expert(Bare):
-    """The last layer is each rank's own: it is ignored by the names that it has at wrapping."""
+    """Each rank keeps its own last layer, which is ignored by its names at wrapping."""
 
     ignored = ("c.weight", "c.bias")
 
@@ -126,20 +123,17 @@ class Expert(Bare):
 
 
 class Cache(Bare):
-    """No buffer at wrapping, one of each rank's own values in the first forward.
-
-    And each forward assigns a module.
-    """
+    """The first forward makes a buffer of rank-local values, and each forward assigns a module."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self.register_buffer("mean", None)
 
-    def features(self, x: Tensor, skips: bool) -> Tensor:
+    def first(self, x: Tensor) -> Tensor:
         self.criterion = nn.MSELoss()
         if self.mean is None:
             self.mean = x.detach().mean(0)
-        return super().features(x - self.mean, skips)
+        return self.a(x - self.mean)
 
 
 class _WhenAsked(Mapping[str, Tensor]):
@@ -159,7 +153,7 @@ class _WhenAsked(Mapping[str, Tensor]):
 
 
 class Lazy(Bare):
-    """The output is a mapping that nobody but the program may ask."""
+    """The output is a mapping that the program alone may ask."""
 
     def forward(self, x: Tensor, skips: bool = False) -> Any:
         return _WhenAsked(super().forward(x, skips))
@@ -171,13 +165,26 @@ class Lazy(Bare):
 NETS: dict[str, type[Bare]] = {
     cls.__name__.lower(): cls for cls in (Norm, Bare, Hidden, Function, Caught, Expert, Cache, Lazy)
 }
+# The other parts of a configuration: options of both sides, of stock alone and of ours alone.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm": {},  # two usual steps before each program: buckets are rebuilt, and ranks share memory
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "small": {"bucket_cap_mb": 1e-5},
+    "static": {"static_graph": True},
+    "nobuf": {"broadcast_buffers": False},
+}
+OF_STOCK: dict[str, dict[str, Any]] = {"finds": {"find_unused_parameters": True}}
+OF_OURS: dict[str, dict[str, Any]] = {"group": {"transport": "process_group"}}
+ALLREDUCE = "allreduce"  # the communication hook of torch
+PROBE = "probe"  # a communication hook that evaluates the wrapper
+JUDGE = "judge"  # each loss is that of another wrapper, whose communication hook evaluates this one
+IN_PLACE = "replicate"
+PARTS = {*NETS, *OPTIONS, *OF_STOCK, *OF_OURS, ALLREDUCE, PROBE, JUDGE, IN_PLACE}
 
 
-def _allreduce(ddp: Any, evaluate: Callable[[], None]) -> None:
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-
-
-def _probe(ddp: Any, evaluate: Callable[[], None]) -> None:
+def _add_probe(ddp: Any, evaluate: Callable[[], None]) -> None:
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         evaluate()
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
@@ -185,80 +192,46 @@ def _probe(ddp: Any, evaluate: Callable[[], None]) -> None:
     ddp.register_comm_hook(None, hook)
 
 
-# Parts of a configuration beside the network, each with options of both, of stock alone and of
-# ours alone.
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}, {}),
-    "views": ({"gradient_as_bucket_view": True}, {}, {}),
-    "unused": ({"find_unused_parameters": True}, {}, {}),
-    "finds": ({}, {"find_unused_parameters": True}, {}),
-    "small": ({"bucket_cap_mb": 1e-5}, {}, {}),
-    "static": ({"static_graph": True}, {}, {}),
-    "nobuf": ({"broadcast_buffers": False}, {}, {}),
-    "group": ({}, {}, {"transport": "process_group"}),
-    # After two usual steps: buckets are rebuilt, and ranks share memory.
-    "warm": ({}, {}, {}),
-}
-HOOKS: dict[str, Callable[[Any, Callable[[], None]], None]] = {
-    "allreduce": _allreduce,
-    "probe": _probe,  # it evaluates the wrapper
-}
-IN_PLACE = "replicate"
-JUDGE = "judge"  # each loss is that of another wrapper, whose communication hook evaluates this one
-
-
-@dataclass(frozen=True)
 class Configuration:
-    """What is wrapped, and how; ``name`` joins the parts."""
+    """What is wrapped, and how.
 
-    name: str
-    net: str = "norm"
-    parts: frozenset[str] = field(default_factory=frozenset)
+    Args:
+        name: its parts, joined by ``+``.
 
-    @classmethod
-    def of(cls, name: str) -> "Configuration":
-        parts = name.split("+")
-        unknown = {*parts} - {*NETS, *OPTIONS, *HOOKS, IN_PLACE, JUDGE}
-        if unknown:
+    Attributes:
+        head: the events before each word.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.parts = name, frozenset(name.split("+"))
+        if unknown := self.parts - PARTS:
             raise ValueError(f"unknown parts of a configuration: {sorted(unknown)}")
-        net = next((part for part in parts if part in NETS), "norm")
-        return cls(name, net, frozenset(parts))
+        self.net = next((part for part in NETS if part in self.parts), "norm")
+        self.head = "FBSFBSZ" if "warm" in self.parts else ""
+        self.finds_unused = bool({"unused", "finds"} & self.parts)
+        self.is_in_place = IN_PLACE in self.parts
+        self.broadcasts = self.net == "norm" and "nobuf" not in self.parts
 
-    @property
-    def head(self) -> str:
-        """The events before each word."""
-        return "FBSFBSZ" if "warm" in self.parts else ""
-
-    @property
-    def finds_unused(self) -> bool:
-        return bool({"unused", "finds"} & self.parts)
-
-    @property
-    def is_in_place(self) -> bool:
-        return IN_PLACE in self.parts
-
-    @property
-    def broadcasts(self) -> bool:
-        return self.net == "norm" and "nobuf" not in self.parts
-
-    def wrap(self, side: str, net: Bare, evaluate: Callable[[], None]) -> Any:
-        """Wrap the network; ``evaluate`` runs what this returns."""
+    def wrap(self, wrapper: str, net: Bare, evaluate: Callable[[], None]) -> Any:
+        """Wrap the network, with a key of ``WRAPPERS``; ``evaluate`` runs what this returns."""
         options: dict[str, Any] = {}
-        for part in sorted(self.parts & OPTIONS.keys()):
-            both, stock, ours = OPTIONS[part]
-            options |= both | (stock if side == STOCK else ours)
+        for part, given in (OPTIONS | (OF_OURS if wrapper == OURS else OF_STOCK)).items():
+            if part in self.parts:
+                options |= given
         Stock._set_params_and_buffers_to_ignore_for_model(net, [*net.ignored])
-        if side != STOCK and self.is_in_place:
+        if wrapper == OURS and self.is_in_place:
             ddp: Any = tritonddp.replicate(net, **options)
         else:
-            ddp = WRAPPERS[side](net, **options)
-        for part in sorted(self.parts & HOOKS.keys()):
-            HOOKS[part](ddp, evaluate)
+            ddp = WRAPPERS[wrapper](net, **options)
+        if ALLREDUCE in self.parts:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        if PROBE in self.parts:
+            _add_probe(ddp, evaluate)
         return ddp
 
-    def wrap_judge(self, side: str, dtype: torch.dtype, evaluate: Callable[[], None]) -> Any:
+    def wrap_judge(self, wrapper: str, dtype: torch.dtype, evaluate: Callable[[], None]) -> Any:
         if JUDGE not in self.parts:
             return nn.Identity()
-        judge = WRAPPERS[side](nn.Linear(2, 2, dtype=dtype))
-        _probe(judge, evaluate)
+        judge = WRAPPERS[wrapper](nn.Linear(2, 2, dtype=dtype))
+        _add_probe(judge, evaluate)
         return judge

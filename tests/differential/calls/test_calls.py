@@ -1,7 +1,4 @@
-"""Any call with any arguments: what comes out is documented.
-
-After each call the next correct step gives the gradients of an unwrapped module.
-"""
+"""Any call with any arguments raises only documented errors, and the next step is correct."""
 
 import copy
 import os
@@ -15,12 +12,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fuzz.arguments import Net, absurd, batch, modules
-from fuzz.calls import CALLS, OPTIONS, constructor_options
-from fuzz.contract import only_documented
+from differential.calls.arguments import Net, absurd, batch, modules
+from differential.calls.contract import only_documented
+from differential.calls.methods import CALLS, OPTIONS, constructor_options
 from tritonddp import DistributedDataParallel
 
-# TRITONDDP_FUZZ=2000 draws as many in each test, others each time. CI draws a few, always the same.
+# TRITONDDP_FUZZ=2000 draws so many in each test, others each time. CI draws a few, always the same.
 MANY = os.environ.get("TRITONDDP_FUZZ")
 EXAMPLES = settings(
     max_examples=int(MANY or 40),
@@ -32,7 +29,7 @@ EXAMPLES = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=MANY is not None,
 )
-# After which a wrapper is not as it was: a hook that was registered stays.
+# Calls after which a wrapper is not as it was: a hook that was registered stays.
 STAYS = {"register_comm_hook", "_register_fused_optim", "_register_builtin_comm_hook"}
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("ignore")]
@@ -51,11 +48,7 @@ def one_rank() -> Iterator[None]:
 
 
 def assert_right(ddp: Any) -> None:
-    """The next correct step gives the gradients of an unwrapped module. (There is one rank.)
-
-    Args:
-        ddp: wraps a module in fp64. What waits for ``finalize_backward()`` is finalized first.
-    """
+    """The next correct step gives the gradients of an unwrapped module in fp64."""
     if ddp.require_manual_backward_finalization:
         with only_documented(type(ddp).finalize_backward):
             ddp.finalize_backward()
@@ -70,7 +63,7 @@ def assert_right(ddp: Any) -> None:
 
 @EXAMPLES
 @given(module=st.one_of(modules(), modules(), absurd()), options=constructor_options())
-def test_constructor(module: Any, options: dict[str, Any]) -> None:
+def test_the_constructor_raises_what_it_documents(module: Any, options: dict[str, Any]) -> None:
     ddp = None
     with only_documented(DistributedDataParallel):
         ddp = DistributedDataParallel(module, **options)
@@ -82,7 +75,9 @@ def test_constructor(module: Any, options: dict[str, Any]) -> None:
 
 @EXAMPLES
 @given(data=st.data(), call=st.sampled_from([*CALLS]), options=OPTIONS, steps=st.integers(0, 2))
-def test_call(data: st.DataObject, call: str, options: dict[str, Any], steps: int) -> None:
+def test_a_call_raises_what_it_documents(
+    data: st.DataObject, call: str, options: dict[str, Any], steps: int
+) -> None:
     ddp = DistributedDataParallel(Net(), **options)
     for _ in range(steps):
         assert_right(ddp)

@@ -2,8 +2,8 @@
 
 configurations.py  what is wrapped, and with which options
 events.py          what one rank does at each event, and what it has then
-words.py           a program is a word of letters; which of them say something new
-documented.py      differences that docs/differences.md describes, as rules over words
+words.py           a program is a word, one letter an event; documented differences, as rules
+comparison.py      what stock DDP had after each event, and what the wrapper had
 processes.py       ranks that play thousands of words, forked from one warm process
-run.py             the command
+run.py             ``python tests/differential/run.py --kind short``
 """
