@@ -1,4 +1,4 @@
-"""Nothing outlives its use."""
+"""Wrappers, reducers, buckets, hooks and graphs are freed."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ def layers(width: int = 4) -> nn.Sequential:
 
 
 def train(ddp: nn.Module, steps: int) -> Tensor | None:
-    """The last outputs."""
+    """Returns the last outputs."""
     outputs = None
     for number in range(steps):
         outputs = train_step(ddp, drawn(3, 4, step=number))
@@ -33,7 +33,7 @@ def train(ddp: nn.Module, steps: int) -> Tensor | None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @ranks(2, views=True)
-def test_dropping_the_wrapper_frees_it_its_reducer_and_its_buckets(steps: int, view: bool) -> None:
+def test_reducer_and_buckets_are_freed_with_the_wrapper(steps: int, view: bool) -> None:
     model = layers()
     ddp = wrap(model, view)
     output = train(ddp, steps)
@@ -44,7 +44,7 @@ def test_dropping_the_wrapper_frees_it_its_reducer_and_its_buckets(steps: int, v
     del ddp, buckets, things
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
-    assert steps == 0 or output is not None  # an output that lives on holds nothing of it
+    assert steps == 0 or output is not None  # an output does not keep the wrapper alive
 
 
 def joined(ddp: DistributedDataParallel) -> None:
@@ -88,17 +88,17 @@ USES: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], object
 
 @pytest.mark.parametrize("use", USES)
 @ranks(2)
-def test_a_dropped_wrapper_is_no_work_for_the_garbage_collector(use: str) -> None:
-    """Or it would keep the process group, when that is destroyed, until the collector comes by."""
+def test_a_dropped_wrapper_is_freed_without_the_garbage_collector(use: str) -> None:
+    """Otherwise it keeps a destroyed process group alive until the next collection."""
     options, act = USES[use]
 
     def trained() -> None:
         ddp = DistributedDataParallel(layers(64), **options)  # wide enough to be quantized
         act(ddp)
-        if use != "join":  # what that leaves the next backward would free
+        if use != "join":  # the next backward would free its garbage
             train(ddp, 3)
 
-    trained()  # what is imported on the way makes cycles
+    trained()  # imports make cycles
     gc.collect()
     gc.disable()
     try:
@@ -118,9 +118,7 @@ def test_a_dropped_wrapper_is_no_work_for_the_garbage_collector(use: str) -> Non
 
 
 @ranks(2, views=True)
-def test_dropping_the_wrapper_between_forward_and_backward_leaves_a_local_backward(
-    view: bool,
-) -> None:
+def test_a_backward_is_local_if_the_wrapper_is_dropped_before_it(view: bool) -> None:
     model = layers()
     ddp = wrap(model, view)
     train(ddp, 1)
@@ -157,9 +155,9 @@ def test_a_dropped_wrapper_leaves_no_hook_on_the_parameters(rank: int, view: boo
 
 
 @ranks(2)
-def test_outputs_that_live_on_collect_no_hooks() -> None:
+def test_tensors_that_outlive_the_forward_collect_no_hooks() -> None:
     class Passes(nn.Linear):
-        """Hands on a tensor that outlives the forward."""
+        """Returns a tensor that outlives the forward."""
 
         def forward(self, x: Tensor, kept: Tensor) -> Any:
             return super().forward(x), kept, self.weight, x
@@ -179,7 +177,7 @@ def test_outputs_that_live_on_collect_no_hooks() -> None:
 
 
 @ranks(2)
-def test_outputs_of_one_node_share_a_hook_and_each_tells_of_its_backward() -> None:
+def test_outputs_of_one_node_share_a_hook() -> None:
     class Rows(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             rows = super().forward(x).unbind()
@@ -198,11 +196,13 @@ def test_outputs_of_one_node_share_a_hook_and_each_tells_of_its_backward() -> No
         assert sum(bool(each["row"]._backward_hooks) for each in rows) == 1
         assert doubled._backward_hooks
         rows[number]["row"].sum().backward()
-    assert [each.first_param for each in begun] == [None] * 3  # not noticed by a gradient alone
+    assert [each.first_param for each in begun] == [
+        None
+    ] * 3  # noticed by an output, before any gradient
 
 
 @ranks(2)
-def test_a_backward_that_leaves_parameters_out_keeps_nothing_of_its_graph() -> None:
+def test_a_backward_with_unused_parameters_frees_its_graph() -> None:
     ddp = wrap(nn.ModuleList([layers(), layers()]))
     ddp.module.forward = lambda number, x: ddp.module[number](x)  # type: ignore[method-assign]
     gc.collect()

@@ -1,4 +1,4 @@
-"""Buckets leave as they fill, and gradients that no engine announces are waited for or found."""
+"""Buckets are launched as they fill. Gradients of inner backwards are waited for or found."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool
             model.layers[name].weight.register_hook(lambda _: launched.append(len(calls)))
         for order, expected in (
             ("abcdef", [0, 1, 2, 3, 4, 5]),
-            # Nothing in the first two buckets: they leave behind the first gradient.
+            # The first two buckets are empty: they are launched after the first gradient.
             ("abcd", [0, 3, 4, 5]),
             ("fedcba", [0] * 6),  # all wait for the first bucket
         ):
@@ -44,7 +44,7 @@ def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool
 
 @ranks(2, views=True)
 def test_other_layers_in_each_step_cost_few_looks(rank: int, view: bool) -> None:
-    """Each look goes through all gradients that have come."""
+    """Each look reads all ready gradients."""
     ddp = wrap(Layers(map(str, range(60)), 2), view)
     draw = random.Random(rank)
     looks = 0
@@ -63,7 +63,7 @@ def test_other_layers_in_each_step_cost_few_looks(rank: int, view: bool) -> None
     assert 20 < looks < 20 * 8, looks
 
 
-# Inner backwards, which no engine announces
+# Inner backwards, whose parameters autograd does not announce
 
 
 def checkpoint_behind(net: Net, rank: int) -> None:
@@ -120,7 +120,7 @@ class Inner(nn.Module):
 
 
 def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
-    """After steps enough without it that nobody waits for its gradient."""
+    """After enough steps without it that the wrapper does not wait for its gradient."""
     alone = one_per_rank(ddp.module)
     for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
         for net in (ddp, *alone):
@@ -135,7 +135,7 @@ def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
 def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
     size: int, view: bool
 ) -> None:
-    """Also where nothing of its segment was announced: that is packed behind it all the same."""
+    """Also if autograd has announced no parameter of its segment."""
     ddp = wrap(Inner(size), view, bucket_cap_mb=100)
     use_the_second_again(ddp, torch.ones((), requires_grad=True))
     assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]
