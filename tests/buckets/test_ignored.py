@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, prune
 from training import (
-    assert_close,
-    assert_gradients_alike,
     drawn,
-    gradients,
-    means,
     train_step,
-    wrap,
 )
 
 from tritonddp import DistributedDataParallel
@@ -141,62 +136,6 @@ def test_a_copy_finds_ignored_parameters_by_name() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     ignored = pickle.loads(pickle.dumps(Ignored(net, {"1.weight"})))
     assert [name for name, _ in ignored.parameters(net)] == ["0.weight", "0.bias", "1.bias"]
-
-
-class Cached(nn.Module):
-    """Makes a buffer of rank-local values in the first forward."""
-
-    def __init__(self, makes: str) -> None:
-        super().__init__()
-        self.layer, self.makes = nn.Linear(WIDTH, WIDTH), makes
-        if makes == "value":
-            self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.makes == "value" and self.mean is None:
-            self.mean = x.detach().mean(0)
-        elif self.makes == "buffer" and not hasattr(self, "mean"):
-            rows = 1 + dist.get_rank()  # of other sizes
-            self.register_buffer("mean", x.detach()[:rows].mean(0, keepdim=True).repeat(rows, 1))
-        elif self.makes == "module" and not hasattr(self, "norm"):
-            self.norm = nn.BatchNorm1d(WIDTH, affine=False)
-            self.norm.running_mean.fill_(dist.get_rank())
-        return self.layer(x)
-
-
-@ranks(2)
-def test_buffers_of_a_module_without_buffers_at_wrapping_are_never_broadcast() -> None:
-    for makes in ("value", "buffer", "module"):
-        net = Cached(makes)
-        ddp = DistributedDataParallel(net)
-        for step in range(3):
-            train_step(ddp, batch(step))
-            assert_gradients_alike(ddp)
-            mean = net.norm.running_mean if makes == "module" else net.mean
-            shapes = gather([each.shape for each in net.buffers()])
-            assert shapes[0] != shapes[1] or not torch.equal(*gather(mean))
-        assert not ddp.will_sync_module_buffers()
-        assert not ddp.modules_buffers
-        ddp.check_sync()
-
-
-@ranks(2, 3, views=True)
-def test_with_find_unused_parameters_each_rank_may_freeze_other_layers(
-    rank: int, view: bool
-) -> None:
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    ddp = wrap(net, view, bucket_cap_mb=1e-4, find_unused_parameters=True)
-    for step in range(12):
-        no_rank_trains = 3 if step >= 6 else None
-        for number, layer in enumerate(net):
-            is_frozen = number in (rank + step % 2, no_rank_trains)
-            layer.requires_grad_(step == 0 or not is_frozen)
-        alone = copy.deepcopy(net)
-        for each in ddp, alone:
-            train_step(each, batch(step))
-        for param, mean in zip(net.parameters(), means(gradients(alone)), strict=True):
-            if mean is not None:
-                assert_close(param.grad, mean, f"step {step}")
 
 
 @ranks(2)

@@ -1,6 +1,5 @@
 """Wrapping a model: accepted and refused models and options, and the text of each error."""
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable
@@ -12,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
-from modules import normed
+from modules import Layers, normed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
+from training import delayed
 
 import tritonddp
 from tritonddp import DistributedDataParallel, Int8
@@ -328,6 +328,14 @@ def test_options_that_differ_between_ranks_are_named(rank: int) -> None:
 
 
 @ranks(2)
+def test_delayed_parameters_that_differ_between_ranks_are_an_error(rank: int) -> None:
+    module = Layers("abc")
+    options = delayed(module, f"layers.{'bc'[rank]}.bias", until=module.layers["a"].weight)
+    with pytest.raises(RuntimeError, match="delayed"):
+        DistributedDataParallel(module, **options)
+
+
+@ranks(2)
 def test_a_thousand_differences_make_a_short_message(rank: int) -> None:
     model = nn.ModuleList(nn.Linear(2, 2 + rank) for _ in range(500))
     with pytest.raises(RuntimeError) as caught:
@@ -361,23 +369,6 @@ def test_a_buffer_may_have_another_memory_order_on_each_rank(rank: int) -> None:
 
 
 # What is accepted
-
-
-@ranks(2)
-def test_a_wrapper_is_an_instance_of_stock_with_the_same_state_dict() -> None:
-    model = small()
-    ddp = DistributedDataParallel(model)
-    assert isinstance(ddp, Stock)
-    assert ddp.module is model
-    assert list(ddp.state_dict()) == [f"module.{name}" for name in model.state_dict()]
-    assert list(ddp.state_dict()) == list(Stock(copy.deepcopy(model)).state_dict())
-    ddp.load_state_dict({name: torch.zeros_like(each) for name, each in ddp.state_dict().items()})
-    assert all(not param.any() for param in model.parameters())
-    assert ddp.train() is ddp
-    assert model.training
-    ddp.eval()
-    assert not model.training
-    assert not isinstance(model, Stock)
 
 
 @ranks(2)
