@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from modules import Withheld
 from torch import Tensor, nn
 from training import WAYS, beside_stock, drawn, gradients, train_step
 
 SIZE = 10_000  # elements of a gradient that is large
-STRICT = {"find_unused_parameters": False}
 
 
 class Vectors(nn.Module):
@@ -27,17 +24,6 @@ class Vectors(nn.Module):
 
 def step(model: nn.Module, number: int) -> None:
     train_step(model, drawn(SIZE, step=number), loss=torch.sum)
-
-
-class Withholding(nn.Module):
-    """A weight whose gradient is ``None`` unless a call ``gives`` one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor, gives: bool) -> Tensor:
-        return Withheld.apply(self.first(x), self.weight, gives)
 
 
 def same_steps(ours: nn.Module, stock: nn.Module, *numbers: int) -> None:
@@ -75,26 +61,6 @@ def test_gradients_are_averaged_after_the_hooks_of_the_parameters_are_cleared() 
     for param in ours.parameters():
         param._post_accumulate_grad_hooks.clear()
     same_steps(ours, stock, 0, 1)
-
-
-@pytest.mark.parametrize("options", [{}, STRICT, {"find_unused_parameters": True}], ids=str)
-@ranks(2, views=True)
-def test_without_a_gradient_the_previous_grad_is_averaged_as_in_stock(
-    rank: int, view: bool, options: dict[str, Any]
-) -> None:
-    """If no parameter may be unused, ``None`` counts as zero; else the parameter is unused."""
-    ours, stock = beside_stock(Withholding(), gradient_as_bucket_view=view, **options)
-    for number in range(8):
-        for net in (ours, stock):
-            net.zero_grad(set_to_none=number != 7)
-            if number in (2, 3):
-                net.module.weight.grad = torch.full((4,), 1.0 + rank)
-            gives = number in (3, 6) or (number == 4 and rank == 0)
-            net(drawn(3, 4, step=number), gives).sum().backward()
-        expected = gradients(stock)
-        if not options and number in (0, 1, 5):  # on no rank
-            expected[0] = None
-        assert_same_bits(gradients(ours), expected, f"gradients in step {number}")
 
 
 @ranks(2)

@@ -71,31 +71,6 @@ def check_step(ddp: DistributedDataParallel, step: int) -> None:
     assert_mean(ddp, alone, f"step {step}")
 
 
-@pytest.mark.parametrize("finds_unused", [False, True])
-@ranks(2, views=True)
-def test_a_removed_layer_is_reduced_until_no_rank_uses_it(
-    rank: int, finds_unused: bool, view: bool
-) -> None:
-    ddp = wrap(net(), view, bucket_cap_mb=1e-4, find_unused_parameters=finds_unused)
-    if not finds_unused:  # else before the order of the buckets is known
-        check_step(ddp, 0)
-    head = ddp.module.layers.pop("c")
-    for step in range(1, 4):
-        ddp.zero_grad()
-        head.zero_grad()
-        outputs = ddp(batch(step))
-        (head(outputs) if step < 3 or rank else outputs).sum().backward()
-        assert_same_on_all_ranks([param.grad for param in head.parameters()])
-    assert head.weight.grad.any()
-    check_step(ddp, 4)
-    assert "layers.c.weight" not in {name for each in ddp.reducer.buckets for name in each.names}
-    head.float()
-    CHANGES["unfreeze"](ddp.module)
-    check_step(ddp, 5)
-    ddp.module.layers.pop("a").float()  # with its gradients
-    check_step(ddp, 6)
-
-
 @ranks(2)
 def test_the_ranks_agree_once_on_a_removed_layer_that_is_still_used() -> None:
     ddp = wrap(net())

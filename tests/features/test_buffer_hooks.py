@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_on_all_ranks, gather, ranks
 from launched import ROOT
 from modules import normed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
-from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 from training import drawn
 
 import tritonddp
@@ -30,46 +28,6 @@ class Counting(nn.Sequential):
     def forward(self, inputs: Tensor) -> Tensor:
         self.count += 1
         return super().forward(inputs) * self.count
-
-
-def train(cls: Any, location: Location, asynchronous: bool) -> tuple[list[Any], list[Tensor]]:
-    """The arguments of the hook, and the buffers after each step."""
-    torch.manual_seed(dist.get_rank())
-    ddp = cls(Counting())
-    calls: list[Any] = []
-
-    def hook(state: str, named_buffers: dict[str, Tensor]) -> Any:
-        calls.append((state, sorted(named_buffers), torch.is_grad_enabled()))
-        works = [dist.all_reduce(each, async_op=True) for each in named_buffers.values()]
-        futures = [work.get_future() for work in works]
-        if asynchronous:
-            return futures
-        torch.futures.wait_all(futures)
-        return None
-
-    ddp._register_buffer_comm_hook("state", hook, location)
-    after = []
-    # Stock waits for futures in reduced backwards only.
-    for step in [0, 1, 4, 5] if asynchronous else range(6):
-        with torch.set_grad_enabled(step != 2):
-            ddp.require_backward_grad_sync = step != 3
-            output = ddp(torch.randn(5, 3))
-            calls.append(ddp.will_sync_module_buffers())
-        if step != 2:
-            output.sum().backward()
-        after += [buffer.clone() for buffer in ddp.buffers()]
-    return calls, after
-
-
-@ranks(2)
-def test_hooks_are_called_as_in_stock() -> None:
-    for location in Location:
-        for asynchronous in {False, location is Location.POST_FORWARD}:
-            calls, after = train(DistributedDataParallel, location, asynchronous)
-            expected_calls, expected = train(Stock, location, asynchronous)
-            assert calls == expected_calls
-            assert any(isinstance(call, tuple) for call in calls)
-            assert_same_bits(after, expected, f"buffer, {location}")
 
 
 def slow(note: Callable[[], None]) -> torch.futures.Future:

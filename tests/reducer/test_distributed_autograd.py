@@ -160,18 +160,6 @@ def test_unused_parameters_count_as_zero(group: Any) -> None:
 
 
 @trainers
-def test_buckets_that_fill_out_of_order_are_all_read(group: Any) -> None:
-    """The first bucket is that of the last layer, whatever order the layers are used in."""
-    ddp = DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=1e-6)
-    alone, rank = layers(), dist.get_rank()
-    orders = [("3210",) * 2, ("30",) * 2, ("01",) * 2, ("230", "102")]
-    for step, used in enumerate(orders):
-        found = means_of(ddp, lambda ddp: loss_of(ddp(batch(step), used[rank])))  # noqa: B023
-        assert_close(found, expected(step, alone, *used))
-    assert len(ddp.reducer.buckets) == 8
-
-
-@trainers
 def test_sparse_gradients_stay_sparse(group: Any) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -298,30 +286,6 @@ def test_a_failed_backward_inside_a_failed_one_of_the_same_module_is_an_error(gr
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"loss\.backward\(\) of the same module .*Start"):
             ddp(batch(2))
-
-
-class Struck(dict[Any, None]):
-    """Raises KeyboardInterrupt after the first addition."""
-
-    is_due = True
-
-    def __setitem__(self, each: Any, value: None) -> None:
-        super().__setitem__(each, value)
-        if self.is_due:
-            self.is_due = False
-            raise KeyboardInterrupt
-
-
-@trainers
-def test_a_backward_that_is_interrupted_at_its_begin_ends(group: Any) -> None:
-    ddp = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=CAP)
-    means_of(ddp, lambda ddp: loss_of(ddp(batch(0))))
-    ranks_of = ddp._ddp_state.core.group
-    ranks_of.outstanding = Struck(ranks_of.outstanding)
-    with pytest.raises(RuntimeError, match="python_error"):
-        means_of(ddp, lambda ddp: loss_of(ddp(batch(1))))
-    found = means_of(ddp, lambda ddp: loss_of(ddp(batch(2))))
-    assert_close(found, expected(2, network()))
 
 
 @trainers

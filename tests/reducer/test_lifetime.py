@@ -16,7 +16,6 @@ from torch.autograd.graph import get_gradient_edge
 from training import breaking_off, drawn, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer.extension import Extension
 
 
 def layers(width: int = 4) -> nn.Sequential:
@@ -174,31 +173,6 @@ def test_tensors_that_outlive_the_forward_collect_no_hooks() -> None:
     assert not x._backward_hooks
     assert not ddp.module.weight._backward_hooks
     assert ddp.reducer.counters.reductions == 10
-
-
-@ranks(2)
-def test_outputs_of_one_node_share_a_hook() -> None:
-    class Rows(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            rows = super().forward(x).unbind()
-            return [{"row": row, "again": (row, None)} for row in rows], rows[0] * 2
-
-    ddp = DistributedDataParallel(Rows(4, 4))
-    begun: list[Any] = []
-
-    class Notes(Extension):
-        def on_begin(self, backward: Any) -> None:
-            begun.append(backward)
-
-    ddp._ddp_state.core.events.install(Notes())
-    for number in range(3):
-        rows, doubled = ddp(drawn(3, 4))
-        assert sum(bool(each["row"]._backward_hooks) for each in rows) == 1
-        assert doubled._backward_hooks
-        rows[number]["row"].sum().backward()
-    assert [each.first_param for each in begun] == [
-        None
-    ] * 3  # noticed by an output, before any gradient
 
 
 @ranks(2)

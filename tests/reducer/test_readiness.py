@@ -6,16 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.models import Branches, batch, branch
 from distributed import in_rings, ranks, recorded_collectives
 from modules import Layers
-from oracle import Net, assert_mean, in_step, one_per_rank
-from torch import Tensor, nn
+from oracle import Net, in_step, one_per_rank
 from torch.utils.checkpoint import checkpoint
 from training import wrap
 
-from tritonddp import DistributedDataParallel
 from tritonddp.reducer.graph.readiness import ReadyTracker
 
 
@@ -99,43 +96,3 @@ def test_reentrant_checkpoint_that_is_new_in_the_second_step_is_waited_for_from_
         for net in (ddp, *alone):
             net.zero_grad()
         in_step(step, ddp, alone, number)
-
-
-class Inner(nn.Module):
-    """Two vectors of ``size``; the second one on demand, in a reentrant checkpoint."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(size))
-        self.second = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        x = (self.first * x).mean()
-        if both:
-            x = checkpoint(self._inner, x, use_reentrant=True)
-        return x
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return (self.second * x).mean()
-
-
-def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
-    """After enough steps without it that the wrapper does not wait for its gradient."""
-    alone = one_per_rank(ddp.module)
-    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
-            net(factor * (1.0 + rank), both).backward()
-        assert_mean(ddp, alone, f"step {number}")
-
-
-@pytest.mark.parametrize("size", [100, 1_100_000], ids=["one segment", "two segments"])
-@ranks(2, views=True)
-def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
-    size: int, view: bool
-) -> None:
-    """Also if autograd has announced no parameter of its segment."""
-    ddp = wrap(Inner(size), view, bucket_cap_mb=100)
-    use_the_second_again(ddp, torch.ones((), requires_grad=True))
-    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]

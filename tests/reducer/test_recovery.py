@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from training import (
     assert_gradients_alike,
     assert_right_step,
-    breaking_off,
     drawn,
     fail,
     gradients,
@@ -48,19 +47,6 @@ def test_wrappers_of_one_backward_drain_once() -> None:
     assert asked.call_count <= 2
     for net in nets:
         assert_gradients_alike(net)
-
-
-@ranks(2, views=True)
-def test_the_first_backward_of_two_wrappers_fails_in_the_second(rank: int, view: bool) -> None:
-    """Both launch at its end, and their buckets differ in size."""
-    lower, upper = wrap(layers(), view), wrap(mlp(2, 3), view)
-    with breaking_off(lower.module[0].weight, rank == 1):
-        upper(lower(batch(0))).sum().backward()
-    for _ in range(2):
-        lower.zero_grad(), upper.zero_grad()
-        upper(lower(batch(1))).sum().backward()
-        assert_gradients_alike(lower)
-        assert_gradients_alike(upper)
 
 
 def break_off(model: nn.Module, layer: int, ranks_that_fail: list[int]) -> Any:
@@ -151,20 +137,3 @@ def test_a_gradient_of_another_layout_or_shape_is_named(kind: str, view: bool) -
     name = None if kind == "one row" else r"rank \d.*'2.weight'"
     with pytest.raises(RuntimeError, match=name):
         train_step(ddp, batch(3))
-
-
-@ranks(2, views=True)
-def test_evaluation_after_a_broken_backward_hangs_nobody(rank: int, view: bool) -> None:
-    """The other rank waits in its all-reduces: this one must not broadcast buffers first."""
-    ddp = wrap(nn.Sequential(layers(), nn.BatchNorm1d(2)), view)
-    for number in range(2):
-        train_step(ddp, batch(number))
-    with breaking_off(next(ddp.parameters()), rank == 1):
-        train_step(ddp, batch(2))
-    ddp.eval()
-    with torch.no_grad():
-        ddp(batch(3))
-    ddp.train()
-    train_step(ddp, batch(4))
-    assert all(param.grad.isfinite().all() for param in ddp.parameters())
-    assert_gradients_alike(ddp)

@@ -11,29 +11,10 @@ from distributed import assert_same_on_all_ranks, ranks
 from modules import normed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import assert_close, assert_gradients_alike, default_dtype, drawn, gradients
 from versions import HAS_FAKE_COLLECTIVES
 
 from tritonddp import DistributedDataParallel
-
-
-class Functions(TorchFunctionMode):
-    """Returns tensors of another dtype."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made.double() if type(made) is Tensor and made.dtype is torch.float32 else made
-
-
-class Operations(TorchDispatchMode):
-    """Returns tensors without memory."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        is_new = type(made) is Tensor and func.namespace == "aten" and not func.is_view
-        return made.to("meta") if is_new and not func._schema.is_mutable else made
 
 
 @contextlib.contextmanager
@@ -56,8 +37,6 @@ OF_WRAPPING: dict[str, Callable[[], Any]] = {
 OF_FORWARDS: dict[str, Callable[[], Any]] = {
     **OF_WRAPPING,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "functions": Functions,
-    "operations": Operations,
 }
 if HAS_FAKE_COLLECTIVES:
     OF_FORWARDS["fake"] = lambda: FakeTensorMode(allow_non_fake_inputs=True)

@@ -83,23 +83,6 @@ def test_copies_on_one_rank_only_do_not_disturb_the_others(rank: int) -> None:
     assert_averages(copy.deepcopy(net), 3)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3], ids=["no buffers", "process group", "memory"])
-@ranks(2)
-def test_copies_that_ranks_use_in_different_order_are_an_error_on_all(
-    rank: int, steps: int
-) -> None:
-    """At the first forward that broadcasts buffers, else in the reduction."""
-    net = DistributedDataParallel(layers(), forward_sync_buffers=steps > 0)
-    copies = [copy.deepcopy(net), copy.deepcopy(net)]
-    for number in range(max(1, steps)):
-        for each in copies:
-            train_step(each, batch(number))
-    errors = "number 1 in its process group", "rank 0 reduces gradients already"
-    wanted = errors[steps > 0] if rank or not steps else "rank 1 failed"
-    with pytest.raises(RuntimeError, match=wanted):
-        train_step(copies[rank], batch(9))
-
-
 @ranks(2)
 def test_a_wrapper_of_another_group_cannot_be_copied_as_in_stock() -> None:
     group = dist.new_group([0, 1])
