@@ -79,7 +79,7 @@ def test_errors_of_manual_finalization() -> None:
     with torch.no_grad():
         net(filled(2, 4))
     net.finalize_backward()
-    assert_same_bits(net.module[2].bias.grad, torch.full((4,), 2.0))
+    assert_same_bits(net.module[2].bias.grad, torch.full((4,), 2.0 + 2.0))
     output = net(filled(2, 4))
     output.register_hook(lambda _: net.finalize_backward())
     with pytest.raises(RuntimeError, match=r"before all DDP buckets were ready. next_bucket_=0"):

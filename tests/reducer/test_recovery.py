@@ -1,5 +1,6 @@
 """After a failed backward no gradient is wrong, no rank waits, and the next step is right."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -13,6 +14,7 @@ from modules import mlp
 from torch import Tensor, nn
 from training import (
     assert_gradients_alike,
+    assert_mean_of,
     assert_right_step,
     drawn,
     fail,
@@ -137,3 +139,23 @@ def test_a_gradient_of_another_layout_or_shape_is_named(kind: str, view: bool) -
     name = None if kind == "one row" else r"rank \d.*'2.weight'"
     with pytest.raises(RuntimeError, match=name):
         train_step(ddp, batch(3))
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
+@ranks(2, views=True)
+def test_a_second_backward_of_the_graph_after_a_failed_one_is_reduced(
+    local: bool, view: bool
+) -> None:
+    ddp = wrap(layers(), view)
+    alone = copy.deepcopy(ddp.module)
+    for number in range(2):
+        train_step(ddp, batch(number))
+    outputs = {net: net(batch(5)) for net in (ddp, alone)}
+    ddp.require_backward_grad_sync = not local
+    with breaking_off(next(ddp.parameters())):
+        outputs[ddp].sum().backward(retain_graph=True)
+    ddp.require_backward_grad_sync = True
+    for net, output in outputs.items():
+        net.zero_grad()
+        output.pow(2).sum().backward()
+    assert_mean_of(ddp, alone)
