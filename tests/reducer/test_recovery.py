@@ -16,6 +16,7 @@ from training import (
     assert_gradients_alike,
     assert_mean_of,
     assert_right_step,
+    breaking_off,
     drawn,
     fail,
     gradients,
