@@ -14,23 +14,9 @@ from torch import nn
 from training import breaking_off
 
 from tritonddp import DistributedDataParallel
-from tritonddp.features.metrics import EVERY, NAMES, StepClock
+from tritonddp.features.metrics import EVERY, NAMES
 
 PARTS = ("input", "forward", "backward")
-
-
-def test_parts_of_a_step_add_up_to_it() -> None:
-    with time_of_test() as time:
-        clock = StepClock(torch.device("cpu"))
-        clock.lap(1)
-        assert clock.end_step() == []  # its begin was not seen
-        for part, seconds in ((1, 0.01), (2, 0.02), (3, 0.03)):
-            time.sleep(seconds)
-            clock.lap(part)
-        (times,) = clock.end_step()
-    assert times.step == pytest.approx(times.own + times.exposed)
-    found = times.step, times.input, times.forward, times.backward
-    assert found == pytest.approx((60, 10, 20, 30), rel=1e-3)
 
 
 def net() -> nn.Sequential:

@@ -236,7 +236,7 @@ class InRRef(nn.Module):
 @trainers
 def test_after_a_backward_that_fails_on_one_rank_the_next_is_right(group: Any) -> None:
     module = linears(6, 6, 6, 6)
-    # (Through memory ranks that do different things could not go on.)
+    # Through memory ranks that do different things could not continue.
     ddp = DistributedDataParallel(
         module, process_group=group, bucket_cap_mb=CAP, transport="process_group"
     )
