@@ -11,6 +11,7 @@ from distributed import gather, ranks
 from distributed import recorded_collectives as recorded
 from modules import Kinds, linears
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training import assert_gradients_alike, breaking_off, counted, warned, ways, wrap
 
 from tritonddp import DistributedDataParallel
@@ -198,3 +199,29 @@ def test_nan_of_a_failed_backward_is_attributed_to_its_rank(rank: int) -> None:
             assert module[2].weight.grad.isfinite().all()
         else:
             assert text == "nothing"
+
+
+@ranks(2)
+def test_nan_of_a_failed_communication_hook_is_attributed_to_its_rank(rank: int) -> None:
+    _, ddp = net()
+    fails = ""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if fails == "before the collective" and bucket.buffer().any():
+            raise ZeroDivisionError
+        future = allreduce_hook(None, bucket)
+        if fails and bucket.buffer().any():
+            raise ZeroDivisionError
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for moment in ("", "before the collective", "after the collective", ""):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(4, 40)).sum()
+        fails = moment if rank == 1 else ""
+        if fails:
+            with pytest.raises(RuntimeError, match="hook failed: ZeroDivisionError"):
+                loss.backward()
+            continue
+        names = [bucket.names[0] for bucket in ddp.reducer.buckets]
+        assert found(outcome(loss)) == (dict.fromkeys(names, "rank 1") if moment else {})

@@ -1,6 +1,7 @@
 """Ranks have different numbers of inputs: join()."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Stock
 from training import assert_gradients_alike, gradients, train_step, wrap
-from uneven import STOCK, Alone, assert_close, draw, loss_of, net, step_of, train
+from uneven import STOCK, Alone, Net, assert_close, draw, loss_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
 
@@ -159,6 +160,30 @@ def test_a_rank_without_inputs_follows_frozen_and_unfrozen_parameters(
     for step in range(2):
         step_of(ddp, step)
         assert_gradients_alike(ddp)
+
+
+class Scaled(Net):
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args) * getattr(self.last, "scale", 1.0)
+
+
+@ranks(2, views=True)
+def test_a_rank_that_leaves_after_a_change_follows_it(rank: int, view: bool) -> None:
+    """It adds and freezes parameters as the other rank does, and leaves before a step with them."""
+    ddp = wrap(Scaled().double(), view)
+    with ddp.join():
+        for step in range(12 if rank else 2):
+            if step == 1:
+                scale = nn.Parameter(torch.full((2,), 1.0 + rank).double())
+                ddp.module.last.register_parameter("scale", scale)
+                ddp.module.norm.bias.requires_grad_(False)
+                if rank == 0:
+                    break
+            step_of(ddp, step)
+    assert ddp.module.last.scale.tolist() == [2.0, 2.0], "the values of the rank that trains"
+    assert len(gather(ddp._ddp_state.core.bucket_set.names)[0]) == 12
+    step_of(ddp, 0)
+    assert_gradients_alike(ddp)
 
 
 @ranks(3)

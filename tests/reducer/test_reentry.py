@@ -5,6 +5,7 @@
 
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from training import (
     assert_right_step,
     breaking_off,
     drawn,
+    raises_if,
     train_step,
     wrap,
 )
 
+from tritonddp.comm.host.memory_exchange import MemoryExchange
 from tritonddp.reducer.graph.backward import FAILED, WAITING, Backward
 
 
@@ -80,6 +83,27 @@ def test_a_forward_that_broadcasts_buffers_recovers_a_failed_backward(
         evaluate()
     train_step(ddp, batch(4))
     assert_gradients_alike(ddp)
+
+
+@ranks(2)
+def test_an_error_of_a_signal_handler_in_the_wait_is_a_failed_backward(rank: int) -> None:
+    """The buckets are launched: this rank waits for them before its next collective."""
+    ddp = wrap(net(), bucket_cap_mb=1e-4)
+    for step in range(2):
+        assert_right_step(ddp, batch(step))
+
+    def wait(*_: Any) -> Any:
+        raise OSError("of a handler")
+
+    with raises_if(rank == 1, OSError):
+        if rank == 1:
+            with mock.patch.object(MemoryExchange, "wait", wait):
+                train_step(ddp, batch(2))
+        else:
+            train_step(ddp, batch(2))
+    assert rank == 0 or ddp._ddp_state.core.backward.phase is FAILED
+    for step in range(3, 5):
+        assert_right_step(ddp, batch(step))
 
 
 @ranks(2)
