@@ -184,7 +184,7 @@ def test_inside_join_the_number_of_ranks_does_not_count(rank: int, over_all: boo
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 @ranks(2)
 def test_sharded_optimizers_and_optimizers_in_the_backward_use_it(transport: str) -> None:
-    """Both step as a plain optimizer does. A sharded optimizer also accumulates gradients."""
+    """Both step as a plain optimizer does."""
     module, options = Net(is_plain=True), {"transport": transport, "gradient_divide_factor": 1}
     sharded, stepped = (wrap(copy.deepcopy(module), **options) for _ in range(2))
     optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
@@ -201,13 +201,6 @@ def test_sharded_optimizers_and_optimizers_in_the_backward_use_it(transport: str
         optimizer.zero_grad()
         for net in (sharded, stepped):
             assert_close(list(net.module.parameters()), list(module.parameters()), f"{number}")
-    for net in (sharded, sharded, module, module):
-        net(drawn(4, 20, step=9)).backward()
-    pairs = list(zip(gradients(sharded), sums(module, 1), strict=True))
-    owned = [(grad, total) for grad, total in pairs if grad is not None]
-    assert 0 < len(owned) < len(pairs)
-    for grad, total in owned:
-        assert_close(grad, total)
 
 
 @ranks(2, interprets=True)
