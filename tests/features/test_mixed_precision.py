@@ -123,6 +123,24 @@ def test_accumulated_in_full_precision(view: bool) -> None:
         ddp.zero_grad()
 
 
+@ranks(2)
+def test_ignored_parameters_and_buffers_keep_their_dtype() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias", "1.running_mean"]  # type: ignore[assignment]
+    config = _MixedPrecision(torch.bfloat16, None, torch.bfloat16)
+    ddp = DistributedDataParallel(module, mixed_precision=config)
+    seen = []
+    module[1].forward = lambda x: seen.append([p.dtype for p in module.parameters()]) or x  # type: ignore
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert seen == [[torch.bfloat16] * 2 + [torch.float32] * 2]
+    assert module[1].running_mean.dtype == torch.float32
+    assert module[1].running_var.dtype == torch.bfloat16
+    assert not hasattr(module[1].weight, "_mp_param")
+    assert module[0].weight._mp_param.dtype == torch.bfloat16
+    assert module[0].weight._mp_param.shape == module[0].weight.shape
+    assert module[0].weight._fp_param.dtype == torch.float32
+
+
 class Blocks(nn.Module):
     def __init__(self, run: Callable[..., Tensor]) -> None:
         super().__init__()

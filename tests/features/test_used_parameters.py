@@ -26,7 +26,7 @@ class Backwards(Two):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@ranks(2, 3)
+@ranks(1, 2, 3)
 def test_the_map_of_used_parameters_counts_ranks(rank: int, lazy: bool) -> None:
     world_size = dist.get_world_size()
     for kind in (Two, Backwards):
