@@ -72,6 +72,7 @@ def test_invalid_requests_are_refused_before_a_collective() -> None:
         with ddp.weighted(2), pytest.raises(RuntimeError, match="weights of their backwards"):
             ddp.reduce_gradients()
     assert not calls.names
+    ddp, x = wrapped()
     out = ddp(x)
     out.register_hook(lambda _: ddp.reduce_gradients())
     with pytest.raises(RuntimeError, match="while a backward runs"):
