@@ -175,22 +175,6 @@ def test_sparse_gradients_stay_sparse(group: Any) -> None:
 
 
 @trainers
-def test_gradients_are_sent_in_reduce_dtype_but_not_quantized(group: Any) -> None:
-    wanted = expected(0, network())
-    for options, tolerance in (
-        ({"reduce_dtype": torch.bfloat16}, 1e-2),
-        ({"compression": "int8"}, 0),
-    ):
-        ddp = DistributedDataParallel(network(), process_group=group, **options)
-        found = means_of(ddp, lambda ddp: loss_of(ddp(batch(0))))
-        if not tolerance:
-            assert_close(found, wanted)
-            continue
-        assert not any(torch.equal(grad, wanted[name]) for name, grad in found.items())
-        assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-
-
-@trainers
 def test_several_backwards_in_one_context_add_up(group: Any) -> None:
     ddp, alone = DistributedDataParallel(layers(), process_group=group), layers()
     rank = dist.get_rank()

@@ -26,28 +26,6 @@ def wrapped(view: bool = False, **options: object) -> tuple[DistributedDataParal
     return ddp, torch.randn(4, 3, dtype=torch.float64)
 
 
-@ranks(2, views=True)
-def test_a_frozen_parameter_is_reduced_only_if_it_was_accumulated_before(
-    rank: int, view: bool
-) -> None:
-    ddp, x = wrapped(view)
-    ddp(x).sum().backward()
-    first, last = ddp.module.first.weight, ddp.module.last.weight
-    ddp.zero_grad()
-    with ddp.no_sync():
-        ddp(x).square().sum().backward()
-    (accumulated,) = means([last.grad])
-    last.requires_grad_(False)
-    first.requires_grad_(False)
-    first.grad = None
-    ddp.reduce_gradients()
-    assert_close(last.grad, accumulated)
-    last.grad = torch.full_like(last, rank)  # the wrapper ignores it from now on
-    ddp.reduce_gradients()
-    assert first.grad is None
-    assert torch.equal(last.grad, torch.full_like(last, rank))
-
-
 @ranks(2)
 def test_invalid_requests_are_refused_before_a_collective() -> None:
     ddp, x = wrapped()

@@ -1,9 +1,7 @@
 """Buckets are launched as they fill. Gradients of inner backwards are waited for or found."""
 
 import copy
-import random
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from oracle import Net, in_step, one_per_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_mean_of, wrap
-
-from tritonddp.reducer.graph.readiness import ReadyTracker
 
 
 @ranks(2, views=True)
@@ -40,27 +36,6 @@ def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool
             ddp(torch.randn(2, 4), order).sum().backward()
             assert launched == expected, (order, launched)
         assert len(calls) == 6
-
-
-@ranks(2, views=True)
-def test_other_layers_in_each_step_cost_few_looks(rank: int, view: bool) -> None:
-    """Each look reads all ready gradients."""
-    ddp = wrap(Layers(map(str, range(60)), 2), view)
-    draw = random.Random(rank)
-    looks = 0
-    look = ReadyTracker.look
-
-    def counting(self: ReadyTracker, number: int) -> bool:
-        nonlocal looks
-        looks += 1
-        return look(self, number)
-
-    with mock.patch.object(ReadyTracker, "look", counting):
-        for _ in range(20):
-            ddp.zero_grad()
-            route = sorted(draw.sample(range(60), 15))
-            ddp(torch.ones(1, 2), map(str, route)).sum().backward()
-    assert 20 < looks < 20 * 8, looks
 
 
 # Inner backwards, whose parameters autograd does not announce

@@ -4,16 +4,13 @@ import copy
 import gc
 import weakref
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from distributed import ranks
 from modules import mlp
 from torch import Tensor, nn
 from training import (
-    assert_gradients_alike,
     assert_mean_of,
     assert_right_step,
     breaking_off,
@@ -26,7 +23,6 @@ from training import (
 )
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer.autograd_driver import AutogradDriver
 
 
 def layers() -> nn.Sequential:
@@ -35,21 +31,6 @@ def layers() -> nn.Sequential:
 
 def batch(number: int) -> Tensor:
     return drawn(3, 4, step=number)
-
-
-@ranks(2)
-def test_wrappers_of_one_backward_drain_once() -> None:
-    """The cost would be quadratic if each wrapper asked all others."""
-    nets = [wrap(layers()) for _ in range(5)]
-    asked: Any
-    with mock.patch.object(
-        AutogradDriver, "drain", autospec=True, side_effect=AutogradDriver.drain
-    ) as asked:
-        for number in range(2):
-            torch.stack([net(batch(number)).sum() for net in nets]).sum().backward()
-    assert asked.call_count <= 2
-    for net in nets:
-        assert_gradients_alike(net)
 
 
 def break_off(model: nn.Module, layer: int, ranks_that_fail: list[int]) -> Any:
