@@ -161,6 +161,8 @@ WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
         {"compression": "int3"},
     ),
     ("no parameter 'wheight'", {"compression": Int8(exact="wheight")}),
+    ("check_finite should be 'raise', 'warn' or None, got True", {"check_finite": True}),
+    ("check_finite should be 'raise', 'warn' or None, got 'log'", {"check_finite": "log"}),
     (f"{DIVIDED}0", {"gradient_divide_factor": 0}),
     (f"{DIVIDED}-2.0", {"gradient_divide_factor": -2.0}),
     (f"{DIVIDED}nan", {"gradient_divide_factor": float("nan")}),
