@@ -1,6 +1,7 @@
-"""Which parameters share a bucket, and in which memory order their gradients lie in it."""
+"""Which parameters share a bucket, and what a bucket holds in memory."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -8,25 +9,23 @@ import torch.distributed as dist
 from distributed import ranks
 from recording.device import recording
 from torch import Tensor, nn
+from training import wrap
 
-from tritonddp import DistributedDataParallel
 from tritonddp.buckets.assignment import BucketCaps, assign_buckets
 
 
 @pytest.mark.parametrize("limits", [(400, 2000), (0,), (1,), (10**9,), (100, 300, 900)])
-def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits):
+def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits: tuple[int, ...]) -> None:
     params = [torch.empty(n) for n in (10, 200, 3, 50, 50, 400, 1, 0, 99)]
     expected, _ = dist._compute_bucket_assignment_by_size(params, list(limits), [False] * 9)
-    assert assign_buckets(params, range(9), BucketCaps(tuple(limits))) == expected
+    assert assign_buckets(params, range(9), BucketCaps(limits)) == expected
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-@ranks(2, interprets=True)
-def test_a_square_gradient_that_a_hook_transposes_in_memory_keeps_its_values(views: bool) -> None:
-    """On one rank: the shape and the set of strides are those of the others."""
+@ranks(2, views=True, interprets=True)
+def test_a_square_gradient_that_a_hook_transposes_in_memory_keeps_its_values(view: bool) -> None:
+    """On one rank: the shape and the set of strides are those of the other ranks."""
 
     def transpose(param: Tensor) -> None:
-        assert param.grad is not None
         if dist.get_rank() == 0:
             param.grad = param.grad.t().contiguous().t()
 
@@ -36,11 +35,44 @@ def test_a_square_gradient_that_a_hook_transposes_in_memory_keeps_its_values(vie
             torch.manual_seed(0)
             layer = nn.Linear(8, 8, bias=False)
             inputs = torch.randn(3, 8) * (1 + dist.get_rank())
-            net = DistributedDataParallel(layer.to(place), gradient_as_bucket_view=views)
+            net = wrap(layer.to(place), view)
             layer.weight.register_post_accumulate_grad_hook(transpose)
             for _ in range(3):
                 net.zero_grad()
                 net(inputs.to(place)).square().sum().backward()
-            assert layer.weight.grad is not None
             means.append(layer.weight.grad.cpu().clone())
     torch.testing.assert_close(means[1], means[0])
+
+
+@ranks(2, views=True)
+def test_a_lazy_bucket_has_no_memory_between_backwards(view: bool) -> None:
+    net = wrap(nn.Linear(4, 4), view, lazy_bucket_allocation=True)
+    buffers: list[Any] = []
+    net.module.bias.register_hook(lambda _: buffers.append(net.reducer.buckets[0].flat))
+    for step in range(3):
+        net(torch.ones(2, 4)).sum().backward()
+        assert buffers == [None] * (step + 1), "not before the gradients are ready"
+        assert net.reducer.buckets[0].flat is None
+        if view:
+            assert net.module.bias.grad.untyped_storage().nbytes() >= 80, "of the whole bucket"
+        net.zero_grad()
+
+
+@ranks(2)
+def test_conjugate_parameters_start_as_those_of_rank_0(rank: int) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full((3,), complex(rank + 1, 2)).conj())
+    assert model.weight.is_conj()
+    wrap(model)
+    assert model.weight.tolist() == [1 - 2j] * 3
+
+
+@ranks(1)
+def test_complex_parameters_may_be_added() -> None:
+    ddp = wrap(nn.Linear(2, 2))
+    ddp.module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    (ddp(torch.ones(2)) * ddp.module.phase).sum().abs().backward()
+    assert ddp.module.phase.grad is not None
+    ddp.module.chalf = nn.Parameter(torch.zeros(2, dtype=torch.complex32))
+    with pytest.raises(NotImplementedError, match=r"'chalf'.*complex32"):
+        ddp(torch.ones(2))

@@ -1,18 +1,26 @@
 """``Tensor.grad_dtype``: gradients that have another dtype than their parameters."""
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, ranks
 from modules import Layers
 from recording.device import recording
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
-from training import assert_close, drawn, gradients, means, squares, train_step, ways, wrap
+from training import (
+    assert_close,
+    assert_gradients_alike,
+    drawn,
+    gradients,
+    means,
+    train_step,
+    ways,
+    wrap,
+)
 from versions import needs_grad_dtype
 
 from tritonddp import DistributedDataParallel
@@ -49,35 +57,31 @@ def test_gradients_of_one_dtype_share_a_bucket_and_their_bytes_count() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2, 3)
 def test_means_have_the_dtype_and_its_digits(way: str) -> None:
-    """Also of a layer that one rank leaves out, and of two backwards."""
+    """Also of a layer that one rank leaves out."""
     module = Layers("abc", WIDTH)
     alone = low(module, *WIDE)
     ddp = DistributedDataParallel(low(module, *WIDE), **WAYS[way])
     is_rounded = not {"reduce_dtype", "compression"}.isdisjoint(WAYS[way])
-    for step in range(4):
+    for step in range(3):
         used = "ac" if step == 2 and dist.get_rank() == 0 else "abc"
         for net in (ddp, alone):
-            net.zero_grad()
-            if step == 3:
-                with ddp.no_sync() if net is ddp else nullcontext():
-                    squares(net(inputs(9), used)).backward()
-            squares(net(inputs(step), used)).backward()
+            train_step(net, inputs(step), used)
         expected = means(None if grad is None else grad.float() for grad in gradients(alone))
-        found = dict(zip(dict(alone.named_parameters()), gradients(ddp), strict=True))
-        for (name, grad), mean in zip(found.items(), expected, strict=True):
+        names = dict(alone.named_parameters())
+        for name, grad, mean in zip(names, gradients(ddp), expected, strict=True):
             assert grad is not None
             assert mean is not None
             assert grad.dtype is (torch.float32 if name in WIDE else torch.bfloat16), name
             digits = 1e-6 if name in WIDE and not is_rounded else 0.02
             size = float(mean.abs().max())
             assert_close(grad.float(), mean, f"step {step}, {name}", rtol=0, atol=digits * size)
-        assert_same_on_all_ranks(list(found.values()))
+        assert_gradients_alike(ddp)
     sent = {bucket.wire_dtype for bucket in ddp.reducer.buckets}
     assert is_rounded or sent == {torch.bfloat16, torch.float32}
 
 
 @ranks(2)
-def test_rows_of_a_table_have_it(rank: int) -> None:
+def test_sparse_gradients_have_the_dtype(rank: int) -> None:
     table = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
     table.weight.grad_dtype = torch.float32
     ddp = wrap(table)
@@ -94,7 +98,9 @@ def test_rows_of_a_table_have_it(rank: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"check_finite": "warn"}], ids=str)
 @ranks(2, views=True, interprets=True)
-def test_on_a_gpu_too(view: bool, options: dict[str, Any]) -> None:
+def test_gradients_on_the_recorded_device_are_those_on_the_cpu(
+    view: bool, options: dict[str, Any]
+) -> None:
     module = Layers("abc", WIDTH)
     expected = []
     ddp = wrap(low(module, *WIDE), view)
@@ -112,25 +118,22 @@ def test_on_a_gpu_too(view: bool, options: dict[str, Any]) -> None:
     assert_same_bits(found, expected)
 
 
-def freeze_and_train(ddp: Any) -> None:
-    for step in range(10):
-        train_step(ddp, inputs(step))
-        ddp.module.layers["c"].weight.requires_grad_(False)
-
-
 @pytest.mark.parametrize("moment", ["before", "after"])
 @ranks(2, views=True)
-def test_a_change_after_wrapping_is_an_error_that_says_so(moment: str, view: bool) -> None:
+def test_a_change_after_wrapping_is_an_error_that_names_the_parameter(
+    moment: str, view: bool
+) -> None:
     """Where torch refuses a view, or where new buckets might differ from those of other ranks."""
     ddp = wrap(low(Layers("abc", WIDTH)), view)
     if moment == "after":
         train_step(ddp, inputs(0))
         ddp.zero_grad()
     ddp.module.layers["a"].weight.grad_dtype = torch.float32
-    with pytest.raises(
-        RuntimeError, match=r"rank \d, step \d+: parameter 'layers.a.weight'.* gradients of .*wrap"
-    ):
-        freeze_and_train(ddp)
+    named = r"rank \d, step \d+: parameter 'layers.a.weight'.* gradients of .*wrap"
+    with pytest.raises(RuntimeError, match=named):  # noqa: PT012
+        for step in range(10):
+            train_step(ddp, inputs(step))
+            ddp.module.layers["c"].weight.requires_grad_(False)
 
 
 @ranks(2)
@@ -141,7 +144,7 @@ def test_stock_refuses_it() -> None:
 
 
 @ranks(2)
-def test_ranks_with_different_ones_are_named(rank: int) -> None:
+def test_ranks_with_another_grad_dtype_are_named(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"'layers.a.weight': .*rank 1 .*grad_dtype.*float32"):
         wrap(low(Layers("abc", WIDTH), *["layers.a.weight"] * rank))
 

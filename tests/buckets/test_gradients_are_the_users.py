@@ -1,65 +1,33 @@
-"""After a backward ``.grad`` behaves as under stock DDP: for who holds, marks, copies or frees it.
+"""``.grad`` and its hooks behave as under stock DDP, and bucket views are tensors of their own."""
 
-Large gradients, into which the ranks of a host sum straight, and small ones, which are copied.
-"""
-
-import contextlib
-import os
-import time
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from modules import Withheld
 from torch import Tensor, nn
-from training import WAYS, beside_stock, drawn, gradients, raises_if, train_step
-
-from tritonddp.buckets.grad_storage.grad_storage import GradStorage
-from tritonddp.comm.all_reduce import Collective
-from tritonddp.comm.host import memory_exchange
-from tritonddp.comm.host.rank_buffers import RankBuffers
+from training import WAYS, beside_stock, drawn, gradients, train_step
 
 SIZE = 10_000  # elements of a gradient that is large
-STRICT = {"find_unused_parameters": False}
 
 
-class Branches(nn.Module):
-    """Vectors; a call may leave some of them out."""
-
-    def __init__(self, count: int = 4, size: int = SIZE) -> None:
-        super().__init__()
-        self.vectors = nn.ParameterList(torch.randn(size) for _ in range(count))
-
-    def forward(self, x: Tensor, without: tuple[int, ...] = ()) -> Tensor:
-        used = [vector for i, vector in enumerate(self.vectors) if i not in without]
-        return torch.stack([(vector * vector * x[: len(vector)]).sum() for vector in used]).sum()
-
-
-def batch(step: int) -> Tensor:
-    return drawn(SIZE, step=step)
-
-
-def step(model: nn.Module, number: int, without: tuple[int, ...] = ()) -> None:
-    inputs = [batch(number), without] if without else [batch(number)]
-    train_step(model, *inputs, loss=torch.sum)
-
-
-class Withholding(nn.Module):
-    """A weight whose gradient is withheld at times."""
+class Vectors(nn.Module):
+    """Four large vectors, into whose gradients the ranks of a host sum directly."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+        self.vectors = nn.ParameterList(torch.randn(SIZE) for _ in range(4))
 
-    def forward(self, x: Tensor, gives: bool) -> Tensor:
-        return Withheld.apply(self.first(x), self.weight, gives)
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(vector * vector * x).sum() for vector in self.vectors]).sum()
+
+
+def step(model: nn.Module, number: int) -> None:
+    train_step(model, drawn(SIZE, step=number), loss=torch.sum)
 
 
 def same_steps(ours: nn.Module, stock: nn.Module, *numbers: int) -> None:
-    """Steps of both, after each of which gradients have the same bits."""
+    """Train both. After each step the gradients have the same bits."""
     for number in numbers:
         step(ours, number)
         step(stock, number)
@@ -67,18 +35,9 @@ def same_steps(ours: nn.Module, stock: nn.Module, *numbers: int) -> None:
 
 
 @ranks(2)
-def test_a_graph_of_gradients_keeps_them_as_they_are() -> None:
-    ours, _ = beside_stock(Branches())
-    for _ in range(3):
-        ours.zero_grad()
-        ours(batch(0)).backward(create_graph=True)
-        assert all(param.grad.requires_grad for param in ours.parameters())
-
-
-@ranks(2)
-def test_hooks_on_the_nodes_that_accumulate_change_what_is_averaged() -> None:
-    """Under stock they come behind the copy into the bucket, and what they write is overwritten."""
-    ours, stock = beside_stock(Branches())
+def test_hooks_on_accumulate_grad_nodes_change_the_mean() -> None:
+    """Under stock they run after the copy into the bucket, which overwrites their changes."""
+    ours, stock = beside_stock(Vectors())
     nodes = []
     for model in (ours, stock):
         for param in model.parameters():
@@ -97,32 +56,11 @@ def test_hooks_on_the_nodes_that_accumulate_change_what_is_averaged() -> None:
 
 
 @ranks(2)
-def test_a_program_that_clears_the_hooks_of_its_parameters_gets_means_too() -> None:
-    ours, stock = beside_stock(Branches())
+def test_gradients_are_averaged_after_the_hooks_of_the_parameters_are_cleared() -> None:
+    ours, stock = beside_stock(Vectors())
     for param in ours.parameters():
         param._post_accumulate_grad_hooks.clear()
     same_steps(ours, stock, 0, 1)
-
-
-@ranks(2)
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("options", [{}, STRICT, {"find_unused_parameters": True}], ids=str)
-def test_of_a_gradient_that_is_withheld_what_lies_in_grad_counts(
-    rank: int, view: bool, options: dict[str, Any]
-) -> None:
-    """Nothing counts as zero if no parameter may be unused; else the parameter is unused."""
-    ours, stock = beside_stock(Withholding(), gradient_as_bucket_view=view, **options)
-    for number in range(8):
-        for net in (ours, stock):
-            net.zero_grad(set_to_none=number != 7)
-            if number in (2, 3):
-                net.module.weight.grad = torch.full((4,), 1.0 + rank)
-            gives = number in (3, 6) or (number == 4 and rank == 0)
-            net(drawn(3, 4, step=number), gives).sum().backward()
-        expected = gradients(stock)
-        if not options and number in (0, 1, 5):  # nobody has one
-            expected[0] = None
-        assert_same_bits(gradients(ours), expected, f"gradients in step {number}")
 
 
 @ranks(2)
@@ -144,9 +82,9 @@ def test_gradients_may_be_lazily_negated_also_by_a_communication_hook(rank: int)
 
 
 @ranks(2)
-def test_gradients_that_are_bucket_views_are_tensors_in_their_own_right() -> None:
-    """Those of stock are views in autograd's sense, which share one version and refuse this."""
-    ours, _ = beside_stock(Branches(), gradient_as_bucket_view=True)
+def test_a_bucket_view_is_not_a_view_for_autograd() -> None:
+    """Those of stock are views for autograd: they share one version and refuse ``detach_()``."""
+    ours, _ = beside_stock(Vectors(), gradient_as_bucket_view=True)
     for number in range(2):
         step(ours, number)
     first, second = ours.module.vectors[0].grad, ours.module.vectors[1].grad
@@ -158,7 +96,7 @@ def test_gradients_that_are_bucket_views_are_tensors_in_their_own_right() -> Non
 
 
 @ranks(2)
-def test_a_hook_that_reads_the_bucket_view_of_another_parameter_sees_its_own_rank() -> None:
+def test_a_hook_reads_the_local_gradient_in_the_bucket_view_of_another_parameter() -> None:
     """Under stock that is divided by the number of ranks already."""
     nets = beside_stock(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), **WAYS["views"])
     seen: list[Tensor] = []
@@ -171,83 +109,21 @@ def test_a_hook_that_reads_the_bucket_view_of_another_parameter_sees_its_own_ran
 
 
 @ranks(2)
-def test_a_slow_rank_still_reads_what_the_others_packed(rank: int) -> None:
-    """They may pack again only when its last gradient is summed."""
-    ours, stock = beside_stock(Branches())
-    same_steps(ours, stock, 0, 1)
-    expected = []
-    for number in range(2, 6):
-        step(stock, number)
-        expected.append(gradients(stock))
-    sum_into = RankBuffers.sum_into
-
-    def late(*arguments: Any) -> None:
-        time.sleep(0.1)
-        sum_into(*arguments)
-
-    slow = mock.patch.object(RankBuffers, "sum_into", late)
-    with slow if rank else contextlib.nullcontext():
-        for number, grads in enumerate(expected, start=2):
-            step(ours, number)
-            assert_same_bits(gradients(ours), grads, "gradient")
-
-
-class WithRows(Branches):
-    """Vectors, and rows whose gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(4, 8, sparse=True)
-
-    def forward(self, x: Tensor, without: tuple[int, ...] = ()) -> Tensor:
-        return self.rows(torch.tensor([1, 3])).sum() + super().forward(x, without)
-
-
-@pytest.mark.parametrize("fails_in", [0, 3])
-@pytest.mark.parametrize("how", ["into .grad", "in shares", "copied", "rows"])
-@ranks(2)
-def test_after_a_mean_that_was_not_written_all_go_on(rank: int, how: str, fails_in: int) -> None:
-    """Of the first bucket, or the last, on one rank: it takes part in what is on its way."""
-    owner, name = (
-        (GradStorage, "unpack") if how in ("copied", "rows") else (RankBuffers, "sum_into")
-    )
-    shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 0} if how == "in shares" else {}
-    with (
-        mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"} if how == "copied" else {}),
-        mock.patch.multiple(memory_exchange, **shares) if shares else contextlib.nullcontext(),
-    ):
-        net = WithRows() if how == "rows" else Branches()
-        ours, stock = beside_stock(net, bucket_cap_mb=3e-2)
-        same_steps(ours, stock, 0, 1)
-    assert len(ours.reducer.buckets) == 4 + (how == "rows")
-    writes, calls = getattr(owner, name), []
-
-    def fails(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 1 + fails_in:
-            raise RuntimeError("amid a sum")
-        writes(*arguments)
-
-    fails_here = rank == 1
-    pause = 0 if fails_here else 0.02  # the buckets of the other rank come while this one waits
-    hooks = [each.register_hook(lambda _: time.sleep(pause)) for each in ours.parameters()]
-    with (
-        mock.patch.object(owner, name, fails if fails_here else writes),
-        mock.patch.object(Collective, "wait", autospec=True, side_effect=Collective.wait) as waits,
-        raises_if(fails_here, RuntimeError, match="amid a sum"),
-    ):
-        step(ours, 2)
-    if how == "copied":
-        assert waits.call_count == 4
-    for hook in hooks:
-        hook.remove()
-    same_steps(ours, stock, 3, 4, 5)
+def test_bucket_views_return_to_the_bucket_after_their_data_was_set() -> None:
+    ours, stock = beside_stock(nn.Linear(4, 3), **WAYS["views"])
+    for number in range(4):
+        for net in (ours, stock):
+            net.zero_grad(set_to_none=number % 2 == 0)
+            net(drawn(5, 4, step=number)).sum().backward()
+        assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
+        for param in ours.parameters():
+            param.grad.data = param.grad.data * 2
 
 
 @ranks(2)
 def test_nothing_is_written_to_the_buffer_of_large_gradients() -> None:
-    """So the system need not give it memory."""
-    ours, stock = beside_stock(Branches())
+    """So the operating system does not need to allocate its pages."""
+    ours, stock = beside_stock(Vectors())
     step(ours, 0)
     for bucket in ours.reducer.buckets:
         bucket.flat.payload.fill_(7)

@@ -1,4 +1,4 @@
-"""Buckets are formed anew in the order of the first backward, which rank 0 decides, and once."""
+"""Buckets are rebuilt once, in the order of gradients of the first backward on rank 0."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from tritonddp import DistributedDataParallel
 
 
 def layers(order: str) -> Layers:
-    """Used in this order, so that their gradients come in the reverse one."""
+    """Layers in this order. Gradients are ready in the reverse order."""
     return Layers("abcdef", order=order, bias=False)
 
 
@@ -42,15 +42,17 @@ def test_buckets_follow_the_order_of_the_first_backward_once(view: bool) -> None
     with recorded_collectives() as calls:
         for _ in range(3):
             ddp(x, "abcdef").sum().backward()
-    assert calls.names == ["all_reduce"] * 18, "agreed once, whatever comes later"
+    assert calls.names == ["all_reduce"] * 18, "no later agreement"
     sent = [tensor.data_ptr() for _, tensor in calls]
-    assert sent == [bucket.flat.data.data_ptr() for bucket in buckets] * 3, "not as they came"
+    assert sent == [bucket.flat.data.data_ptr() for bucket in buckets] * 3, (
+        "in the order of the buckets"
+    )
     assert ddp.reducer.buckets == buckets
     assert ddp.reducer.counters.collectives == 6 + 1 + 18
 
 
 @ranks(3, views=True)
-def test_rank_0_decides_where_ranks_see_different_orders(rank: int, view: bool) -> None:
+def test_rank_0_decides_if_ranks_see_different_orders(rank: int, view: bool) -> None:
     ddp = wrap(layers(["dafbec", "abcdef", "fbcdea"][rank]), view, bucket_cap_mb=1e-6)
     alone = copy.deepcopy(ddp.module)
     for step in range(3):
@@ -62,9 +64,7 @@ def test_rank_0_decides_where_ranks_see_different_orders(rank: int, view: bool) 
 
 
 @ranks(2)
-def test_buckets_keep_the_order_of_registration_where_some_ranks_alone_use_a_parameter(
-    rank: int,
-) -> None:
+def test_buckets_keep_the_order_of_registration_if_a_rank_has_unused_parameters(rank: int) -> None:
     ddp = DistributedDataParallel(layers(["dafbec", "eb"][rank]), bucket_cap_mb_list=[1e-6, 1e-4])
     with recorded_collectives() as calls:
         ddp(torch.randn(2, 4)).sum().backward()
@@ -76,14 +76,14 @@ def test_buckets_keep_the_order_of_registration_where_some_ranks_alone_use_a_par
 
 
 @ranks(2)
-def test_parameters_that_no_rank_has_used_go_last() -> None:
+def test_parameters_that_no_rank_uses_are_last() -> None:
     ddp = DistributedDataParallel(layers("eb"), bucket_cap_mb=1e-6)
     ddp(torch.randn(2, 4)).sum().backward()
     assert placed(ddp) == "befdca"
 
 
 @ranks(2)
-def test_buckets_are_those_of_stock_with_its_flag() -> None:
+def test_with_find_unused_parameters_buckets_are_those_of_stock() -> None:
     """Cut in the order of registration, and never rebuilt."""
     options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb_list": [1e-6, 1e-4]}
     ddp = DistributedDataParallel(layers("dafbec"), **options)
@@ -95,7 +95,7 @@ def test_buckets_are_those_of_stock_with_its_flag() -> None:
     state = DistributedDataParallel(layers("dafbec"), bucket_cap_mb=1e-6)
     train_step(state, torch.randn(2, 4), loss=torch.sum)
     ddp.load_comm_state_dict(state.comm_state_dict())
-    assert grouped(ddp) == expected, "whatever order another run had"
+    assert grouped(ddp) == expected, "the order of another run does not count"
     static = DistributedDataParallel(layers("dafbec"), static_graph=True, **options)
     train_step(static, torch.randn(2, 4), loss=torch.sum)
     assert "".join(grouped(static)) == "cebfad", "stock rebuilds them then"

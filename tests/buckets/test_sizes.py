@@ -1,4 +1,4 @@
-"""The default sizes on CUDA devices: those of stock, smaller to both ends."""
+"""Default bucket sizes on CUDA devices: those of stock, but smaller at both ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_buckets_of_well_known_models(name: str, expected: list[float], stock: i
     params = gradients(name)
     assert mib(params) == expected
     assert len(mib(params, STOCK)) == stock
-    # As many bytes as before: buckets of gradients that are copied take no more memory.
+    # The same total: buckets of gradients that are copied take no more memory.
     assert sum(mib(params)) == pytest.approx(sum(mib(params, STOCK)), abs=1)
 
 
@@ -67,13 +67,13 @@ def test_the_first_bucket_is_small_and_so_are_the_last(whole: int) -> None:
     assert len(sizes) - usual <= 6
 
 
-def test_a_gradient_of_three_buckets_has_one_to_itself_and_closes_no_other() -> None:
+def test_a_gradient_of_three_buckets_has_its_own_bucket_and_closes_no_other() -> None:
     small, large = torch.empty(MIB // 4, device="meta"), torch.empty(20 * MIB, device="meta")
     params = [small, large, *[small] * 8, large]  # of 1 and 80 MiB
     assert mib(params) == [80, 4, 5, 80]
 
 
-def test_what_a_large_gradient_hides_does_not_get_smaller() -> None:
+def test_buckets_before_a_large_last_gradient_do_not_get_smaller() -> None:
     params = [torch.empty(MIB // 4, device="meta")] * 54  # of 1 MiB
     assert mib(params) == [4, 25, 13, 6, 4, 2]
     assert mib([*params, torch.empty(40 * MIB, device="meta")]) == [4, 25, 25, 160]
@@ -90,7 +90,7 @@ def test_empty_gradients_share_a_bucket() -> None:
     assert len(mib(params[:2])) == 1
 
 
-def test_the_users_sizes_hold_and_the_cpu_keeps_stocks() -> None:
+def test_given_sizes_hold_and_the_cpu_has_the_sizes_of_stock() -> None:
     def on_cuda(*given: object, **options: object) -> BucketCaps:
         return BucketCaps.of(*given, device_type="cuda", **options)  # type: ignore[arg-type]
 
@@ -102,12 +102,12 @@ def test_the_users_sizes_hold_and_the_cpu_keeps_stocks() -> None:
     of_stock = BucketCaps((MIB, 25 * MIB), is_registered=True)
     assert on_cuda(None, None, finds_unused=True) == of_stock == NCCL.registered()
     assert on_cuda(2, None, finds_unused=True) == BucketCaps((2 * MIB,), is_registered=True)
-    # Quantized gradients go over lines that are slow.
+    # Quantized gradients use slow networks.
     assert on_cuda(None, None, few_bytes=True).limits[:3] == (4 * MIB, 8 * MIB, 16 * MIB)
 
 
 def test_buckets_by_registration_are_those_of_stock() -> None:
-    """Limits count from the first parameter, whose bucket is the last one; each dtype by itself."""
+    """Limits count from the first parameter, whose bucket is the last one, per dtype."""
     sizes = [3, 9, 1, 1, 12, 30, 2, 7, 7, 1]
     dtypes = [torch.float32, torch.float64, torch.float32]
     params = [torch.empty(n * 10, dtype=dtypes[n % 3]) for n in sizes]

@@ -1,4 +1,4 @@
-"""Hooks that synchronize module buffers run where, when and on what stock DDP runs them."""
+"""Communication hooks for module buffers run where, when and on what stock DDP runs them."""
 
 import re
 import threading
@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_on_all_ranks, gather, ranks
 from launched import ROOT
 from modules import normed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
-from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 from training import drawn
 
 import tritonddp
@@ -32,85 +30,39 @@ class Counting(nn.Sequential):
         return super().forward(inputs) * self.count
 
 
-def arriving(seen: Callable[[], None]) -> torch.futures.Future:
-    """A future that is complete in some time, when ``seen`` has been called."""
+def slow(note: Callable[[], None]) -> torch.futures.Future:
+    """A future that is completed later, after a call of ``note``."""
     future: torch.futures.Future = torch.futures.Future()
 
-    def arrive() -> None:
-        seen()
+    def complete() -> None:
+        note()
         future.set_result(None)
 
-    threading.Timer(0.3, arrive).start()
+    threading.Timer(0.3, complete).start()
     return future
-
-
-def train(cls: Any, location: Location, asynchronous: bool) -> tuple[list[Any], list[Tensor]]:
-    """What the hook was called with, and the buffers after each step."""
-    torch.manual_seed(dist.get_rank())
-    ddp = cls(Counting())
-    calls: list[Any] = []
-
-    def hook(state: str, named_buffers: dict[str, Tensor]) -> Any:
-        calls.append((state, sorted(named_buffers), torch.is_grad_enabled()))
-        works = [dist.all_reduce(each, async_op=True) for each in named_buffers.values()]
-        futures = [work.get_future() for work in works]
-        if asynchronous:
-            return futures
-        torch.futures.wait_all(futures)
-        return None
-
-    ddp._register_buffer_comm_hook("state", hook, location)
-    after = []
-    # With stock, what is under way is waited for in reduced backwards only.
-    for step in [0, 1, 4, 5] if asynchronous else range(6):
-        with torch.set_grad_enabled(step != 2):
-            ddp.require_backward_grad_sync = step != 3
-            output = ddp(torch.randn(5, 3))
-            calls.append(ddp.will_sync_module_buffers())
-        if step != 2:
-            output.sum().backward()
-        after += [buffer.clone() for buffer in ddp.buffers()]
-    return calls, after
-
-
-@pytest.mark.parametrize(
-    ("location", "asynchronous"),
-    [(Location.PRE_FORWARD, False), (Location.POST_FORWARD, False), (Location.POST_FORWARD, True)],
-)
-@ranks(2)
-def test_as_in_stock(location: Location, asynchronous: bool) -> None:
-    calls, after = train(DistributedDataParallel, location, asynchronous)
-    expected_calls, expected = train(Stock, location, asynchronous)
-    assert calls == expected_calls
-    assert any(isinstance(call, tuple) for call in calls)
-    assert_same_bits(after, expected, "buffer")
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
 @ranks(2)
-def test_futures_are_waited_for_at_the_end_of_backward(no_sync: bool) -> None:
+def test_the_backward_waits_for_futures(no_sync: bool) -> None:
     ddp = DistributedDataParallel(Counting())
     ddp.require_backward_grad_sync = not no_sync
-    came: list[str] = []
-
-    def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
-        return [arriving(lambda: came.append("buffers"))]
-
-    ddp._register_buffer_comm_hook(None, hook)
+    completed: list[str] = []
+    ddp._register_buffer_comm_hook(None, lambda *_: [slow(lambda: completed.append("buffers"))])
     loss = ddp(torch.randn(5, 3)).sum()
-    assert came == []
+    assert completed == []
     loss.backward()
-    assert came == ["buffers"]
+    assert completed == ["buffers"]
 
 
 @ranks(2)
-def test_the_next_forward_does_not_write_to_what_is_under_way() -> None:
-    """It may come before any backward: in a GAN, or in validation."""
+def test_the_next_forward_waits_for_futures() -> None:
+    """It may run before any backward, for example in validation."""
     ddp = DistributedDataParallel(Counting())
     seen: list[int] = []
 
     def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
-        return [arriving(lambda: seen.append(int(named_buffers["count"])))]
+        return [slow(lambda: seen.append(int(named_buffers["count"])))]
 
     ddp._register_buffer_comm_hook(None, hook)
     for _ in range(2):
@@ -120,29 +72,15 @@ def test_the_next_forward_does_not_write_to_what_is_under_way() -> None:
 
 
 @ranks(2)
-def test_a_future_that_failed_fails_the_backward() -> None:
-    ddp = DistributedDataParallel(Counting())
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_exception(ValueError("the buffers got lost"))
-    ddp._register_buffer_comm_hook(None, lambda state, named_buffers: [future])
-    with pytest.raises(ValueError, match="the buffers got lost"):
-        ddp(torch.randn(5, 3)).sum().backward()
-
-
-@ranks(2)
-def test_a_hook_may_do_what_happens_without_one() -> None:
-    ddp = DistributedDataParallel(Counting())
-    ddp._register_buffer_comm_hook(ddp, lambda ddp, _: ddp._default_broadcast_coalesced())
-    with torch.no_grad():
-        ddp(torch.randn(5, 3))
-    assert ddp.module.count == 1
-
-
-@ranks(1)
-def test_what_cannot_be_called_is_no_hook() -> None:
+def test_a_failed_future_is_an_error_of_the_backward() -> None:
     ddp = DistributedDataParallel(Counting())
     with pytest.raises(TypeError, match="hook must be callable, got str"):
         ddp._register_buffer_comm_hook(None, "hook")  # type: ignore[arg-type]
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_exception(ValueError("the buffers are lost"))
+    ddp._register_buffer_comm_hook(None, lambda state, named_buffers: [future])
+    with pytest.raises(ValueError, match="the buffers are lost"):
+        ddp(torch.randn(5, 3)).sum().backward()
 
 
 class Averaging(nn.Linear):
@@ -161,7 +99,7 @@ class Averaging(nn.Linear):
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, tritonddp.replicate])
 @ranks(2, 3)
-def test_with_the_hook_of_the_documentation_averages_are_those_of_all_inputs(wrap: Any) -> None:
+def test_the_hook_in_the_documentation_averages_over_all_inputs(wrap: Any) -> None:
     page = (ROOT / "docs" / "options.md").read_text()
     recipe = re.search(r"^def average.*?(?=^\n)", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"torch": torch, "dist": dist}

@@ -1,9 +1,10 @@
-"""At every forward buffers are what stock DDP makes of them, however and whenever they change."""
+"""Module buffers are synchronized when stock DDP synchronizes them, in any state they are in."""
 
 import copy
 import errno
 import gc
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -13,10 +14,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, gather, ranks, sequence_number
+from distributed import (
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    gather,
+    ranks,
+    recorded_collectives,
+    sequence_number,
+)
 from modules import normed
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
+from training import unwarned
 
 from tritonddp import DistributedDataParallel
 from tritonddp.comm.host.shared_broadcast import _AHEAD
@@ -36,29 +45,25 @@ class Constant(nn.Linear):
         self.register_buffer("table", torch.rand(100_000))
 
 
-def step(ddp: Any, x: Tensor) -> None:
-    ddp(x).square().mean().backward()
-
-
 def batch() -> Tensor:
     return torch.randn(5, 3) * (1 + dist.get_rank()) + dist.get_rank()
 
 
-def wrapped(net: Any = batch_norms, **options: Any) -> DistributedDataParallel:
-    torch.manual_seed(5)
-    return DistributedDataParallel(net(), **options)
+def step(ddp: Any) -> None:
+    ddp(batch()).square().mean().backward()
 
 
 def trained(net: Any = batch_norms, steps: int = 4, **options: Any) -> DistributedDataParallel:
-    """A wrapper whose buffers go through memory."""
-    ddp = wrapped(net, **options)
+    """A wrapper that sends its buffers through memory, from the second step on."""
+    torch.manual_seed(5)
+    ddp = DistributedDataParallel(net(), **options)
     for _ in range(steps):
-        step(ddp, batch())
+        step(ddp)
     return ddp
 
 
-def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
-    """The buffers at the beginning of the last forward."""
+def buffers_in_forwards(ddp: Any) -> dict[str, Tensor]:
+    """Has the buffers at the beginning of the last forward."""
     seen: dict[str, Tensor] = {}
 
     def note(module: nn.Module, _: Any) -> None:
@@ -66,44 +71,138 @@ def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
         seen.update((name, each.clone()) for name, each in module.named_buffers())
 
     ddp.module.register_forward_pre_hook(note)
-    return lambda: seen
+    return seen
 
 
-def assert_forwards_have_those_of_rank_0(ddp: Any, what: str = "") -> None:
-    """In some steps."""
-    seen = first_of(ddp)
+def assert_buffers_of_rank_0(ddp: Any, what: str = "") -> None:
+    """In three steps."""
+    seen = buffers_in_forwards(ddp)
     for _ in range(3):
         expected = gather(dict(copy.deepcopy(ddp.module).named_buffers()))[0]
-        step(ddp, batch())
-        assert_same_bits(seen(), expected, what)
+        step(ddp)
+        assert_same_bits(seen, expected, what)
 
 
-# What travels, and how
+# Options, and whether buffers are those of rank 0 after construction and after a forward.
+OPTIONS: list[tuple[dict[str, Any], bool, bool]] = [
+    ({}, True, True),
+    ({"forward_sync_buffers": False}, True, False),
+    ({"broadcast_buffers": False}, False, False),
+    ({"forward_sync_buffers": True, "broadcast_buffers": False}, True, True),
+    ({"init_sync": False}, False, True),
+]
 
 
-def goes_through_memory(ddp: Any) -> bool:
-    """Whether a forward makes no collective."""
+@ranks(2)
+def test_options_decide_when_buffers_are_synchronized(rank: int) -> None:
+    for options, at_construction, at_forward in OPTIONS:
+        torch.manual_seed(rank)
+        module = normed()
+        module.register_buffer("count", torch.tensor(rank))
+        warns = pytest.warns(FutureWarning, match="broadcast_buffers")
+        with warns if "broadcast_buffers" in options else unwarned():
+            ddp = DistributedDataParallel(module, **options)
+        assert module.count.item() == (0 if at_construction else rank), options
+        module.count.fill_(rank)
+        ddp.module.forward = lambda x: x
+        with recorded_collectives() as calls:
+            for _ in range(3):
+                ddp(batch())
+            assert bool(calls.on_the_group) is at_forward, options
+        assert module.count.item() == (0 if at_forward else rank), options
+        assert ddp.forward_sync_buffers is ddp.broadcast_buffers is at_forward, options
+        is_same = torch.equal(*gather(module[0].weight))
+        assert is_same is options.get("init_sync", True), options
+
+
+def flagged(imaginary: bool) -> Tensor:
+    """A tensor with the conjugate or the negative bit."""
+    conjugate = torch.full((1,), complex(2, dist.get_rank() + 3)).conj()
+    return conjugate.imag if imaginary else conjugate
+
+
+# What a program may do to the buffer `scale`, or to its module, between two forwards.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "same": lambda module: None,
+    "another tensor": lambda module: setattr(module, "scale", torch.ones(4)),
+    "another dtype in place": lambda module: setattr(module.scale, "data", module.scale.half()),
+    "another dtype of the module": lambda module: module.double(),
+    "longer": lambda module: module.scale.resize_(9),
+    "shorter, in place": lambda module: module.scale.resize_(2),
+    "a part of itself": lambda module: setattr(module.scale, "data", module.scale[1:3]),
+    "elsewhere": lambda module: setattr(module.scale, "data", module.scale.clone()),
+    "transposed in place": lambda module: module.scale.resize_(2, 3).t_(),
+    "strided": lambda module: setattr(module, "scale", torch.ones(2).double()[::2]),
+    "none": lambda module: setattr(module, "scale", None),
+    "empty": lambda module: module.scale.resize_(0),
+    "renamed": lambda module: module.register_buffer("other", module._buffers.pop("scale")),
+    "shared": lambda module: setattr(module[0], "scale", module.scale),
+    "conjugate": lambda module: setattr(module, "scale", flagged(imaginary=False)),
+    "negative": lambda module: setattr(module, "scale", flagged(imaginary=True)),
+}
+
+
+@ranks(2)
+def test_a_buffer_is_sent_as_it_is_at_the_forward(rank: int) -> None:
+    for what, change in CHANGES.items():
+        module = normed()
+        module.register_buffer("scale", torch.zeros(4))
+        module[0].register_buffer("scale", torch.zeros(1))
+        ddp = DistributedDataParallel(module)
+        for _ in range(2):
+            change(module)
+            with torch.no_grad():
+                for buffer in module.buffers():
+                    buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape))
+                    buffer += rank
+            expected = gather({name: each.clone() for name, each in module.named_buffers()})[0]
+            kinds = {name: (b.dtype, b.stride()) for name, b in module.named_buffers()}
+            ddp.require_forward_param_sync = True
+            ddp._sync_buffers()
+            assert_same_bits(dict(module.named_buffers()), expected, what)
+            assert kinds == {name: (b.dtype, b.stride()) for name, b in module.named_buffers()}
+            module.register_buffer("scale", torch.zeros(4))
+            module._buffers.pop("other", None)
+
+
+# Messages
+
+
+def uses_memory(ddp: Any) -> bool:
+    """True if a forward makes no collective."""
     before = sequence_number(ddp.process_group)
     ddp(batch())
     return sequence_number(ddp.process_group) == before
 
 
 @ranks(2)
-def test_one_collective_a_forward_through_the_process_group_and_none_through_memory() -> None:
-    ddp = wrapped(transport="process_group")
+def test_a_forward_makes_one_collective_in_the_process_group_and_none_in_memory() -> None:
+    ddp = trained(steps=0, transport="process_group")
     for _ in range(4):
-        assert not goes_through_memory(ddp)
-        step(ddp, batch())
-    ddp = wrapped()
-    assert not goes_through_memory(ddp)
-    step(ddp, batch())
-    assert goes_through_memory(ddp)  # the ranks are connected
-    step(ddp, batch())
-    assert all(goes_through_memory(ddp) for _ in range(3))
+        assert not uses_memory(ddp)
+        step(ddp)
+    ddp = trained(steps=0)
+    assert not uses_memory(ddp)
+    step(ddp)
+    assert uses_memory(ddp)  # the ranks are connected
+    step(ddp)
+    assert all(uses_memory(ddp) for _ in range(3))
+
+
+@ranks(2)
+def test_large_buffers_are_sent_in_several_messages(rank: int) -> None:
+    module = normed().eval()
+    ddp = DistributedDataParallel(module)
+    module[1].running_mean.add_(rank)
+    ddp.broadcast_bucket_size = 16
+    before = sequence_number()
+    ddp(batch())
+    assert sequence_number() - before > 1
+    assert_same_on_all_ranks([module[1].running_mean])
 
 
 @ranks(3)
-def test_unchanged_buffers_cost_a_message_of_a_few_bytes() -> None:
+def test_unchanged_buffers_cost_a_message_of_a_few_bytes(rank: int) -> None:
     ddp = trained(Constant)
     sent: list[int] = []
     send = Peer.send
@@ -114,73 +213,86 @@ def test_unchanged_buffers_cost_a_message_of_a_few_bytes() -> None:
 
     with mock.patch.object(Peer, "send", counted), mock.patch("ctypes.memmove") as memmove:
         for _ in range(5):
-            assert goes_through_memory(ddp)
+            assert uses_memory(ddp)
     assert not memmove.called
-    assert sum(sent) <= 5 * 2 * 28  # a receiver that waits says so
-
-
-@ranks(3)
-def test_a_receiver_that_has_written_to_its_buffers_gets_them_back(rank: int) -> None:
-    """Though those of the source are the same as before, and are not written again."""
-    ddp = trained(Constant)
+    assert sum(sent) <= 5 * 2 * 28  # including the messages of receivers that wait
+    # A receiver that has written to its buffer gets it again.
     expected = ddp.module.table.clone()
     if rank == 2:
         ddp.module.table.data[32] += 1.0
-    assert goes_through_memory(ddp)
+    assert uses_memory(ddp)
     assert_same_bits(ddp.module.table, expected)
 
 
-def larger(ddp: DistributedDataParallel) -> None:
-    ddp.module.register_buffer("late", torch.full((3000,), float(dist.get_rank())))
+def calls_of(function: Any) -> int:
+    """The least number of calls in Python and in C: the garbage collector may run meanwhile."""
+    counts = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        counts[-1] += event in ("call", "c_call")
+
+    for _ in range(5):
+        counts.append(0)
+        sys.setprofile(note)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return min(counts)
 
 
-def of_another_dtype_and_the_same_bytes(ddp: DistributedDataParallel) -> None:
+@ranks(2)
+def test_a_forward_calls_one_function_per_buffer() -> None:
+    """Namely one of torch, which preserves the version counter."""
+    counts = []
+    # torch never forgets the optimizers in the backward of an earlier test.
+    hooks = "tritonddp.features.optimizer_in_backward.optimizer_hooks"
+    for layers in (10, 60):
+        norms = [nn.BatchNorm1d(4) for _ in range(layers)]
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), *norms).eval())
+        ddp.module.forward = lambda x: x
+
+        def forward(ddp: Any = ddp) -> None:
+            ddp.require_forward_param_sync = True
+            ddp(batch())
+
+        with mock.patch(hooks, return_value=None):
+            counts.append(calls_of(forward))
+    assert (counts[1] - counts[0]) / (3 * 50) <= 1.01, counts
+
+
+# Buffers in memory that the ranks share
+
+
+def change_dtype(ddp: DistributedDataParallel) -> None:
+    """The number of bytes stays the same."""
     norm = ddp.module[1]
     norm.num_batches_tracked = norm.num_batches_tracked.view(torch.float64)
     norm.forward = lambda x: x
-
-
-def fewer(ddp: DistributedDataParallel) -> None:
-    ddp.module[3] = nn.Identity()
-    del ddp.module[1].num_batches_tracked
-    ddp.module[1].num_batches_tracked = None
-
-
-CHANGES = [larger, of_another_dtype_and_the_same_bytes, fewer]
-
-
-@ranks(3)
-def test_buffers_that_all_ranks_add_replace_or_remove() -> None:
-    for change in CHANGES:
-        ddp = trained()
-        change(ddp)
-        assert_forwards_have_those_of_rank_0(ddp, change.__name__)
-        assert goes_through_memory(ddp)
 
 
 @ranks(3)
 def test_a_rank_with_other_buffers_is_an_error_that_names_them(rank: int) -> None:
     ddp = trained()
     if rank == 1:
-        of_another_dtype_and_the_same_bytes(ddp)
-        with pytest.raises(
-            RuntimeError, match=r"rank 1, step 5, forward, .* 6 buffers \('1\.run.*"
-        ):
+        change_dtype(ddp)
+        named = r"rank 1, step 5, forward, .* 6 buffers \('1\.run.*"
+        with pytest.raises(RuntimeError, match=named):
             ddp(batch())
         norm = ddp.module[1]
         norm.num_batches_tracked = norm.num_batches_tracked.view(torch.int64)
     else:
         ddp(batch())
-    assert_forwards_have_those_of_rank_0(ddp)
+    assert_buffers_of_rank_0(ddp)
 
 
 @ranks(2)
-def test_the_source_runs_ahead_of_a_slow_rank_but_not_without_end(rank: int) -> None:
+def test_rank_0_may_run_ahead_of_a_slow_rank_by_a_limit(rank: int) -> None:
     ddp = trained().eval()
-    seen, others, store = first_of(ddp), dist.new_group(), _get_default_store()
+    seen, others, store = buffers_in_forwards(ddp), dist.new_group(), _get_default_store()
     for number in range(300):
         if rank == 0:
-            if number == _AHEAD:  # so far is it ahead: rank 1 has not begun
+            if number == _AHEAD:  # rank 1 has not begun
                 dist.send(torch.ones(1), 1, group=others)
             ddp.module[1].running_mean.fill_(number // 100)
         else:
@@ -193,49 +305,36 @@ def test_the_source_runs_ahead_of_a_slow_rank_but_not_without_end(rank: int) -> 
         if rank == 0:
             store.add("forwards of rank 0", 1)
         else:
-            assert seen()["1.running_mean"][0].item() == number // 100
+            assert seen["1.running_mean"][0].item() == number // 100
 
 
-# Where there is no memory
-
-
-def refused(*args: int) -> Memory:
+def refuse(*args: int) -> Memory:
     if len(args) == 2:  # a descriptor, which is closed in any case, and bytes
         os.close(args[0])
-    raise OSError(errno.ENOMEM, "no memory today")
+    raise OSError(errno.ENOMEM, "out of memory, for this test")
 
 
 @pytest.mark.parametrize(("who", "function"), [(0, "create"), (1, "received"), (2, "received")])
 @ranks(3)
-def test_where_memory_cannot_be_had_all_ranks_take_the_process_group(
+def test_without_memory_on_one_rank_all_ranks_use_the_process_group(
     rank: int, who: int, function: str
 ) -> None:
-    ddp = wrapped()
-    step(ddp, batch())
-    with mock.patch.object(Memory, function, refused if rank == who else getattr(Memory, function)):
-        assert_forwards_have_those_of_rank_0(ddp)
-    assert_forwards_have_those_of_rank_0(ddp)
-    assert not goes_through_memory(ddp)
-
-
-# Lifetime
+    ddp = trained(steps=1)
+    replaced = refuse if rank == who else getattr(Memory, function)
+    with mock.patch.object(Memory, function, replaced):
+        assert_buffers_of_rank_0(ddp)
+    assert_buffers_of_rank_0(ddp)
+    assert not uses_memory(ddp)
 
 
 @ranks(2)
-def test_a_wrapper_is_freed_and_with_it_the_memory(rank: int) -> None:
+def test_memory_is_freed_with_the_wrapper(rank: int) -> None:
     ddp = trained()
-    peers = ddp._ddp_state.buffer_sync._to_all._shared._peers
-    lent = [each for peer in peers.others for each in peer.lent.values()]
+    shared = ddp._ddp_state.buffer_sync._to_all._shared
+    lent = [each for peer in shared._peers.others for each in peer.lent.values()]
     assert len(lent) == rank
-    state = [
-        weakref.ref(each)
-        for each in (
-            ddp,
-            ddp._ddp_state.buffer_sync,
-            ddp._ddp_state.buffer_sync._to_all._shared,
-            *lent,
-        )
-    ]
-    del ddp, lent
+    things = [ddp, ddp._ddp_state.buffer_sync, shared, *lent]
+    references = [weakref.ref(each) for each in things]
+    del ddp, shared, lent, things
     gc.collect()
-    assert not any(each() for each in state)
+    assert not any(each() for each in references)

@@ -1,4 +1,4 @@
-"""``check_finite``: every rank hears of NaN and Inf in anybody's gradients, by name."""
+"""``check_finite``: every rank names the parameters and ranks with NaN or Inf in a gradient."""
 
 import math
 import re
@@ -27,9 +27,11 @@ def net(**options: Any) -> tuple[nn.Sequential, DistributedDataParallel]:
 
 
 def spoiled(loss: Tensor, gradients: dict[Tensor, float]) -> Tensor:
-    """A loss whose backward adds these numbers to the gradients of these parameters."""
+    """A loss whose backward adds these numbers to the gradients of these parameters.
+
+    To one element of each.
+    """
     for param, number in gradients.items():
-        # In one element: the gradient of this is 1 there, and of what it is multiplied with.
         loss = loss + param.view(-1)[-1] * number
     return loss
 
@@ -43,7 +45,7 @@ def outcome(loss: Tensor) -> str:
 
 
 def found(text: str) -> dict[str, str]:
-    """The first name of each group, and the ranks."""
+    """The first name of each bucket, and its ranks."""
     return dict(re.findall(r"'([\w.]+)'[^(]*\(bucket \d+\) on (ranks? [^.;]+)", text))
 
 
@@ -62,20 +64,20 @@ def test_every_rank_names_the_parameters_and_the_ranks(rank: int, way: str) -> N
         ddp.zero_grad()
         torch.manual_seed(10 * step + rank)
         loss = ddp(torch.randn(4, 40)).square().mean()
-        said = outcome(spoiled(loss, plan.get(rank, {})))
-        texts = gather(said)
+        text = outcome(spoiled(loss, plan.get(rank, {})))
+        texts = gather(text)
         if not plan:
             assert texts == ["nothing"] * 3
         else:
-            assert said.startswith(f"rank {rank}, step {step}: NaN or Inf in the gradients of ")
-            assert len({text.partition(", ")[2] for text in texts}) == 1
+            assert text.startswith(f"rank {rank}, step {step}: NaN or Inf in the gradients of ")
+            assert len({each.partition(", ")[2] for each in texts}) == 1
         expected = {
             1: {},
             2: {"0.weight": "rank 1"},
             3: {"0.weight": "rank 2", "2.bias": "ranks 0 and 2"},
             4: {},
         }
-        assert found(said) == expected[step]
+        assert found(text) == expected[step]
         spoilt = {param for each in plan.values() for param in each}
         for param in module.parameters():
             assert param.grad.isfinite().all() == (param not in spoilt)
@@ -83,7 +85,7 @@ def test_every_rank_names_the_parameters_and_the_ranks(rank: int, way: str) -> N
 
 
 @ranks(2)
-def test_it_takes_neither_a_launch_nor_a_collective_more() -> None:
+def test_it_needs_no_additional_launch_or_collective() -> None:
     def work(**options: Any) -> tuple[int, int, int, int]:
         module, ddp = net(**{"check_finite": None, "transport": "process_group", **options})
         loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].weight: math.inf})
@@ -116,15 +118,15 @@ def test_sparse_complex_and_fp64_gradients(rank: int) -> None:
 
 
 @ranks(2)
-def test_what_overflows_on_the_wire_is_named_and_explained(rank: int) -> None:
+def test_the_error_explains_an_overflow_in_reduce_dtype(rank: int) -> None:
     ddp = DistributedDataParallel(Kinds(), check_finite="raise", reduce_dtype=torch.float16)
-    said = outcome(ddp(ROWS, single=140_000.0 if rank else 120_000.0))
-    assert found(said) == {"single": "rank 1"}
-    assert "(Beyond 65504 is Inf in fp16.)" in said
+    text = outcome(ddp(ROWS, single=140_000.0 if rank else 120_000.0))
+    assert found(text) == {"single": "rank 1"}
+    assert "(Beyond 65504 is Inf in fp16.)" in text
 
 
 @ranks(2)
-def test_gradients_that_are_reduced_on_request_and_those_of_added_parameters(rank: int) -> None:
+def test_reduce_gradients_and_added_parameters_are_checked(rank: int) -> None:
     module, ddp = net()
     is_bad = rank == 1
     gradients = [torch.ones_like(param) for param in module.parameters()]
@@ -149,24 +151,31 @@ def test_gradients_that_are_reduced_on_request_and_those_of_added_parameters(ran
 
 
 @ranks(2)
-def test_a_rank_without_inputs_warns_and_goes_on(rank: int) -> None:
+def test_a_rank_without_inputs_warns(rank: int) -> None:
     module, ddp = net()
-    said = []
+    outcomes = []
     with warned() as messages, ddp.join():
         for step in range(3 if rank == 0 else 1):
             ddp.zero_grad()
             loss = ddp(torch.randn(4, 40)).sum()
             bad = {module[0].bias: math.nan} if step == 1 else {}
-            said.append(found(outcome(spoiled(loss, bad))))
+            outcomes.append(found(outcome(spoiled(loss, bad))))
     if rank == 0:
-        assert said == [{}, {"0.bias": "rank 0"}, {}]
+        assert outcomes == [{}, {"0.bias": "rank 0"}, {}]
         assert not messages
     else:
         assert [found(each) for each in messages] == [{"0.bias": "rank 0"}]
 
 
 @ranks(2)
-def test_a_backward_that_breaks_off_is_laid_at_its_rank(rank: int) -> None:
+def test_the_error_names_some_places_and_counts_the_others() -> None:
+    ddp = wrap(linears(*[4] * 8), check_finite="raise", bucket_cap_mb=1e-5)
+    with pytest.raises(FloatingPointError, match=r"; and in \d+ more places\."):
+        (ddp(torch.ones(1, 4)) * math.nan).sum().backward()
+
+
+@ranks(2)
+def test_nan_of_a_failed_backward_is_attributed_to_its_rank(rank: int) -> None:
     module, ddp = net()
     for step in range(4):
         ddp.zero_grad()
@@ -175,53 +184,35 @@ def test_a_backward_that_breaks_off_is_laid_at_its_rank(rank: int) -> None:
             with breaking_off(module[0].weight):
                 loss.backward()
             continue
-        said = outcome(loss)
-        if step == 2:  # what was sent before is whole
-            assert found(said) == {"0.bias": "rank 1"}
+        text = outcome(loss)
+        if step == 2:  # buckets that were sent before are complete
+            assert found(text) == {"0.bias": "rank 1"}
             assert module[2].weight.grad.isfinite().all()
         else:
-            assert said == "nothing"
+            assert text == "nothing"
 
 
 @ranks(2)
-def test_another_mode_is_an_error_on_every_rank(rank: int) -> None:
-    with pytest.raises(ValueError, match="check_finite should be 'raise', 'warn' or None, got Tru"):
-        DistributedDataParallel(nn.Linear(2, 2), check_finite=True, init_sync=False)
-    mode = "raise" if rank else "log"
-    with pytest.raises((ValueError, RuntimeError), match=r"check_finite should be .* got 'log'"):
-        DistributedDataParallel(nn.Linear(2, 2), check_finite=mode)
-
-
-@ranks(2)
-def test_of_many_places_the_first_are_named_and_the_others_counted() -> None:
-    ddp = wrap(linears(*[4] * 8), check_finite="raise", bucket_cap_mb=1e-5)
-    with pytest.raises(FloatingPointError, match=r"; and in \d+ more places\."):
-        (ddp(torch.ones(1, 4)) * math.nan).sum().backward()
-
-
-@pytest.mark.parametrize("is_too_late", [False, True])
-@ranks(2)
-def test_a_communication_hook_that_fails_is_laid_at_its_rank(rank: int, is_too_late: bool) -> None:
+def test_nan_of_a_failed_communication_hook_is_attributed_to_its_rank(rank: int) -> None:
     _, ddp = net()
-    step = 0
+    fails = ""
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        fails = step in (1, 2) and rank == 1 and bucket.buffer().any()
-        if fails and not is_too_late:
+        if fails == "before the collective" and bucket.buffer().any():
             raise ZeroDivisionError
         future = allreduce_hook(None, bucket)
-        if fails:
+        if fails and bucket.buffer().any():
             raise ZeroDivisionError
         return future
 
     ddp.register_comm_hook(None, hook)
-    for step in range(4):
+    for moment in ("", "before the collective", "after the collective", ""):
         ddp.zero_grad()
         loss = ddp(torch.randn(4, 40)).sum()
-        if step in (1, 2) and rank == 1:
+        fails = moment if rank == 1 else ""
+        if fails:
             with pytest.raises(RuntimeError, match="hook failed: ZeroDivisionError"):
                 loss.backward()
             continue
         names = [bucket.names[0] for bucket in ddp.reducer.buckets]
-        on_rank_1 = dict.fromkeys(names, "rank 1")
-        assert found(outcome(loss)) == (on_rank_1 if step in (1, 2) else {})
+        assert found(outcome(loss)) == (dict.fromkeys(names, "rank 1") if moment else {})

@@ -1,6 +1,7 @@
-"""``gradient_divide_factor``: the sum over ranks is divided by it, however gradients travel."""
+"""``gradient_divide_factor``: the divisor of the sum over ranks, in each wire format."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from uneven import loss_of, train
 
 from tritonddp import DistributedDataParallel, ZeroRedundancyOptimizer
 
-# Of a sum in a dtype or in blocks of so many bits.
+# Relative errors of rounded sums.
 ROUNDED = {"bf16": 2e-2, "bf16 views": 2e-2, "fp16": 2e-3, "int8": 2e-2, "mixed": 2e-2}
 FACTORS = pytest.mark.parametrize("factor", [1, 2.5])
 
 
 class Net(nn.Module):
-    """Large and small, complex and sparse, used by rank 0 alone and by none."""
+    """Parameters: large, small, complex, sparse, unused, and used on rank 0 only."""
 
     def __init__(self, is_plain: bool = False) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Net(nn.Module):
 
 
 def sums(net: nn.Module, factor: float) -> list[Tensor | None]:
-    """Of the gradients of this rank over all ranks, divided; ``None`` where no rank has one."""
+    """Divided sums of gradients over all ranks; ``None`` if no rank has a gradient."""
     found: list[Tensor | None] = []
     for grad in gradients(net):
         there = [
@@ -58,7 +59,7 @@ def dense(grads: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def assert_divided(actual: list[Any], expected: list[Any], within: float, what: str) -> None:
-    """By the norm of each: rounding is relative to the largest elements."""
+    """Equal up to this relative error of the norm."""
     for one, other in zip(dense(actual), expected, strict=True):
         assert (one is None) == (other is None), what
         if one is not None:
@@ -68,14 +69,12 @@ def assert_divided(actual: list[Any], expected: list[Any], within: float, what: 
 @FACTORS
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2)
-def test_the_sum_is_divided_however_it_travels(way: str, factor: float) -> None:
+def test_the_sum_is_divided_in_each_wire_format(way: str, factor: float) -> None:
     module = Net(is_plain=way == "mixed")
-    net = copy.deepcopy(module)
-    ddp = DistributedDataParallel(net, gradient_divide_factor=factor, **WAYS[way])
+    ddp = DistributedDataParallel(copy.deepcopy(module), gradient_divide_factor=factor, **WAYS[way])
     for number in range(4):
-        module.zero_grad()
-        ddp.zero_grad()
         for net in (module, ddp):
+            net.zero_grad()
             net(drawn(4, 20, step=number)).backward()
         what = f"{way}, step {number}"
         assert_divided(gradients(ddp), sums(module, factor), ROUNDED.get(way, 1e-5), what)
@@ -83,25 +82,21 @@ def test_the_sum_is_divided_however_it_travels(way: str, factor: float) -> None:
 
 
 @FACTORS
-@pytest.mark.parametrize("view", [False, True])
-@ranks(2)
-def test_what_is_reduced_already_is_added_as_it_is(view: bool, factor: float) -> None:
-    """Over backwards that are reduced, or reduced on request: like one of all of them."""
+@ranks(2, views=True)
+def test_reduced_gradients_are_not_divided_again(view: bool, factor: float) -> None:
+    """Backwards, and requests, add up to the divided sum of all gradients."""
     module = Net()
     ddp = wrap(copy.deepcopy(module), view, gradient_divide_factor=factor)
     for number in range(7):
         module(drawn(4, 20, step=number)).backward()
         loss = ddp(drawn(4, 20, step=number))
-        if number < 2:
-            with ddp.no_sync():
-                loss.backward()
-        else:
+        with ddp.no_sync() if number < 2 else nullcontext():
             loss.backward()
         if number == 1:
             ddp.reduce_gradients()
         if number:
             assert_divided(gradients(ddp), sums(module, factor), 1e-5, f"backward {number}")
-    for param in ddp.parameters():  # what is written by hand counts
+    for param in ddp.parameters():  # gradients that the program writes are reduced
         param.grad = torch.ones_like(param)
     ddp.reduce_gradients()
     by_hand = [torch.ones_like(param) for param in ddp.parameters()]
@@ -112,8 +107,8 @@ def test_what_is_reduced_already_is_added_as_it_is(view: bool, factor: float) ->
 
 @pytest.mark.parametrize("how", ["backward", "request"])
 @ranks(2)
-def test_a_local_backward_on_top_of_what_is_reduced_already_is_refused(how: str) -> None:
-    """Unless that was dropped, or set to zero: who adds up, begins with that."""
+def test_a_local_backward_that_adds_to_reduced_gradients_is_refused(how: str) -> None:
+    """Unless ``zero_grad`` has dropped them or set them to zero."""
     ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
     x = torch.ones(1, 4)
     for _ in range(2):
@@ -126,14 +121,14 @@ def test_a_local_backward_on_top_of_what_is_reduced_already_is_refused(how: str)
     with ddp.no_sync():
         ddp(x).sum().backward()
     reduce = ddp(x).sum().backward if how == "backward" else ddp.reduce_gradients
-    said = r"added to gradients .* reduced already: of 'weight'.*zero_grad\(\)"
-    with pytest.raises(RuntimeError, match=said):
+    error = r"added to gradients .* reduced already: of 'weight'.*zero_grad\(\)"
+    with pytest.raises(RuntimeError, match=error):
         reduce()
 
 
 @ranks(2)
-def test_a_backward_that_is_reduced_after_all_is_refused_too() -> None:
-    """It goes through an output of a forward under ``no_sync`` first, on top of a mean."""
+def test_a_reduced_backward_that_begins_as_a_local_one_is_refused_too() -> None:
+    """It begins with the output of a forward under ``no_sync``, and adds to a mean."""
     ddp = wrap(nn.Linear(4, 1, bias=False), gradient_divide_factor=1)
     x = torch.ones(1, 4)
     late, first = ddp(x), ddp(x)
@@ -146,10 +141,8 @@ def test_a_backward_that_is_reduced_after_all_is_refused_too() -> None:
 
 @pytest.mark.parametrize("create_graph", [False, True], ids=["plain", "create_graph"])
 @ranks(2)
-def test_a_gradient_that_comes_before_its_backward_is_noticed_is_of_this_rank(
-    create_graph: bool,
-) -> None:
-    """Such as that of a temperature, unless it has been added to what is reduced already."""
+def test_a_gradient_before_the_first_output_is_rank_local(create_graph: bool) -> None:
+    """For example of a temperature. Added to a reduced gradient it is an error."""
     net = nn.Linear(4, 1, bias=False)
     net.temperature = nn.Parameter(torch.tensor(3.0))
     ddp = wrap(net, gradient_divide_factor=1)
@@ -164,8 +157,8 @@ def test_a_gradient_that_comes_before_its_backward_is_noticed_is_of_this_rank(
 
 @pytest.mark.parametrize("over_all", [False, True])
 @ranks(3)
-def test_it_holds_inside_join_whatever_the_mean_would_be(rank: int, over_all: bool) -> None:
-    """As if the ranks that have left had gradients of zero: their number does not count."""
+def test_inside_join_the_number_of_ranks_does_not_count(rank: int, over_all: bool) -> None:
+    """The gradients of ranks that have left are zero."""
     counts, factor = (1, 3, 2), 2.5
     ddp = wrap(Uneven().double(), gradient_divide_factor=factor, forward_sync_buffers=False)
     context = ddp.join(divide_by_initial_world_size=over_all)
@@ -190,39 +183,29 @@ def test_it_holds_inside_join_whatever_the_mean_would_be(rank: int, over_all: bo
 
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 @ranks(2)
-def test_owners_and_optimizers_in_the_backward_step_with_it(transport: str) -> None:
-    """Both as a plain optimizer; an owner also where it keeps its gradients."""
+def test_sharded_optimizers_and_optimizers_in_the_backward_use_it(transport: str) -> None:
+    """Both step as a plain optimizer does."""
     module, options = Net(is_plain=True), {"transport": transport, "gradient_divide_factor": 1}
-    owned, stepped = (wrap(copy.deepcopy(module), **options) for _ in range(2))
-    optimizer = ZeroRedundancyOptimizer(owned.parameters(), torch.optim.SGD, lr=0.1)
+    sharded, stepped = (wrap(copy.deepcopy(module), **options) for _ in range(2))
+    optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
     _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
-    plain = copy.deepcopy(module)
     for number in range(4):
         x = drawn(4, 20, step=number)
-        for net in (owned, stepped, plain):
+        for net in (sharded, stepped, module):
             net(x).backward()
-        for param, total in zip(plain.parameters(), sums(plain, 1), strict=True):
+        for param, total in zip(module.parameters(), sums(module, 1), strict=True):
             param.grad = total
         optimizer.step()
-        torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        plain.zero_grad()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+        module.zero_grad()
         optimizer.zero_grad()
-        for net in (owned, stepped):
-            assert_close(list(net.module.parameters()), list(plain.parameters()), f"step {number}")
-    twice = [owned(drawn(4, 20, step=9)).backward() for _ in range(2)]
-    assert twice == [None, None]
-    for _ in range(2):
-        plain(drawn(4, 20, step=9)).backward()
-    mine = [(p.grad, total) for p, total in zip(owned.parameters(), sums(plain, 1), strict=True)]
-    kept = [(grad, total) for grad, total in mine if grad is not None]
-    assert 0 < len(kept) < len(mine)
-    for grad, total in kept:
-        assert_close(grad, total)
+        for net in (sharded, stepped):
+            assert_close(list(net.module.parameters()), list(module.parameters()), f"{number}")
 
 
 @ranks(2, interprets=True)
-def test_on_a_gpu_the_kernels_divide() -> None:
-    """On the recorded device, beside the mean of the same program."""
+def test_the_kernels_of_a_gpu_divide() -> None:
+    """On the recorded device, compared with the mean of the same program."""
     for options in ({}, {"gradient_as_bucket_view": True}):
         mean = play(Program(options)).gradients
         found = play(Program({**options, "gradient_divide_factor": 1})).gradients
@@ -231,18 +214,17 @@ def test_on_a_gpu_the_kernels_divide() -> None:
 
 
 @ranks(2)
-def test_who_divides_by_another_number_is_refused(rank: int) -> None:
+def test_communication_hooks_weights_and_other_factors_are_refused(rank: int) -> None:
     ddp = wrap(nn.Linear(4, 3), gradient_divide_factor=3)
-    said = "gradient_divide_factor.* leave one of them out"
-    with pytest.raises(ValueError, match=said):
+    error = "gradient_divide_factor.* leave one of them out"
+    with pytest.raises(ValueError, match=error):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=error):
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     with pytest.raises(ValueError, match="gradient_divide_factor=3 was given"), ddp.weighted(2):
         pass
     ddp(drawn(2, 4)).sum().backward()
     assert_same_on_all_ranks(gradients(ddp))
-    with pytest.raises(RuntimeError, match="option 'gradient_divide_factor'"):
-        wrap(nn.Linear(4, 3), gradient_divide_factor=1 + rank)
-    with pytest.raises(RuntimeError, match="option 'gradient_divide_factor'"):
-        wrap(nn.Linear(4, 3), gradient_divide_factor=None if rank else 2)
+    for factor in (1 + rank, None if rank else 2):
+        with pytest.raises(RuntimeError, match="option 'gradient_divide_factor'"):
+            wrap(nn.Linear(4, 3), gradient_divide_factor=factor)

@@ -1,6 +1,7 @@
-"""Inside join() a forward tells what its backward will do: backwards that do something else."""
+"""Inside join() a forward announces its backward: backwards that do something else."""
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from tritonddp import DistributedDataParallel
 
 
 @ranks(2, views=True)
-def test_forwards_without_a_backward_are_made_up_for(rank: int, view: bool) -> None:
-    """Before the first reduction, between two, and at the end; gradients stay as they are."""
+def test_forwards_without_a_backward_are_completed(rank: int, view: bool) -> None:
+    """Before the first reduction, between two, and at the end. Gradients do not change."""
     ddp = wrap(net(), view, bucket_cap_mb=1e-4)
     kept = None
     with ddp.join():
@@ -31,18 +32,18 @@ def test_forwards_without_a_backward_are_made_up_for(rank: int, view: bool) -> N
 
 
 @ranks(2)
-def test_a_forward_inside_a_backward_does_not_make_up_for_that_backward(rank: int) -> None:
+def test_a_forward_inside_a_backward_does_not_complete_that_backward(rank: int) -> None:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
     inputs = draw(rank, 0)[0]
 
-    def predicts(_: torch.Tensor) -> None:
+    def predict(_: torch.Tensor) -> None:
         with torch.no_grad():
             ddp(inputs, [])
 
     with ddp.join():
         for _ in range(3):
             outputs = ddp(inputs, [])
-            outputs.register_hook(predicts)
+            outputs.register_hook(predict)
             outputs.sum().backward()
     assert_gradients_alike(ddp)
     assert ddp.reducer.counters.reductions == 3
@@ -54,7 +55,7 @@ def test_backwards_that_no_forward_has_announced_are_refused(rank: int) -> None:
     error = "rank ., step 1: a backward inside join.. that no forward has announced"
     with ddp.join():
         loss = loss_of(ddp, rank, 0)
-        with ddp.no_sync():  # as in stock, what counts is where the forward was
+        with ddp.no_sync():  # as in stock, the place of the forward decides
             loss.backward(retain_graph=True)
         assert_gradients_alike(ddp)
         with pytest.raises(RuntimeError, match=error):
@@ -70,40 +71,39 @@ def test_backwards_that_no_forward_has_announced_are_refused(rank: int) -> None:
     assert ddp.reduce_gradients() is None
 
 
-@ranks(3)
-def test_forwards_that_differ_are_an_error_on_every_rank(rank: int) -> None:
-    ddp = DistributedDataParallel(net())
-    error = (
-        "inside join.. ranks must agree on which forwards have a backward that is reduced. "
-        "This one: rank 0: has no inputs left; rank 1: yes; rank 2: no"
-    )
-    with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
-        for step in range(2 if rank else 1):
-            with ddp.no_sync() if (rank, step) == (2, 1) else contextlib.nullcontext():
-                loss_of(ddp, rank, step).backward()
-
-
-@ranks(2)
-def test_a_backward_that_one_rank_skips_is_an_error_on_every_rank(rank: int) -> None:
-    ddp = DistributedDataParallel(net())
-    error = (
-        "rank 0: nothing, as no backward has followed a forward inside join.*; "
-        "rank 1: the first backward"
-    )
-    with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
-        for step in range(3):
-            loss = loss_of(ddp, rank, step)
-            if (rank, step) != (0, 1):
-                loss.backward()
-
-
-@ranks(2)
-def test_parameters_added_after_a_rank_has_left_are_an_error_on_every_rank(rank: int) -> None:
-    ddp = DistributedDataParallel(net())
-    error = "(?s)DDP expects same model.*layers.0.scale.*none of this name"
-    with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
-        for step in range(3 if rank else 1):
-            if step == 1:
-                scale = nn.Parameter(torch.ones(4).double())
-                ddp.module.layers[0].register_parameter("scale", scale)
+def forward_under_no_sync(ddp: DistributedDataParallel, rank: int) -> None:
+    for step in range(2 if rank else 1):
+        with ddp.no_sync() if (rank, step) == (2, 1) else contextlib.nullcontext():
             loss_of(ddp, rank, step).backward()
+
+
+def skipped_backward(ddp: DistributedDataParallel, rank: int) -> None:
+    for step in range(3):
+        loss = loss_of(ddp, rank, step)
+        if (rank, step) != (0, 1):
+            loss.backward()
+
+
+def added_parameter(ddp: DistributedDataParallel, rank: int) -> None:
+    for step in range(3 if rank else 1):
+        if step == 1:
+            scale = nn.Parameter(torch.ones(4).double())
+            ddp.module.layers[0].register_parameter("scale", scale)
+        loss_of(ddp, rank, step).backward()
+
+
+DIFFERENCES = {
+    forward_under_no_sync: "inside join.. ranks must agree on which forwards have a backward that "
+    "is reduced. This one: rank 0: has no inputs left; rank 1: yes; rank 2: no",
+    skipped_backward: "rank 0: nothing, as no backward has followed a forward inside join.*; "
+    "rank 1: the first backward",
+    added_parameter: "(?s)DDP expects same model.*layers.0.scale.*none of this name",
+}
+
+
+@pytest.mark.parametrize("train", DIFFERENCES)
+@ranks(3)
+def test_ranks_that_differ_are_an_error_on_every_rank(rank: int, train: Callable) -> None:
+    ddp = DistributedDataParallel(net())
+    with pytest.raises(RuntimeError, match=DIFFERENCES[train]), ddp.join():
+        train(ddp, rank)

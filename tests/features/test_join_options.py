@@ -1,4 +1,4 @@
-"""join() with hooks, optimizers in the backward, and options of the wrapper."""
+"""join() with communication hooks, optimizers in the backward, and options of the wrapper."""
 
 import itertools
 from typing import Any
@@ -24,7 +24,7 @@ from tritonddp import DistributedDataParallel
 
 @pytest.mark.parametrize("location", list(_BufferCommHookLocation), ids=lambda each: each.name)
 @ranks(2)
-def test_hooks_for_buffers_run_on_ranks_that_have_left_too(rank: int, location: Any) -> None:
+def test_buffer_hooks_run_on_ranks_without_inputs(rank: int, location: Any) -> None:
     def hook(_: None, named_buffers: dict[str, Tensor]) -> list[Any]:
         works = [dist.all_reduce(each, async_op=True) for each in named_buffers.values()]
         return [work.get_future() for work in works]
@@ -37,7 +37,7 @@ def test_hooks_for_buffers_run_on_ranks_that_have_left_too(rank: int, location: 
 
 
 @ranks(2)
-def test_unused_buckets_are_sent_to_ranks_that_have_left(rank: int) -> None:
+def test_buckets_with_unused_parameters_are_not_skipped(rank: int) -> None:
     ddp = DistributedDataParallel(
         net(), bucket_cap_mb=1e-4, find_unused_parameters=True, skip_all_reduce_unused_params=True
     )
@@ -70,8 +70,8 @@ HOOKS = {
 
 @pytest.mark.parametrize("name", HOOKS)
 @ranks(3)
-def test_hooks_run_on_ranks_that_have_left_as_in_stock(rank: int, name: str) -> None:
-    """Also in that they divide themselves, whatever ``divide_by_initial_world_size`` says."""
+def test_communication_hooks_run_on_ranks_without_inputs_as_in_stock(rank: int, name: str) -> None:
+    """They divide by the world size, regardless of ``divide_by_initial_world_size``."""
     tolerance = {"fp16": 1e-3, "powerSGD": 1e-9}.get(name, 1e-11)
     for counts, over_all in itertools.product([(1, 4, 2), (2, 0, 3)], [True, False]):
 
@@ -82,8 +82,8 @@ def test_hooks_run_on_ranks_that_have_left_as_in_stock(rank: int, name: str) -> 
             return ddp.module.state_dict()
 
         ours = train_with_hook(DistributedDataParallel)
-        # In stock the collectives of PowerSGD get mixed up; and on a loaded machine, with fp16 and
-        # ranks that have left, one training in a thousand ends elsewhere on all ranks.
+        # Stock confuses the collectives of PowerSGD. With fp16 and ranks without inputs, one
+        # training in a thousand has another result on a loaded machine.
         is_known = name in ("powerSGD", "fp16")
         expected = Alone(counts).final if is_known else train_with_hook(Stock, **STOCK)
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
@@ -91,7 +91,7 @@ def test_hooks_run_on_ranks_that_have_left_as_in_stock(rank: int, name: str) -> 
 
 
 @ranks(2)
-def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too(rank: int) -> None:
+def test_optimizers_in_the_backward_step_on_ranks_without_inputs(rank: int) -> None:
     counts = (1, 3)
     module = net()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
@@ -100,7 +100,7 @@ def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too(rank: int) 
         for step in range(counts[rank]):
             loss_of(ddp, rank, step).backward()
         before = [param.detach().clone() for param in ddp.parameters()]
-        if rank == 1:  # no step for what is not reduced, nor for a forward without a backward
+        if rank == 1:  # no step for a local backward, nor for a forward without a backward
             with ddp.no_sync():
                 ddp(draw(rank, 0)[0]).sum().backward()
             ddp(draw(rank, 0)[0])
@@ -112,23 +112,21 @@ def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too(rank: int) 
 
 
 @ranks(2, views=True)
-def test_buckets_without_memory_and_backwards_finalized_by_hand_join_too(
-    rank: int, view: bool
-) -> None:
+def test_lazy_buckets_and_manual_finalization_join(rank: int, view: bool) -> None:
     counts = (1, 4)
-    for by_hand in (False, True):
+    for is_manual in (False, True):
         ddp = wrap(net(), view, bucket_cap_mb=1e-4, lazy_bucket_allocation=True)
-        ddp.require_manual_backward_finalization = by_hand
+        ddp.require_manual_backward_finalization = is_manual
         grads = []
         optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
         with ddp.join():
             for step in range(counts[rank]):
                 step_of(ddp, step)
-                if by_hand:
+                if is_manual:
                     ddp.finalize_backward()
                 grads.append(gradients(ddp))
                 optimizer.step()
         assert all(bucket.flat is None for bucket in ddp.reducer.buckets)
         alone = Alone(counts)
-        assert_close(grads, alone.means[: counts[rank]], f"rank {rank}, {by_hand=}")
-        assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}, {by_hand=}")
+        assert_close(grads, alone.means[: counts[rank]], f"rank {rank}, {is_manual=}")
+        assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}, {is_manual=}")

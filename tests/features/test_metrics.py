@@ -1,4 +1,4 @@
-"""``metrics=True``: how long a step and its parts take, on all ranks."""
+"""``metrics=True``: times of a step and its parts, over all ranks."""
 
 import time
 from collections.abc import Callable
@@ -14,23 +14,9 @@ from torch import nn
 from training import breaking_off
 
 from tritonddp import DistributedDataParallel
-from tritonddp.features.metrics import EVERY, NAMES, StepClock
+from tritonddp.features.metrics import EVERY, NAMES
 
 PARTS = ("input", "forward", "backward")
-
-
-def test_parts_of_a_step_add_up_to_it() -> None:
-    with time_of_test() as time:
-        clock = StepClock(torch.device("cpu"))
-        clock.lap(1)
-        assert clock.end_step() == []  # its begin was not seen
-        for part, seconds in ((1, 0.01), (2, 0.02), (3, 0.03)):
-            time.sleep(seconds)
-            clock.lap(part)
-        (times,) = clock.end_step()
-    assert times.step == pytest.approx(times.own + times.exposed)
-    found = times.step, times.input, times.forward, times.backward
-    assert found == pytest.approx((60, 10, 20, 30), rel=1e-3)
 
 
 def net() -> nn.Sequential:
@@ -53,28 +39,31 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("part", PARTS)
 @ranks(2, 3)
-def test_all_ranks_know_which_one_is_slowest_and_in_which_part(rank: int, part: str) -> None:
+def test_all_ranks_know_the_slowest_rank_and_its_slow_part(rank: int) -> None:
     size = dist.get_world_size()
-    slow = size - 1
-    ddp = DistributedDataParallel(net(), metrics=True)
-    with time_of_test() as time:
-        early = train(ddp, EVERY, lambda _: time.sleep(0.05))[-1]
-        late = 0.1 * (rank == slow)
-        found = train(ddp, EVERY + 1, lambda now: time.sleep(0.05 + late * (now == part)))[-1]
-    assert early == {"step": EVERY, "slowest_rank": None} | {
-        f"{name}_ms{kind}": None for name in NAMES for kind in ("", "_min", "_max")
-    }
-    assert found["slowest_rank"] == slow
-    for name in PARTS:
-        least, mean, most = (found[f"{name}_ms{kind}"] for kind in ("_min", "", "_max"))
-        assert least == pytest.approx(50, rel=1e-3)
-        assert mean == pytest.approx(50 + 100 / size * (name == part), rel=1e-3)
-        assert most == pytest.approx(50 + 100 * (name == part), rel=1e-3)
-    assert found["own_ms_max"] - found["own_ms_min"] == pytest.approx(100, rel=1e-2)
-    assert found["step_ms"] == pytest.approx(found["own_ms"] + found["exposed_ms"])
-    assert gather(found) == [found] * size
+    for part in PARTS:
+        ddp = DistributedDataParallel(net(), metrics=True)
+        with time_of_test() as time:
+            early = train(ddp, EVERY, lambda _: time.sleep(0.05))[-1]
+            late = 0.1 * (rank == size - 1)
+
+            def sleep(now: str, part: str = part, late: float = late) -> None:
+                time.sleep(0.05 + late * (now == part))
+
+            found = train(ddp, EVERY + 1, sleep)[-1]
+        assert early == {"step": EVERY, "slowest_rank": None} | {
+            f"{name}_ms{kind}": None for name in NAMES for kind in ("", "_min", "_max")
+        }
+        assert found["slowest_rank"] == size - 1
+        for name in PARTS:
+            least, mean, most = (found[f"{name}_ms{kind}"] for kind in ("_min", "", "_max"))
+            assert least == pytest.approx(50, rel=1e-3)
+            assert mean == pytest.approx(50 + 100 / size * (name == part), rel=1e-3)
+            assert most == pytest.approx(50 + 100 * (name == part), rel=1e-3)
+        assert found["own_ms_max"] - found["own_ms_min"] == pytest.approx(100, rel=1e-2)
+        assert found["step_ms"] == pytest.approx(found["own_ms"] + found["exposed_ms"])
+        assert gather(found) == [found] * size
 
 
 @ranks(2)
@@ -93,28 +82,21 @@ def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
         assert found[f"{part}_ms"] == pytest.approx(4 * 40, rel=1e-3)
 
 
-@ranks(2)
-def test_without_the_option_its_methods_say_so() -> None:
-    ddp = DistributedDataParallel(net())
-    with pytest.raises(RuntimeError, match=r"rank \d: metrics\(\) needs metrics=True"):
-        ddp.metrics()
-
-
-@pytest.mark.parametrize("breaks", [(0, 1), (1,)], ids=["on all ranks", "on one"])
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("step", [3, EVERY])
 @ranks(2)
-def test_a_backward_that_breaks_off_is_no_step(
-    rank: int, step: int, breaks: tuple[int, ...]
+def test_a_failed_backward_does_not_count_as_a_step(
+    rank: int, step: int, failing: tuple[int, ...]
 ) -> None:
     """Also in a step in which the other rank gathers times: the next collectives match."""
     ddp = DistributedDataParallel(net(), metrics=True)
     with time_of_test() as time:
         train(ddp, step - 1, lambda _: time.sleep(0.1))
         outputs = ddp(torch.randn(8, 30).to(ddp.device))
-        with breaking_off(ddp.module[2].weight, rank in breaks):
+        with breaking_off(ddp.module[2].weight, rank in failing):
             outputs.sum().backward()
         ddp.zero_grad()
-        time.sleep(5 * (rank in breaks))
+        time.sleep(5 * (rank in failing))
         train(ddp, EVERY + 1 - step, lambda _: time.sleep(0.1))
         found = train(ddp, EVERY, lambda _: time.sleep(0.1))[-1]
         ddp.check_sync(gradients=False)
@@ -135,8 +117,8 @@ def test_a_rank_without_inputs_has_no_times(rank: int) -> None:
 
 
 @ranks(2)
-def test_ranks_may_use_two_wrappers_in_another_order(rank: int) -> None:
-    """With a group each: a rank must not wait for the other's times before it ends both."""
+def test_ranks_may_use_two_wrappers_in_different_orders(rank: int) -> None:
+    """Each has a process group: a rank ends both backwards before it waits for times."""
     groups = [dist.new_group() for _ in range(2)]
     both = [DistributedDataParallel(net(), process_group=group, metrics=True) for group in groups]
     for _ in range(EVERY + 1):
@@ -146,7 +128,10 @@ def test_ranks_may_use_two_wrappers_in_another_order(rank: int) -> None:
 
 
 @ranks(1)
-def test_alone_a_rank_has_its_own_times() -> None:
+def test_a_single_rank_has_its_local_times() -> None:
+    ddp = DistributedDataParallel(net())
+    with pytest.raises(RuntimeError, match=r"rank \d: metrics\(\) needs metrics=True"):
+        ddp.metrics()
     ddp = DistributedDataParallel(net(), metrics=True)
     found = train(ddp, EVERY, lambda _: time.sleep(0.002))[-1]
     assert found["forward_ms"] >= 2

@@ -1,23 +1,20 @@
-"""``mixed_precision``: low precision inside the module and on the wire, full precision outside."""
+"""``mixed_precision``: low precision in the module and on the wire, full precision outside."""
 
 import copy
 import gc
-import io
-import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from modules import TiedTable
+from modules import TiedTable, by_pickle
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
-from training import gradients, train_step, wrap
+from training import drawn, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 
@@ -25,10 +22,11 @@ HALF = _MixedPrecision(param_dtype=torch.bfloat16)
 
 
 class Net(nn.Module):
-    """Two of the layers share their weight, one is unused, one is frozen."""
+    """Two layers share their weight, one is unused, one is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first = nn.Linear(4, 4)
         self.tied = nn.Linear(4, 4)
         self.tied.weight = self.first.weight
@@ -45,20 +43,14 @@ class Net(nn.Module):
         return {"out": self.frozen(hidden) @ self.first.weight}
 
 
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
 def inputs(rank: int, step: int = 0) -> tuple[Tensor, dict[str, Any]]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(2, 3, 4, generator=generator)
+    x = drawn(2, 3, 4, step=step, rank=rank)
     return x[0], {"x": [x[1]], "number": torch.tensor([3])}
 
 
 def local_gradients(config: _MixedPrecision, rank: int, step: int) -> dict[str, Tensor]:
-    """What one rank alone computes: with casts in the parameters' places."""
-    module = net()
+    """The gradients of one rank: parameters and inputs are converted by hand."""
+    module = Net()
     low = {name: param.to(config.param_dtype) for name, param in module.named_parameters()}
     x, more = inputs(rank, step)
     if config.param_dtype is not None:
@@ -67,33 +59,30 @@ def local_gradients(config: _MixedPrecision, rank: int, step: int) -> dict[str, 
     return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
-def mean(config: _MixedPrecision, locals_: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """With the roundings of the wire."""
+def mean(config: _MixedPrecision, of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """With the rounding of the wire format."""
     wire = config.reduce_dtype or config.param_dtype or torch.float32
     return {
-        name: sum((each[name] / len(locals_)).to(wire) for each in locals_).float()  # type: ignore
-        for name in locals_[0]
+        name: sum((each[name] / len(of_ranks)).to(wire) for each in of_ranks).float()  # type: ignore
+        for name in of_ranks[0]
     }
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["drop", "zero"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        _MixedPrecision(torch.float16, torch.float16, torch.float16),
-        _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
-        _MixedPrecision(torch.bfloat16),
-        _MixedPrecision(reduce_dtype=torch.float16),
-        _MixedPrecision(buffer_dtype=torch.float64),
-    ],
-    ids=["half", "reduced in full", "params alone", "wire alone", "buffers alone"],
-)
+CONFIGS = {
+    "half": _MixedPrecision(torch.float16, torch.float16, torch.float16),
+    "reduced in full": _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+    "parameters": _MixedPrecision(torch.bfloat16),
+    "wire": _MixedPrecision(reduce_dtype=torch.float16),
+    "buffers": _MixedPrecision(buffer_dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 @ranks(2, views=True)
-def test_the_mean_of_low_gradients_in_full_precision(
-    config: _MixedPrecision, set_to_none: bool, view: bool
-) -> None:
-    module = net()
-    state = {name: param.clone() for name, param in module.state_dict().items()}
+def test_the_mean_of_low_gradients_in_full_precision(name: str, view: bool) -> None:
+    config = CONFIGS[name]
+    module = Net()
+    state = copy.deepcopy(module.state_dict())
     ddp = wrap(module, view, mixed_precision=config)
     low = config.param_dtype or torch.float32
     for step in range(3):
@@ -107,23 +96,19 @@ def test_the_mean_of_low_gradients_in_full_precision(
         loss.backward()
         expected = mean(config, [local_gradients(config, rank, step) for rank in range(2)])
         for name, param in module.named_parameters():
-            want = expected.get(name)
-            if want is None and not set_to_none and step and name.startswith("unused"):
-                want = param.grad and torch.zeros_like(param)
-            assert_same_bits(param.grad, want, f"step {step}: {name}")
-        ddp.zero_grad(set_to_none=set_to_none)
-    for name, value in module.state_dict().items():
-        if name not in ("shift", "count"):
-            assert_same_bits(value, state[name], name)
+            assert_same_bits(param.grad, expected.get(name), f"step {step}: {name}")
+        ddp.zero_grad()
+    for name, value in module.named_parameters():
+        assert_same_bits(value.detach(), state[name], name)
     assert module.count.dtype == torch.int64
 
 
 @ranks(2, views=True)
 def test_accumulated_in_full_precision(view: bool) -> None:
     config = _MixedPrecision(torch.bfloat16, torch.float32)
-    module = net()
+    module = Net()
     ddp = wrap(module, view, mixed_precision=config)
-    for round_ in range(2):
+    for number in range(2):
         with ddp.no_sync():
             ddp(*inputs(dist.get_rank(), 0))["out"].sum().backward()
         mine = local_gradients(config, dist.get_rank(), 0)
@@ -134,7 +119,7 @@ def test_accumulated_in_full_precision(view: bool) -> None:
             steps = [local_gradients(config, rank, step) for step in range(2)]
             sums.append({name: steps[0][name] + steps[1][name] for name in steps[0]})
         for name, want in mean(config, sums).items():
-            assert_same_bits(module.get_parameter(name).grad, want, f"{round_}: {name}")
+            assert_same_bits(module.get_parameter(name).grad, want, f"{number}: {name}")
         ddp.zero_grad()
 
 
@@ -159,6 +144,7 @@ def test_ignored_parameters_and_buffers_keep_their_dtype() -> None:
 class Blocks(nn.Module):
     def __init__(self, run: Callable[..., Tensor]) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)
         )
@@ -170,26 +156,26 @@ class Blocks(nn.Module):
         return x.square().sum()
 
 
-reentrant = partial(checkpoint, use_reentrant=True)
-not_reentrant = partial(checkpoint, use_reentrant=False)
-RUN = pytest.mark.parametrize("run", [reentrant, not_reentrant], ids=["reentrant", "not_reentrant"])
+def reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=True)
 
 
-@RUN
+def not_reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
 @ranks(2)
-def test_a_checkpoint_recomputes_in_low_precision(rank: int, run: Callable[..., Tensor]) -> None:
+def test_a_checkpoint_recomputes_in_low_precision() -> None:
     grads = []
-    for way in (run, lambda block, x: block(x)):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(Blocks(way), mixed_precision=HALF)
+    for run in (lambda block, x: block(x), reentrant, not_reentrant):
+        ddp = wrap(Blocks(run), mixed_precision=HALF)
         for step in range(3):
-            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
-            ddp(x.requires_grad_()).backward()
-            grads.append(gradients(ddp))
-            assert {type(param) for param in ddp.parameters()} == {nn.Parameter}, step
             ddp.zero_grad()
-    for step in range(3):
-        assert_same_bits(grads[step], grads[step + 3], f"step {step}, gradient")
+            ddp(drawn(2, 4, step=step).requires_grad_()).backward()
+            assert {type(param) for param in ddp.parameters()} == {nn.Parameter}, step
+        grads.append(gradients(ddp))
+    assert_same_bits(grads[1], grads[0], "gradient of a reentrant checkpoint")
+    assert_same_bits(grads[2], grads[0], "gradient of a checkpoint")
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
@@ -205,7 +191,7 @@ def test_recurrent_layers(layer: Any) -> None:
 
 
 @ranks(2)
-def test_parameters_are_back_after_a_forward_that_failed() -> None:
+def test_after_a_failed_forward_parameters_are_in_full_precision() -> None:
     def fail(block: nn.Module, x: Tensor) -> Tensor:
         raise ArithmeticError("on purpose")
 
@@ -219,32 +205,30 @@ def test_parameters_are_back_after_a_forward_that_failed() -> None:
 
 
 @ranks(2)
-def test_evaluation_and_saving_in_between_are_in_full_precision() -> None:
-    """With stock, parameters stay in low precision from a forward to the next backward."""
-    ddp = DistributedDataParallel(net(), mixed_precision=HALF)
+def test_between_forward_and_backward_the_module_is_in_full_precision() -> None:
+    """With stock, its parameters are in low precision."""
+    ddp = DistributedDataParallel(Net(), mixed_precision=HALF)
     with torch.no_grad():
         assert ddp(*inputs(0))["out"].dtype == torch.bfloat16
     loss = ddp(*inputs(0))["out"].sum()
-    file = io.BytesIO()
-    torch.save(ddp.state_dict(), file)
-    file.seek(0)
-    dtypes = {value.dtype for value in torch.load(file).values()}
-    assert dtypes == {torch.float32, torch.int64}
+    assert {each.dtype for each in ddp.state_dict().values()} == {torch.float32, torch.int64}
     assert ddp.module.first(torch.ones(4)).dtype == torch.float32
     loss.backward()
     assert ddp.module.first(torch.ones(4)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("is_copy", [False, True])
+@pytest.mark.parametrize("make_copy", [None, copy.deepcopy, by_pickle])
 @ranks(1)
-def test_the_module_is_left_as_it_was(is_copy: bool) -> None:
-    module = Blocks(not_reentrant)
-    ddp = DistributedDataParallel(module, mixed_precision=HALF)
-    if is_copy:
-        ddp = copy.deepcopy(ddp)
-        module = ddp.module
+def test_a_dropped_wrapper_leaves_no_hooks_on_the_module(make_copy: Any) -> None:
+    """Nor does its copy, which has trained in low precision too."""
+    ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
+    if make_copy is not None:
+        ddp = make_copy(ddp)
+    module = ddp.module
     assert module.blocks[0][0]._forward_pre_hooks
-    ddp(torch.ones(2, 4)).backward()
+    loss = ddp(torch.ones(2, 4))
+    assert loss.dtype == torch.bfloat16
+    loss.backward()
     del ddp
     gc.collect()
     for each in module.modules():
@@ -265,29 +249,11 @@ def test_sparse_gradients(rank: int, is_recomputed: bool, view: bool) -> None:
         train_step(ddp, torch.tensor([rank, 3, 3 + rank]), is_dense, loss=torch.sum)
         means = torch.zeros(6, 4)
         for each in range(2):
-            low = module.table.weight.detach().bfloat16().requires_grad_()
-            functional_call(
-                module, {"table.weight": low}, (torch.tensor([each, 3, 3 + each]), is_dense)
-            ).backward()
-            means += low.grad.to_dense().float() / 2
+            low = {"table.weight": module.table.weight.detach().bfloat16().requires_grad_()}
+            functional_call(module, low, (torch.tensor([each, 3, 3 + each]), is_dense)).backward()
+            means += low["table.weight"].grad.to_dense().float() / 2
         grad = ddp.module.table.weight.grad
         assert grad.dtype == torch.float32
         assert grad.is_sparse is not is_dense
         torch.testing.assert_close(grad.to_dense(), means, rtol=1e-2, atol=1e-2)
     assert ddp.module.table.weight.dtype == torch.float32
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@ranks(2)
-def test_a_copy_runs_in_low_precision_too(way: str) -> None:
-    ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
-    grads = []
-    twin = copy.deepcopy(ddp) if way == "deepcopy" else pickle.loads(pickle.dumps(ddp))
-    for each in ddp, twin:
-        for _ in range(2):
-            loss = each(torch.ones(2, 4))
-            loss.backward()
-        assert loss.dtype == torch.bfloat16
-        grads.append([param.grad for param in each.parameters()])
-    for grad, want in zip(*grads, strict=True):
-        assert_same_bits(grad, want)

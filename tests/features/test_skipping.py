@@ -1,4 +1,4 @@
-"""``skip_all_reduce_unused_params``: buckets that no rank has gradients for are not sent."""
+"""``skip_all_reduce_unused_params``: buckets without gradients on any rank are not sent."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tritonddp import DistributedDataParallel
 
 
 def loss_of(net: nn.Module, layers: str, x: Tensor | None = None) -> Tensor:
-    """Through these layers, each of which is a bucket; the last one comes first in a backward."""
+    """Through these layers. Each is a bucket, and the last layer is in the first bucket."""
     return net(filled(2, 8) if x is None else x, layers).square().sum()
 
 
@@ -25,8 +25,8 @@ def wrapped(skip: bool, view: bool = False, counts: bool = False) -> Distributed
         skip_all_reduce_unused_params=skip,
         transport="process_group" if counts else "auto",
     )
-    loss_of(net, "abc").backward()  # which tells the order
-    # What is unused for the first time may yet come from an inner backward, and is sent.
+    loss_of(net, "abc").backward()  # decides the order
+    # A parameter that is unused for the first time may be used by an inner backward: it is sent.
     for layer in "abc":
         loss_of(net, layer).backward()
     net.zero_grad()
@@ -37,10 +37,10 @@ def wrapped(skip: bool, view: bool = False, counts: bool = False) -> Distributed
 
 
 def steps(net: DistributedDataParallel) -> tuple[list[int], list[Tensor | None]]:
-    """Messages of each step, and the gradients after it."""
+    """The number of messages of each step, and the gradients after it."""
     sent, grads = [], []
     for number, layers in enumerate(["abc", "bc", "c", "ac", "ab", "c", "abc"]):
-        if number == 5:  # layer a has a gradient of this rank alone, and b a stale one
+        if number == 5:  # layer a has a local gradient, and b a stale one
             with net.no_sync():
                 loss_of(net, "a").backward()
         with recorded_collectives() as calls:
@@ -54,7 +54,7 @@ def steps(net: DistributedDataParallel) -> tuple[list[int], list[Tensor | None]]
 
 
 @ranks(2, 3, views=True)
-def test_the_same_gradients_by_fewer_messages(view: bool) -> None:
+def test_the_same_gradients_with_fewer_messages(view: bool) -> None:
     sent, grads = steps(wrapped(skip=True, view=view, counts=True))
     sent_by_all, expected = steps(wrapped(skip=False, view=view, counts=True))
     assert sent_by_all == [3] * 7
@@ -64,16 +64,13 @@ def test_the_same_gradients_by_fewer_messages(view: bool) -> None:
 
 
 @ranks(2)
-def test_ranks_that_leave_out_different_buckets_get_an_error(rank: int) -> None:
+def test_ranks_that_skip_different_buckets_get_an_error(rank: int) -> None:
     net = wrapped(skip=True)
     layers = ["bc", "ac"][rank]
-    left_out = ["layers.a.weight", "layers.b.weight"][rank]
-    with pytest.raises(RuntimeError, match=rf"rank \d, step 5.*unused on all ranks.*{left_out}"):
+    skipped = ["layers.a.weight", "layers.b.weight"][rank]
+    with pytest.raises(RuntimeError, match=rf"rank \d, step 5.*unused on all ranks.*{skipped}"):
         loss_of(net, layers).backward()
-
-
-@ranks(2)
-def test_one_rank_that_leaves_out_more_gets_an_error_as_the_others_do(rank: int) -> None:
+    # Rank 1 skips one more.
     net = wrapped(skip=True)
     layers = ["abc", "bc"][rank]
     with pytest.raises(RuntimeError, match=r"different buckets.*leaves out: (bucket|none)"):
@@ -81,12 +78,11 @@ def test_one_rank_that_leaves_out_more_gets_an_error_as_the_others_do(rank: int)
 
 
 @ranks(2)
-def test_a_backward_that_breaks_off_leaves_the_ranks_in_step(rank: int) -> None:
+def test_after_a_failed_backward_the_ranks_skip_the_same_buckets(rank: int) -> None:
     net = wrapped(skip=True)
-    breaks = rank == 0
     x = filled(2, 8, requires_grad=True)
-    with raises_if(breaks, ArithmeticError):
-        loss_of(net, "bc", Failing.apply(x) if breaks else x).backward()
+    with raises_if(rank == 0, ArithmeticError):
+        loss_of(net, "bc", Failing.apply(x) if rank == 0 else x).backward()
     net.zero_grad()
     loss_of(net, "abc").backward()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""One rank asks all ranks to stop: all do, after the same reduction, and nothing more is sent."""
+"""One rank requests a stop: all ranks stop after the same reduction, without a message."""
 
 import copy
 import logging
@@ -32,7 +32,7 @@ ASKED_AT = 3  # the first step is number 0
 def steps_to_stop(
     ddp: DistributedDataParallel, step: Callable[[int], object], asking: set[int] | None = None
 ) -> int:
-    """Steps until ``should_stop()``; these ranks, or the last one, have asked before ASKED_AT."""
+    """Steps until ``should_stop()``. These ranks, or the last one, ask before step ASKED_AT."""
     asking = {dist.get_world_size() - 1} if asking is None else asking
     for number in range(ASKED_AT + 3):
         if number == ASKED_AT and dist.get_rank() in asking:
@@ -48,41 +48,33 @@ def assert_all_stop(found: int, what: str = "") -> None:
     assert gather(found) == [ASKED_AT] * dist.get_world_size(), what
 
 
-@pytest.mark.parametrize("asking", [{0}, {1}, {0, 1, 2}])
 @ranks(3)
-def test_all_ranks_stop_after_the_same_step_and_nothing_more_is_sent(asking: set[int]) -> None:
-    module = mlp(4, 8, 2)
-    ddp, plain = wrap(module), wrap(copy.deepcopy(module))
-    sent: list[Any] = []
+def test_all_ranks_stop_after_the_same_step_and_nothing_more_is_sent() -> None:
+    for asking in ({0}, {1}, {0, 1, 2}):
+        ddp, plain = wrap(mlp(4, 8, 2)), wrap(mlp(4, 8, 2))
+        plain.load_state_dict(ddp.state_dict())
+        sent: list[Any] = []
 
-    def step(number: int) -> None:
-        with counted(ddp) as mine, recorded_collectives() as calls:
-            train_step(ddp, drawn(5, 4, step=number))
-        sent.append((mine.collectives, mine.wire_bytes, mine.sent_bytes, calls.names))
-        train_step(plain, drawn(5, 4, step=number))
-        assert_same_bits(gradients(ddp), gradients(plain), f"step {number}")
+        def step(number: int, ddp: Any = ddp, plain: Any = plain, sent: list[Any] = sent) -> None:
+            with counted(ddp) as mine, recorded_collectives() as calls:
+                train_step(ddp, drawn(5, 4, step=number))
+            sent.append((mine.collectives, mine.wire_bytes, mine.sent_bytes, calls.names))
+            train_step(plain, drawn(5, 4, step=number))
+            assert_same_bits(gradients(ddp), gradients(plain), f"step {number}")
 
-    assert_all_stop(steps_to_stop(ddp, step, asking))
-    for number in range(ASKED_AT + 1, ASKED_AT + 4):
-        step(number)
-        assert ddp.should_stop()
-    assert sent[1:] == [sent[1]] * (len(sent) - 1)  # the first step agrees on an order
-    agreement = ddp._ddp_state.core.agreement
-    assert agreement.expected, "headers are steady again"
-    assert not plain.should_stop(), "that is up to each wrapper"
+        assert_all_stop(steps_to_stop(ddp, step, asking))
+        for number in range(ASKED_AT + 1, ASKED_AT + 4):
+            step(number)
+            assert ddp.should_stop()
+        assert sent[1:] == [sent[1]] * (len(sent) - 1)  # the first step agrees on an order
+        assert ddp._ddp_state.core.agreement.expected, "headers are steady again"
+        assert not plain.should_stop(), "a request belongs to one wrapper"
 
 
 MORE = {**WAYS, "metrics": {"metrics": True}, "used": {"find_unused_parameters": False}}
 
 
-@pytest.mark.parametrize("name", MORE)
-@ranks(2)
-def test_whatever_the_options_are_the_request_arrives(name: str) -> None:
-    ddp = DistributedDataParallel(mlp(6, 300, 2), bucket_cap_mb=0.001, **MORE[name])
-    assert_all_stop(steps_to_stop(ddp, lambda n: train_step(ddp, drawn(5, 6, step=n))), name)
-
-
-def of_request(ddp: DistributedDataParallel, number: int) -> None:
+def with_request(ddp: DistributedDataParallel, number: int) -> None:
     params = list(ddp.parameters())
     ddp.reduce_gradients(torch.autograd.grad(ddp(drawn(5, 4)).sum(), params), params)
 
@@ -93,15 +85,22 @@ def with_new_parameters(ddp: DistributedDataParallel, number: int) -> None:
     (ddp(drawn(5, 4)).sum() * late.sum()).backward()
 
 
-@pytest.mark.parametrize("step", [of_request, with_new_parameters])
+def trained(ddp: DistributedDataParallel, number: int) -> None:
+    train_step(ddp, drawn(5, 4, step=number))
+
+
 @ranks(2)
-def test_whatever_reduces_carries_the_request(step: Any) -> None:
-    ddp = wrap(mlp(4, 8, 2))
-    assert_all_stop(steps_to_stop(ddp, lambda number: step(ddp, number)))
+def test_each_kind_of_reduction_sends_the_request() -> None:
+    for step in (with_request, with_new_parameters):
+        ddp = wrap(mlp(4, 8, 2))
+        assert_all_stop(steps_to_stop(ddp, partial(step, ddp)), step.__name__)
+    for name, options in MORE.items():
+        ddp = DistributedDataParallel(mlp(4, 300, 2), bucket_cap_mb=0.001, **options)
+        assert_all_stop(steps_to_stop(ddp, partial(trained, ddp)), name)
 
 
 @ranks(2, 3)
-def test_a_rank_without_inputs_asks_and_the_mean_is_still_over_those_with_inputs(rank: int) -> None:
+def test_a_rank_without_inputs_may_request_a_stop(rank: int) -> None:
     ddp, last = wrap(mlp(4, 8, 2)), dist.get_world_size() - 1
     steps = 0
     with ddp.join(divide_by_initial_world_size=False):
@@ -116,13 +115,13 @@ def test_a_rank_without_inputs_asks_and_the_mean_is_still_over_those_with_inputs
             train_step(alone, x)
             assert_close(gradients(ddp), gradients(alone))
         if rank == last:
-            ddp.request_stop()  # in the next header, which says that it has run out of inputs
+            ddp.request_stop()  # in the next header
     assert gather(steps) == [3] + [2] * last
     assert ddp.should_stop()
 
 
 @ranks(3)
-def test_who_asked_is_logged_once_on_each_rank(rank: int) -> None:
+def test_each_rank_logs_the_requesting_ranks_once(rank: int) -> None:
     with logged(logging.INFO) as kept:
         ddp = wrap(mlp(4, 8, 2))
         if rank:
@@ -134,18 +133,18 @@ def test_who_asked_is_logged_once_on_each_rank(rank: int) -> None:
 
 
 @ranks(2)
-def test_a_signal_to_one_rank_stops_all_models_of_all_ranks(rank: int) -> None:
+def test_a_signal_to_one_rank_stops_all_wrappers_of_all_ranks(rank: int) -> None:
     first = wrap(mlp(4, 8, 2))
     train_step(first, drawn(5, 4))
     with tritonddp.stop_on_signal(signal.SIGUSR2):
         if rank:
             signal.raise_signal(signal.SIGUSR2)
-        second = wrap(mlp(4, 8, 2))  # later than the signal
+        second = wrap(mlp(4, 8, 2))  # after the signal
         for ddp in (first, second):
             assert not ddp.should_stop()
             train_step(ddp, drawn(5, 4))
             assert ddp.should_stop()
-    third = wrap(mlp(4, 8, 2))  # later than the end of it
+    third = wrap(mlp(4, 8, 2))  # after the context
     train_step(third, drawn(5, 4))
     assert not third.should_stop()
 
@@ -153,13 +152,12 @@ def test_a_signal_to_one_rank_stops_all_models_of_all_ranks(rank: int) -> None:
 PLACES = "any", "between", "forward", "backward", "optimizer"
 
 
-@pytest.mark.parametrize("name", ["memory", "process group", "views", "int8", "bf16"])
+@pytest.mark.parametrize("name", ["copies", "process group", "views", "int8", "bf16"])
 @ranks(3)
 def test_ranks_that_get_a_signal_at_any_moment_stop_after_the_same_step(
     rank: int, name: str
 ) -> None:
-    """From outside after some milliseconds, by a timer, or in a place of the program."""
-    options = WAYS | {"memory": {}}
+    """By a timer after some milliseconds, or at a place of the program."""
     strike = partial(signal.raise_signal, signal.SIGALRM)
     for trial in range(3 * len(PLACES)):
         place = PLACES[trial % len(PLACES)]
@@ -168,7 +166,7 @@ def test_ranks_that_get_a_signal_at_any_moment_stop_after_the_same_step(
         here = random.Random(f"{name} {trial} {rank}")
         at, at_layer = alike.randrange(2, 6) + here.randrange(2), here.randrange(4)
         net = mlp(6, 24, 12, 4)
-        ddp = DistributedDataParallel(net, bucket_cap_mb=8e-4, **options[name])
+        ddp = DistributedDataParallel(net, bucket_cap_mb=8e-4, **WAYS[name])
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
         params = list(ddp.parameters())
         former = signal.signal(signal.SIGALRM, lambda *_: None)  # it may come after the stop
@@ -202,7 +200,7 @@ def test_ranks_that_get_a_signal_at_any_moment_stop_after_the_same_step(
 
 @pytest.mark.parametrize("asking", [0, 1])
 @ranks(2)
-def test_a_rank_whose_backward_broke_off_stops_with_the_others(rank: int, asking: int) -> None:
+def test_a_rank_whose_backward_failed_stops_with_the_others(rank: int, asking: int) -> None:
     ddp = wrap(mlp(4, 8, 2), bucket_cap_mb=1e-4)
     param = list(ddp.parameters())[-1]
     for _ in range(3):
@@ -212,6 +210,6 @@ def test_a_rank_whose_backward_broke_off_stops_with_the_others(rank: int, asking
     loss = ddp(drawn(5, 4)).sum()
     with breaking_off(param, rank == 1):
         loss.backward()
-    assert ddp.should_stop(), "the others do, and wait for nobody"
+    assert ddp.should_stop(), "the other ranks stop, and do not wait"
     train_step(ddp, drawn(5, 4))
     assert not any(grad.isnan().any() for grad in gradients(ddp) if grad is not None)

@@ -1,4 +1,4 @@
-"""How many Python functions of the package one gradient, one bucket and one step call.
+"""The number of Python functions of the package that a gradient, a bucket and a step call.
 
 Counted, not timed: the numbers are the same on every machine. They may only be lowered.
 """
@@ -20,32 +20,24 @@ from tritonddp.kernels import dispatch
 
 SIZE = 64  # elements of a parameter
 
-# Calls of a gradient, of a bucket, and of the rest of a step: its forward and its backward.
-BUDGETS: dict[str, tuple[int, int, int]] = {
-    "copies": (0, 12, 40),
-    "views": (0, 12, 40),
-    "large gradients": (0, 14, 40),
-    "check_finite": (0, 12, 44),
-    "no_sync": (0, 0, 40),
-    "copies on a GPU": (0, 12, 40),
-    "views on a GPU": (0, 12, 40),
-}
-
-# Options, elements of a parameter, and whether the kernels of a GPU are taken.
-CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
-    "copies": ({}, SIZE, False),
-    "views": ({"gradient_as_bucket_view": True}, SIZE, False),
-    "large gradients": ({}, 16 << 10, False),
-    "check_finite": ({"check_finite": "warn"}, SIZE, False),
-    "no_sync": ({"is_local": True}, SIZE, False),
-    "copies on a GPU": ({}, SIZE, True),
-    "views on a GPU": ({"gradient_as_bucket_view": True}, SIZE, True),
+VIEWS = {"gradient_as_bucket_view": True}
+# The CPU stands in for a GPU, but its ranks would share memory.
+ON_A_GPU = {"transport": "process_group"}
+# Calls per bucket, and of the rest of a step: its forward and its backward. No gradient may call.
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "copies": (12, 40, {}),
+    "views": (12, 40, VIEWS),
+    "large gradients": (14, 40, {}),
+    "check_finite": (12, 44, {"check_finite": "warn"}),
+    "no_sync": (0, 40, {"is_local": True}),
+    "copies on a GPU": (12, 40, ON_A_GPU),
+    "views on a GPU": (12, 40, ON_A_GPU | VIEWS),
 }
 
 
 @contextlib.contextmanager
 def without_a_gpu() -> Iterator[None]:
-    """Kernels of a GPU are prepared and launched on CPU tensors; their twins do the work."""
+    """Context: kernels of a GPU are launched on CPU tensors, and their twins compute."""
     from tritonddp.kernels import flatten, reference, unflatten
 
     class Compiled:
@@ -78,58 +70,55 @@ def without_a_gpu() -> Iterator[None]:
         yield
 
 
-# Gradients and buckets of a step: enough to tell apart what each of them calls.
+@contextlib.contextmanager
+def prepared(case: str) -> Iterator[None]:
+    """Context: torch knows of no optimizers in the backward, which it never forgets.
+
+    Each parameter is asked for them otherwise.
+    """
+    hooks = "tritonddp.features.optimizer_in_backward.optimizer_hooks"
+    gpu = without_a_gpu() if "GPU" in case else contextlib.nullcontext()
+    with mock.patch(hooks, return_value=None), gpu:
+        yield
+
+
+# Gradients and buckets of a step.
 SHAPES = [(8, 2), (16, 2), (16, 4)]
-
-
-# (A profiler of Python 3.10 holds what is in frames: memory seems to be shared.)
+# A profiler of Python 3.10 holds objects of frames: memory seems to be shared.
 MEASURED = [case for case in CASES if case != "large gradients" or sys.version_info >= (3, 11)]
 
 
 @pytest.mark.parametrize("case", MEASURED)
 @ranks(2)
 def test_a_step_calls_no_more_than_its_budget(case: str) -> None:
-    """In all: a bucket whose memory somebody still holds copies, and is called more often."""
-    gradient, bucket, rest = BUDGETS[case]
-    options, size, is_gpu = CASES[case]
-    if is_gpu:  # what passes for it here is on the CPU, whose ranks share memory
-        options = {**options, "transport": "process_group"}
-    # While torch knows of optimizers in the backward each parameter is asked for them; and it never
-    # forgets those of an earlier test.
-    with (
-        mock.patch("tritonddp.features.optimizer_in_backward.optimizer_hooks", return_value=None),
-        without_a_gpu() if is_gpu else contextlib.nullcontext(),
-    ):
+    per_bucket, rest, options = CASES[case]
+    size = 16 << 10 if case == "large gradients" else SIZE
+    with prepared(case):
         found = {shape: steady_step(*shape, size, **options) for shape in SHAPES}
     for (count, buckets), called in found.items():
-        most = count * gradient + buckets * bucket + rest
+        most = buckets * per_bucket + rest
         assert called.total() <= most, f"{count} gradients in {buckets} buckets: {called}"
 
 
 @pytest.mark.parametrize("case", ["copies", "views", "copies on a GPU"])
 @ranks(2)
 def test_a_step_in_place_calls_no_more_than_one_of_a_wrapper(case: str) -> None:
-    options, size, is_gpu = CASES[case]
-    if is_gpu:
-        options = {**options, "transport": "process_group"}
-    with (
-        mock.patch("tritonddp.features.optimizer_in_backward.optimizer_hooks", return_value=None),
-        without_a_gpu() if is_gpu else contextlib.nullcontext(),
-    ):
+    _, _, options = CASES[case]
+    with prepared(case):
         for shape in SHAPES:
-            wrapped = steady_step(*shape, size, **options)
-            in_place = steady_step(*shape, size, in_place=True, **options)
-            # (The four are those of the extension that compares the lines of backwards.)
+            wrapped = steady_step(*shape, SIZE, **options)
+            in_place = steady_step(*shape, SIZE, in_place=True, **options)
+            # The extension that compares the lines of backwards makes four calls.
             assert in_place.total() <= wrapped.total() + 4, in_place - wrapped
 
 
 @ranks(2)
-def test_a_steady_step_is_read_in_few_files() -> None:
+def test_a_steady_step_runs_few_functions_of_few_files() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        # An earlier test may have had optimizers in the backward.
+        # An earlier test may have used optimizers in the backward, or a group that still exists
+        # and computes sums while other groups wait.
         name = "torch.distributed.optim.apply_optimizer_in_backward"
         patch.delitem(sys.modules, name, raising=False)
-        # Or a group that still lives, whose sums go on while others wait.
         patch.setattr(peers, "_working", set())
         found = steady_step(16, 2, SIZE)
     assert len({file for file, _ in found}) <= 11, {file for file, _ in found}

@@ -1,4 +1,4 @@
-"""Nothing outlives its use."""
+"""Wrappers, reducers, buckets, hooks and graphs are freed."""
 
 import copy
 import gc
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from training import breaking_off, drawn, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer.extension import Extension
 
 
 def layers(width: int = 4) -> nn.Sequential:
@@ -23,7 +22,7 @@ def layers(width: int = 4) -> nn.Sequential:
 
 
 def train(ddp: nn.Module, steps: int) -> Tensor | None:
-    """The last outputs."""
+    """Returns the last outputs."""
     outputs = None
     for number in range(steps):
         outputs = train_step(ddp, drawn(3, 4, step=number))
@@ -32,18 +31,30 @@ def train(ddp: nn.Module, steps: int) -> Tensor | None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @ranks(2, views=True)
-def test_dropping_the_wrapper_frees_it_its_reducer_and_its_buckets(steps: int, view: bool) -> None:
+def test_reducer_buckets_and_hooks_are_freed_with_the_wrapper(
+    rank: int, steps: int, view: bool
+) -> None:
     model = layers()
+    # As long as these nodes live, so would hooks on them.
+    nodes = [get_gradient_edge(param).node for param in model.parameters()]
     ddp = wrap(model, view)
     output = train(ddp, steps)
-    buckets = ddp.reducer.buckets
-    things = [ddp, ddp._ddp_state.core, ddp.reducer, *buckets, *(each.flat for each in buckets)]
+    buckets, core = ddp.reducer.buckets, ddp._ddp_state.core
+    hooks = list(core.tracker.gradients._handles)
+    assert len(hooks) == len(nodes)
+    things = [ddp, core, ddp.reducer, *buckets, *(each.flat for each in buckets), *hooks]
     references = [weakref.ref(thing) for thing in things]
     model.zero_grad()
-    del ddp, buckets, things
+    del ddp, buckets, core, hooks, things
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
-    assert steps == 0 or output is not None  # an output that lives on holds nothing of it
+    assert steps == 0 or output is not None  # an output does not keep the wrapper alive
+    for param in model.parameters():
+        assert not param._backward_hooks
+        assert not getattr(param, "_post_accumulate_grad_hooks", None)
+    # A collective would hang here: only this rank runs a backward of the module.
+    if rank == 0:
+        train(model, 1)
 
 
 def joined(ddp: DistributedDataParallel) -> None:
@@ -87,17 +98,17 @@ USES: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], object
 
 @pytest.mark.parametrize("use", USES)
 @ranks(2)
-def test_a_dropped_wrapper_is_no_work_for_the_garbage_collector(use: str) -> None:
-    """Or it would keep the process group, when that is destroyed, until the collector comes by."""
+def test_a_dropped_wrapper_is_freed_without_the_garbage_collector(use: str) -> None:
+    """Otherwise it keeps a destroyed process group alive until the next collection."""
     options, act = USES[use]
 
     def trained() -> None:
         ddp = DistributedDataParallel(layers(64), **options)  # wide enough to be quantized
         act(ddp)
-        if use != "join":  # what that leaves the next backward would free
+        if use != "join":  # the next backward would free its garbage
             train(ddp, 3)
 
-    trained()  # what is imported on the way makes cycles
+    trained()  # imports make cycles
     gc.collect()
     gc.disable()
     try:
@@ -117,9 +128,7 @@ def test_a_dropped_wrapper_is_no_work_for_the_garbage_collector(use: str) -> Non
 
 
 @ranks(2, views=True)
-def test_dropping_the_wrapper_between_forward_and_backward_leaves_a_local_backward(
-    view: bool,
-) -> None:
+def test_a_backward_is_local_if_the_wrapper_is_dropped_before_it(view: bool) -> None:
     model = layers()
     ddp = wrap(model, view)
     train(ddp, 1)
@@ -133,29 +142,10 @@ def test_dropping_the_wrapper_between_forward_and_backward_leaves_a_local_backwa
     assert_same_bits(gradients(model), gradients(alone), "local gradient")
 
 
-@ranks(2, views=True)
-def test_a_dropped_wrapper_leaves_no_hook_on_the_parameters(rank: int, view: bool) -> None:
-    model = layers()
-    ddp = wrap(model, view)
-    train(ddp, 3)
-    reducer = weakref.proxy(ddp._ddp_state.core)
-    assert all(param._post_accumulate_grad_hooks for param in model.parameters())
-    del ddp
-    gc.collect()
-    with pytest.raises(ReferenceError):
-        reducer.counters  # noqa: B018
-    for param in model.parameters():
-        assert not param._backward_hooks
-        assert not getattr(param, "_post_accumulate_grad_hooks", None)
-    # A collective would hang here: this rank alone runs a backward of the bare model.
-    if rank == 0:
-        train(model, 1)
-
-
 @ranks(2)
-def test_outputs_that_live_on_collect_no_hooks() -> None:
+def test_tensors_that_outlive_the_forward_collect_no_hooks() -> None:
     class Passes(nn.Linear):
-        """Hands on a tensor that outlives the forward."""
+        """Returns a tensor that outlives the forward."""
 
         def forward(self, x: Tensor, kept: Tensor) -> Any:
             return super().forward(x), kept, self.weight, x
@@ -175,30 +165,7 @@ def test_outputs_that_live_on_collect_no_hooks() -> None:
 
 
 @ranks(2)
-def test_outputs_of_one_node_share_a_hook_and_each_tells_of_its_backward() -> None:
-    class Rows(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            rows = super().forward(x).unbind()
-            return [{"row": row, "again": (row, None)} for row in rows], rows[0] * 2
-
-    ddp = DistributedDataParallel(Rows(4, 4))
-    begun: list[Any] = []
-
-    class Notes(Extension):
-        def on_begin(self, backward: Any) -> None:
-            begun.append(backward)
-
-    ddp._ddp_state.core.events.install(Notes())
-    for number in range(3):
-        rows, doubled = ddp(drawn(3, 4))
-        assert sum(bool(each["row"]._backward_hooks) for each in rows) == 1
-        assert doubled._backward_hooks
-        rows[number]["row"].sum().backward()
-    assert [each.first_param for each in begun] == [None] * 3  # not noticed by a gradient alone
-
-
-@ranks(2)
-def test_a_backward_that_leaves_parameters_out_keeps_nothing_of_its_graph() -> None:
+def test_a_backward_with_unused_parameters_frees_its_graph() -> None:
     ddp = wrap(nn.ModuleList([layers(), layers()]))
     ddp.module.forward = lambda number, x: ddp.module[number](x)  # type: ignore[method-assign]
     gc.collect()

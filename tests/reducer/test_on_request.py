@@ -1,11 +1,14 @@
-"""``reduce_gradients``: gradients that no ``backward()`` of the wrapped module made."""
+"""``reduce_gradients``: errors, logs, frozen and added parameters.
+
+``tests/cases/requests.py`` compares the means.
+"""
 
 import logging
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks, recorded_collectives
+from distributed import ranks, recorded_collectives
 from logged import logged
 from modules import OnDemand, linears
 from torch import nn
@@ -23,79 +26,13 @@ def wrapped(view: bool = False, **options: object) -> tuple[DistributedDataParal
     return ddp, torch.randn(4, 3, dtype=torch.float64)
 
 
-def mean(tensor: torch.Tensor) -> torch.Tensor:
-    """Over the ranks."""
-    return torch.stack(gather(tensor.detach())).mean(0)
-
-
-@pytest.mark.parametrize("cap", [None, 1e-4])
-@ranks(2, 3, views=True)
-def test_gradients_of_autograd_grad_come_back_as_means(view: bool, cap: float) -> None:
-    ddp, x = wrapped(view, bucket_cap_mb=cap)
-    params = list(ddp.parameters())
-    grads = torch.autograd.grad(ddp(x).square().sum(), params, allow_unused=True)
-    kept = [None if grad is None else grad.clone() for grad in grads]
-    with ddp.no_sync():  # a request is a request
-        means = ddp.reduce_gradients(grads)
-    assert isinstance(means, tuple)
-    for param, grad, before, found in zip(params, grads, kept, means, strict=True):
-        assert param.grad is None
-        if grad is None:
-            assert found is None
-        else:
-            torch.testing.assert_close(found, mean(before))
-            assert torch.equal(grad, before), "inputs stay as they are"
-    assert_same_on_all_ranks(means)
-
-
-@ranks(2, views=True)
-def test_grad_attributes_are_reduced_in_place_and_end_the_window(rank: int, view: bool) -> None:
-    ddp, x = wrapped(view)
-    for step in range(3):
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(x).sum().backward()
-        if step == 2:  # one that only this rank has
-            ddp.module.unused.bias.grad = torch.full((2,), float(rank)).double()
-        expected = means(gradients(ddp))
-        assert ddp.reduce_gradients() is None
-        assert_close(gradients(ddp), expected)
-    # What the window had used counts no longer: nobody uses `first` now.
-    ddp.zero_grad()
-    ddp(x)  # arms the reduction
-    ddp.module.last(torch.ones(1, 30, dtype=torch.float64)).sum().backward()
-    assert ddp.module.first.weight.grad is None
-
-
-@ranks(2, views=True)
-def test_what_is_frozen_keeps_its_gradient_but_for_what_was_accumulated_before(
-    rank: int, view: bool
-) -> None:
-    ddp, x = wrapped(view)
-    ddp(x).sum().backward()
-    first, last = ddp.module.first.weight, ddp.module.last.weight
-    ddp.zero_grad()
-    with ddp.no_sync():
-        ddp(x).square().sum().backward()
-    accumulated = last.grad.clone()
-    last.requires_grad_(False)
-    first.requires_grad_(False)
-    first.grad = None
-    ddp.reduce_gradients()
-    torch.testing.assert_close(last.grad, mean(accumulated))
-    last.grad = torch.full_like(last, rank)  # from now on it is no business of ours
-    ddp.reduce_gradients()
-    assert first.grad is None
-    assert torch.equal(last.grad, torch.full_like(last, rank))
-
-
 @ranks(2)
-def test_requests_that_make_no_sense_are_refused_before_anything_is_sent() -> None:
+def test_invalid_requests_are_refused_before_a_collective() -> None:
     ddp, x = wrapped()
     params = list(ddp.parameters())
     wrong = torch.ones(7)
     with recorded_collectives() as calls:
-        for error, said, grads, of in (
+        for error, text, grads, of in (
             (ValueError, "7 gradients came for 8 parameters", [None] * 7, None),
             (ValueError, r"'first.weight' should be \(30, 3\)", [wrong] + [None] * 7, None),
             (ValueError, "", {"first.weight": wrong.double()}, None),
@@ -106,17 +43,13 @@ def test_requests_that_make_no_sense_are_refused_before_anything_is_sent() -> No
             (ValueError, r"no\.such", {"no.such": wrong}, None),
             (ValueError, "give the gradients too", None, params),
         ):
-            with pytest.raises(error, match=said):
+            with pytest.raises(error, match=text):
                 ddp.reduce_gradients(grads, of)
         with ddp.weighted(1), ddp.no_sync():
             ddp(x).sum().backward()
         with ddp.weighted(2), pytest.raises(RuntimeError, match="weights of their backwards"):
             ddp.reduce_gradients()
     assert not calls.names
-
-
-@ranks(2)
-def test_a_request_during_a_backward_is_refused() -> None:
     ddp, x = wrapped()
     out = ddp(x)
     out.register_hook(lambda _: ddp.reduce_gradients())
@@ -125,7 +58,7 @@ def test_a_request_during_a_backward_is_refused() -> None:
 
 
 @ranks(2)
-def test_different_requests_are_an_error_on_every_rank_that_names_the_difference(rank: int) -> None:
+def test_different_requests_are_an_error_on_every_rank(rank: int) -> None:
     ddp, _ = wrapped()
     params = [ddp.module.unused.bias if rank else ddp.module.last.bias]
     with pytest.raises(RuntimeError, match=r"(?s)'last.bias'.*'unused.bias'"):
@@ -135,7 +68,7 @@ def test_different_requests_are_an_error_on_every_rank_that_names_the_difference
 
 
 @ranks(2)
-def test_a_gradient_that_does_not_fit_leaves_nobody_waiting(rank: int) -> None:
+def test_a_sparse_gradient_on_one_rank_leaves_no_rank_waiting(rank: int) -> None:
     ddp, x = wrapped()
     with ddp.no_sync():
         ddp(x).sum().backward()
@@ -151,7 +84,7 @@ def test_a_gradient_that_does_not_fit_leaves_nobody_waiting(rank: int) -> None:
 
 
 @ranks(2)
-def test_added_parameters_are_reduced_on_request_with_the_weight_of_the_others(rank: int) -> None:
+def test_added_parameters_are_reduced_with_the_weights_of_the_backwards(rank: int) -> None:
     net = DistributedDataParallel(linears(2, 2, bias=False))
     net(torch.ones(1, 2)).sum().backward()
     net.zero_grad()
@@ -166,7 +99,7 @@ def test_added_parameters_are_reduced_on_request_with_the_weight_of_the_others(r
 
 
 @ranks(2)
-def test_requests_are_not_compressed_which_is_said_once() -> None:
+def test_requests_are_not_compressed_and_the_log_mentions_it_once() -> None:
     ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
     with logged(logging.WARNING) as kept:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The tensors of an output are found in whatever holds them."""
+"""The tensors of an output are found in containers of any type."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
@@ -26,11 +26,11 @@ class Result:
 
 
 class Plain:
-    """Nobody knows what it holds."""
+    """Its content is unknown."""
 
 
 class Lazy(UserDict):
-    """Its values are computed when they are asked for."""
+    """Computes its values on demand."""
 
     def values(self) -> Any:
         raise AssertionError("computed")
@@ -55,7 +55,7 @@ def found(output: Any) -> set[Tensor]:
     return set(tensors_in(output))
 
 
-def test_containers_of_many_types_beside_each_other() -> None:
+def test_containers_of_many_types() -> None:
     param = nn.Parameter(torch.ones(2))
     output = {
         "a": [ONE, 1, "x", None, Pair(TWO, (THREE,))],
@@ -73,7 +73,7 @@ def test_no_code_of_a_container_runs() -> None:
     assert found(Computed(ONE)) == {ONE}
 
 
-def test_many_numbers_are_not_looked_at() -> None:
+def test_numbers_are_skipped() -> None:
     numbers = [*range(300_000)]
     with mock.patch.object(backward, "get_referents", side_effect=get_referents) as looks:
         assert found({"loss": ONE, "ids": numbers, "more": dict.fromkeys(numbers, 1)}) == {ONE}
@@ -81,25 +81,21 @@ def test_many_numbers_are_not_looked_at() -> None:
     assert max(map(len, held)) < 10
 
 
-class NoHook(Tensor):
-    def register_hook(self, hook: Any) -> Any:
-        raise TypeError("no hooks")
-
-
 @ranks(2)
-def test_a_tensor_that_refuses_hooks_is_reduced_all_the_same(rank: int) -> None:
-    class Net(nn.Linear):
-        def forward(self, inputs: Tensor) -> Any:
-            return super().forward(inputs).as_subclass(NoHook)
+def test_an_output_that_refuses_hooks_is_reduced() -> None:
+    class NoHook(Tensor):
+        def register_hook(self, hook: Any) -> Any:
+            raise TypeError("no hooks")
 
-    ddp = DistributedDataParallel(Net(3, 2))
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    ddp.module.register_forward_hook(lambda module, args, out: out.as_subclass(NoHook))
     for _ in range(3):
         ddp.zero_grad()
         ddp(filled(2, 3)).as_subclass(Tensor).sum().backward()
         assert torch.equal(ddp.module.weight.grad, torch.full((2, 3), 3.0))
 
 
-def test_what_is_shared_on_each_level_is_looked_at_once() -> None:
+def test_shared_containers_are_searched_once() -> None:
     nested: Any = [ONE]
     for _ in range(200):
         nested = [nested, nested]

@@ -1,7 +1,4 @@
-"""What a table of cases cannot hold: errors, stale gradients, random windows, odd parameters.
-
-The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
-"""
+"""Errors of unused parameters in strict mode, and of parameters that change their dtype."""
 
 import pytest
 import torch

@@ -1,8 +1,7 @@
-"""Buckets leave as they fill, and gradients that no engine announces are waited for or found."""
+"""Buckets are launched as they fill. Gradients of inner backwards are waited for or found."""
 
-import random
+import copy
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -10,13 +9,10 @@ import torch.distributed as dist
 from differential.named.models import Branches, batch, branch
 from distributed import in_rings, ranks, recorded_collectives
 from modules import Layers
-from oracle import Net, assert_mean, in_step, one_per_rank
+from oracle import Net, in_step, one_per_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import wrap
-
-from tritonddp import DistributedDataParallel
-from tritonddp.reducer.graph.readiness import ReadyTracker
+from training import assert_mean_of, wrap
 
 
 @ranks(2, views=True)
@@ -31,7 +27,7 @@ def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool
             model.layers[name].weight.register_hook(lambda _: launched.append(len(calls)))
         for order, expected in (
             ("abcdef", [0, 1, 2, 3, 4, 5]),
-            # Nothing in the first two buckets: they leave behind the first gradient.
+            # The first two buckets are empty: they are launched after the first gradient.
             ("abcd", [0, 3, 4, 5]),
             ("fedcba", [0] * 6),  # all wait for the first bucket
         ):
@@ -42,28 +38,7 @@ def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool
         assert len(calls) == 6
 
 
-@ranks(2, views=True)
-def test_other_layers_in_each_step_cost_few_looks(rank: int, view: bool) -> None:
-    """Each look goes through all gradients that have come."""
-    ddp = wrap(Layers(map(str, range(60)), 2), view)
-    draw = random.Random(rank)
-    looks = 0
-    look = ReadyTracker.look
-
-    def counting(self: ReadyTracker, number: int) -> bool:
-        nonlocal looks
-        looks += 1
-        return look(self, number)
-
-    with mock.patch.object(ReadyTracker, "look", counting):
-        for _ in range(20):
-            ddp.zero_grad()
-            route = sorted(draw.sample(range(60), 15))
-            ddp(torch.ones(1, 2), map(str, route)).sum().backward()
-    assert 20 < looks < 20 * 8, looks
-
-
-# Inner backwards, which no engine announces
+# Inner backwards, whose parameters autograd does not announce
 
 
 def checkpoint_behind(net: Net, rank: int) -> None:
@@ -111,23 +86,7 @@ class Inner(nn.Module):
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
         x = (self.first * x).mean()
-        if both:
-            x = checkpoint(self._inner, x, use_reentrant=True)
-        return x
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return (self.second * x).mean()
-
-
-def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
-    """After steps enough without it that nobody waits for its gradient."""
-    alone = one_per_rank(ddp.module)
-    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
-            net(factor * (1.0 + rank), both).backward()
-        assert_mean(ddp, alone, f"step {number}")
+        return checkpoint(lambda x: (self.second * x).mean(), x, use_reentrant=True) if both else x
 
 
 @pytest.mark.parametrize("size", [100, 1_100_000], ids=["one segment", "two segments"])
@@ -135,7 +94,13 @@ def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
 def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
     size: int, view: bool
 ) -> None:
-    """Also where nothing of its segment was announced: that is packed behind it all the same."""
+    """Also after steps without it, when the wrapper does not wait for it any more."""
     ddp = wrap(Inner(size), view, bucket_cap_mb=100)
-    use_the_second_again(ddp, torch.ones((), requires_grad=True))
+    alone = copy.deepcopy(ddp.module)
+    factor = torch.full((), 1.0 + dist.get_rank(), requires_grad=True)
+    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
+        for net in (ddp, alone):
+            net.zero_grad()
+            net(factor, both).backward()
+        assert_mean_of(ddp, alone, f"step {number}")
     assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]

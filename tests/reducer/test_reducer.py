@@ -1,4 +1,4 @@
-"""Exact counts of launches, collectives and bytes, each by the reducer's word and from outside."""
+"""Exact counts of launches, collectives and bytes: the counters, and as observed from outside."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ def train(ddp: nn.Module, steps: int) -> None:
 
 @pytest.mark.parametrize("number", [1, 10, 1000])
 @ranks(2, views=True)
-def test_launches_and_collectives_per_bucket_not_per_parameter(number: int, view: bool) -> None:
+def test_launches_and_collectives_count_buckets_not_parameters(number: int, view: bool) -> None:
     ddp = in_rings(Squares(*[64] * number), gradient_as_bucket_view=view)
     train(ddp, 2)
     with recorded_collectives() as calls, counted(ddp) as found:
@@ -44,7 +44,7 @@ def test_launches_and_collectives_per_bucket_not_per_parameter(number: int, view
 
 
 @ranks(2, views=True)
-def test_large_parameters_are_flattened_in_segments_and_still_sent_together(view: bool) -> None:
+def test_large_parameters_are_flattened_in_segments_and_sent_together(view: bool) -> None:
     ddp = in_rings(Squares(*[200_000] * 10), gradient_as_bucket_view=view, bucket_cap_mb=6)
     train(ddp, 2)
     with recorded_collectives() as calls, counted(ddp) as found:
@@ -72,7 +72,7 @@ def operators_beyond_the_backward(number: int, view: bool) -> int:
 
 
 @ranks(2, views=True)
-def test_no_operator_runs_per_parameter(view: bool) -> None:
+def test_no_operator_runs_for_each_parameter(view: bool) -> None:
     few, many = (operators_beyond_the_backward(number, view) for number in (10, 1000))
     assert few == many <= 10, (few, many)
 
@@ -89,7 +89,7 @@ def living_bytes() -> int:
 
 
 @ranks(2, views=True)
-def test_memory_kept_is_the_buckets_and_no_more(view: bool) -> None:
+def test_only_the_buckets_are_kept_in_memory(view: bool) -> None:
     before = living_bytes()
     sizes = [1000] * 20 + [50_000] * 4
     model = Squares(*sizes)
@@ -102,7 +102,7 @@ def test_memory_kept_is_the_buckets_and_no_more(view: bool) -> None:
     gradients = 0 if view else parameters
     slack = 1024
     most = parameters + gradients + buckets + slack
-    for _ in range(50):  # gloo's threads let go of what they have sent soon after it came
+    for _ in range(50):  # gloo's threads release sent tensors soon
         if living_bytes() - before <= most:
             return
         time.sleep(0.1)
@@ -133,15 +133,15 @@ def peak_bytes(function: Any) -> int:
             held[event.extra_fields.ptr] = size
             peak = max(peak, sum(held.values()))
         else:
-            # What was there before counts in neither direction. Some of its frees are reported:
-            # torch remembers sizes by address, and an earlier profile may have left this one.
+            # Earlier tensors do not count. Some of their frees are reported: torch remembers sizes
+            # by address, for example of an earlier profile.
             held.pop(event.extra_fields.ptr, None)
     return peak
 
 
 @ranks(2, views=True)
 def test_peak_memory_is_that_of_the_model_and_one_bucket_of_gradients(view: bool) -> None:
-    """And what the first and the last bucket take, which are so small that they go directly."""
+    """And of the first and the last bucket, which are so small that they are sent directly."""
     sizes = [20_000] * 20
     model = Squares(*sizes)
     alone = peak_bytes(model(1.0).backward)
@@ -154,23 +154,15 @@ def test_peak_memory_is_that_of_the_model_and_one_bucket_of_gradients(view: bool
     direct = 4 * (first + last)
     assert max(first, last) < 2**18 < last + bucket
     assert alone >= gradients
-    if view:  # the gradients' memory is that of the buckets, which are there already
+    if view:  # gradients are in the memory of the buckets, which exist already
         assert wrapped <= bucket + 4 * 20_000 * 3 + direct, (wrapped, bucket)
     else:
         assert wrapped <= alone + bucket + direct, (wrapped, alone, bucket)
 
 
-@ranks(2, views=True)
-def test_layout_copies_are_none_on_the_cpu(view: bool) -> None:
-    ddp = wrap(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), view)
-    for _ in range(3):
-        ddp(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert ddp.reducer.counters.layout_copies == 0
-
-
 @ranks(2)
-def test_a_reduction_whose_buckets_are_renewed_is_none_of_a_world_of_one() -> None:
-    """The first backward brings a new order, and with it new buckets."""
+def test_the_reduction_that_rebuilds_buckets_is_not_that_of_a_single_rank() -> None:
+    """The first backward decides an order, and buckets are rebuilt."""
     ddp = DistributedDataParallel(Layers(order="bac"), bucket_cap_mb=1e-5, metrics=True)
     train_step(ddp, drawn(2, 4))
     core = ddp._ddp_state.core

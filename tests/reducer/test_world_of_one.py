@@ -1,6 +1,5 @@
-"""A world of one: nothing is exchanged, and all else is as on several ranks."""
+"""``world_size == 1``: nothing is exchanged, and gradients stay in their own memory."""
 
-import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tritonddp.diagnostics import logging_data
 
 
 def wrapped(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """No step of it is measured for the logging data: such a step goes through the buckets."""
+    """Without a step that is measured for the logging data, which goes through the buckets."""
     ddp = DistributedDataParallel(module, **options)
     ddp.logger.sampler.next_sample = 1 << 60
     return ddp
@@ -28,12 +27,12 @@ def linear() -> nn.Module:
 
 
 def inputs(value: float = 1.0) -> Tensor:
-    """Rows by which each element of the gradient of a :func:`linear` weight is twice ``value``."""
+    """Each element of the gradient of a :func:`linear` weight is twice ``value``."""
     return torch.full((2, 4), value, dtype=torch.float64)
 
 
 def weight_of(ddp: DistributedDataParallel) -> float:
-    """The gradient of the weight, all of whose elements are alike."""
+    """The gradient of the weight: all elements are equal."""
     (value,) = set(ddp.module.weight.grad.flatten().tolist())
     return value
 
@@ -44,15 +43,11 @@ def gives(ddp: DistributedDataParallel, value: float) -> float:
     return weight_of(ddp)
 
 
-def branch_of(name: str) -> str:
-    """Of the parameter of this name."""
-    return name.split(".")[1]
-
-
 @ranks(1, views=True)
-def test_the_switch_of_benchmarks_sends_all_gradients(view: bool) -> None:
+def test_exchanges_alone_sends_all_gradients(view: bool) -> None:
+    """The switch of the benchmarks."""
     ddp = wrapped(linear(), gradient_as_bucket_view=view)
-    gives(ddp, 1.0)  # its buckets are provisional
+    gives(ddp, 1.0)  # in initial buckets
     ddp._ddp_state.core.exchanges_alone = True
     counters = ddp.reducer.counters
     before = counters.collectives, counters.wire_bytes
@@ -91,25 +86,8 @@ def test_nothing_is_exchanged(cap: float | None, view: bool) -> None:
         assert_mean(ddp, alone, f"step {number}")
 
 
-@ranks(1)
-def test_which_parameters_were_used_is_known() -> None:
-    ddp = wrapped(Branches().double())
-    for names in ("abcdef", "ab", "a", "a", "", "fa"):
-        x = batch()
-        ddp(x, names).sum().backward()
-        used = ddp.reducer._get_local_used_map()
-        assert used.dtype == torch.int32
-        expected = [int(branch_of(name) in names) for name, _ in ddp.module.named_parameters()]
-        assert used.tolist() == expected, names
-    with ddp.no_sync():
-        ddp(batch(), "bc").sum().backward()
-    ddp(batch(), "a").sum().backward()
-    expected = [int(branch_of(name) in "abc") for name, _ in ddp.module.named_parameters()]
-    assert ddp.reducer._get_local_used_map().tolist() == expected
-
-
 @ranks(1, views=True)
-def test_gradients_stay_where_autograd_puts_them_and_buckets_have_no_memory(view: bool) -> None:
+def test_gradients_are_not_copied_and_buckets_have_no_memory(view: bool) -> None:
     ddp = wrapped(linear(), gradient_as_bucket_view=view)
     for step in range(1, 5):
         assert gives(ddp, step) == 2 * step
@@ -123,21 +101,3 @@ def test_gradients_stay_where_autograd_puts_them_and_buckets_have_no_memory(view
     ddp.zero_grad(set_to_none=False)
     ddp(inputs(3)).sum().backward()
     assert weight_of(ddp) == 6
-
-
-@ranks(1, views=True)
-def test_gradients_that_were_dropped_are_let_go(view: bool) -> None:
-    """Also those of a backward beside the outputs, whose first gradient told of it."""
-    ddp = wrapped(linear(), gradient_as_bucket_view=view)
-    for _ in range(3):
-        train_step(ddp, inputs(), loss=torch.sum)
-    ddp.zero_grad()
-    grads: list[weakref.ref[Tensor]] = []
-    handle = ddp.module.weight.register_post_accumulate_grad_hook(
-        lambda param: grads.append(weakref.ref(param.grad))
-    )
-    (2 * ddp.module.weight).sum().backward()
-    handle.remove()
-    assert weight_of(ddp) == 2
-    ddp.zero_grad()
-    assert [grad() for grad in grads] == [None]

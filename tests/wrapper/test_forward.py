@@ -1,4 +1,4 @@
-"""The parts of a forward, and subclasses that have one of their own."""
+"""The parts of a forward, and subclasses that define their own forward."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from tritonddp import DistributedDataParallel
 
 
 @ranks(2)
-def test_dynamo_finds_the_wrapper_that_is_at_work() -> None:
+def test_dynamo_finds_the_active_wrapper() -> None:
     seen: list[Any] = []
 
     class Looks(nn.Module):
@@ -56,7 +56,7 @@ def test_a_module_in_tiny_buckets_can_be_compiled() -> None:
 
 @ranks(2)
 def test_the_parts_of_a_forward_may_be_called_one_by_one(rank: int) -> None:
-    """As torch's `replicate` does around the forward of the module itself."""
+    """As torch's `replicate` does around the forward of the module."""
     net = DistributedDataParallel(Two())
     inputs, kwargs = net._pre_forward(drawn(4, 3), both=True)
     with net._inside_ddp_forward():
@@ -73,7 +73,7 @@ def test_the_parts_of_a_forward_may_be_called_one_by_one(rank: int) -> None:
 
 
 class Trains(Two):
-    """With a method of its own for training, and a buffer."""
+    """Has a method for training, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class RunsAnotherMethod(DistributedDataParallel):
 
 
 class HasAnotherForward(DistributedDataParallel):
-    """As OpenMMLab's for train_step(), and what others have copied from torch."""
+    """As OpenMMLab's for train_step(), with code that other projects have copied from torch."""
 
     def train_step(self, x: Tensor) -> Tensor:
         if not self._lazy_init_ran:
@@ -122,7 +122,7 @@ class HasAnotherForward(DistributedDataParallel):
 @pytest.mark.parametrize("location", [None, *_BufferCommHookLocation])
 @pytest.mark.parametrize("kind", [RunsAnotherMethod, HasAnotherForward])
 @ranks(2)
-def test_subclasses_may_have_a_forward_of_their_own(rank: int, kind: Any, location: Any) -> None:
+def test_a_subclass_may_define_its_own_forward(rank: int, kind: Any, location: Any) -> None:
     module = Trains()
     alone = copy.deepcopy(module)
     net = kind(module)
@@ -150,13 +150,27 @@ class Tagged(nn.Module):
         self.tag = "set"
 
 
-class HasAnotherBase(DistributedDataParallel, Tagged):
-    pass
-
-
 @ranks(1)
 def test_the_other_bases_of_a_subclass_are_initialized() -> None:
+    class HasAnotherBase(DistributedDataParallel, Tagged):
+        pass
+
     assert HasAnotherBase(Two()).tag == "set"
+
+
+@ranks(2)
+def test_profiles_show_the_forward_as_stock_ddp_does() -> None:
+    spans = []
+    for cls in (DistributedDataParallel, Stock):
+        ddp = cls(nn.Linear(2, 2))
+        with torch.profiler.profile() as profile:
+            ddp(torch.ones(1, 2))
+        spans += [
+            (each.name, each.is_user_annotation)
+            for each in profile.events()
+            if each.name.startswith("DistributedDataParallel")
+        ]
+    assert spans == 2 * [("DistributedDataParallel.forward", True)]
 
 
 class HasStocksForward(DistributedDataParallel):
@@ -175,7 +189,7 @@ class HasAllOfStocksForward(HasStocksForward):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 @pytest.mark.parametrize("kind", [HasStocksForward, HasAllOfStocksForward])
 @ranks(2)
-def test_subclasses_may_have_copied_stocks_forward(kind: Any, options: dict[str, Any]) -> None:
+def test_a_subclass_may_copy_the_forward_of_stock(kind: Any, options: dict[str, Any]) -> None:
     module = normed(3, 3)
     ours, theirs = DistributedDataParallel(copy.deepcopy(module)), kind(module, **options)
     for _ in range(3):

@@ -39,7 +39,7 @@ def train(cls: Any, mesh: Any, by_hand: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @ranks(4)
-def test_the_gradients_of_stock(rank: int, by_hand: bool) -> None:
+def test_gradients_on_a_sliced_mesh_are_those_of_stock(rank: int, by_hand: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected = train(Stock, mesh, by_hand)
     found = train(DistributedDataParallel, mesh, by_hand)

@@ -1,4 +1,4 @@
-"""Frozen parameters of tensor subclasses that are made of other tensors: quantized weights."""
+"""Frozen parameters of tensor subclasses that consist of other tensors: quantized weights."""
 
 import logging
 from typing import Any
@@ -9,14 +9,14 @@ from distributed import assert_same_on_all_ranks, ranks
 from logged import logged
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import drawn, wrap
+from training import drawn, train_step, wrap
 
 import tritonddp
 from tritonddp.coordination import verify
 
 
 class Opaque(Tensor):
-    """Eight bits and a scale, of which only its own layer knows."""
+    """Eight bits and a scale, which only its own layer knows."""
 
     @staticmethod
     def __new__(cls, bits: Tensor, scale: Tensor) -> Any:
@@ -75,17 +75,20 @@ WAYS = {
 }
 
 
+def train(ddp: nn.Module, module: Net) -> None:
+    for step in range(3):
+        train_step(ddp, drawn(3, 4, step=step))
+        assert_same_on_all_ranks([module.lora.weight.grad])
+
+
 @pytest.mark.parametrize("kind", [Flat, Nested])
 @ranks(2)
-def test_they_are_sent_and_compared_by_the_tensors_they_are_made_of(rank: int, kind: type) -> None:
+def test_the_inner_tensors_are_sent_and_compared(rank: int, kind: type) -> None:
     for way in WAYS.values():
         module = net(kind, seed=rank)
         ddp = way(module)
         assert_same_on_all_ranks([module.weight.plain()])
-        for step in range(3):
-            ddp.zero_grad()
-            ddp(drawn(3, 4, step=step)).sum().backward()
-            assert_same_on_all_ranks([module.lora.weight.grad])
+        train(ddp, module)
         ddp.check_sync()
         module.weight.bits[0, 0] += rank
         with pytest.raises(RuntimeError, match=r"parameter 'weight\.bits' .*int8: rank 0"):
@@ -93,7 +96,7 @@ def test_they_are_sent_and_compared_by_the_tensors_they_are_made_of(rank: int, k
 
 
 @ranks(2)
-def test_other_shapes_inside_are_named(rank: int) -> None:
+def test_an_inner_tensor_of_another_shape_is_named(rank: int) -> None:
     module = net(Flat, 0)
     module.weight.scale = torch.ones(1 + rank)
     with pytest.raises(RuntimeError, match=r"'weight\.scale'.*\(1,\).*\(2,\)"):
@@ -101,17 +104,14 @@ def test_other_shapes_inside_are_named(rank: int) -> None:
 
 
 @ranks(2)
-def test_what_cannot_be_seen_is_left_alone_and_the_log_says_so_once(rank: int) -> None:
+def test_an_opaque_tensor_stays_rank_local_and_the_log_names_it_once(rank: int) -> None:
     verify._left_alone.clear()
     with logged(logging.WARNING) as kept:
         for way in WAYS.values():
             module = net(Opaque, seed=rank)
             own = module.weight.plain()
             ddp = way(module)
-            for step in range(3):
-                ddp.zero_grad()
-                ddp(drawn(3, 4, step=step)).sum().backward()
-                assert_same_on_all_ranks([module.lora.weight.grad])
+            train(ddp, module)
             ddp.check_sync()
             assert torch.equal(module.weight.plain(), own)
     (line,) = kept.lines("verify")
