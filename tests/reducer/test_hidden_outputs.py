@@ -2,7 +2,7 @@
 
 Then no hook of an output notices the backward, and the engine announces only the gradients of the
 inner backward: of a reentrant checkpoint, or of a function that runs a backward.
-``tests/short_programs`` asks the usual programs of such a module (``hidden``, ``function``).
+``differential/short`` asks the usual programs of such a module (``hidden``, ``function``).
 """
 
 import copy

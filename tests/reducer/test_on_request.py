@@ -1,6 +1,6 @@
 """``reduce_gradients``: errors, logs, frozen and added parameters.
 
-``tests/cases/requests.py`` compares the means.
+``differential/named/requests.py`` compares the means.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Programs that call the wrapper while a backward of it runs, or after it has failed.
 
-``tests/short_programs`` evaluates the wrapper in hooks, signal handlers and threads.
+``differential/short`` evaluates the wrapper in hooks, signal handlers and threads.
 """
 
 import threading
