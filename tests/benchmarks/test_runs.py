@@ -20,16 +20,14 @@ Content = dict[str, Any]
 
 
 def measured(
-    command: str,
-    out: Path,
-    nproc: int | None = 2,
-    root: Path = ROOT,
-) -> tuple[dict[str, Any], str]:
-    """The result file of a run on the CPU that is to succeed, and what the run printed.
+    command: str, out: Path, nproc: int | None = 2, root: Path = ROOT
+) -> tuple[Content, str]:
+    """The result file of a run on the CPU that must succeed, and the output of the run.
 
     Args:
         command: the script in ``benchmarks``, and its arguments.
         nproc: ranks; ``None`` for a script that starts them itself, or has none.
+        root: the tree of the script.
     """
     script, *arguments = shlex.split(command)
     done = run(
@@ -40,14 +38,6 @@ def measured(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout
-
-
-def copied(folder: Path) -> Path:
-    """A copy of the tree to plant something in."""
-    ignore = shutil.ignore_patterns("__pycache__", "results")
-    for name in ("tritonddp", "benchmarks"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    return folder
 
 
 PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
@@ -221,7 +211,10 @@ def test_kernels_are_timed_by_pytest_benchmark_once_they_are_right(tmp_path: Pat
 @pytest.mark.thorough
 def test_a_planted_slowdown_is_found(tmp_path: Path) -> None:
     """By the tree against its commit; it sleeps in every flatten."""
-    folder = copied(tmp_path / "repository")
+    folder = tmp_path / "repository"
+    ignore = shutil.ignore_patterns("__pycache__", "results")
+    for name in ("tritonddp", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
     for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "base"]):
         subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True)

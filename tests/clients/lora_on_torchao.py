@@ -60,13 +60,11 @@ def same_on_all_ranks(content: Any) -> bool:
 
 
 def play(kind: str, in_place: bool) -> dict[str, Any]:
-    torch.manual_seed(dist.get_rank())  # rank 0's values are sent
+    torch.manual_seed(dist.get_rank())  # rank 0 sends its values
     net = model(kind)
     before = same_on_all_ranks(values(net))
-    if in_place:
-        wrapper = ddp = tritonddp.replicate(net)
-    else:
-        wrapper = ddp = tritonddp.DistributedDataParallel(net)
+    wrap = tritonddp.replicate if in_place else tritonddp.DistributedDataParallel
+    ddp = wrap(net)
     after = same_on_all_ranks(values(net))
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -77,7 +75,7 @@ def play(kind: str, in_place: bool) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    wrapper.check_sync()
+    ddp.check_sync()
     file = io.BytesIO()
     torch.save(net.state_dict(), file)
     file.seek(0)
@@ -85,7 +83,6 @@ def play(kind: str, in_place: bool) -> dict[str, Any]:
     other.load_state_dict(torch.load(file, weights_only=False), assign=True)
     return {
         "kind": kind,
-        "in place": in_place,
         "same before, after wrapping, at the end": [before, after, same_on_all_ranks(values(net))],
         "learns": losses[-1] < losses[0],
         "loaded": values(other) == values(net),

@@ -5,11 +5,11 @@
     python tests/project/mutation_score.py --replay     only those that it names and the tree has
 
 A mutation negates a condition, drops a statement or swaps two arguments of a call, where gradients
-are carried. Those are played that the result file names, and others up to ``COUNT``, chosen by
-their own text alone, so that another edit of the tree leaves them the same. Each is played, in a
-copy of the tree, against the quickest tests that reach its line (``make tests-of REFRESH=1`` has to
-have measured), until one of them fails or ``SECONDS`` of tests are over. The results stand in
-``mutation_score.json``: what was found once is found after tests were taken away, too.
+are carried. The mutations of the result file are played, and others up to ``COUNT``, chosen by
+their own text alone, so that they stay the same when the tree changes. Each is played, in a copy of
+the tree, against the quickest tests that reach its line (run ``make tests-of REFRESH=1`` before),
+until one of them fails or ``SECONDS`` of tests are over. ``mutation_score.json`` has the results: a
+mutation that was found once must be found after tests were removed, too.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _ROOMS = ("reducer", "comm", "buckets", "coordination")
 PLACES = (*(f"{room}/**/*.py" for room in _ROOMS), "wrapper.py", "state.py")
 COUNT = 400
 SECONDS = 8.0  # of tests for each mutation, as long as they took when they were measured
-LIMIT = 60.0  # seconds of one process of tests: what waits for ever was found
+LIMIT = 60.0  # seconds of one process of tests: a mutation that hangs was found
 _GRACE = 2.0  # seconds for it to clean up
 _MISSED = ("", "no test")
 RESULTS = Path(__file__).with_suffix(".json")
